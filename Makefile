@@ -1,0 +1,57 @@
+# Every target installs what it needs first: a fresh clone and `make train` are enough.
+
+SHELL  := bash
+VENV   := .venv
+BIN    := $(VENV)/bin
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+             $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH  ?= torch==2.13.0#  another build: make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+
+# One thread per rank: ranks share the cores of the machine.
+export OMP_NUM_THREADS ?= 1
+
+# The torch-free layers, which mypy holds to its strict rules.
+PURE = $(wildcard src/rotorch/core src/rotorch/planner src/rotorch/run_config.py \
+          src/rotorch/strategies/__init__.py src/rotorch/strategies/*/plan.py src/rotorch/strategies/*/schedule.py)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help setup train test check bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(VENV)/.installed ## make .venv with everything in it (again only when pyproject.toml or constraints.txt changed)
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "setup: rotorch needs Python 3.11 or newer; name one with: make setup PYTHON=/path/to/python3"; exit 2; }
+	@echo "setup 1/3: $(VENV) from $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { echo "setup: $(PYTHON) cannot make a virtual environment (on Debian: apt install python3-venv)"; exit 2; }
+	@echo "setup 2/3: $(TORCH)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "setup 3/3: rotorch and its other dependencies"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+	@echo "setup: done"
+
+train: ARGS = configs/demo.toml --nproc 2
+train: setup ## train the demo on 2 ranks; make train ARGS="my.toml --nproc 4" for another run
+	@$(BIN)/rotorch train $(ARGS)
+
+test: setup ## run the tests; make test ARGS="-k rotate" for some of them
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: setup ## lint, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy $(PURE)
+
+bench: ARGS = configs/bench/llama-h384.toml --parallel ddp=2 --parallel fsdp=2 --parallel rtp=2 --nproc 2 \
+              --json benchmarks/results/llama-h384.json
+bench: setup ## time ddp, fsdp and rtp side by side on 2 ranks
+	@mkdir -p benchmarks/results
+	@$(BIN)/rotorch bench $(ARGS)
+
+clean: ## remove .venv, caches and build output (runs/ stays)
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
