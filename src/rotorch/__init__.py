@@ -1,0 +1,40 @@
+"""rotorch: train a PyTorch model as it is, so that N ranks together hold what one would have held, and nothing twice.
+
+Importing this package imports no torch; the names below are loaded when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "parallelize": "rotorch.parallelize",
+    "on_meta": "rotorch.shard.materialize",
+    "ParallelModel": "rotorch.parallel_model",
+    "DDP": "rotorch.strategies",
+    "FSDP": "rotorch.strategies",
+    "RTP": "rotorch.strategies",
+    "Single": "rotorch.strategies",
+    "ConfigError": "rotorch.core.errors",
+    "RankFailure": "rotorch.core.errors",
+}
+
+__all__ = ["__version__", *_LAZY]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from rotorch.core.errors import ConfigError, RankFailure
+    from rotorch.parallel_model import ParallelModel
+    from rotorch.parallelize import parallelize
+    from rotorch.shard.materialize import on_meta
+    from rotorch.strategies import DDP, FSDP, RTP, Single
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'rotorch' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_LAZY[name]), name)
+    globals()[name] = value  # also shadows the submodule of the same name (rotorch.parallelize)
+    return value

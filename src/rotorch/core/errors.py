@@ -1,0 +1,27 @@
+"""Errors as users meet them. Two kinds: the input was wrong, or a rank failed while running."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RotorchError(Exception):
+    """Base of every error that rotorch raises on purpose; its text is meant for the user."""
+
+
+class ConfigError(RotorchError, ValueError):
+    """The user's input cannot work. Raised before anything starts, identically on all ranks (exit code 2).
+
+    The message says what is wrong, the offending value, and what to write instead, in one line.
+    """
+
+
+class RankFailure(RotorchError, RuntimeError):
+    """A rank failed, or waited too long for another one, while running (exit code 3)."""
+
+
+def nearest(word: str, *, known: Iterable[str]) -> str:
+    """Returns " (did you mean 'x'?)" for the closest of `known`, or "" when nothing is close."""
+    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {match[0]!r}?)" if match else ""

@@ -1,0 +1,39 @@
+"""What a strategy does to one unit on one rank, in bytes: the one place where the formulas live.
+
+The planner sums Layouts, `apply.py` cuts by them, the conformance tests hold measured bytes against them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rotorch.core.traffic import Kind, Transfer
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Bytes of one unit on one rank. Gradients and optimizer state are as large as the resident weights times a factor.
+
+    Attributes:
+        resident_bytes: weights that this rank holds at rest.
+        transient_bytes: what its forward and backward need beyond that at their peak (slots, gathered copies).
+        transfers: what this rank sends in one step of one micro-batch.
+    """
+
+    resident_bytes: int
+    transient_bytes: int = 0
+    transfers: tuple[Transfer, ...] = field(default=())
+
+    def sent_bytes(self, *, kind: Kind | None = None) -> int:
+        return sum(t.sent_bytes for t in self.transfers if kind is None or t.kind is kind)
+
+
+def combine_layouts(layouts: Iterable[Layout]) -> Layout:
+    """Layout of several units together: residents and traffic add up, transients share their buffers (the largest counts)."""
+    resident, transient, transfers = 0, 0, []
+    for layout in layouts:
+        resident += layout.resident_bytes
+        transient = max(transient, layout.transient_bytes)
+        transfers.extend(layout.transfers)
+    return Layout(resident, transient, tuple(transfers))

@@ -1,0 +1,164 @@
+"""What a model consists of, as strategies see it: weights, how each may be cut, and the units they form.
+
+A `Weight` says how it may be cut (`Cut`), a `Unit` is the smallest piece that a strategy moves, splits or keeps whole, a
+`ModelSpec` is the whole model. All of it is plain data: the planner reads it without torch, `models/describe.py` makes it.
+
+[Note: slices]
+    A cut divides one dimension of a weight into `groups` indivisible groups (an attention's key/value heads, the rows of a
+    vocabulary, the columns of an MLP), possibly repeated in `blocks` (gate and up fused in one matrix: each half is cut).
+    Slice k of n takes a run of consecutive groups of every block; when n does not divide the groups, the first slices
+    take one group more, and some may be empty. All cut weights of one unit have the same number of groups, so that slice
+    k of the unit is a smaller unit of the same kind.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Combine(StrEnum):
+    """How the outputs of a unit's slices become the unit's output."""
+
+    SUM = "sum"  # column-wise then row-wise products: partial sums
+    CONCAT = "concat"  # output columns, placed side by side
+    NONE = "none"  # nothing is cut
+
+
+class UnitKind(StrEnum):
+    """Where a unit sits in the model."""
+
+    MODULE = "module"  # a module whose forward runs on slices of its weights as it is
+    WEIGHT = "weight"  # one weight that is cut at the place of its use: a linear layer, an embedding, a head
+    REPLICATED = "replicated"  # weights nobody cuts: norms, biases added after a sum, buffers with gradients
+
+
+@dataclass(frozen=True)
+class Range:
+    """`length` consecutive indices from `start` along one dimension."""
+
+    start: int
+    length: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one weight may be cut: along `dim`, into `groups` indivisible groups, in each of `blocks` blocks."""
+
+    dim: int
+    groups: int
+    blocks: int = 1
+
+    def ranges(self, size: int, *, num_slices: int, index: int) -> tuple[Range, ...]:
+        """Returns the ranges along `dim` that slice `index` of `num_slices` takes, one per block (see [Note: slices]).
+
+        Args:
+            size: length of the weight along `dim`; a multiple of `groups * blocks`.
+            num_slices: how many slices there are.
+            index: which slice, 0-based.
+        """
+        block, rest = divmod(size, self.blocks)
+        group_size, odd = divmod(block, self.groups)
+        if rest or odd:
+            raise ValueError(f"size {size} is not a multiple of {self.blocks} blocks x {self.groups} groups")
+        each, extra = divmod(self.groups, num_slices)
+        first = index * each + min(index, extra)
+        count = each + (1 if index < extra else 0)
+        return tuple(Range(b * block + first * group_size, count * group_size) for b in range(self.blocks))
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter of the model: its name, its whole shape, and how it may be cut (None: not at all).
+
+    `aliases` are further names of the same tensor (a head tied to its embedding); they never count twice.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    cut: Cut | None = None
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+    def slice_shape(self, *, num_slices: int, index: int) -> tuple[int, ...]:
+        """Returns the shape of slice `index` of `num_slices`; the whole shape for a weight that is not cut."""
+        if self.cut is None:
+            return self.shape
+        dim = self.cut.dim
+        ranges = self.cut.ranges(self.shape[dim], num_slices=num_slices, index=index)
+        return (*self.shape[:dim], sum(r.length for r in ranges), *self.shape[dim + 1 :])
+
+    def slice_bytes(self, *, num_slices: int, index: int) -> int:
+        """Returns the bytes of slice `index` of `num_slices`."""
+        return math.prod(self.slice_shape(num_slices=num_slices, index=index)) * self.itemsize
+
+
+@dataclass(frozen=True)
+class Unit:
+    """The smallest piece that a strategy moves, splits or keeps whole.
+
+    Attributes:
+        name: the module's name, or the weight's for `UnitKind.WEIGHT`.
+        kind: see `UnitKind`.
+        combine: how the outputs of its slices become its output.
+        weights: what it owns; a tied weight belongs to the unit of its first use.
+        uses: how often a step uses it in forward (a tied embedding and head: 2).
+        reads_in_backward: how many of those uses need the weights again in backward (an embedding's does not).
+        replicated: names of weights that its forward needs whole beside its slices (q_norm); they belong to a REPLICATED unit.
+        added_once: names of biases that are added once, after the sum over slices; they belong to a REPLICATED unit.
+    """
+
+    name: str
+    kind: UnitKind
+    combine: Combine
+    weights: tuple[Weight, ...]
+    uses: int = 1
+    reads_in_backward: int = 1
+    replicated: tuple[str, ...] = ()
+    added_once: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(w.num_bytes for w in self.weights)
+
+    def slice_bytes(self, *, num_slices: int, index: int) -> int:
+        """Returns the bytes of slice `index` of `num_slices` of this unit's weights."""
+        return sum(w.slice_bytes(num_slices=num_slices, index=index) for w in self.weights)
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model as strategies and the planner see it: its units in order of use."""
+
+    name: str
+    units: tuple[Unit, ...]
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        return tuple(w for u in self.units for w in u.weights)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(w.numel for w in self.weights)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(w.num_bytes for w in self.weights)
+
+    @property
+    def cut_units(self) -> tuple[Unit, ...]:
+        """The units that can be cut into slices."""
+        return tuple(u for u in self.units if u.kind is not UnitKind.REPLICATED)

@@ -1,0 +1,55 @@
+"""What every strategy is: a frozen set of fields, the mesh axes it needs, and the Layout it gives each unit."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from rotorch.core.layout import Layout
+from rotorch.core.spec import ModelSpec, Unit
+
+
+class Strategy(BaseModel, ABC):
+    """One way of spreading a model over ranks. Subclasses live in `strategies/<kind>/plan.py`.
+
+    A strategy never chooses for itself: every decision is a field, which the user or the planner fills in.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: ClassVar[str]
+    """Its name in the `--parallel` grammar."""
+
+    cuts_weights: ClassVar[bool] = False
+    """Whether its ranks hold different parts of a weight (then it can be the inside of `ddp`)."""
+
+    @property
+    @abstractmethod
+    def axes(self) -> dict[str, int]:
+        """Mesh axes and their sizes, outermost first."""
+
+    @property
+    @abstractmethod
+    def batch_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks see different data."""
+
+    @abstractmethod
+    def layout(self, unit: Unit, *, position: int = 0) -> Layout:
+        """Bytes of `unit` on the rank at `position` of this strategy's axes."""
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises `ConfigError` if this strategy cannot hold the model; says which unit and what to write instead."""
+        return None
+
+    @property
+    def num_ranks(self) -> int:
+        size = 1
+        for axis_size in self.axes.values():
+            size *= axis_size
+        return size
+
+    @abstractmethod
+    def __str__(self) -> str:
+        """The `--parallel` text that parses back to this strategy."""

@@ -1,0 +1,50 @@
+"""What goes over the wire: the vocabulary shared by the strategies' formulas and the meter that checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """When in a step something moves."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    STEP = "step"
+
+
+class Kind(StrEnum):
+    """What moves, and how."""
+
+    SEND = "send"  # point to point: a slice of weights or of gradients
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one rank sends for one unit in one step (one micro-batch).
+
+    `sent_bytes` is what this rank puts on the wire by the textbook ring algorithm of the collective; `payload_bytes` the size
+    of the tensor handed to it. For `Kind.SEND` the two are equal.
+    """
+
+    kind: Kind
+    axis: str
+    phase: Phase
+    payload_bytes: int
+    sent_bytes: int
+    num_messages: int = 1
+
+
+def all_reduce(payload_bytes: int, *, axis: str, size: int, phase: Phase = Phase.BACKWARD) -> Transfer:
+    """One all-reduce of `payload_bytes` over `size` ranks: a ring sends 2 (n-1)/n of it."""
+    return Transfer(Kind.ALL_REDUCE, axis, phase, payload_bytes, 2 * payload_bytes * (size - 1) // size)
+
+
+def sent_bytes(transfers: Iterable[Transfer], *, kind: Kind | None = None) -> int:
+    """Sums what one rank sends, of one kind or of all."""
+    return sum(t.sent_bytes for t in transfers if kind is None or t.kind is kind)

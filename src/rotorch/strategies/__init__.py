@@ -1,0 +1,101 @@
+"""The strategies, what may wrap what, and the text they are written in (`--parallel`). No torch.
+
+Grammar: `kind=size` joined by commas, outermost (slowest links) first; options in brackets: `ddp=2,rtp=4[recompute=slice]`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pydantic import ValidationError
+
+from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.strategy import Strategy
+from rotorch.strategies.ddp.plan import DDP
+from rotorch.strategies.fsdp.plan import FSDP
+from rotorch.strategies.rtp.plan import RTP
+from rotorch.strategies.single.plan import Single
+
+STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "ddp": DDP, "fsdp": FSDP, "rtp": RTP}
+
+COMPOSES: frozenset[tuple[str, str]] = frozenset({("ddp", "fsdp"), ("ddp", "rtp")})
+"""(outer, inner) pairs that work and are tested; every other composition is a ConfigError."""
+
+_ITEM = re.compile(r"^(?P<kind>[a-z_]+)(?:=(?P<size>[^\[\]]*))?(?:\[(?P<options>[^\[\]]*)\])?$")
+
+
+def parse_parallel(text: str) -> tuple[Strategy, ...]:
+    """Reads `--parallel` text, e.g. `"ddp=2,rtp=4[recompute=slice]"`, into strategies, outermost first.
+
+    Raises:
+        ConfigError: for an unknown kind or option, a size that is not a positive number, or a composition not in `COMPOSES`.
+    """
+    items = [item.strip() for item in re.split(r",(?![^\[]*\])", text)]
+    strategies = tuple(_parse_item(item, text=text) for item in items)
+    check_composition(strategies)
+    return strategies
+
+
+def check_composition(strategies: Sequence[Strategy]) -> None:
+    """Raises `ConfigError` unless every neighbouring (outer, inner) pair is in `COMPOSES`."""
+    if not strategies:
+        raise ConfigError("parallel: no strategy given. Write for example 'single' or 'rtp=2'")
+    for outer, inner in zip(strategies, strategies[1:], strict=False):
+        if (outer.kind, inner.kind) not in COMPOSES:
+            known = ", ".join(f"{o}=..,{i}=.." for o, i in sorted(COMPOSES))
+            raise ConfigError(f"parallel: '{outer},{inner}' cannot be composed. Compositions that work: {known}")
+
+
+def format_parallel(strategies: Sequence[Strategy]) -> str:
+    """The inverse of `parse_parallel`."""
+    return ",".join(str(s) for s in strategies)
+
+
+def num_ranks(strategies: Sequence[Strategy]) -> int:
+    """How many ranks the strategies need together."""
+    total = 1
+    for strategy in strategies:
+        total *= strategy.num_ranks
+    return total
+
+
+def batch_ranks(strategies: Sequence[Strategy]) -> int:
+    """How many ranks see different data."""
+    total = 1
+    for strategy in strategies:
+        for axis in strategy.batch_axes:
+            total *= strategy.axes[axis]
+    return total
+
+
+def _parse_item(item: str, *, text: str) -> Strategy:
+    match = _ITEM.match(item)
+    if match is None:
+        raise ConfigError(f"parallel: cannot read {item!r} in {text!r}. Write kind=size, e.g. rtp=2 or ddp=2,rtp=4")
+    kind, size, options = match["kind"], match["size"], match["options"]
+    if kind not in STRATEGIES:
+        raise ConfigError(
+            f"parallel: unknown strategy {kind!r}{nearest(kind, known=STRATEGIES)}. Known: {', '.join(STRATEGIES)}"
+        )
+    cls = STRATEGIES[kind]
+    fields: dict[str, object] = {}
+    if "size" in cls.model_fields:
+        if size is None or not re.fullmatch(r"[0-9]+", size) or int(size) < 1:
+            raise ConfigError(f"parallel: {item!r} needs a positive number of ranks. Write for example {kind}=2")
+        fields["size"] = int(size)
+    elif size is not None:
+        raise ConfigError(f"parallel: {kind} takes no size, got {item!r}. Write {kind}")
+    for option in filter(None, (options or "").split(",")):
+        name, equals, value = (part.strip() for part in option.partition("="))
+        known = [f for f in cls.model_fields if f != "size"]
+        if not equals or name not in known:
+            has = f"It has: {', '.join(known)}" if known else "It has none"
+            raise ConfigError(f"parallel: {kind} has no option {name!r}{nearest(name, known=known)}. {has}")
+        fields[name] = value
+    try:
+        return cls.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(p) for p in first["loc"])
+        raise ConfigError(f"parallel: {item!r}: {where}: {first['msg']}, got {first['input']!r}") from None

@@ -1,0 +1,1 @@
+"""`fsdp`: see `plan.py` for what it is, `apply.py` for how."""

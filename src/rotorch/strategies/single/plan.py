@@ -1,0 +1,45 @@
+"""single: one process, nothing moves.
+
+Idea
+    The model as it is. The same code path as every other strategy with one rank, and what they are compared with.
+
+Picture
+    rank 0 | F F F F B B B B step |
+
+Layout
+    Every weight whole: `W[F, D]`.
+
+Cost
+    Resident P, sent nothing.
+
+Deviations
+    None.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rotorch.core.layout import Layout
+from rotorch.core.spec import Unit
+from rotorch.core.strategy import Strategy
+
+
+class Single(Strategy):
+    """One process holds everything. Written `single`."""
+
+    kind: ClassVar[str] = "single"
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {"single": 1}
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return ()
+
+    def layout(self, unit: Unit, *, position: int = 0) -> Layout:
+        return Layout(resident_bytes=unit.num_bytes)
+
+    def __str__(self) -> str:
+        return "single"
