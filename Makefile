@@ -5,7 +5,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
              $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-TORCH  ?= torch==2.13.0#  another build: make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+
+# Another build of torch: make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+TORCH ?= torch==2.13.0
 
 # One thread per rank: ranks share the cores of the machine.
 export OMP_NUM_THREADS ?= 1
@@ -30,7 +32,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "setup 2/3: $(TORCH)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
 	@echo "setup 3/3: rotorch and its other dependencies"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c <(grep -v '^torch==' constraints.txt) -e '.[dev]'
 	@touch $@
 	@echo "setup: done"
 
