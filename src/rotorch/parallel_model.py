@@ -1,0 +1,275 @@
+"""`ParallelModel`: what `parallelize` returns and the training loop knows; and `Holding`: what a strategy has to give for it.
+
+[Note: lending]
+    At rest the module's parameters are DTensors, so optimizers, clipping and checkpoints work as on any model. A forward pass wants
+    plain tensors. `Holding.lend()` puts them into the module for the time of a pass and takes them back afterwards, also
+    after an exception: the weights are always home.
+
+[Note: one loss rule]
+    Gradients are summed over micro-batches and ranks, and the loss is divided by the global number of target tokens, once. Hugging
+    Face models take that number as `num_items_in_batch`; it is known before the first backward, since `forward_backward` gets all
+    micro-batches of a step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.collectives import all_reduce_sum
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import ModelSpec
+from rotorch.core.strategy import Strategy
+from rotorch.shard.held import HeldWeight, Pieces
+from rotorch.shard.materialize import initialise, load_directory
+
+Batch = Mapping[str, Tensor]
+"""One micro-batch: `input_ids` int64 [batch, sequence] and `labels` (as Hugging Face: shifted inside) or `shift_labels` (already shifted).
+Targets of -100 count for nothing. Further entries are handed to the model as they are."""
+
+LossFn = Callable[[nn.Module, Batch, int], Tensor]
+"""`loss(module, batch, num_targets)`: the SUM of the batch's losses divided by the global `num_targets`."""
+
+
+def causal_lm_loss(module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
+    """The default loss: the model's own, as Hugging Face models compute it."""
+    return module(**batch, num_items_in_batch=num_targets).loss
+
+
+def count_targets(batch: Batch) -> int:
+    """Number of target tokens of one micro-batch, by the same rule that the loss uses."""
+    if "shift_labels" in batch:
+        return int((batch["shift_labels"] != -100).sum())
+    if "labels" in batch:
+        labels = batch["labels"]
+        shifted = labels[..., 1:] if labels.dim() > 1 else labels
+        return int((shifted != -100).sum())
+    raise ConfigError(f"batch: needs 'labels' or 'shift_labels', has {sorted(batch)}")
+
+
+class Holding(ABC):
+    """How one strategy holds the model on this rank and lends it to a pass. `strategies/<kind>/apply.py` subclasses it."""
+
+    weights: dict[str, HeldWeight]
+    """Every weight of the spec by name, in the module's order; on all ranks the same names."""
+
+    loss_scale: float = 1.0
+    """The loss is multiplied by this before backward (for libraries that average gradients over ranks)."""
+
+    @abstractmethod
+    def lend(self) -> AbstractContextManager[nn.Module]:
+        """Puts plain tensors into the module for one pass, yields what to call; takes them back on leaving (see [Note: lending])."""
+
+    def start(self) -> None:
+        """Before the first micro-batch of a step, all ranks: weights as the optimizer left them become visible to all."""
+        return None
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Around the forward and backward of one micro-batch."""
+        return nullcontext()
+
+    def finish(self) -> None:
+        """After the last backward of a step: completes gradients and attaches them to the DTensors."""
+        return None
+
+    def values_changed(self) -> None:
+        """After `weights[..].local` were written from outside (initialised, loaded)."""
+        return None
+
+    def close(self) -> None:
+        """Frees what the process group or the operating system holds for it. All ranks."""
+        return None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss of held-out data over all ranks: `loss_sum` in nats over `num_targets` target tokens."""
+
+    loss_sum: float
+    num_targets: int
+
+    @property
+    def loss(self) -> float:
+        """Mean loss per target token, in nats."""
+        return self.loss_sum / max(self.num_targets, 1)
+
+
+class ParallelModel:
+    """A model spread over the ranks of a mesh. Made by `rotorch.parallelize`; every method is called by all ranks.
+
+    Attributes:
+        module: the user's module; its parameters are DTensors under their original names.
+        mesh: the mesh of all ranks, one axis per strategy.
+        strategies: outermost first.
+        spec: the model's units.
+        batch_rank: which share of a global batch this rank computes, 0-based.
+        num_batch_ranks: how many shares there are.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        holding: Holding,
+        mesh: DeviceMesh,
+        strategies: Sequence[Strategy],
+        spec: ModelSpec,
+        loss: LossFn = causal_lm_loss,
+        autocast_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.module = module
+        self.mesh = mesh
+        self.strategies = tuple(strategies)
+        self.spec = spec
+        self._holding = holding
+        self._loss = loss
+        self._autocast_dtype = autocast_dtype
+        self.batch_axes = tuple(axis for s in strategies for axis in s.batch_axes)
+        coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+        sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+        positions = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
+        self.batch_rank, self.num_batch_ranks = 0, 1
+        for axis in self.batch_axes:
+            self.batch_rank = self.batch_rank * sizes[axis] + positions[axis]
+            self.num_batch_ranks *= sizes[axis]
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.mesh.device_type)
+
+    @property
+    def weights(self) -> dict[str, HeldWeight]:
+        """What this rank holds of each weight, by name (tied names appear once)."""
+        return self._holding.weights
+
+    @property
+    def holding(self) -> Holding:
+        """The strategy's side of this model, for meters and tests."""
+        return self._holding
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The DTensor parameters, for an optimizer."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The DTensor parameters under their original names."""
+        return self.module.named_parameters()
+
+    # ---------------------------------------------------------------- values
+
+    def materialize(self, *, seed: int = 0) -> ParallelModel:
+        """Gives every weight its initial value: the same for every strategy and world size. Returns self."""
+        initialise(self.module, weights=self.weights, seed=seed, device=self.device)
+        self._holding.values_changed()
+        return self
+
+    def load(self, directory: str) -> ParallelModel:
+        """Reads weights from a Hugging Face directory of safetensors; each rank reads only its slices. Returns self.
+
+        Raises:
+            ConfigError: if the directory has none, a file is corrupt, or names or shapes do not match; lists them.
+        """
+        load_directory(directory, module=self.module, weights=self.weights)
+        self._holding.values_changed()
+        return self
+
+    def state_dict(self) -> dict[str, Pieces]:
+        """Every weight in the form that `torch.distributed.checkpoint` saves, and loads in place, under any layout."""
+        return {
+            name: Pieces(held.local, shape=held.weight.shape, pieces=held.pieces) for name, held in self.weights.items()
+        }
+
+    def values_changed(self) -> None:
+        """Call after writing into `weights[..].local` or loading into `state_dict()`."""
+        self._holding.values_changed()
+
+    def full_tensor(self, name: str, *, grad: bool = False) -> Tensor:
+        """Returns a whole weight (or its gradient) on every rank. All ranks; sends the whole weight. For tests and export."""
+        held = self.weights[name]
+        local = held.local_grad if grad else held.local
+        whole = torch.zeros(held.weight.shape, dtype=held.local.dtype, device=held.local.device)
+        if local is not None:
+            for piece in held.pieces:
+                piece.of_whole(whole).copy_(piece.of_local(local)).div_(held.num_holders)
+        all_reduce_sum(whole, mesh=self.mesh)
+        return whole
+
+    # ---------------------------------------------------------------- passes
+
+    def forward_backward(self, batch: Batch | Sequence[Batch]) -> Tensor:
+        """Computes gradients of one optimizer step; they are complete in every parameter's `.grad` when it returns.
+
+        Args:
+            batch: this rank's micro-batch, or all its micro-batches of this step; every rank gives equally many.
+
+        Returns:
+            The loss per target token over the whole global batch, 0-dim, the same on all ranks.
+        """
+        micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
+        num_targets = self._sum_over_batch_ranks(float(sum(count_targets(b) for b in micro_batches)))
+        holding, total = self._holding, torch.zeros((), dtype=torch.float64)
+        with holding.lend() as callee, torch.enable_grad():
+            holding.start()
+            for number, micro_batch in enumerate(micro_batches):
+                with holding.micro_batch(last=number == len(micro_batches) - 1):
+                    with self._autocast():
+                        loss = self._loss(callee, micro_batch, max(int(num_targets), 1))
+                    (loss if holding.loss_scale == 1.0 else loss * holding.loss_scale).backward()
+                    total += loss.detach().double().cpu()
+            holding.finish()
+        return torch.tensor(self._sum_over_batch_ranks(float(total)), dtype=torch.float64)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch | Sequence[Batch]) -> Evaluation:
+        """Computes the loss of held-out micro-batches without gradients, summed over all ranks. Every rank gives equally many."""
+        micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
+        training = self.module.training
+        self.module.eval()
+        loss_sum, num_targets = 0.0, 0
+        try:
+            with self._holding.lend() as callee:
+                self._holding.start()
+                for micro_batch in micro_batches:
+                    with self._autocast():
+                        loss_sum += float(self._loss(callee, micro_batch, 1))
+                    num_targets += count_targets(micro_batch)
+        finally:
+            self.module.train(training)
+        return Evaluation(self._sum_over_batch_ranks(loss_sum), int(self._sum_over_batch_ranks(float(num_targets))))
+
+    @torch.no_grad()
+    def next_token_logits(self, input_ids: Tensor) -> Tensor:
+        """Returns float32 logits [batch, vocabulary] of the token after `input_ids` [batch, sequence]. All ranks give the same input."""
+        training = self.module.training
+        self.module.eval()
+        try:
+            with self._holding.lend() as callee, self._autocast():
+                self._holding.start()
+                logits = callee(input_ids=input_ids, use_cache=False).logits
+                return logits[:, -1, :].float() + 0.0
+        finally:
+            self.module.train(training)
+
+    def close(self) -> None:
+        """Frees shared memory and other resources. All ranks."""
+        self._holding.close()
+
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        if self._autocast_dtype is None:
+            yield
+        else:
+            with torch.autocast(self.mesh.device_type, dtype=self._autocast_dtype):
+                yield
+
+    def _sum_over_batch_ranks(self, value: float) -> float:
+        """Sums a number over all ranks; ranks that share a batch share count once. Also a barrier: no rank passes before all came."""
+        total = torch.tensor([value], dtype=torch.float64)
+        all_reduce_sum(total, mesh=self.mesh)
+        return float(total) * self.num_batch_ranks / self.mesh.size()

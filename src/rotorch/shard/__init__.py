@@ -1,0 +1,1 @@
+"""Cutting weights into slices, holding them, and giving them their first values."""

@@ -1,0 +1,133 @@
+"""What one rank holds of each weight: plain local tensors, their place in the whole weight, and the DTensor at rest.
+
+Everything that must see weights independently of the strategy reads this: optimizers and clipping (through the DTensor),
+checkpoints and loading (through the pieces), verification (both).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from rotorch.core.spec import Weight
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a whole weight: where it starts in each dim, its sizes, and where its first element along the cut dim sits locally.
+
+    Attributes:
+        offsets: start in the whole weight, one per dim.
+        sizes: lengths, one per dim.
+        dim: the dim along which a rank's pieces lie side by side in its local tensor.
+        local_start: where this piece starts along `dim` in the local tensor.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    dim: int = 0
+    local_start: int = 0
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """Returns the view of `local` (this rank's part of the weight) that this piece describes."""
+        if not self.sizes:
+            return local
+        return local.narrow(self.dim, self.local_start, self.sizes[self.dim])
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """Returns the view of the whole weight that this piece describes."""
+        for dim, (start, length) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            whole = whole.narrow(dim, start, length)
+        return whole
+
+
+def cut_pieces(weight: Weight, *, num_slices: int, index: int) -> tuple[Piece, ...]:
+    """Returns the pieces of slice `index` of `num_slices` of `weight` (one per block of its cut; none if it is empty)."""
+    if weight.cut is None:
+        return (Piece((0,) * len(weight.shape), weight.shape),)
+    dim, pieces, local_start = weight.cut.dim, [], 0
+    for part in weight.cut.ranges(weight.shape[dim], num_slices=num_slices, index=index):
+        if part.length:
+            offsets = tuple(part.start if d == dim else 0 for d in range(len(weight.shape)))
+            sizes = tuple(part.length if d == dim else s for d, s in enumerate(weight.shape))
+            pieces.append(Piece(offsets, sizes, dim, local_start))
+            local_start += part.length
+    return tuple(pieces)
+
+
+@dataclass
+class HeldWeight:
+    """One weight as this rank holds it.
+
+    Attributes:
+        weight: its description: name, whole shape, aliases.
+        local: this rank's part, a plain tensor sharing memory with `parameter` (may be empty).
+        pieces: where the parts of `local` sit in the whole weight.
+        parameter: the DTensor that the module holds at rest; `.grad` is complete after `forward_backward`.
+        num_holders: how many ranks of the model's mesh hold these same pieces (1: nobody else does).
+    """
+
+    weight: Weight
+    local: Tensor
+    pieces: tuple[Piece, ...]
+    parameter: nn.Parameter
+    num_holders: int = 1
+
+    @property
+    def name(self) -> str:
+        return self.weight.name
+
+    @property
+    def local_grad(self) -> Tensor | None:
+        """This rank's part of the gradient as a plain tensor, or None."""
+        grad = self.parameter.grad
+        return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+class Pieces:
+    """A tensor of which this rank holds some pieces, in the form that `torch.distributed.checkpoint` saves and loads in place.
+
+    Implements torch's `_Checkpointable` protocol, so that cuts which no DTensor placement describes (uneven heads, fused halves) are
+    saved with their true offsets and load under any other layout. Also wraps optimizer state shaped like its weight.
+    """
+
+    def __init__(self, local: Tensor, *, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
+        self.local = local
+        self.shape = torch.Size(shape)
+        self.pieces = pieces
+
+    def size(self) -> torch.Size:
+        return self.shape
+
+    def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(piece.offsets), number),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=self._chunk(piece), properties=properties, size=self.shape),
+            )
+            for number, piece in enumerate(self.pieces)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self._chunk(piece) for piece in self.pieces]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for piece in self.pieces:
+            if index.offset is None or torch.Size(piece.offsets) == index.offset:
+                return piece.of_local(self.local)
+        raise KeyError(f"{index.fqn}: no piece at offset {index.offset}")

@@ -1,0 +1,343 @@
+"""Where text comes from: files on disk, found, checked and read as a stream of documents.
+
+A corpus is a sorted list of files and the way to read each. Reading yields *pieces*: at most `PIECE_BYTES` of one
+document's bytes and whether the document ends there, so that a 100 GB file takes no more memory than a small one.
+
+[Note: JSONL is read line by line] Parquet goes through `datasets`. JSONL does not: its readers parse blocks of many
+lines at once and, for a broken line, name neither the file nor the line. One `json.loads` a line names both, accepts
+records whose other fields differ in type, and costs far less than the tokenising that follows.
+"""
+
+from __future__ import annotations
+
+import codecs
+import difflib
+import fnmatch
+import hashlib
+import json
+import logging
+import os
+import sysconfig
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rotorch.core.errors import ConfigError
+
+Kind = Literal["text", "jsonl", "parquet"]
+
+STDLIB = "stdlib"
+PIECE_BYTES = 1 << 20
+
+_SNIFF_BYTES = 8192
+_KIND_OF_SUFFIX: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+# Tests are left out because many distributions package them separately: with them, the same interpreter version
+# would be a different corpus from one machine to the next.
+_STDLIB_LEFT_OUT = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class CorpusFile:
+    """One file of a corpus.
+
+    Attributes:
+        path: Where it is.
+        kind: How it is read.
+        size_bytes: Its size on disk when it was found.
+        mtime_ns: When it was last changed, in nanoseconds since the epoch.
+        text_bytes: Bytes of text it holds: exact for text, an upper bound for JSONL, close for Parquet.
+        num_documents: Documents it holds if that is known without reading it, else 0.
+    """
+
+    path: Path
+    kind: Kind
+    size_bytes: int
+    mtime_ns: int
+    text_bytes: int
+    num_documents: int
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files that together are the text to train on, in the order in which they are read.
+
+    Attributes:
+        source: What the user wrote.
+        files: The files, sorted by path.
+        text_field: The field of JSONL and Parquet records that holds the text.
+    """
+
+    source: str
+    files: tuple[CorpusFile, ...]
+    text_field: str
+
+    @property
+    def text_bytes(self) -> int:
+        """Bytes of text: exact if all files are text files, else an estimate."""
+        return sum(file.text_bytes for file in self.files)
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether `text_bytes` is exact, that is, whether all files are text files."""
+        return all(file.kind == "text" for file in self.files)
+
+    def digest(self) -> str:
+        """A digest of which files these are and of their sizes and times on disk *now*.
+
+        Raises:
+            ConfigError: If a file has gone.
+        """
+        digest = hashlib.sha256(self.text_field.encode())
+        for file in self.files:
+            status = _stat(file.path)
+            digest.update(json.dumps([str(file.path), file.kind, status.st_size, status.st_mtime_ns]).encode())
+        return digest.hexdigest()
+
+    def pieces(self) -> Iterator[tuple[bytes, bool]]:
+        """Streams the documents, in order.
+
+        Yields:
+            (data, ends_document): at most about `PIECE_BYTES` of a text file, or the whole text of one record, as
+            raw bytes (UTF-8 for records). Documents without a byte are left out; a log line says how many.
+
+        Raises:
+            ConfigError: If a file cannot be read or a record is broken.
+        """
+        num_empty = 0
+        for file in self.files:
+            for data, ends_document in _READERS[file.kind](file.path, text_field=self.text_field):
+                if data:
+                    yield data, ends_document
+                else:
+                    num_empty += 1
+        if num_empty:
+            _log.info("corpus %s: %d empty documents left out", self.source, num_empty)
+
+
+def find_corpus(source: str | os.PathLike[str], *, text_field: str = "text",
+                suffixes: Sequence[str] | None = None) -> Corpus:
+    """Finds the files of a corpus and checks what can be checked without reading them through.
+
+    Args:
+        source: A text, `.jsonl`/`.ndjson` or `.parquet` file; a directory of them, read recursively; or `"stdlib"`,
+            the sources of the running interpreter's standard library (write `"./stdlib"` for a directory of that name).
+        text_field: The field that holds the text of JSONL and Parquet records.
+        suffixes: File name endings (`".txt"`) or patterns (`"*.txt"`) that say which files of a directory to read.
+            Without them: its JSONL and Parquet files if it has any, else every file that reads as UTF-8 text. Hidden
+            files and directories are never read.
+
+    Returns:
+        The corpus, files sorted by path.
+
+    Raises:
+        ConfigError: If nothing is there, nothing matches, all is empty, a file cannot be read, the first record of a
+            JSONL file is broken, or the text field is missing.
+    """
+    name = os.fspath(source)
+    if not name:
+        raise ConfigError("corpus '': no path given. Write a file, a directory, or 'stdlib'")
+    if name == STDLIB:
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = [path for path in _walk(root, left_out=_STDLIB_LEFT_OUT) if path.suffix == ".py"]
+        if not paths:
+            raise ConfigError(f"corpus 'stdlib': no *.py in {root}: this interpreter comes without its sources. "
+                              "Write the path of a text file or directory instead")
+        files = [_text_file(path) for path in paths]
+    else:
+        path = Path(name).expanduser().absolute()
+        if not path.exists():
+            raise ConfigError(f"corpus '{name}': no such file or directory{_nearest_sibling(path)}")
+        paths = _choose(path, name=name, suffixes=suffixes) if path.is_dir() else [path]
+        files = [_check_file(path, text_field=text_field) for path in paths]
+    if not any(file.text_bytes for file in files):
+        raise ConfigError(f"corpus '{name}': empty: {len(files)} files without a byte of text")
+    return Corpus(source=name, files=tuple(files), text_field=text_field)
+
+
+def _walk(root: Path, *, left_out: frozenset[str] = frozenset()) -> list[Path]:
+    """All regular files under `root` that are not hidden, sorted by path."""
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"corpus '{root}': cannot list '{error.filename}': {error.strerror}")
+
+    found = []
+    for directory, subdirectories, names in os.walk(root, onerror=refuse):
+        subdirectories[:] = [name for name in subdirectories if name not in left_out and not name.startswith(".")]
+        paths = (Path(directory, name) for name in names if not name.startswith("."))
+        found += [path for path in paths if path.is_file()]
+    return sorted(found, key=lambda path: path.relative_to(root).as_posix())
+
+
+def _choose(root: Path, *, name: str, suffixes: Sequence[str] | None) -> list[Path]:
+    """The files of a directory that make up the corpus."""
+    found = _walk(root)
+    if not found:
+        raise ConfigError(f"corpus '{name}': the directory holds no files")
+    if suffixes is not None:
+        patterns = [suffix if any(mark in suffix for mark in "*?[") else f"*{suffix}" for suffix in suffixes]
+        chosen = [path for path in found if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns)]
+        if not chosen:
+            there = Counter(path.suffix or "no suffix" for path in found).most_common(4)
+            held = ", ".join(f"{suffix} ({count})" for suffix, count in there)
+            raise ConfigError(f"corpus '{name}': no file matches suffixes {patterns}; the directory holds {held}")
+        return chosen
+    chosen = [path for path in found if _kind(path) != "text"] or [path for path in found if _is_text(path)]
+    if not chosen:
+        raise ConfigError(f"corpus '{name}': none of its {len(found)} files is UTF-8 text, JSONL or Parquet. "
+                          "Write suffixes=[...] to read them all the same")
+    if len(chosen) < len(found):
+        left_out = next(path for path in found if path not in set(chosen))
+        _log.info("corpus %s: %d of %d files read; left out, as %s: %s", name, len(chosen), len(found),
+                  "not UTF-8 text" if _kind(chosen[0]) == "text" else "neither JSONL nor Parquet", left_out.name)
+    return chosen
+
+
+def _kind(path: Path) -> Kind:
+    return _KIND_OF_SUFFIX.get(path.suffix.lower(), "text")
+
+
+def _is_text(path: Path) -> bool:
+    """Whether the file starts like UTF-8 text."""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(_SNIFF_BYTES)
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # not final: the last character may be cut in two
+    except UnicodeDecodeError:
+        return False
+    except OSError as error:
+        raise ConfigError(f"corpus file '{path}': cannot read: {error.strerror}") from error
+    return b"\0" not in start
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise ConfigError(f"corpus file '{path}': cannot read: {error.strerror}") from error
+
+
+def _text_file(path: Path) -> CorpusFile:
+    status = _stat(path)
+    return CorpusFile(path, "text", status.st_size, status.st_mtime_ns, status.st_size, int(status.st_size > 0))
+
+
+def _check_file(path: Path, *, text_field: str) -> CorpusFile:
+    """Checks one file as far as its first record, and measures it."""
+    kind, status = _kind(path), _stat(path)
+    if not os.access(path, os.R_OK) or not path.is_file():
+        raise ConfigError(f"corpus file '{path}': cannot read: not a regular file, or no permission")
+    if kind == "text":
+        return _text_file(path)
+    if kind == "jsonl":
+        next(_read_jsonl(path, text_field=text_field), None)
+        return CorpusFile(path, kind, status.st_size, status.st_mtime_ns, status.st_size, 0)
+    text_bytes, num_rows = _measure_parquet(path, text_field=text_field)
+    return CorpusFile(path, kind, status.st_size, status.st_mtime_ns, text_bytes, num_rows)
+
+
+def _read_text(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
+    try:
+        with path.open("rb") as stream:
+            data = stream.read(PIECE_BYTES)
+            while True:
+                following = stream.read(PIECE_BYTES)
+                yield data, not following
+                if not following:
+                    return
+                data = following
+    except OSError as error:
+        raise ConfigError(f"corpus file '{path}': cannot read: {error.strerror}") from error
+
+
+def _read_jsonl(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
+    try:
+        with path.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                if number == 1:
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if not line.strip():
+                    continue
+                where = f"corpus file '{path}', line {number}"
+                try:
+                    record = json.loads(line.decode("utf-8", errors="replace"))
+                except json.JSONDecodeError as error:
+                    raise ConfigError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
+                except RecursionError as error:
+                    raise ConfigError(f"{where}: not valid JSON: nested too deep") from error
+                if not isinstance(record, dict):
+                    raise ConfigError(f"{where}: a {type(record).__name__}; every line must be an object "
+                                      f'such as {{"{text_field}": "..."}}')
+                if text_field not in record:
+                    raise ConfigError(f"{where}: {_no_field(text_field, fields=record)}")
+                yield _text_of(record[text_field], text_field=text_field, where=where), True
+    except OSError as error:
+        raise ConfigError(f"corpus file '{path}': cannot read: {error.strerror}") from error
+
+
+def _measure_parquet(path: Path, *, text_field: str) -> tuple[int, int]:
+    """Checks the schema; returns the uncompressed bytes of the text column and the number of rows."""
+    import pyarrow.parquet  # here, as it takes a second that a corpus of text files need not pay
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            schema, metadata = file.schema_arrow, file.metadata
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"corpus file '{path}': not a readable Parquet file: {_first_line(error)}") from error
+    if text_field not in schema.names:
+        raise ConfigError(f"corpus file '{path}': {_no_field(text_field, fields=schema.names)}")
+    if str(schema.field(text_field).type) not in {"string", "large_string", "string_view"}:
+        raise ConfigError(f"corpus file '{path}': field '{text_field}' is {schema.field(text_field).type}, not a string")
+    text_bytes = 0
+    for group in range(metadata.num_row_groups):
+        row_group = metadata.row_group(group)
+        columns = (row_group.column(column) for column in range(row_group.num_columns))
+        text_bytes += sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field)
+    return text_bytes if metadata.num_rows else 0, metadata.num_rows
+
+
+def _read_parquet(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
+    import datasets  # here, as it takes seconds that a corpus of text files need not pay
+
+    try:
+        rows = datasets.load_dataset("parquet", data_files=[str(path)], split="train", streaming=True,
+                                     columns=[text_field])
+        for number, row in enumerate(rows, start=1):
+            yield _text_of(row[text_field], text_field=text_field, where=f"corpus file '{path}', row {number}"), True
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"corpus file '{path}': not a readable Parquet file: {_first_line(error)}") from error
+
+
+_READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
+
+
+def _text_of(value: object, *, text_field: str, where: str) -> bytes:
+    if value is None:
+        return b""
+    if not isinstance(value, str):
+        raise ConfigError(f"{where}: field '{text_field}' is a {type(value).__name__}, not a string")
+    return value.encode("utf-8", errors="replace")  # JSON may hold lone surrogates, which UTF-8 cannot
+
+
+def _no_field(text_field: str, *, fields: Iterable[str]) -> str:
+    names = [str(name) for name in fields]
+    near = difflib.get_close_matches(text_field, names, n=1, cutoff=0.4)
+    write = f"Write text_field='{near[0]}'" if near else "Write text_field=... with one of these"
+    return f"no field '{text_field}'; the fields are {', '.join(names[:12]) or 'none'}. {write}"
+
+
+def _nearest_sibling(path: Path) -> str:
+    try:
+        near = difflib.get_close_matches(path.name, [sibling.name for sibling in path.parent.iterdir()], n=1)
+    except OSError:
+        return ""
+    return f"; there is '{path.parent / near[0]}'" if near else ""
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
