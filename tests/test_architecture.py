@@ -1,0 +1,256 @@
+"""The rules of the code base, held by reading it: layers, names, sizes, and who may touch the edges of torch."""
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "rotorch"
+
+# A module belongs to the first entry that its dotted name begins with. Imports never point to a higher layer.
+LAYERS = {
+    "core": 0,
+    "strategies.*.apply": 6,
+    "strategies": 1,  # the dict of all, each plan.py, and pure schedules
+    "planner": 2,
+    "run_config": 2,
+    "mesh": 3,
+    "comm": 3,
+    "_torch_private": 3,
+    "shard": 4,
+    "models": 4,
+    "ops": 5,
+    "parallel_model": 5,
+    "parallelize": 6,
+    "testing": 6.5,  # public, for tests and `rotorch verify`; IMPORTED_ONLY_BY keeps layer 7 out of it
+    "train": 7,
+    "bench": 7,
+    "report": 7,
+    "cli": 8,
+    "__main__": 8,
+}
+TOP = 8  # rotorch/__init__.py, whose names load on first use
+PURE = 2  # up to this layer nothing imports torch, or what would import it
+HEAVY = {"torch", "transformers", "datasets", "safetensors", "tokenizers", "tensorboard"}
+IMPORTED_ONLY_BY = {"testing": {"testing", "cli"}}
+OPERATIONS = re.compile(
+    r"torch\.distributed\.(distributed_c10d\.)?(all_reduce|all_gather|all_to_all|reduce|broadcast|gather|scatter"
+    r"|i?send|i?recv|batch_isend_irecv|P2POp|barrier|monitored_barrier|nn\b|_functional_collectives)"
+)
+BAD_FILES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
+BAD_CLASSES = re.compile(r"(Engine|Manager|Context|Factory|Registry)$")
+MAX_LINES = 600
+
+
+def entry_of(module: str) -> str | None:
+    """The entry of LAYERS that a module (dotted, below rotorch) belongs to."""
+    parts = module.split(".")
+    for entry in LAYERS:
+        want = entry.split(".")
+        if len(want) <= len(parts) and all(w in ("*", p) for w, p in zip(want, parts, strict=False)):
+            return entry
+    return None
+
+
+def layer_of(module: str) -> float:
+    entry = entry_of(module)
+    return TOP if entry is None else LAYERS[entry]
+
+
+def uses(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Every dotted name that is imported, or reached as an attribute of something imported, at any depth."""
+    bound: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+                first = alias.name.split(".")[0]
+                bound[alias.asname or first] = alias.name if alias.asname else first
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            for alias in node.names:
+                yield node.lineno, f"{node.module}.{alias.name}"
+                bound[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            head, _, rest = ast.unparse(node).partition(".")
+            if head in bound:
+                yield node.lineno, f"{bound[head]}.{rest}"
+
+
+def internal(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    return ((line, name.removeprefix("rotorch.")) for line, name in uses(tree) if name.split(".")[0] == "rotorch")
+
+
+# ---- the rules: each yields (line, what is wrong) ----------------------------------------------------------------
+
+
+def imports_point_down(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    if module and entry_of(module) is None:
+        yield 1, "has no layer: add it to LAYERS"
+    for line, name in internal(tree):
+        if layer_of(name) > layer_of(module):
+            yield line, f"imports {name} of layer {layer_of(name)} from layer {layer_of(module)}"
+        if entry_of(module) not in IMPORTED_ONLY_BY.get(entry_of(name) or "", {entry_of(module)}):
+            yield line, f"imports {name}, which is for {IMPORTED_ONLY_BY[entry_of(name) or '']} only"
+
+
+def imports_are_absolute(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            yield node.lineno, "relative import: write rotorch. ..."
+
+
+def strategies_stay_apart(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    match module.split("."):
+        case ["strategies", kind, *_]:
+            for line, name in internal(tree):
+                if f"{name}.".startswith("strategies.") and not f"{name}.".startswith(f"strategies.{kind}."):
+                    yield line, f"strategy {kind} imports {name}"
+
+
+def pure_layers_import_no_torch(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    if module and layer_of(module) <= PURE:
+        for line, name in uses(tree):
+            if name.split(".")[0] in HEAVY:
+                yield line, f"imports {name} in a torch-free layer"
+
+
+def only_comm_communicates(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    if entry_of(module) != "comm":
+        for line, name in uses(tree):
+            if OPERATIONS.match(name):
+                yield line, f"uses {name} outside comm/"
+
+
+def only_torch_private_is_private(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    if module != "_torch_private":
+        for line, name in uses(tree):
+            if re.match(r"torch\.(\w+\.)*_(?!_)", name):
+                yield line, f"uses {name} outside _torch_private.py"
+
+
+def classes_say_what_they_are(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and BAD_CLASSES.search(node.name):
+            yield node.lineno, f"class {node.name}: name what it is or does"
+
+
+def file_problems(path: Path, text: str) -> Iterator[str]:
+    if bad := BAD_FILES & {Path(part).stem for part in path.parts}:
+        yield f"{path}: nothing is called {bad.pop()!r}"
+    if (num_lines := text.count("\n")) > MAX_LINES:
+        yield f"{path}: {num_lines} lines, more than {MAX_LINES}"
+
+
+def order_of_parts(modules: dict[str, ast.Module]) -> list[str]:
+    """The parts of the package, imported ones first. Raises CycleError where two parts need each other."""
+    graph: dict[str, set[str]] = {}
+    for module, tree in modules.items():
+        if part := entry_of(module):
+            imported = {entry_of(name) for _, name in internal(tree)}
+            graph.setdefault(part, set()).update(i for i in imported if i not in (part, None))
+    return list(TopologicalSorter(graph).static_order())
+
+
+# ---- the code base keeps them ------------------------------------------------------------------------------------
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(p): ast.parse(p.read_text("utf-8"), p) for p in sorted(PACKAGE.rglob("*.py"))}
+RULES = [
+    imports_point_down,
+    imports_are_absolute,
+    strategies_stay_apart,
+    pure_layers_import_no_torch,
+    only_comm_communicates,
+    only_torch_private_is_private,
+    classes_say_what_they_are,
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_rule_holds(rule):
+    found = {f"rotorch.{m}:{line}: {what}" for m, tree in MODULES.items() for line, what in rule(m, tree)}
+    assert not found, "\n" + "\n".join(sorted(found))
+
+
+def test_parts_form_no_cycle():
+    assert "core" in order_of_parts(MODULES)
+
+
+def test_files_are_short_and_well_named():
+    paths = [p for folder in ("src", "tests", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+    found = [problem for p in paths for problem in file_problems(p.relative_to(ROOT), p.read_text("utf-8"))]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_pure_layers_load_without_torch():
+    pure = ["rotorch", *(f"rotorch.{m}" for m in MODULES if m and layer_of(m) <= PURE)]
+    code = f"import sys, {', '.join(pure)}; print(*sorted({HEAVY} & set(sys.modules)))"
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+# ---- and each rule bites: the first source breaks it, the second does not ---------------------------------------
+
+BITES = [
+    (imports_point_down, "core.spec", "from rotorch.mesh import x", "from rotorch.core.layout import x"),
+    (imports_point_down, "ops.rotate", "def f():\n import rotorch.train.loop", "def f():\n import rotorch.comm.ring"),
+    (imports_point_down, "shard.cut", "from rotorch import parallelize", "from rotorch import mesh"),
+    (imports_point_down, "strategies", "from rotorch.strategies.rtp import apply", "import rotorch.strategies.rtp"),
+    (imports_point_down, "parallelize", "import rotorch.testing.fake", "import rotorch.strategies.rtp.apply"),
+    (imports_point_down, "train.loop", "import rotorch.testing.fake", "import rotorch.parallelize"),
+    (imports_point_down, "train.loop", "import rotorch as r; r.DDP", "import rotorch.core as r; r.spec"),
+    (imports_are_absolute, "core.spec", "from . import layout", "from rotorch.core import layout"),
+    (strategies_stay_apart, "strategies.tsp.apply", "import rotorch.strategies.rtp.plan", "import rotorch.ops.rotate"),
+    (strategies_stay_apart, "strategies.ddp.plan", "from rotorch.strategies import x", "from rotorch.core import x"),
+    (pure_layers_import_no_torch, "core.spec", "def f():\n import torch", "import pydantic"),
+    (only_comm_communicates, "ops.loss", "import torch.distributed as d; d.all_reduce(x)", "x.gather(1, i)"),
+    (only_comm_communicates, "train.run", "from torch.distributed import recv", "from torch.distributed import Work"),
+    (only_comm_communicates, "mesh", "import torch; torch.distributed.isend(x, 1)", "import torch.distributed.tensor"),
+    (only_torch_private_is_private, "comm.ring", "import torch; torch._C.x", "import torch; torch.__version__"),
+    (only_torch_private_is_private, "testing.fake", "from torch.utils._pytree import x", "from rotorch._x import y"),
+    (classes_say_what_they_are, "comm.ring", "class RingManager: ...", "class ManagedRing: ..."),
+]
+
+
+@pytest.mark.parametrize(("rule", "module", "bad", "good"), BITES)
+def test_rule_bites(rule, module, bad, good):
+    assert list(rule(module, ast.parse(bad)))
+    assert not list(rule(module, ast.parse(good)))
+
+
+def test_every_rule_is_shown_to_bite():
+    assert {rule for rule, *_ in BITES} == set(RULES)
+
+
+def test_an_unknown_file_needs_a_layer():
+    assert list(imports_point_down("newcomer", ast.parse("")))
+
+
+def test_two_parts_that_need_each_other_are_a_cycle():
+    there, back = ast.parse("import rotorch.bench.table"), ast.parse("import rotorch.train.loop")
+    with pytest.raises(CycleError):
+        order_of_parts({"train.loop": there, "bench.table": back})
+
+
+@pytest.mark.parametrize("path", ["src/rotorch/utils.py", "src/rotorch/common/ring.py", "tests/helpers.py"])
+def test_bad_file_names_are_found(path):
+    assert list(file_problems(Path(path), ""))
+
+
+def test_long_files_are_found():
+    assert list(file_problems(Path("x.py"), "\n" * (MAX_LINES + 1)))
+    assert not list(file_problems(Path("x.py"), "\n" * MAX_LINES))
