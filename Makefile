@@ -30,9 +30,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "setup 1/3: $(VENV) from $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv $(VENV) || { echo "setup: $(PYTHON) cannot make a virtual environment (on Debian: apt install python3-venv)"; exit 2; }
 	@echo "setup 2/3: $(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(TORCH)
 	@echo "setup 3/3: rotorch and its other dependencies"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c <(grep -v '^torch==' constraints.txt) -e '.[dev]'
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c <(grep -v '^torch==' constraints.txt) -e '.[dev]'
 	@touch $@
 	@echo "setup: done"
 
