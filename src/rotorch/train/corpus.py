@@ -11,7 +11,6 @@ records whose other fields differ in type, and costs far less than the tokenisin
 from __future__ import annotations
 
 import codecs
-import difflib
 import fnmatch
 import hashlib
 import json
@@ -24,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, nearest
 
 Kind = Literal["text", "jsonl", "parquet"]
 
@@ -263,13 +262,13 @@ def _read_jsonl(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
                     continue
                 where = f"corpus file '{path}', line {number}"
                 try:
-                    record = json.loads(line.decode("utf-8", errors="replace"))
+                    record = json.loads(line.decode("utf-8", errors="replace").rstrip())
                 except json.JSONDecodeError as error:
                     raise ConfigError(f"{where}: not valid JSON: {error.msg} at column {error.colno}") from error
-                except RecursionError as error:
-                    raise ConfigError(f"{where}: not valid JSON: nested too deep") from error
+                except (ValueError, RecursionError) as error:  # a number too long, or nested too deep
+                    raise ConfigError(f"{where}: not valid JSON: {_first_line(error)}") from error
                 if not isinstance(record, dict):
-                    raise ConfigError(f"{where}: a {type(record).__name__}; every line must be an object "
+                    raise ConfigError(f"{where}: of type {type(record).__name__}; every line must be an object "
                                       f'such as {{"{text_field}": "..."}}')
                 if text_field not in record:
                     raise ConfigError(f"{where}: {_no_field(text_field, fields=record)}")
@@ -280,7 +279,7 @@ def _read_jsonl(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
 
 def _measure_parquet(path: Path, *, text_field: str) -> tuple[int, int]:
     """Checks the schema; returns the uncompressed bytes of the text column and the number of rows."""
-    import pyarrow.parquet  # here, as it takes a second that a corpus of text files need not pay
+    import pyarrow.parquet  # type: ignore[import-untyped]  # here: slow to import
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
@@ -290,7 +289,8 @@ def _measure_parquet(path: Path, *, text_field: str) -> tuple[int, int]:
     if text_field not in schema.names:
         raise ConfigError(f"corpus file '{path}': {_no_field(text_field, fields=schema.names)}")
     if str(schema.field(text_field).type) not in {"string", "large_string", "string_view"}:
-        raise ConfigError(f"corpus file '{path}': field '{text_field}' is {schema.field(text_field).type}, not a string")
+        raise ConfigError(f"corpus file '{path}': field '{text_field}' is of type {schema.field(text_field).type}, "
+                          "not a string")
     text_bytes = 0
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
@@ -300,7 +300,7 @@ def _measure_parquet(path: Path, *, text_field: str) -> tuple[int, int]:
 
 
 def _read_parquet(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
-    import datasets  # here, as it takes seconds that a corpus of text files need not pay
+    import datasets  # type: ignore[import-untyped]  # here: it takes seconds
 
     try:
         rows = datasets.load_dataset("parquet", data_files=[str(path)], split="train", streaming=True,
@@ -320,23 +320,21 @@ def _text_of(value: object, *, text_field: str, where: str) -> bytes:
     if value is None:
         return b""
     if not isinstance(value, str):
-        raise ConfigError(f"{where}: field '{text_field}' is a {type(value).__name__}, not a string")
+        raise ConfigError(f"{where}: field '{text_field}' is of type {type(value).__name__}, not a string")
     return value.encode("utf-8", errors="replace")  # JSON may hold lone surrogates, which UTF-8 cannot
 
 
 def _no_field(text_field: str, *, fields: Iterable[str]) -> str:
     names = [str(name) for name in fields]
-    near = difflib.get_close_matches(text_field, names, n=1, cutoff=0.4)
-    write = f"Write text_field='{near[0]}'" if near else "Write text_field=... with one of these"
-    return f"no field '{text_field}'; the fields are {', '.join(names[:12]) or 'none'}. {write}"
+    return (f"no field '{text_field}'{nearest(text_field, known=names)}; the fields are "
+            f"{', '.join(names[:12]) or 'none'}. Write text_field=... with the one that holds the text")
 
 
 def _nearest_sibling(path: Path) -> str:
     try:
-        near = difflib.get_close_matches(path.name, [sibling.name for sibling in path.parent.iterdir()], n=1)
+        return nearest(path.name, known=[sibling.name for sibling in path.parent.iterdir()])
     except OSError:
         return ""
-    return f"; there is '{path.parent / near[0]}'" if near else ""
 
 
 def _first_line(error: Exception) -> str:
