@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import abc
 import codecs
-import difflib
 import hashlib
 import json
 import logging
@@ -27,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import tokenizers
 
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, nearest
 from rotorch.train.corpus import PIECE_BYTES
 
 BYTES = "bytes"
@@ -76,7 +75,7 @@ class Tokens(abc.ABC):
 
     @abc.abstractmethod
     def num_bytes(self, ids: npt.NDArray[Any]) -> int:
-        """Bytes of text that these ids (shape [any length]) stand for; end-of-document and special tokens are 0 bytes."""
+        """Bytes of text that these ids (shape [any length]) stand for; special tokens, the end too, are 0."""
 
 
 @final
@@ -158,9 +157,9 @@ class VocabularyTokens(Tokens):
             return None
         if eos_token not in self._vocabulary:
             special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-            near = difflib.get_close_matches(eos_token, special, n=1) or special[:8]
-            raise ConfigError(f"tokenizer '{file}': eos_token '{eos_token}' is not one of its tokens. "
-                              f"Write one such as {', '.join(near) or 'none of its own'}")
+            raise ConfigError(f"tokenizer '{file}': eos_token '{eos_token}' is not one of its tokens"
+                              f"{nearest(eos_token, known=self._vocabulary)}; its special tokens are "
+                              f"{', '.join(special[:8]) or 'none'}. Write one that it has")
         return self._vocabulary[eos_token]
 
     def encode(self, text: str) -> list[int]:
