@@ -75,8 +75,8 @@ class TokenHeader:
         """The first `HEADER_BYTES` of the file."""
         body = dataclasses.asdict(self)
         # The names are for people who look into the file; cut, they cannot outgrow the header.
-        body["source"], body["tokens"] = self.source[-400:], self.tokens[-400:]
-        line = json.dumps(body).encode()
+        body["source"], body["tokens"] = self.source[-250:], self.tokens[-250:]
+        line = json.dumps(body, ensure_ascii=False).encode("utf-8", errors="replace")
         return (line + b"\n%08x\n" % zlib.crc32(line)).ljust(HEADER_BYTES, b" ")
 
     @classmethod
