@@ -27,7 +27,8 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.shard.held import HeldWeight, Pieces
-from rotorch.shard.materialize import initialise, load_directory
+from rotorch.shard.load import load_directory
+from rotorch.shard.materialize import Recipe, initialise
 
 Batch = Mapping[str, Tensor]
 """One micro-batch: `input_ids` int64 [batch, sequence] and `labels` (as Hugging Face: shifted inside) or `shift_labels` (already shifted).
@@ -78,6 +79,10 @@ class Holding(ABC):
         """After the last backward of a step: completes gradients and attaches them to the DTensors."""
         return None
 
+    def gradients(self) -> list[Tensor]:
+        """After `finish`: this rank's gradients as few plain tensors as there are (flat buffers), in place, same order on all ranks."""
+        return [held.local_grad for held in self.weights.values() if held.local_grad is not None]
+
     def values_changed(self) -> None:
         """After `weights[..].local` were written from outside (initialised, loaded)."""
         return None
@@ -120,6 +125,7 @@ class ParallelModel:
         mesh: DeviceMesh,
         strategies: Sequence[Strategy],
         spec: ModelSpec,
+        recipes: Mapping[str, Recipe],
         loss: LossFn = causal_lm_loss,
         autocast_dtype: torch.dtype | None = None,
     ) -> None:
@@ -127,6 +133,7 @@ class ParallelModel:
         self.mesh = mesh
         self.strategies = tuple(strategies)
         self.spec = spec
+        self._recipes = recipes
         self._holding = holding
         self._loss = loss
         self._autocast_dtype = autocast_dtype
@@ -165,7 +172,7 @@ class ParallelModel:
 
     def materialize(self, *, seed: int = 0) -> ParallelModel:
         """Gives every weight its initial value: the same for every strategy and world size. Returns self."""
-        initialise(self.module, weights=self.weights, seed=seed, device=self.device)
+        initialise(self.weights, recipes=self._recipes, seed=seed)
         self._holding.values_changed()
         return self
 
@@ -175,7 +182,7 @@ class ParallelModel:
         Raises:
             ConfigError: if the directory has none, a file is corrupt, or names or shapes do not match; lists them.
         """
-        load_directory(directory, module=self.module, weights=self.weights)
+        load_directory(directory, weights=self.weights)
         self._holding.values_changed()
         return self
 

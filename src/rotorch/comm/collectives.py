@@ -1,0 +1,70 @@
+"""Collectives over a mesh. Each is called by all ranks of the mesh, and does nothing over a single rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def _groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
+    """The groups that together reach every rank of the mesh: the world where it is the world, else one per axis."""
+    if mesh.size() == 1:
+        return
+    if mesh.size() == dist.get_world_size() and dist.group.WORLD is not None:
+        yield dist.group.WORLD
+    else:
+        for axis in range(mesh.ndim):
+            if mesh.size(axis) > 1:
+                yield mesh.get_group(axis)
+
+
+def all_reduce_sum(tensor: Tensor, *, mesh: DeviceMesh) -> Tensor:
+    """Sums `tensor` over all ranks of `mesh`, in place, and returns it. Contiguous tensors only."""
+    for group in _groups(mesh):
+        dist.all_reduce(tensor, group=group)
+    return tensor
+
+
+def all_reduce_each(tensors: Sequence[Tensor], *, mesh: DeviceMesh) -> None:
+    """Sums each tensor over all ranks of `mesh`, in place; all of them are under way at once."""
+    for group in _groups(mesh):
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors if tensor.numel()]
+        for work in works:
+            work.wait()
+
+
+def all_reduce_max(value: float, *, mesh: DeviceMesh) -> float:
+    """Returns the largest `value` of all ranks of `mesh`."""
+    tensor = torch.tensor([value], dtype=torch.float64)
+    for group in _groups(mesh):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+    return float(tensor)
+
+
+def all_reduce_min(value: float, *, mesh: DeviceMesh) -> float:
+    """Returns the smallest `value` of all ranks of `mesh`."""
+    return -all_reduce_max(-value, mesh=mesh)
+
+
+def any_rank(flag: bool, *, mesh: DeviceMesh) -> bool:
+    """Whether `flag` holds on any rank of `mesh`."""
+    return all_reduce_max(1.0 if flag else 0.0, mesh=mesh) > 0
+
+
+def gather_objects(value: Any, *, mesh: DeviceMesh) -> list[Any]:
+    """Returns every rank's `value` (small, picklable), in the order of positions on a one-axis mesh."""
+    if mesh.size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * mesh.size()
+    dist.all_gather_object(gathered, value, group=mesh.get_group())
+    return gathered
+
+
+def barrier(*, mesh: DeviceMesh) -> None:
+    """Returns after all ranks of `mesh` have come here."""
+    all_reduce_max(0.0, mesh=mesh)

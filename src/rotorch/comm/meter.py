@@ -1,0 +1,83 @@
+"""Counts what a rank puts on the wire, from the operations it issues: an independent check of the Layouts' formulas.
+
+Every transfer of torch.distributed goes through the dispatcher as an operation of the `c10d` namespace, whoever issued it: our ring,
+torch's DDP, `fully_shard`. The meter is a dispatch mode around a step; it changes nothing. Shared memory moves nothing and counts nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor
+
+from rotorch._torch_private import TorchDispatchMode, tree_flatten
+from rotorch.core.traffic import Kind
+
+_KINDS = {
+    "send": Kind.SEND,
+    "allreduce_": Kind.ALL_REDUCE,
+    "allreduce_coalesced_": Kind.ALL_REDUCE,
+    "_allgather_base_": Kind.ALL_GATHER,
+    "allgather_": Kind.ALL_GATHER,
+    "allgather_into_tensor_coalesced_": Kind.ALL_GATHER,
+    "_reduce_scatter_base_": Kind.REDUCE_SCATTER,
+    "reduce_scatter_": Kind.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced_": Kind.REDUCE_SCATTER,
+}
+
+
+class Meter(TorchDispatchMode):
+    """Counts bytes and messages sent by this rank inside its `with` block.
+
+    Attributes:
+        sent_bytes: per kind, what the textbook ring algorithm of the operation puts on the wire from this rank.
+        num_messages: per kind, how many operations were issued.
+        smallest_counted_bytes: operations with a smaller payload (the token count of a step) are left out.
+    """
+
+    def __init__(self, *, smallest_counted_bytes: int = 64) -> None:
+        super().__init__()
+        self.sent_bytes: dict[Kind, int] = defaultdict(int)
+        self.num_messages: dict[Kind, int] = defaultdict(int)
+        self.smallest_counted_bytes = smallest_counted_bytes
+
+    @property
+    def total_sent_bytes(self) -> int:
+        return sum(self.sent_bytes.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self._count(func._schema.name.removeprefix("c10d::"), args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, args: Any) -> None:
+        kind = _KINDS.get(name)
+        if kind is None:
+            return
+        # In every one of these schemas the last tensors before the process group are what this rank contributes; gathers come
+        # as (output, input), reductions in place, and the group's size is only in the group object.
+        group = next((a for a in args if hasattr(a, "size") and not isinstance(a, Tensor) and hasattr(a, "rank")), None)
+        size = group.size() if group is not None else _boxed_size(args)
+        payload = args[1] if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) else args[0]
+        num_bytes = sum(t.numel() * t.element_size() for t in tree_flatten(payload)[0] if isinstance(t, Tensor))
+        if num_bytes < self.smallest_counted_bytes:
+            return
+        sent = {
+            Kind.SEND: num_bytes,
+            Kind.ALL_REDUCE: 2 * num_bytes * (size - 1) // size,
+            Kind.ALL_GATHER: num_bytes * (size - 1),
+            Kind.REDUCE_SCATTER: num_bytes * (size - 1) // size,
+        }[kind]
+        self.sent_bytes[kind] += sent
+        self.num_messages[kind] += 1
+
+
+def _boxed_size(args: Any) -> int:
+    """Size of the process group among boxed arguments (a ScriptObject before it is unboxed)."""
+    import torch.distributed as dist
+
+    for arg in args:
+        if type(arg).__name__ == "ScriptObject":
+            return dist.ProcessGroup.unbox(arg).size()
+    raise TypeError(f"no process group among {[type(a).__name__ for a in args]}")

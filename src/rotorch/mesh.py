@@ -1,0 +1,63 @@
+"""From strategies to ranks: the process group and the device mesh, one axis per strategy axis, outermost first."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.strategy import Strategy
+from rotorch.strategies import format_parallel, num_ranks
+
+
+def pick_device(name: str = "auto") -> torch.device:
+    """Returns the device that this rank computes on: `cpu`, or `cuda` with this rank's local index.
+
+    Args:
+        name: "auto" (cuda where there is one), "cpu" or "cuda".
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ConfigError(f"device: unknown device {name!r}. Write auto, cpu or cuda")
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device: cuda was asked for, but torch sees no CUDA device. Write device=cpu or auto")
+    index = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def check_world_size(strategies: Sequence[Strategy], *, world_size: int) -> None:
+    """Raises `ConfigError` unless the strategies' sizes multiply to `world_size`."""
+    needed = num_ranks(strategies)
+    if needed != world_size:
+        sizes = " x ".join(str(size) for s in strategies for size in s.axes.values())
+        raise ConfigError(
+            f"parallel: '{format_parallel(strategies)}' needs {sizes} = {needed} ranks, but there are {world_size}. "
+            f"Start {needed} ranks (--nproc {needed}), or write sizes that multiply to {world_size}"
+        )
+
+
+def join_process_group(*, device: torch.device, timeout_s: float = 600.0) -> None:
+    """Joins the default process group as torchrun's environment says; a single process forms a group of one."""
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    timeout = timedelta(seconds=timeout_s)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def make_mesh(strategies: Sequence[Strategy], *, device: torch.device) -> DeviceMesh:
+    """Makes the mesh of all ranks, its axes named and sized by the strategies. All ranks; joins the process group if need be."""
+    join_process_group(device=device)
+    check_world_size(strategies, world_size=dist.get_world_size())
+    axes = {axis: size for s in strategies for axis, size in s.axes.items()}
+    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))

@@ -1,0 +1,184 @@
+"""From an `nn.Module` and its plan to a ModelSpec: which weights are cut, how, and which of them form a unit.
+
+[Note: units]
+    Weights with a column role and weights with a row role under one parent form a MODULE unit: the parent's own forward runs on
+    slices, and their outputs sum. A weight that stands alone (an embedding, a head, a linear layer whose output the plan gathers)
+    forms a WEIGHT unit, cut along its output. Whatever has no role is replicated.
+
+[Note: groups]
+    An attention may only be cut between key/value heads; its modules say their head's size (`head_dim`), its configuration the number of
+    heads. An MLP may be cut between any two columns. If a parent's weights cannot be cut into the same groups, each of its weights becomes
+    a WEIGHT unit of its own, which is right for any module, only less fused.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import nn
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.models.hf import Plan, tensor_parallel_plan
+
+_COLUMN_BLOCKS = {"colwise": 1, "packed_colwise": 2}
+_ROW_BLOCKS = {"rowwise": 1, "packed_rowwise": 2}
+_ALONE = {"colwise_gather_output", "rowwise_split_input", "embedding_rowwise"}
+_NOT_CUT = {"replicated_with_grad_allreduce", "moe_tp_experts"}
+_KNOWN = {*_COLUMN_BLOCKS, *_ROW_BLOCKS, *_ALONE, *_NOT_CUT}
+_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
+_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_head")
+
+
+def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
+    """Derives the units of `module` from `plan`, or from the plan that it declares itself. Works on meta tensors.
+
+    Raises:
+        ConfigError: a pattern that matches nothing, or a role that is not known.
+    """
+    roles = _expand(tensor_parallel_plan(module) if plan is None else plan, module)
+    weights = _weights(module)
+    alone = {name for name, role in roles.items() if role in _ALONE and name in weights}
+    parents: dict[str, dict[str, str]] = defaultdict(dict)
+    for name, role in roles.items():
+        if role in _COLUMN_BLOCKS or role in _ROW_BLOCKS:
+            parents[_parent(name, module)][name] = role
+    units: dict[str, Unit] = {}
+    for parent, members in parents.items():
+        unit = _module_unit(parent, members, module=module, weights=weights)
+        if unit is None:
+            alone.update(n for n in members if weights[n].shape and len(weights[n].shape) == 2)
+        else:
+            units[parent] = unit
+    owned = {w.name for u in units.values() for w in u.weights}
+    for name in sorted(alone - owned):
+        if _is_bias_of(name, alone):
+            continue
+        unit = _weight_unit(name, module=module, weights=weights)
+        units[unit.name] = unit
+        owned.update(w.name for w in unit.weights)
+    rest = tuple(w for n, w in weights.items() if n not in owned)
+    order = {name: i for i, name in enumerate(weights)}
+    ordered = sorted(units.values(), key=lambda u: min(order[w.name] for w in u.weights))
+    if rest:
+        ordered.append(Unit("replicated", UnitKind.REPLICATED, Combine.NONE, rest))
+    return ModelSpec(type(module).__name__, tuple(ordered))
+
+
+def _expand(plan: Plan, module: nn.Module) -> dict[str, str]:
+    """Resolves patterns to parameter names. A role given to a module holds for its parameters."""
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    modules = [name for name, _ in module.named_modules()]
+    roles: dict[str, str] = {}
+    for pattern, role in plan.items():
+        if role not in _KNOWN:
+            if any(_matches(n, pattern) for n in [*parameters, *modules]):
+                raise ConfigError(f"plan: role {role!r} of {pattern!r} is not supported. Known: {', '.join(sorted(_KNOWN))}")
+            continue
+        hit = [n for n in parameters if _matches(n, pattern) or _matches(n.rpartition(".")[0], pattern)]
+        if not hit and not any(_matches(n, pattern) for n in modules):
+            if module_declares(module):
+                continue  # a family's plan also names what only some of its configurations have
+            raise ConfigError(f"plan: {pattern!r} matches nothing in {type(module).__name__}")
+        if role not in _NOT_CUT:
+            roles.update(dict.fromkeys(hit, role))
+    return roles
+
+
+def module_declares(module: nn.Module) -> bool:
+    """Whether the module brings a plan of its own."""
+    return bool(getattr(module, "tp_plan", None))
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(fnmatch.fnmatchcase(p, w) for p, w in zip(parts, wanted, strict=True))
+
+
+def _weights(module: nn.Module) -> dict[str, Weight]:
+    """Every parameter once, with the further names of tied ones."""
+    names: dict[int, str] = {}
+    weights: dict[str, Weight] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        if first == name:
+            weights[name] = Weight(name, tuple(parameter.shape), parameter.element_size())
+        else:
+            weights[first] = replace(weights[first], aliases=(*weights[first].aliases, name))
+    return weights
+
+
+def _parent(name: str, module: nn.Module) -> str:
+    """The module whose forward uses the parameter: a linear layer's parent, or the module that holds the parameter itself."""
+    holder = name.rpartition(".")[0]
+    if isinstance(module.get_submodule(holder), nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):
+        return holder.rpartition(".")[0]
+    return holder
+
+
+def _module_unit(
+    parent: str, members: Mapping[str, str], *, module: nn.Module, weights: Mapping[str, Weight]
+) -> Unit | None:
+    """The MODULE unit of `parent`, or None if its weights do not share groups (see [Note: groups])."""
+    columns = {n: weights[n] for n, role in members.items() if role in _COLUMN_BLOCKS}
+    rows = {n: weights[n] for n, role in members.items() if role in _ROW_BLOCKS and len(weights[n].shape) > 1}
+    added_once = tuple(n for n, role in members.items() if role in _ROW_BLOCKS and len(weights[n].shape) == 1)
+    if not columns or not rows:
+        return None
+    sizes = {n: (_column_dim(w), _COLUMN_BLOCKS[members[n]]) for n, w in columns.items()}
+    sizes |= {n: (len(w.shape) - 1, _ROW_BLOCKS[members[n]]) for n, w in rows.items()}
+    lengths = {n: weights[n].shape[dim] // blocks for n, (dim, blocks) in sizes.items()}
+    groups = _num_head_groups(module.get_submodule(parent)) or min(lengths.values())
+    if any(weights[n].shape[dim] % (blocks * groups) for n, (dim, blocks) in sizes.items()):
+        return None
+    cut = tuple(replace(weights[n], cut=Cut(dim, groups, blocks)) for n, (dim, blocks) in sizes.items())
+    prefix = f"{parent}." if parent else ""
+    inside = {n for n in weights if n.startswith(prefix)}
+    whole = tuple(sorted(inside - set(sizes) - set(added_once)))
+    return Unit(parent, UnitKind.MODULE, Combine.SUM, cut, replicated=whole, added_once=added_once)
+
+
+def _column_dim(weight: Weight) -> int:
+    """Output dim of a column-wise weight: 0 of [out, in] and of a bias, 1 of stacked experts [expert, out, in]."""
+    return max(len(weight.shape) - 2, 0)
+
+
+def _num_head_groups(parent: nn.Module) -> int | None:
+    """How many groups an attention may be cut into: its key/value heads; None if `parent` is no attention."""
+    if not any(isinstance(getattr(parent, name, None), int) for name in _HEAD_SIZES):
+        return None
+    for name in _HEAD_COUNTS:
+        for source in (parent, getattr(parent, "config", None)):
+            count = getattr(source, name, None)
+            if isinstance(count, int):
+                return count
+    return None
+
+
+def _is_bias_of(name: str, alone: set[str]) -> bool:
+    holder, _, last = name.rpartition(".")
+    return last == "bias" and f"{holder}.weight" in alone
+
+
+def _weight_unit(name: str, *, module: nn.Module, weights: Mapping[str, Weight]) -> Unit:
+    """A weight (and its bias) cut along its output; an embedding's slices answer the tokens in their range, so they sum."""
+    holder, _, _ = name.rpartition(".")
+    layer = module.get_submodule(holder)
+    rows = weights[name].shape[0]
+    embedding = isinstance(layer, nn.Embedding)
+    # A tied bias cannot be: only weights are tied. A bias is cut with the rows that it is added to.
+    bias = weights.get(f"{holder}.bias") if not embedding else None
+    parts = [weights[name]] if bias is None else [weights[name], bias]
+    uses = 1 + len(weights[name].aliases)
+    reads = uses - 1 if embedding else uses
+    return Unit(
+        name,
+        UnitKind.WEIGHT,
+        Combine.SUM if embedding else Combine.CONCAT,
+        tuple(replace(w, cut=Cut(0, rows)) for w in parts),
+        uses=uses,
+        reads_in_backward=reads,
+    )

@@ -1,0 +1,96 @@
+"""What Hugging Face models declare about themselves: tensor-parallel plans, tied weights, limits."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from rotorch.core.errors import ConfigError, nearest
+
+Plan = Mapping[str, str]
+"""Name patterns of modules or parameters (`*` stands for one name part) to roles: `colwise`, `rowwise`, `packed_colwise`, ..."""
+
+
+def tensor_parallel_plan(module: nn.Module) -> dict[str, str]:
+    """Returns the plan that a Hugging Face model declares, with the embedding and the head added; {} for other modules."""
+    plan = dict(getattr(module, "tp_plan", None) or {})
+    if not plan or not hasattr(module, "get_input_embeddings"):
+        return plan
+    names = {child: name for name, child in module.named_modules()}
+    for child, role in ((module.get_input_embeddings(), "embedding_rowwise"), (_head(module), "colwise_gather_output")):
+        if isinstance(child, nn.Embedding | nn.Linear) and names.get(child):
+            plan.setdefault(names[child], role)
+    return plan
+
+
+def _head(module: nn.Module) -> nn.Module | None:
+    return module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+
+
+def load_config(path: str | Path) -> Any:
+    """Reads a Hugging Face configuration: a `config.json`, or a directory that has one.
+
+    Raises:
+        ConfigError: the file is missing, is not JSON, or names a model type that transformers does not know.
+    """
+    from transformers import CONFIG_MAPPING
+
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"model: no {str(file)!r}. Write the path of a Hugging Face config.json or of its directory")
+    try:
+        values = json.loads(file.read_text())
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model: {str(file)!r} is not readable JSON: {error}") from None
+    if not isinstance(values, dict) or "model_type" not in values:
+        raise ConfigError(f"model: {str(file)!r} has no 'model_type'. Write a Hugging Face config.json")
+    return config_from_dict(values, source=str(file), known=CONFIG_MAPPING)
+
+
+def config_from_dict(values: Mapping[str, Any], *, source: str, known: Any = None) -> Any:
+    """Makes a Hugging Face configuration from the contents of a `config.json`; `source` is named in errors."""
+    if known is None:
+        from transformers import CONFIG_MAPPING as known
+    model_type = values.get("model_type")
+    if model_type not in known:
+        raise ConfigError(
+            f"model: {source}: transformers knows no model_type {model_type!r}{nearest(str(model_type), known=list(known.keys()))}"
+        )
+    try:
+        return known[model_type].from_dict(dict(values))
+    except Exception as error:
+        raise ConfigError(f"model: {source} is not a valid {model_type} configuration: {first_line(error)}") from None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, for one-line messages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:2]) or type(error).__name__
+
+
+def causal_lm(config: Any) -> nn.Module:
+    """Builds a causal language model from its configuration, in the current device context.
+
+    Raises:
+        ConfigError: if the architecture has no causal language-model head.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ConfigError(
+            f"model: {config.model_type!r} has no causal language-model head in transformers. Write a decoder's configuration"
+        )
+    return AutoModelForCausalLM.from_config(config)
+
+
+def longest_sequence(config: Any) -> int | None:
+    """The longest sequence that the model's positions allow, or None if it does not say."""
+    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return getattr(text_config, "max_position_embeddings", None)

@@ -1,0 +1,76 @@
+"""`parallelize`: from a model as it is and a text such as "ddp=2,rtp=4" to a `ParallelModel`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from rotorch.core.strategy import Strategy
+from rotorch.mesh import make_mesh, pick_device
+from rotorch.models.describe import describe
+from rotorch.models.hf import Plan
+from rotorch.parallel_model import Holding, LossFn, ParallelModel, causal_lm_loss
+from rotorch.shard.materialize import take_recipes
+from rotorch.strategies import check_composition, parse_parallel
+
+
+def parallelize(
+    module: nn.Module,
+    parallel: str | Sequence[Strategy],
+    *,
+    device: str | torch.device = "auto",
+    plan: Plan | None = None,
+    loss: LossFn = causal_lm_loss,
+    autocast_dtype: torch.dtype | None = None,
+) -> ParallelModel:
+    """Spreads `module` over the ranks of this job. All ranks call it, with the same arguments.
+
+    The module is used as it is: its forward code, names and hooks stay. Parameters on `meta` (see `rotorch.on_meta`) get memory for this
+    rank's part only, and values from `ParallelModel.materialize` or `.load`; parameters that have values keep this rank's part of them.
+
+    Args:
+        module: a Hugging Face model, or any module with a `plan`.
+        parallel: `"rtp=2"`, `"ddp=2,rtp=4[recompute=slice]"`, or strategies such as `[DDP(size=2), RTP(size=4)]`, outermost first.
+        device: "auto", "cpu" or "cuda".
+        plan: name patterns to roles, for modules that declare none: `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`.
+        loss: how a batch becomes a loss; the default is what Hugging Face causal language models compute.
+        autocast_dtype: run forward passes under `torch.autocast` with this dtype.
+
+    Raises:
+        ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that a strategy cannot hold.
+    """
+    strategies = parse_parallel(parallel) if isinstance(parallel, str) else tuple(parallel)
+    check_composition(strategies)
+    spec = describe(module, plan=plan)
+    for strategy in strategies:
+        strategy.check(spec)
+    on = pick_device(device) if isinstance(device, str) else device
+    mesh = make_mesh(strategies, device=on)
+    recipes = take_recipes(module)
+    if getattr(module, "config", None) is not None and hasattr(module.config, "use_cache"):
+        module.config.use_cache = False  # a cache would be appended to once per slice
+    holding: Holding | None = None
+    for strategy in reversed(strategies):
+        apply = importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply").apply
+        axes = tuple(strategy.axes)
+        inner = {} if holding is None else {"inner": holding}
+        holding = apply(module, strategy=strategy, spec=spec, mesh=mesh[axes], device=on, **inner)
+    if holding is None:
+        raise AssertionError("check_composition lets no empty list through")
+    for buffer_holder in module.modules():
+        for name, buffer in buffer_holder._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                buffer_holder._buffers[name] = buffer.to(on)
+    return ParallelModel(
+        module,
+        holding=holding,
+        mesh=mesh,
+        strategies=strategies,
+        spec=spec,
+        recipes=recipes,
+        loss=loss,
+        autocast_dtype=autocast_dtype,
+    )

@@ -1,0 +1,345 @@
+"""`RunConfig`: everything a training run is told, read from a TOML file and `key=value` overrides. No torch.
+
+    [model]                          [data]                      [optimizer]
+    config = "llama/config.json"     source = "stdlib"           lr = 1e-3
+    [parallel]                       sequence_length = 256       warmup_steps = 20
+    layout = "ddp=2,rtp=4"           [train]
+                                     steps = 200
+
+Unknown keys are errors that name the nearest known one. Relative paths in the file start at the file's directory, those in
+overrides at the working directory.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from rotorch.core.errors import ConfigError, nearest
+
+_PATHS = {
+    ("model", "config"): (),
+    ("model", "init"): ("random",),
+    ("data", "source"): ("stdlib",),
+    ("data", "tokenizer"): ("bytes",),
+    ("data", "cache_dir"): (),
+    ("train", "out"): (),
+}
+"""Keys that hold a path, and the words they take instead of one."""
+
+
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelSection(_Section):
+    """[model]: what is trained.
+
+    Attributes:
+        config: path of a `config.json` or of a Hugging Face directory, or the contents of a config.json as a table.
+        init: "random", or a directory of safetensors to start from.
+    """
+
+    config: str | dict[str, Any]
+    init: str = "random"
+
+
+class ParallelSection(_Section):
+    """[parallel]: how it is spread over ranks, in the `--parallel` grammar."""
+
+    layout: str = "single"
+
+
+class DataSection(_Section):
+    """[data]: the text.
+
+    Attributes:
+        source: a text, JSONL or Parquet file, a directory of them, or "stdlib" (the running interpreter's own sources).
+        text_field: the field of JSONL and Parquet records that holds the text.
+        suffixes: which files of a directory to read; by default what looks like text.
+        tokenizer: "bytes", or a `tokenizer.json` or the directory of one.
+        eos_token: the token that ends a document, where the tokenizer's files do not tell.
+        sequence_length: tokens per sample.
+        held_out_fraction: share of the text that is never trained on and measures the model.
+        cache_dir: where tokenised text is kept; by default `~/.cache/rotorch`.
+    """
+
+    source: str = "stdlib"
+    text_field: str = "text"
+    suffixes: tuple[str, ...] | None = None
+    tokenizer: str = "bytes"
+    eos_token: str | None = None
+    sequence_length: PositiveInt = 256
+    held_out_fraction: Annotated[float, Field(ge=0.0, le=0.5)] = 0.02
+    cache_dir: str | None = None
+
+
+class TrainSection(_Section):
+    """[train]: how long, how much at a time, and what is written where.
+
+    Attributes:
+        steps: optimizer steps of the whole run.
+        micro_batch: samples in one forward pass of one rank.
+        accumulation: forward passes of one rank per optimizer step; 1, or what `global_batch` asks for.
+        global_batch: samples of all ranks per optimizer step; must be micro batch x accumulation x batch ranks.
+        seed: decides initial weights, order of the data and the sample.
+        precision: "float32", or "bfloat16" (autocast: weights stay float32).
+        device: "auto", "cpu" or "cuda".
+        eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.
+        eval_windows: held-out samples per evaluation.
+        out: the run's directory; by default `runs/<name of the TOML file>` in the working directory.
+        checkpoint_every: steps between checkpoints; 0 writes one at the end only.
+        keep: how many checkpoints are kept.
+        timeout_s: a rank that waits longer than this for another one ends the run.
+        tensorboard: also write TensorBoard files.
+    """
+
+    steps: PositiveInt
+    micro_batch: PositiveInt = 4
+    accumulation: PositiveInt | None = None
+    global_batch: PositiveInt | None = None
+    seed: NonNegativeInt = 0
+    precision: Literal["float32", "bfloat16"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    eval_every: NonNegativeInt = 0
+    eval_windows: PositiveInt = 128
+    out: str = ""
+    checkpoint_every: NonNegativeInt = 0
+    keep: PositiveInt = 2
+    timeout_s: PositiveFloat = 600.0
+    tensorboard: bool = True
+
+
+class OptimizerSection(_Section):
+    """[optimizer]: AdamW, its schedule and clipping.
+
+    Attributes:
+        lr: peak learning rate.
+        betas: decay rates of the two moments.
+        eps: added to the denominator.
+        weight_decay: on matrices only, never on norms and biases.
+        clip_norm: the global gradient norm is scaled down to this; 0 leaves it alone.
+        warmup_steps: steps over which the learning rate rises from 0 to `lr`.
+        schedule: "cosine" falls to `min_lr_ratio * lr` at the last step, "constant" stays.
+        min_lr_ratio: see `schedule`.
+    """
+
+    lr: PositiveFloat = 1e-3
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: NonNegativeFloat = 1.0
+    warmup_steps: NonNegativeInt = 0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+
+
+class SampleSection(_Section):
+    """[sample]: the text written at the end.
+
+    Attributes:
+        prompt: how it begins.
+        length: tokens to add; 0 writes no sample.
+        temperature: 0 takes the likeliest token.
+    """
+
+    prompt: str = "def "
+    length: NonNegativeInt = 200
+    temperature: NonNegativeFloat = 0.7
+
+
+class RunConfig(_Section):
+    """A whole run. `load_run_config` reads it."""
+
+    model: ModelSection
+    parallel: ParallelSection = ParallelSection()
+    data: DataSection = DataSection()
+    train: TrainSection
+    optimizer: OptimizerSection = OptimizerSection()
+    sample: SampleSection = SampleSection()
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """`global_batch = micro_batch x accumulation x batch_ranks`."""
+
+    micro_batch: int
+    accumulation: int
+    batch_ranks: int
+
+    @property
+    def global_batch(self) -> int:
+        return self.micro_batch * self.accumulation * self.batch_ranks
+
+
+def batch_sizes(train: TrainSection, *, batch_ranks: int) -> BatchSizes:
+    """Completes the batch sizes for a number of ranks that see different data.
+
+    Raises:
+        ConfigError: if what is given does not satisfy `global batch = micro batch x accumulation x batch ranks`.
+    """
+    micro, total = train.micro_batch, train.global_batch
+    if total is None:
+        return BatchSizes(micro, train.accumulation or 1, batch_ranks)
+    accumulation = train.accumulation or total // (micro * batch_ranks)
+    sizes = BatchSizes(micro, accumulation, batch_ranks)
+    if sizes.global_batch != total:
+        per_pass = micro * batch_ranks * (train.accumulation or 1)
+        near = max(1, round(total / per_pass)) * per_pass
+        given = "accumulation" if train.accumulation is None else f"accumulation {train.accumulation}"
+        raise ConfigError(
+            f"train.global_batch = {total} is not micro_batch {micro} x {given} x {batch_ranks} batch ranks. "
+            f"Write train.global_batch={near if train.accumulation is None else sizes.global_batch}, or leave it out"
+        )
+    return sizes
+
+
+def load_run_config(path: str | Path, *, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads a run from a TOML file and `key=value` overrides.
+
+    Args:
+        path: the TOML file.
+        overrides: `section.key=value`; the value is written as in TOML, and quotes around text may be left out.
+
+    Raises:
+        ConfigError: if the file or an override cannot be read, a key is unknown or a value is not allowed; one line.
+    """
+    path = Path(path)
+    raw = _read_toml(path)
+    _make_paths_absolute(raw, base=path.absolute().parent)
+    for override in overrides:
+        _apply_override(raw, override=override)
+    try:
+        config = RunConfig.model_validate(raw)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, raw=raw, path=path)) from None
+    if config.train.out:
+        return config
+    out = str(Path("runs", path.stem).absolute())
+    return config.model_copy(update={"train": config.train.model_copy(update={"out": out})})
+
+
+def _read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file{_beside(path)}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a directory. Write the path of a run's TOML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _beside(path: Path) -> str:
+    try:
+        return nearest(path.name, known=[p.name for p in path.absolute().parent.glob("*.toml")])
+    except OSError:
+        return ""
+
+
+def _make_paths_absolute(raw: dict[str, Any], *, base: Path) -> None:
+    for (section, key), words in _PATHS.items():
+        table = raw.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        if isinstance(table, dict) and isinstance(value, str) and value and value not in words:
+            table[key] = str((base / Path(value).expanduser()).resolve())
+
+
+def _apply_override(raw: dict[str, Any], *, override: str) -> None:
+    name, equals, text = override.partition("=")
+    keys = [part.strip() for part in name.split(".")]
+    if not equals or not all(keys):
+        raise ConfigError(f"override {override!r}: write section.key=value, e.g. train.steps=100")
+    if len(keys) == 1:
+        raise ConfigError(f"override {override!r}: {keys[0]!r} names no section{_suggest(keys)}")
+    change: dict[str, Any] = {keys[-1]: _parse_value(text.strip(), override=override)}
+    for key in reversed(keys[:-1]):
+        change = {key: change}
+    _make_paths_absolute(change, base=Path.cwd())
+    _merge(raw, change, override=override)
+
+
+def _merge(into: dict[str, Any], change: Mapping[str, Any], *, override: str) -> None:
+    for key, value in change.items():
+        if isinstance(value, Mapping) and key in into:
+            if not isinstance(into[key], dict):
+                raise ConfigError(f"override {override!r}: {key!r} is {into[key]!r}, not a table")
+            _merge(into[key], value, override=override)
+        else:
+            into[key] = value
+
+
+def _parse_value(text: str, *, override: str) -> Any:
+    """Reads a TOML value; what is none is text, unless it begins like a list, a table or a quotation."""
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError as error:
+        if text[:1] in tuple("[{\"'"):
+            raise ConfigError(f"override {override!r}: not a TOML value: {error}") from None
+        return text
+    value = parsed["value"]
+    return text if len(parsed) > 1 or isinstance(value, date | time) else value
+
+
+def _known_keys(model: type[BaseModel] = RunConfig, *, prefix: str = "") -> list[str]:
+    """All keys with their sections: `train.steps`."""
+    keys = []
+    for name, field in model.model_fields.items():
+        section = field.annotation
+        nested = isinstance(section, type) and issubclass(section, BaseModel)
+        keys += _known_keys(section, prefix=f"{prefix}{name}.") if nested else [f"{prefix}{name}"]  # type: ignore[arg-type]
+    return keys
+
+
+def _suggest(where: Sequence[str]) -> str:
+    """What an unknown key may have meant: the same word in another section, else the nearest one in its own."""
+    known = _known_keys()
+    homes = [key for key in known if key.rpartition(".")[2] == where[-1]]
+    if homes:
+        return f" (did you mean {homes[0]!r}?)"
+    siblings = (
+        [key for key in known if key.startswith(f"{where[0]}.")] if len(where) > 1 else list(RunConfig.model_fields)
+    )
+    return nearest(".".join(where), known=siblings) or nearest(".".join(where), known=known)
+
+
+def _explain(error: ValidationError, *, raw: Mapping[str, Any], path: Path) -> str:
+    """One line for the first of a validation's errors; unknown keys first, since a misspelt key also goes missing."""
+    found = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
+    first = found[0]
+    where = [str(part) for part in first["loc"] if part not in ("str", "dict[str,any]")]
+    key = ".".join(where)
+    if first["type"] == "extra_forbidden":
+        return f"{path}: unknown key {key!r}{_suggest(where)}"
+    if first["type"] == "missing" and key in _HINTS:
+        return f"{path}: {key} is missing. {_HINTS[key]}"
+    message = first["msg"][:1].lower() + first["msg"][1:]
+    return f"{path}: {key} = {first['input']!r}: {message}"
+
+
+_HINTS = {
+    "model": 'Write [model] with config = "config.json"',
+    "model.config": 'Write config = "config.json" (or a Hugging Face directory) under [model]',
+    "train": "Write [train] with steps = ...",
+    "train.steps": "Write steps = ... under [train]",
+}

@@ -1,0 +1,108 @@
+"""Weights that are whole on every rank of an axis: a plain twin for passes, a replicated DTensor at rest, one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from rotorch.comm.collectives import all_reduce_sum
+from rotorch.core.spec import Weight
+from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.sites import Site
+
+
+class Replicas:
+    """The replicated weights of one rank.
+
+    Args:
+        weights: what to hold whole.
+        parameters: the module's own parameters by name; values are taken over from those that have any.
+        sites: where each sits.
+        mesh: the one-axis mesh whose ranks hold the same.
+        device: where to hold them.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        *,
+        parameters: Mapping[str, nn.Parameter],
+        sites: Mapping[str, tuple[Site, ...]],
+        mesh: DeviceMesh,
+        device: torch.device,
+    ) -> None:
+        self._mesh = mesh
+        self._sites = {w.name: sites[w.name] for w in weights}
+        self.twins: dict[str, nn.Parameter] = {}
+        self.held: dict[str, HeldWeight] = {}
+        self._carried: dict[str, Tensor] = {}
+        for weight in weights:
+            source = parameters[weight.name]
+            value = torch.empty_like(source, device=device) if source.is_meta else source.detach().to(device)
+            twin = nn.Parameter(value, requires_grad=source.requires_grad)
+            at_rest = nn.Parameter(_replicated(twin.detach(), mesh=mesh), requires_grad=source.requires_grad)
+            self.twins[weight.name] = twin
+            pieces = cut_pieces(weight, num_slices=1, index=0)
+            self.held[weight.name] = HeldWeight(weight, twin.detach(), pieces, at_rest, num_holders=mesh.size())
+            self.take_back(weight.name)
+
+    def lend(self) -> None:
+        """Puts the plain twins into the module."""
+        for name, sites in self._sites.items():
+            for site in sites:
+                site.put(self.twins[name])
+
+    def withhold(self, name: str) -> None:
+        """Lends nothing for one weight (a bias that is added elsewhere)."""
+        for site in self._sites[name]:
+            site.put(None)
+
+    def take_back(self, name: str | None = None) -> None:
+        """Puts the DTensors back: all, or one."""
+        for each in self._sites if name is None else (name,):
+            for site in self._sites[each]:
+                site.put(self.held[each].parameter)
+
+    def start(self) -> None:
+        """Before a step: gradients that the user has not cleared are set aside, to be added at the end."""
+        self._carried = {
+            name: held.local_grad.clone()  # type: ignore[union-attr]
+            for name, held in self.held.items()
+            if held.parameter.grad is not None
+        }
+        for twin in self.twins.values():
+            twin.grad = None
+
+    def reduce(self) -> None:
+        """Sums the twins' gradients over the axis, all in one message. All ranks of the axis."""
+        if self._mesh.size() == 1:
+            return
+        trained = [t for t in self.twins.values() if t.requires_grad]
+        for dtype in sorted({t.dtype for t in trained}, key=str):
+            same = [t for t in trained if t.dtype == dtype]
+            flat = torch.cat([(torch.zeros_like(t) if t.grad is None else t.grad).reshape(-1) for t in same])
+            all_reduce_sum(flat, mesh=self._mesh)
+            parts = flat.split([t.numel() for t in same])
+            for twin, part in zip(same, parts, strict=True):
+                twin.grad = part.view_as(twin)
+
+    def attach(self) -> None:
+        """After a step: gives the DTensors the twins' gradients."""
+        for name, twin in self.twins.items():
+            if twin.grad is None:
+                continue
+            grad = twin.grad.detach()
+            if name in self._carried:
+                grad.add_(self._carried.pop(name))
+            at_rest = self.held[name].parameter.grad
+            if not isinstance(at_rest, DTensor) or at_rest.to_local().data_ptr() != grad.data_ptr():
+                self.held[name].parameter.grad = _replicated(grad, mesh=self._mesh)
+        self._carried = {}
+
+
+def _replicated(local: Tensor, *, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False)

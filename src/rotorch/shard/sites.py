@@ -1,0 +1,30 @@
+"""Where parameters sit in a module, so that what a pass computes with can be put there and taken back (Note: lending)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attribute of one module under which a parameter is found; a tied weight has several."""
+
+    module: nn.Module
+    attribute: str
+
+    def put(self, tensor: Tensor | None) -> None:
+        """Makes the module find `tensor` here (a plain tensor, a DTensor parameter, or None for a bias that is not there)."""
+        self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
+
+
+def find_sites(module: nn.Module) -> dict[str, tuple[Site, ...]]:
+    """Returns the sites of every parameter, keyed by its first name."""
+    names: dict[int, str] = {}
+    sites: dict[str, tuple[Site, ...]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(parameter), name)
+        holder, _, attribute = name.rpartition(".")
+        sites[first] = (*sites.get(first, ()), Site(module.get_submodule(holder), attribute))
+    return sites

@@ -1,0 +1,132 @@
+"""How `ddp` holds a model: torch's DistributedDataParallel over plain twins; or, over another strategy, one all-reduce of its gradients."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from rotorch.comm.collectives import all_reduce_each
+from rotorch.core.spec import ModelSpec
+from rotorch.parallel_model import Holding
+from rotorch.shard.replicas import Replicas
+from rotorch.shard.sites import find_sites
+from rotorch.strategies.ddp.plan import DDP
+
+
+class DDPHolding(Holding):
+    """The whole model on every rank; torch's DDP sums gradients in buckets, under backward."""
+
+    def __init__(self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._wrapped: DistributedDataParallel | None = None
+        self.loss_scale = float(mesh.size())  # DDP averages; the rule here is to sum
+        self._replicas = Replicas(
+            spec.weights,
+            parameters=dict(module.named_parameters()),
+            sites=find_sites(module),
+            mesh=mesh,
+            device=device,
+        )
+        self.weights = self._replicas.held
+
+    @contextmanager
+    def lend(self) -> Iterator[nn.Module]:
+        try:
+            self._replicas.lend()
+            if not torch.is_grad_enabled():
+                yield self._module
+                return
+            if self._wrapped is None:  # made when the twins are in place: DDP keeps the parameters that it finds
+                self._wrapped = _wrap(self._module, mesh=self._mesh)
+            yield self._wrapped
+        finally:
+            self._replicas.take_back()
+
+    def start(self) -> None:
+        self._replicas.start()
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
+
+    def finish(self) -> None:
+        self._replicas.attach()
+
+
+def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
+    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # since torch 2.13
+    return DistributedDataParallel(
+        module,
+        process_group=mesh.get_group(),
+        gradient_as_bucket_view=True,
+        init_sync=False,
+        **{"forward_sync_buffers" if renamed else "broadcast_buffers": False},
+    )
+
+
+class ReplicatedHolding(Holding):
+    """What another strategy holds, once per replica: that strategy's own gradients, summed over the replicas."""
+
+    def __init__(self, inner: Holding, *, mesh: DeviceMesh) -> None:
+        self._inner = inner
+        self._mesh = mesh
+        self._carried: dict[str, Tensor] = {}
+        self.weights = inner.weights
+        self.loss_scale = inner.loss_scale
+        for held in self.weights.values():
+            held.num_holders *= mesh.size()
+
+    def lend(self) -> AbstractContextManager[nn.Module]:
+        return self._inner.lend()
+
+    def start(self) -> None:
+        # Gradients that the user has not cleared are summed over the replicas already: set aside, added at the end.
+        self._carried = {}
+        for name, held in self.weights.items():
+            if held.local_grad is not None:
+                self._carried[name] = held.local_grad.clone()
+                held.parameter.grad = None
+        self._inner.start()
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        return self._inner.micro_batch(last=last)
+
+    def finish(self) -> None:
+        self._inner.finish()
+        all_reduce_each(self._inner.gradients(), mesh=self._mesh)
+        for name, carried in self._carried.items():
+            grad = self.weights[name].local_grad
+            if grad is None:
+                raise AssertionError(f"{name} had a gradient before this step and none after it")
+            grad.add_(carried)
+        self._carried = {}
+
+    def gradients(self) -> list[Tensor]:
+        return self._inner.gradients()
+
+    def values_changed(self) -> None:
+        self._inner.values_changed()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def apply(
+    module: nn.Module,
+    *,
+    strategy: DDP,
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    device: torch.device,
+    inner: Holding | None = None,
+) -> Holding:
+    """Holds `module` whole on every rank of `mesh`, or replicates what `inner` holds."""
+    if inner is not None:
+        return ReplicatedHolding(inner, mesh=mesh)
+    return DDPHolding(module, spec=spec, mesh=mesh, device=device)

@@ -1,0 +1,79 @@
+"""How `fsdp` holds a model: torch's `fully_shard` on every decoder block and on the root."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from rotorch.core.spec import ModelSpec, Weight
+from rotorch.parallel_model import Holding
+from rotorch.shard.held import HeldWeight, Piece
+from rotorch.shard.sites import find_sites
+from rotorch.strategies.fsdp.plan import FSDP
+
+
+class FSDPHolding(Holding):
+    """The model under `fully_shard`: gathered block by block for a pass, sharded along dim 0 at rest."""
+
+    def __init__(
+        self, module: nn.Module, *, strategy: FSDP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device
+    ) -> None:
+        self._module = module
+        self.loss_scale = float(mesh.size())  # fully_shard averages; the rule here is to sum
+        on_meta = any(p.is_meta for p in module.parameters())
+        for block in _blocks(module):
+            fully_shard(block, mesh=mesh, reshard_after_forward=strategy.reshard)
+        fully_shard(module, mesh=mesh, reshard_after_forward=strategy.reshard)
+        if on_meta:
+            # _apply is what nn.Module.to_empty calls; here only parameters that have no memory yet get some.
+            module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+        sites = find_sites(module)
+        self.weights = {}
+        for weight in spec.weights:
+            site = sites[weight.name][0]
+            parameter = site.module._parameters[site.attribute]
+            if not isinstance(parameter, DTensor):
+                raise AssertionError(f"{weight.name} is no DTensor under fully_shard")
+            local = parameter.to_local().detach()
+            pieces = _row_pieces(weight, num_ranks=mesh.size(), position=mesh.get_local_rank(), rows=local.shape[0])
+            self.weights[weight.name] = HeldWeight(weight, local, pieces, parameter)
+
+    @contextmanager
+    def lend(self) -> Iterator[nn.Module]:
+        try:
+            yield self._module
+        finally:
+            for child in self._module.modules():  # a pass without backward, or one that raised, leaves blocks gathered
+                if isinstance(child, FSDPModule):
+                    child.reshard()
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """The repeated blocks of a model: the children of its outermost module lists, or the module's own children if it has none."""
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
+    inner = {id(c) for outer in lists for c in outer.modules() if c is not outer}
+    blocks = [block for each in lists if id(each) not in inner for block in each]
+    return [b for b in blocks if any(True for _ in b.parameters())]
+
+
+def _row_pieces(weight: Weight, *, num_ranks: int, position: int, rows: int) -> tuple[Piece, ...]:
+    """Where this rank's rows sit in the whole weight: dim 0 cut as torch.chunk does."""
+    if not weight.shape or rows == 0:
+        return ()
+    chunk = -(-weight.shape[0] // num_ranks)
+    offsets = (position * chunk, *([0] * (len(weight.shape) - 1)))
+    return (Piece(offsets, (rows, *weight.shape[1:])),)
+
+
+def apply(module: nn.Module, *, strategy: FSDP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> Holding:
+    """Shards `module` over `mesh`."""
+    return FSDPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device)

@@ -1,0 +1,280 @@
+"""What a checkpoint says about itself: one `manifest.json`, written last, and how a directory is held against it.
+
+[Note: a checkpoint on disk]
+    RUN_DIR/checkpoints/step-00000100/
+        rank-00000.safetensors ...   the tensors that each rank wrote: an ordinary safetensors file, no pickle
+        tokenizer.json               if the run has one
+        manifest.json                everything else, with the size and sha256 of every other file and of itself
+    A save is written to `.step-00000100.tmp-<pid>` beside it and renamed when all of it, the manifest last, has reached the disk. So a
+    directory called `step-*` is whole, one whose name begins with a dot never is, and a byte that changed later is found by its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
+
+FORMAT = "rotorch checkpoint"
+VERSION = 1
+MANIFEST = "manifest.json"
+MODEL, BUFFER, OPTIMIZER, RNG = "model/", "buffer/", "optimizer/", "rng/"
+
+ITEM_BYTES = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1},
+}
+"""Bytes per element of each dtype, by the names that safetensors gives them."""
+
+_READ_BYTES = 1 << 22
+
+
+class NewerFormat(ConfigError):
+    """The checkpoint is whole, but written by a later rotorch."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Chunk(_Part):
+    """A box of a tensor and where its bytes lie: `file`, from byte `start`, row-major."""
+
+    offsets: tuple[int, ...] = Field(strict=False)
+    sizes: tuple[int, ...] = Field(strict=False)
+    file: str
+    start: int = Field(ge=0)
+
+
+class TensorEntry(_Part):
+    """One whole tensor: dtype (a name of `ITEM_BYTES`), shape, and the chunks that fill it."""
+
+    dtype: str
+    shape: tuple[int, ...] = Field(strict=False)
+    chunks: tuple[Chunk, ...] = Field(strict=False)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+class FileEntry(_Part):
+    """One file beside the manifest: its size and the sha256 of its contents, in hex."""
+
+    num_bytes: int = Field(ge=0)
+    sha256: str
+
+
+class ModelEntry(_Part):
+    """Which model: its class, its Hugging Face config as a dict (None for a plain module), names that share a tensor."""
+
+    name: str
+    config: dict[str, JsonValue] | None
+    config_sha256: str | None
+    aliases: dict[str, tuple[str, ...]] = Field(strict=False, default_factory=dict)
+
+
+class OptimizerEntry(_Part):
+    """Which optimizer: class, hyperparameters per group, and for each key of its state how it is kept (see `state.py`)."""
+
+    name: str
+    groups: list[dict[str, JsonValue]]
+    kinds: dict[str, str]
+
+
+class Manifest(_Part):
+    """Everything of a checkpoint but its tensors."""
+
+    format: str = FORMAT
+    version: int = VERSION
+    step: int = Field(ge=0)
+    tokens: int = Field(ge=0)
+    seed: int
+    parallel: str
+    num_ranks: int = Field(ge=1)
+    versions: dict[str, str]
+    model: ModelEntry
+    optimizer: OptimizerEntry | None
+    schedule: dict[str, JsonValue]
+    data: dict[str, JsonValue]
+    run: dict[str, JsonValue]
+    tensors: dict[str, TensorEntry] = Field(default_factory=dict)
+    files: dict[str, FileEntry] = Field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of all that it says, in hex."""
+        return _digest(self.model_dump(mode="json"))
+
+    def names(self, prefix: str) -> dict[str, TensorEntry]:
+        """The tensors whose name begins with `prefix`, by the rest of their name."""
+        return {name.removeprefix(prefix): entry for name, entry in self.tensors.items() if name.startswith(prefix)}
+
+    def to_json(self) -> str:
+        """The text of `manifest.json`."""
+        content = self.model_dump(mode="json")
+        return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
+
+
+def json_digest(content: JsonValue) -> str:
+    """The sha256 of a JSON value, in hex, the same for every order of keys."""
+    return _digest(content)
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+# ---------------------------------------------------------------- reading
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Reads and checks the manifest of the checkpoint directory `path`: its format, version, own digest, and that it makes sense.
+
+    Raises:
+        NewerFormat: if a later rotorch wrote it.
+        ConfigError: if it is missing, foreign or damaged; names the file and the reason.
+    """
+    file = path / MANIFEST
+    try:
+        raw = json.loads(file.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(_why_no_manifest(path)) from None
+    except OSError as error:
+        raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"checkpoint: {file}: damaged (not valid JSON). {_ADVICE}") from None
+    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
+        raise ConfigError(f"checkpoint: {file}: written by another program (no format {FORMAT!r})")
+    version = raw.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise NewerFormat(
+            f"checkpoint: {file}: format version {version}, and this rotorch reads up to {VERSION}. Use a newer rotorch"
+        )
+    if raw.pop("digest", None) != _digest(raw):
+        raise ConfigError(f"checkpoint: {file}: damaged (its contents do not match its own digest). {_ADVICE}")
+    try:
+        manifest = Manifest.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"checkpoint: {file}: cannot be used: {where}: {first['msg']}") from None
+    if problem := _nonsense(manifest):
+        raise ConfigError(f"checkpoint: {file}: cannot be used: {problem}")
+    return manifest
+
+
+_ADVICE = "Remove this checkpoint to go on from the one before"
+
+
+def _why_no_manifest(path: Path) -> str:
+    if not path.exists():
+        return f"checkpoint: {path}: no such directory"
+    if not path.is_dir():
+        return f"checkpoint: {path}: not a directory. Write a directory like RUN_DIR/checkpoints/step-00000100"
+    if (path / ".metadata").exists():
+        return f"checkpoint: {path}: a torch.distributed.checkpoint of another program (.metadata, but no {MANIFEST})"
+    return f"checkpoint: {path}: not a checkpoint of rotorch (no {MANIFEST})"
+
+
+def _nonsense(manifest: Manifest) -> str | None:
+    """Says what a manifest that parses claims and cannot be: paths that leave the directory, boxes outside their tensor or file."""
+    for name in manifest.files:
+        if Path(name).name != name or name in (".", "..", MANIFEST):
+            return f"file name {name!r} leaves the checkpoint's directory"
+    for name, entry in manifest.tensors.items():
+        if entry.dtype not in ITEM_BYTES:
+            return f"tensor {name!r} has unknown dtype {entry.dtype!r}"
+        filled = 0
+        for chunk in entry.chunks:
+            boxes = list(zip(chunk.offsets, chunk.sizes, entry.shape, strict=False))
+            if not len(chunk.offsets) == len(chunk.sizes) == len(entry.shape) == len(boxes):
+                return f"tensor {name!r} has a chunk of other rank than its shape"
+            if any(o < 0 or s < 0 or o + s > whole for o, s, whole in boxes):
+                return f"tensor {name!r} has a chunk outside its shape {list(entry.shape)}"
+            num_elements = math.prod(chunk.sizes)
+            if chunk.file not in manifest.files:
+                return f"tensor {name!r} lies in the unlisted file {chunk.file!r}"
+            if chunk.start + num_elements * ITEM_BYTES[entry.dtype] > manifest.files[chunk.file].num_bytes:
+                return f"tensor {name!r} lies past the end of {chunk.file!r}"
+            filled += num_elements
+        if filled != math.prod(entry.shape):
+            return f"tensor {name!r} has {math.prod(entry.shape)} elements, its chunks {filled}"
+    return None
+
+
+def check_sizes(path: Path, manifest: Manifest) -> None:
+    """Raises `ConfigError` unless every file is there with the size that the manifest says. Reads no contents."""
+    for name, entry in manifest.files.items():
+        try:
+            num_bytes = (path / name).stat().st_size
+        except OSError:
+            raise ConfigError(f"checkpoint: {path / name}: missing. {_ADVICE}") from None
+        if num_bytes != entry.num_bytes:
+            what = "truncated" if num_bytes < entry.num_bytes else "changed"
+            raise ConfigError(
+                f"checkpoint: {path / name}: {what} ({num_bytes} bytes instead of {entry.num_bytes}). {_ADVICE}"
+            )
+
+
+def check_contents(path: Path, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> None:
+    """Reads every `num_shares`-th file from number `share` on and raises `ConfigError` unless it has the digest that the manifest says."""
+    check_sizes(path, manifest)
+    for name in sorted(manifest.files)[share::num_shares]:
+        if file_digest(path / name) != manifest.files[name].sha256:
+            raise ConfigError(
+                f"checkpoint: {path / name}: damaged (its contents do not match the digest in {MANIFEST}). {_ADVICE}"
+            )
+
+
+def file_digest(file: Path) -> str:
+    """The sha256 of a file's contents, in hex. Raises `ConfigError` if it cannot be read."""
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as stream:
+            while block := stream.read(_READ_BYTES):
+                digest.update(block)
+    except OSError as error:
+        raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+# ---------------------------------------------------------------- for people
+
+
+def describe_manifest(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """What a checkpoint holds, as plain JSON values (the fields of `rotorch inspect --json`)."""
+    groups = {"weights": MODEL, "buffers": BUFFER, "optimizer": OPTIMIZER, "rng": RNG}
+    tensors = {
+        name: {"dtype": e.dtype, "shape": list(e.shape), "bytes": e.num_bytes, "num_chunks": len(e.chunks)}
+        for name, e in manifest.tensors.items()
+    }
+    num_bytes = {g: sum(e.num_bytes for e in manifest.names(p).values()) for g, p in groups.items()}
+    total = sum(entry.num_bytes for entry in manifest.files.values())
+    return {
+        "path": str(path),
+        "format_version": manifest.version,
+        "step": manifest.step,
+        "tokens": manifest.tokens,
+        "seed": manifest.seed,
+        "parallel": manifest.parallel,
+        "num_ranks": manifest.num_ranks,
+        "versions": manifest.versions,
+        "model": manifest.model.name,
+        "model_type": (manifest.model.config or {}).get("model_type"),
+        "num_parameters": sum(math.prod(e.shape) for e in manifest.names(MODEL).values()),
+        "optimizer": manifest.optimizer.name if manifest.optimizer else None,
+        "bytes": num_bytes,
+        "total_bytes": total,
+        "total": format_bytes(total),
+        "files": {name: entry.num_bytes for name, entry in manifest.files.items()},
+        "tensors": tensors,
+    }

@@ -1,0 +1,329 @@
+"""`TrainState`: all that training needs to go on where it stopped, and its tensors under names that no layout shows in.
+
+[Note: names in a checkpoint]
+    `model/<weight>` and `optimizer/<key>/<weight>` are whole tensors of which every rank gives its pieces, so they load under any
+    layout; `buffer/<name>` is the same on all ranks; `rng/<rank>` is the JSON text of that rank's random states, as bytes. A tied weight
+    appears once. The learning rate is a function of the step and the data position one of (seed, step), so neither is a tensor.
+
+[Note: kinds of optimizer state]
+    Per key, e.g. of AdamW: `exp_avg` is a "weight" (cut like its weight), `step` a "tensor" (small, the same on all ranks); a Python
+    number is a "number". State of another shape (a row of a factored second moment) cannot be cut like its weight and is refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rotorch.core.errors import ConfigError
+from rotorch.parallel_model import ParallelModel
+from rotorch.shard.held import HeldWeight, Pieces
+from rotorch.train.manifest import BUFFER, MODEL, OPTIMIZER, RNG, ModelEntry, OptimizerEntry, TensorEntry, json_digest
+
+WEIGHT, TENSOR, NUMBER = "weight", "tensor", "number"
+
+_NOT_THE_MODEL = {"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype", "architectures"}
+"""Entries of a Hugging Face config that may differ between two runs of one model."""
+
+
+@dataclass(kw_only=True)
+class TrainState:
+    """What a checkpoint holds. The training loop moves `step` and `tokens`; `checkpoint.load` sets them.
+
+    Attributes:
+        model: the model; its weights are saved piece by piece.
+        optimizer: any `torch.optim` optimizer over `model.parameters()`, or None to leave its state alone.
+        step: optimizer steps done.
+        tokens: target tokens trained on so far, over all ranks.
+        seed: the run's seed.
+        schedule: the numbers of the learning rate schedule (plain JSON), to notice when a resumed run has others.
+        data: where reading stands (plain JSON): whatever makes the next batch a pure function of it.
+        run: the run's configuration (plain JSON), for the record.
+        tokenizer_file: a `tokenizer.json` to take along, for `export_checkpoint`.
+    """
+
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer | None = None
+    step: int = 0
+    tokens: int = 0
+    seed: int = 0
+    schedule: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+    tokenizer_file: Path | None = None
+
+    @property
+    def rank(self) -> int:
+        """This rank, 0-based."""
+        return self.model.mesh.get_rank() if self.num_ranks > 1 else 0
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the model is spread over."""
+        return int(self.model.mesh.size())
+
+
+# ---------------------------------------------------------------- model
+
+
+def model_tensors(model: ParallelModel) -> dict[str, Pieces | Tensor]:
+    """The weights and persistent buffers under their names in a checkpoint; loading into them changes the model."""
+    tensors: dict[str, Pieces | Tensor] = {MODEL + name: pieces for name, pieces in model.state_dict().items()}
+    tensors.update((BUFFER + name, buffer) for name, buffer in persistent_buffers(model.module).items())
+    return tensors
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that the module itself would save, by name."""
+    saved = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if saved.get(name) is buffer}
+
+
+def model_entry(model: ParallelModel) -> ModelEntry:
+    """What the manifest says of the model."""
+    config = model_config(model.module)
+    return ModelEntry(
+        name=_class_name(model.module),
+        config=config,
+        config_sha256=json_digest(_compared(config)) if config is not None else None,
+        aliases={w.name: w.aliases for w in model.spec.weights if w.aliases},
+    )
+
+
+def model_config(module: nn.Module) -> dict[str, Any] | None:
+    """The module's Hugging Face config as plain JSON with its architecture named, or None for a plain module."""
+    to_json = getattr(getattr(module, "config", None), "to_json_string", None)
+    if to_json is None:
+        return None
+    config = json.loads(to_json(use_diff=False))
+    config["architectures"] = [_class_name(module)]
+    return config
+
+
+def _class_name(module: nn.Module) -> str:
+    """The name of the user's class: a strategy may have put a subclass of its own (`fully_shard` does) in front."""
+    for cls in type(module).__mro__:
+        if not cls.__module__.startswith("torch.distributed."):
+            return cls.__name__.removeprefix("FSDP") if cls.__module__ == "torch" else cls.__name__
+    raise AssertionError("unreachable: every class ends in object")
+
+
+def _compared(config: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
+
+
+def config_difference(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str | None:
+    """Names the first entry that two configs both have and that differs, or None. Entries of one only come with versions."""
+    if ours is None or theirs is None:
+        return None
+    ours, theirs = _compared(ours), _compared(theirs)
+    for key in sorted(ours.keys() & theirs.keys()):
+        if ours[key] != theirs[key]:
+            return f"{key} is {theirs[key]!r} there and {ours[key]!r} here"
+    return None
+
+
+# ---------------------------------------------------------------- optimizer
+
+
+def optimizer_entry(state: TrainState) -> OptimizerEntry | None:
+    """What the manifest says of the optimizer.
+
+    Raises:
+        ConfigError: if it keeps state that cannot be cut like its weight, or a hyperparameter that is not plain JSON.
+    """
+    optimizer = state.optimizer
+    if optimizer is None:
+        return None
+    kinds: dict[str, str] = {}
+    for held, key, value in _optimizer_values(state):
+        kinds[key] = _merge_kind(optimizer, key, kinds.get(key), _kind(optimizer, held, key, value))
+    groups = [_plain_group(optimizer, group) for group in optimizer.param_groups]
+    return OptimizerEntry(name=type(optimizer).__name__, groups=groups, kinds=kinds)
+
+
+def optimizer_tensors(state: TrainState) -> dict[str, Pieces | Tensor]:
+    """The optimizer's state under its names in a checkpoint (see [Note: names in a checkpoint])."""
+    tensors: dict[str, Pieces | Tensor] = {}
+    for held, key, value in _optimizer_values(state):
+        name = f"{OPTIMIZER}{key}/{held.name}"
+        match _kind(state.optimizer, held, key, value):
+            case "weight":
+                tensors[name] = _like_weight(held, value)
+            case "tensor":
+                tensors[name] = value
+            case _:
+                tensors[name] = torch.tensor(value, dtype=torch.float64)
+    return tensors
+
+
+def _optimizer_values(state: TrainState) -> Iterator[tuple[HeldWeight, str, Any]]:
+    if state.optimizer is None:
+        return
+    for held in state.model.weights.values():
+        # `state` is a defaultdict: looking up a weight that has none would make an entry.
+        of_weight = state.optimizer.state[held.parameter] if held.parameter in state.optimizer.state else {}
+        yield from ((held, key, value) for key, value in of_weight.items() if value is not None)
+
+
+def _kind(optimizer: Any, held: HeldWeight, key: str, value: Any) -> str:
+    if isinstance(value, (bool, int, float)):
+        return NUMBER
+    if isinstance(value, Tensor):
+        whole_like = isinstance(value, DTensor) == isinstance(held.parameter, DTensor)
+        if whole_like and key != "step" and _local(value).shape == held.local.shape:
+            return WEIGHT
+        if not isinstance(value, DTensor) and value.numel() == 1:
+            return TENSOR
+    what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
+    raise ConfigError(
+        f"checkpoint: {type(optimizer).__name__} keeps {key!r} {what} for {held.name!r} of shape {list(held.weight.shape)}, "
+        "which cannot be cut like its weight. Use an optimizer whose state has its weights' shapes, e.g. AdamW"
+    )
+
+
+def _merge_kind(optimizer: Any, key: str, before: str | None, now: str) -> str:
+    if before not in (None, now):
+        raise ConfigError(f"checkpoint: {type(optimizer).__name__} keeps {key!r} as {before} and as {now}")
+    return now
+
+
+def _local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _like_weight(held: HeldWeight, value: Tensor) -> Pieces:
+    return Pieces(_local(value), shape=held.weight.shape, pieces=held.pieces)
+
+
+def _plain_group(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
+    plain = {}
+    for key, value in group.items():
+        if key in ("params", "param_names"):
+            continue
+        number = float(value) if isinstance(value, Tensor) else value
+        try:
+            plain[key] = json.loads(json.dumps(number))
+        except TypeError:
+            raise ConfigError(f"checkpoint: {type(optimizer).__name__} has {key}={value!r}, not a plain value") from None
+    return plain
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> list[str]:
+    """Gives the optimizer the saved hyperparameters, group by group; returns a line for each that this run had set otherwise."""
+    changed = []
+    for number, (group, saved) in enumerate(zip(optimizer.param_groups, entry.groups, strict=True)):
+        ours = _plain_group(optimizer, group)
+        for key, value in saved.items():
+            if key in ours and ours[key] != value and key != "lr":
+                changed.append(f"group {number}: {key} stays {value!r} as saved, not {ours[key]!r}")
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(value, list) else value
+    return changed
+
+
+def empty_optimizer_state(
+    state: TrainState, *, entry: OptimizerEntry, tensors: dict[str, TensorEntry]
+) -> dict[str, dict[str, Any]]:
+    """Makes zeros for all saved state of the weights that this rank holds, by weight name and key, to be loaded into."""
+    made: dict[str, dict[str, Any]] = {}
+    for held in state.model.weights.values():
+        for key, kind in entry.kinds.items():
+            saved = tensors.get(f"{OPTIMIZER}{key}/{held.name}")
+            if saved is None:
+                continue
+            dtype = DTYPE_BY_NAME[saved.dtype]
+            if kind == WEIGHT:
+                value = torch.zeros_like(held.parameter, dtype=dtype, requires_grad=False)
+            else:
+                value = torch.zeros(saved.shape, dtype=dtype)
+            made.setdefault(held.name, {})[key] = value
+    return made
+
+
+def loading_tensors(state: TrainState, made: dict[str, dict[str, Any]], *, kinds: dict[str, str]) -> dict[str, Any]:
+    """The tensors of `empty_optimizer_state` under their names in a checkpoint."""
+    weights = state.model.weights
+    return {
+        f"{OPTIMIZER}{key}/{name}": _like_weight(weights[name], value) if kinds[key] == WEIGHT else value
+        for name, of_weight in made.items()
+        for key, value in of_weight.items()
+    }
+
+
+def attach_optimizer_state(state: TrainState, made: dict[str, dict[str, Any]], *, kinds: dict[str, str]) -> None:
+    """Puts loaded state where the optimizer looks for it, each value on the device where it would have made it itself."""
+    assert state.optimizer is not None, "nothing to attach to"
+    groups = {id(p): group for group in state.optimizer.param_groups for p in group["params"]}
+    state.optimizer.state.clear()
+    for name, of_weight in made.items():
+        parameter = state.model.weights[name].parameter
+        group = groups.get(id(parameter), {})
+        on_device = bool(group.get("capturable") or group.get("fused"))
+        for key, value in of_weight.items():
+            if kinds[key] == NUMBER:
+                of_weight[key] = value.item()
+            elif kinds[key] == TENSOR and on_device:
+                of_weight[key] = value.to(parameter.device)
+        state.optimizer.state[parameter] = of_weight
+
+
+# ---------------------------------------------------------------- random states
+
+
+def rng_tensor() -> Tensor:
+    """This process's random states (torch on CPU and CUDA, Python, NumPy), as JSON text in a uint8 tensor."""
+    numpy_state: Any = np.random.get_state(legacy=False)
+    content = {
+        "torch": _to_text(torch.get_rng_state()),
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        content["cuda"] = _to_text(torch.cuda.get_rng_state())
+    return torch.frombuffer(bytearray(json.dumps(content).encode()), dtype=torch.uint8)
+
+
+def restore_rng(tensor: Tensor) -> None:
+    """Gives this process the random states that `rng_tensor` wrote down."""
+    content = json.loads(bytes(tensor.numpy()))
+    version, internal, gauss_next = content["python"]
+    random.setstate((version, tuple(internal), gauss_next))
+    np.random.set_state(content["numpy"])
+    torch.set_rng_state(_from_text(content["torch"]))
+    if "cuda" in content and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_from_text(content["cuda"]))
+
+
+def derive_rng(*, seed: int, step: int, rank: int) -> None:
+    """Seeds this process's random states as a function of the run's seed, the step and the rank, for another number of ranks."""
+    derived = int.from_bytes(hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()[:8], "big")
+    random.seed(derived)
+    np.random.seed(derived % 2**32)
+    torch.manual_seed(derived % 2**63)
+
+
+def rng_name(rank: int) -> str:
+    """The name of a rank's random states in a checkpoint."""
+    return f"{RNG}{rank:05d}"
+
+
+def _to_text(tensor: Tensor) -> str:
+    return base64.b64encode(bytes(tensor.numpy())).decode()
+
+
+def _from_text(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
