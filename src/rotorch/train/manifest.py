@@ -5,8 +5,9 @@
         rank-00000.safetensors ...   the tensors that each rank wrote: an ordinary safetensors file, no pickle
         tokenizer.json               if the run has one
         manifest.json                everything else, with the size and sha256 of every other file and of itself
-    A save is written to `.step-00000100.tmp-<pid>` beside it and renamed when all of it, the manifest last, has reached the disk. So a
-    directory called `step-*` is whole, one whose name begins with a dot never is, and a byte that changed later is found by its digest.
+    A save is written to `.step-00000100.tmp-<pid>` beside it and renamed when all of it, the manifest last, has reached the
+    disk. So a directory called `step-*` is whole, one that begins with a dot is not to be trusted, and a byte that changed
+    later is found by its digest.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class FileEntry(_Part):
 
 
 class ModelEntry(_Part):
-    """Which model: its class, its Hugging Face config as a dict (None for a plain module), names that share a tensor."""
+    """Which model: its class, its Hugging Face config (None for a plain module), further names of tied weights."""
 
     name: str
     config: dict[str, JsonValue] | None
@@ -83,7 +84,7 @@ class ModelEntry(_Part):
 
 
 class OptimizerEntry(_Part):
-    """Which optimizer: class, hyperparameters per group, and for each key of its state how it is kept (see `state.py`)."""
+    """Which optimizer: class, hyperparameters per group, and how each key of its state is kept (see `state.py`)."""
 
     name: str
     groups: list[dict[str, JsonValue]]
@@ -137,7 +138,7 @@ def _digest(content: Any) -> str:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Reads and checks the manifest of the checkpoint directory `path`: its format, version, own digest, and that it makes sense.
+    """Reads the manifest of the checkpoint directory `path`; checks format, version, digest, and that it makes sense.
 
     Raises:
         NewerFormat: if a later rotorch wrote it.
@@ -186,7 +187,7 @@ def _why_no_manifest(path: Path) -> str:
 
 
 def _nonsense(manifest: Manifest) -> str | None:
-    """Says what a manifest that parses claims and cannot be: paths that leave the directory, boxes outside their tensor or file."""
+    """Says what a manifest claims that cannot be: paths that leave the directory, boxes outside their tensor or file."""
     for name in manifest.files:
         if Path(name).name != name or name in (".", "..", MANIFEST):
             return f"file name {name!r} leaves the checkpoint's directory"
@@ -226,7 +227,7 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def check_contents(path: Path, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> None:
-    """Reads every `num_shares`-th file from number `share` on and raises `ConfigError` unless it has the digest that the manifest says."""
+    """Reads every `num_shares`-th file from number `share` on; raises `ConfigError` unless each has its digest."""
     check_sizes(path, manifest)
     for name in sorted(manifest.files)[share::num_shares]:
         if file_digest(path / name) != manifest.files[name].sha256:

@@ -1,13 +1,15 @@
 """`TrainState`: all that training needs to go on where it stopped, and its tensors under names that no layout shows in.
 
 [Note: names in a checkpoint]
-    `model/<weight>` and `optimizer/<key>/<weight>` are whole tensors of which every rank gives its pieces, so they load under any
-    layout; `buffer/<name>` is the same on all ranks; `rng/<rank>` is the JSON text of that rank's random states, as bytes. A tied weight
-    appears once. The learning rate is a function of the step and the data position one of (seed, step), so neither is a tensor.
+    `model/<weight>` and `optimizer/<key>/<weight>` are whole tensors of which every rank gives its pieces, so they load
+    under any layout; `buffer/<name>` is the same on all ranks; `rng/<rank>` is the JSON text of that rank's random states,
+    as bytes. A tied weight appears once. The learning rate is a function of the step and the data position one of
+    (seed, step), so neither is a tensor.
 
 [Note: kinds of optimizer state]
-    Per key, e.g. of AdamW: `exp_avg` is a "weight" (cut like its weight), `step` a "tensor" (small, the same on all ranks); a Python
-    number is a "number". State of another shape (a row of a factored second moment) cannot be cut like its weight and is refused.
+    Per key, e.g. of AdamW: `exp_avg` is a "weight" (cut like its weight), `step` a "tensor" (small, the same on all ranks);
+    a Python number is a "number". State of another shape (a row of a factored second moment) cannot be cut like its weight
+    and is refused.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.parallel_model import ParallelModel
 from rotorch.shard.held import HeldWeight, Pieces
 from rotorch.train.manifest import BUFFER, MODEL, OPTIMIZER, RNG, ModelEntry, OptimizerEntry, TensorEntry, json_digest
+from rotorch.train.storage import DTYPES
 
 WEIGHT, TENSOR, NUMBER = "weight", "tensor", "number"
 
@@ -115,7 +118,7 @@ def _class_name(module: nn.Module) -> str:
     """The name of the user's class: a strategy may have put a subclass of its own (`fully_shard` does) in front."""
     for cls in type(module).__mro__:
         if not cls.__module__.startswith("torch.distributed."):
-            return cls.__name__.removeprefix("FSDP") if cls.__module__ == "torch" else cls.__name__
+            return cls.__name__
     raise AssertionError("unreachable: every class ends in object")
 
 
@@ -124,7 +127,7 @@ def _compared(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def config_difference(ours: dict[str, Any] | None, theirs: dict[str, Any] | None) -> str | None:
-    """Names the first entry that two configs both have and that differs, or None. Entries of one only come with versions."""
+    """Names the first entry that two configs both have and that differs, or None. Versions add and drop entries."""
     if ours is None or theirs is None:
         return None
     ours, theirs = _compared(ours), _compared(theirs)
@@ -172,8 +175,7 @@ def _optimizer_values(state: TrainState) -> Iterator[tuple[HeldWeight, str, Any]
     if state.optimizer is None:
         return
     for held in state.model.weights.values():
-        # `state` is a defaultdict: looking up a weight that has none would make an entry.
-        of_weight = state.optimizer.state[held.parameter] if held.parameter in state.optimizer.state else {}
+        of_weight = state.optimizer.state.get(held.parameter, {})  # a defaultdict: [] would make an entry
         yield from ((held, key, value) for key, value in of_weight.items() if value is not None)
 
 
@@ -188,8 +190,8 @@ def _kind(optimizer: Any, held: HeldWeight, key: str, value: Any) -> str:
             return TENSOR
     what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
     raise ConfigError(
-        f"checkpoint: {type(optimizer).__name__} keeps {key!r} {what} for {held.name!r} of shape {list(held.weight.shape)}, "
-        "which cannot be cut like its weight. Use an optimizer whose state has its weights' shapes, e.g. AdamW"
+        f"checkpoint: {type(optimizer).__name__} keeps {key!r} {what} for {held.name!r} of shape "
+        f"{list(held.weight.shape)}, which cannot be cut like its weight. Use an optimizer whose state has its weights' shapes, e.g. AdamW"
     )
 
 
@@ -216,18 +218,20 @@ def _plain_group(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
         try:
             plain[key] = json.loads(json.dumps(number))
         except TypeError:
-            raise ConfigError(f"checkpoint: {type(optimizer).__name__} has {key}={value!r}, not a plain value") from None
+            raise ConfigError(
+                f"checkpoint: {type(optimizer).__name__} has {key}={value!r}, not a plain value"
+            ) from None
     return plain
 
 
 def restore_groups(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> list[str]:
-    """Gives the optimizer the saved hyperparameters, group by group; returns a line for each that this run had set otherwise."""
+    """Gives the optimizer the saved hyperparameters; returns a line for each that this run had set otherwise."""
     changed = []
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, entry.groups, strict=True)):
         ours = _plain_group(optimizer, group)
         for key, value in saved.items():
             if key in ours and ours[key] != value and key != "lr":
-                changed.append(f"group {number}: {key} stays {value!r} as saved, not {ours[key]!r}")
+                changed.append(f"optimizer group {number}: {key} stays {value!r} as saved, not {ours[key]!r}")
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)
             else:
@@ -238,14 +242,14 @@ def restore_groups(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> l
 def empty_optimizer_state(
     state: TrainState, *, entry: OptimizerEntry, tensors: dict[str, TensorEntry]
 ) -> dict[str, dict[str, Any]]:
-    """Makes zeros for all saved state of the weights that this rank holds, by weight name and key, to be loaded into."""
+    """Makes zeros for all saved state of this rank's weights, by weight name and key, to be loaded into."""
     made: dict[str, dict[str, Any]] = {}
     for held in state.model.weights.values():
         for key, kind in entry.kinds.items():
             saved = tensors.get(f"{OPTIMIZER}{key}/{held.name}")
             if saved is None:
                 continue
-            dtype = DTYPE_BY_NAME[saved.dtype]
+            dtype = DTYPES[saved.dtype]
             if kind == WEIGHT:
                 value = torch.zeros_like(held.parameter, dtype=dtype, requires_grad=False)
             else:
@@ -265,7 +269,7 @@ def loading_tensors(state: TrainState, made: dict[str, dict[str, Any]], *, kinds
 
 
 def attach_optimizer_state(state: TrainState, made: dict[str, dict[str, Any]], *, kinds: dict[str, str]) -> None:
-    """Puts loaded state where the optimizer looks for it, each value on the device where it would have made it itself."""
+    """Puts loaded state where the optimizer looks for it, on the device where it would have made it itself."""
     assert state.optimizer is not None, "nothing to attach to"
     groups = {id(p): group for group in state.optimizer.param_groups for p in group["params"]}
     state.optimizer.state.clear()
@@ -309,7 +313,7 @@ def restore_rng(tensor: Tensor) -> None:
 
 
 def derive_rng(*, seed: int, step: int, rank: int) -> None:
-    """Seeds this process's random states as a function of the run's seed, the step and the rank, for another number of ranks."""
+    """Seeds this process's random states from the run's seed, the step and the rank, for another number of ranks."""
     derived = int.from_bytes(hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()[:8], "big")
     random.seed(derived)
     np.random.seed(derived % 2**32)

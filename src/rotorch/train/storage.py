@@ -1,12 +1,12 @@
-"""Checkpoint files under `torch.distributed.checkpoint`: its planners decide who writes and reads what, this moves the bytes.
+"""Checkpoint files under `torch.distributed.checkpoint`: its planners decide who moves what, this moves the bytes.
 
-torch's own file format keeps its index in a pickle and its tensors in zip files of pickles, and a reader needs a whole chunk in memory
-to take a row of it. Here a rank's file is safetensors, the index is our manifest (JSON), and both directions go through a
-buffer of `_BUFFER_BYTES`. Loading runs no foreign code.
+torch's own file format keeps its index in a pickle and its tensors in zip files of pickles, and a reader needs a whole
+chunk in memory to take a row of it. Here a rank's file is safetensors, the index is our manifest (JSON), and both
+directions go through a buffer of `_BUFFER_BYTES`. Loading runs no foreign code.
 
 [Note: one error for all]
-    Everything that can fail while saving happens inside the steps that `torch.distributed.checkpoint` runs on all ranks, which turns an
-    exception on one rank into one on every rank. Nobody waits for a rank that has given up.
+    Everything that can fail while saving happens inside the steps that `torch.distributed.checkpoint` runs on all ranks,
+    which turns an exception on one rank into one on every rank. Nobody waits for a rank that has given up.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -49,6 +50,7 @@ from torch.futures import Future
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.quantities import format_bytes
 from rotorch.shard.held import Pieces
+from rotorch.train.directories import fsync, remove_leftovers, replace_directory
 from rotorch.train.manifest import ITEM_BYTES, MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, file_digest
 
 DTYPES = {
@@ -61,7 +63,6 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _BUFFER_BYTES = 1 << 24
-_LOG = logging.getLogger(__name__)
 
 
 # ---------------------------------------------------------------- safetensors, streamed
@@ -128,7 +129,7 @@ def _blocks(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memoryv
     for entry in entries:
         tensor = entry.get().detach()
         if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
-            raise AssertionError(f"{entry.name}: announced {entry.dtype} {entry.shape}, is {tensor.dtype} {tensor.shape}")
+            raise AssertionError(f"{entry.name}: is {tensor.dtype} {tensor.shape}, not {entry.dtype} {entry.shape}")
         for rows in _row_blocks(tensor):
             yield memoryview(rows.contiguous().cpu().view(-1).view(torch.uint8).numpy())
 
@@ -146,7 +147,7 @@ def _row_blocks(tensor: Tensor) -> Iterator[Tensor]:
 def _read_box(
     stream: BinaryIO, chunk: Chunk, dtype: torch.dtype, *, offsets: Sequence[int], into: Tensor, name: str
 ) -> None:
-    """Copies the box of `chunk` that starts at `offsets` and has the shape of `into` into `into`; reads the chunk's rows in blocks."""
+    """Fills `into` with the box of its shape that starts at `offsets` in `chunk`; reads the chunk's rows in blocks."""
     sizes = chunk.sizes or (1,)
     first, rest = (offsets[0], offsets[1:]) if offsets else (0, ())
     target = into.view(1) if into.dim() == 0 else into
@@ -169,7 +170,7 @@ def _read_box(
 
 
 class PiecesSavePlanner(DefaultSavePlanner):
-    """torch's planner for a flat dict of `Pieces` and plain tensors; what several ranks hold is written once, spread over them."""
+    """torch's planner for a flat dict of `Pieces` and plain tensors; spreads what several ranks hold over them."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -182,7 +183,7 @@ class PiecesSavePlanner(DefaultSavePlanner):
 class PiecesLoadPlanner(LoadPlanner):
     """Fills a flat dict of `Pieces` and plain tensors in place.
 
-    `DefaultLoadPlanner` would do, but before planning it walks the dict and puts None for every value that is not a tensor.
+    `DefaultLoadPlanner` would do, but it first walks the dict and puts None for every value that is not a tensor.
     """
 
     def set_up_planner(
@@ -418,55 +419,9 @@ def _storage_metadata(entry: TensorEntry) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
 
 
-# ---------------------------------------------------------------- directories
-
-
-def fsync(path: Path) -> None:
-    """Returns when a file, or the names in a directory, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def replace_directory(temporary: Path, final: Path) -> None:
-    """Gives the finished directory `temporary` the name `final`; what had that name before is removed afterwards.
-
-    A kill in between leaves the earlier one as `.step-*.old`, which `stands_in` finds.
-    """
-    aside = final.parent / f".{final.name}.old"
-    if final.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(final, aside)
-    os.rename(temporary, final)
-    fsync(final.parent)
-    shutil.rmtree(aside, ignore_errors=True)
-
-
-def remove_directory(path: Path) -> None:
-    """Removes a checkpoint, first hiding it under a name with a leading dot so that half of it never looks whole."""
-    hidden = path.parent / f".{path.name}.gone-{os.getpid()}"
-    os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def stands_in(path: Path) -> Path | None:
-    """For `.step-*.old` whose `step-*` is not there, because a save was cut off while it replaced it: the missing directory."""
-    final = path.parent / path.name.removeprefix(".").removesuffix(".old")
-    return final if path.name.endswith(".old") and not final.exists() else None
-
-
-def leftovers(parent: Path) -> Iterable[Path]:
-    """What saves that were cut off have left in a checkpoints directory."""
-    return sorted(p for p in parent.glob(".step-*") if p.is_dir() and not p.is_symlink())
-
-
-def remove_leftovers(parent: Path) -> None:
-    """Removes what saves that were cut off have left, with a word."""
-    for path in leftovers(parent):
-        if final := stands_in(path):
-            os.rename(path, final)
-            continue
-        _LOG.warning("checkpoint: removing %s, left by a save that was cut off", path)
-        shutil.rmtree(path, ignore_errors=True)
+@contextmanager
+def without_dcp_notices() -> Iterator[None]:
+    """Silences what torch says when one process saves or loads on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

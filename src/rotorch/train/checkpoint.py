@@ -1,0 +1,350 @@
+"""Saving and loading a training run: whole or not at all, and under any layout.
+
+    save(run_dir, state, keep=3)          all ranks; RUN_DIR/checkpoints/step-00000100
+    path = latest(run_dir)                the newest whole one
+    load(path, state)                     all ranks; any strategies, any number of ranks
+
+`manifest.py` describes what lies on disk, `storage.py` moves the bytes, `state.py` says what is saved.
+
+[Note: checked before changed]
+    `load` first reads the manifest, holds every byte against its digests (each rank a share of the files) and compares
+    names, shapes and dtypes with the model. All ranks then agree on the outcome, and only if nobody objects is the first
+    weight overwritten.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch import __version__
+from rotorch.comm.collectives import all_reduce_max, all_reduce_min, all_reduce_sum
+from rotorch.core.errors import ConfigError, RankFailure, RotorchError
+from rotorch.shard.held import Pieces
+from rotorch.strategies import format_parallel
+from rotorch.train.directories import check, checkpoints_of, find_checkpoint, latest, prune, step_name
+from rotorch.train.manifest import (
+    BUFFER,
+    MODEL,
+    OPTIMIZER,
+    Manifest,
+    TensorEntry,
+    check_contents,
+    check_sizes,
+    describe_manifest,
+    read_manifest,
+)
+from rotorch.train.state import (
+    WEIGHT,
+    TrainState,
+    attach_optimizer_state,
+    config_difference,
+    derive_rng,
+    empty_optimizer_state,
+    loading_tensors,
+    model_entry,
+    model_tensors,
+    optimizer_entry,
+    optimizer_tensors,
+    restore_groups,
+    restore_rng,
+    rng_name,
+    rng_tensor,
+)
+from rotorch.train.storage import (
+    DTYPE_NAMES,
+    CheckpointReader,
+    CheckpointWriter,
+    PiecesLoadPlanner,
+    PiecesSavePlanner,
+    without_dcp_notices,
+)
+
+__all__ = ["check", "inspect_checkpoint", "latest", "load", "save"]
+
+_LOG = logging.getLogger(__name__)
+_MESSAGE_CHARS = 1000
+
+
+def save(run_dir: Path | str, state: TrainState, *, keep: int) -> Path:
+    """Saves a run's state as RUN_DIR/checkpoints/step-NNNNNNNN. All ranks; what several hold is written once.
+
+    When it returns, the checkpoint is on the disk. If it fails or is killed, earlier checkpoints are untouched and what it
+    has written is not taken for one. Needs no memory beyond a small buffer.
+
+    Args:
+        run_dir: the run's directory, on a file system that all ranks share.
+        state: what to save.
+        keep: how many checkpoints of the run to keep, this one included; older ones are removed at the end.
+
+    Returns:
+        The checkpoint's directory.
+
+    Raises:
+        ConfigError: if `keep` is not positive, or the optimizer's state cannot be saved.
+        RankFailure: if a rank could not write (disk full, ...); the same error on all ranks.
+    """
+    if keep < 1:
+        raise ConfigError(f"checkpoint: keep={keep}: write at least 1")
+    path = checkpoints_of(Path(run_dir)) / step_name(state.step)
+    with _agreed(state.model.mesh):
+        manifest = _manifest(state)
+        tensors = _all_tensors(state)
+    copies = {"tokenizer.json": state.tokenizer_file} if state.tokenizer_file else {}
+    writer = CheckpointWriter(path, manifest=manifest, copies=copies)
+    try:
+        with without_dcp_notices():
+            dcp.save(tensors, storage_writer=writer, planner=PiecesSavePlanner(), no_dist=state.num_ranks == 1)
+    except CheckpointException as error:
+        raise _as_ours(error, what=f"saving {path}", after="; earlier checkpoints are untouched") from None
+    finally:
+        writer.give_up()
+    if state.rank == 0:
+        prune(path.parent, keep=keep, just_written=path)
+    return path
+
+
+def load(path: Path | str, state: TrainState) -> Manifest:
+    """Puts a checkpoint's values into `state`: model, optimizer, counters, data position, random states. All ranks.
+
+    On as many ranks as wrote it, every rank gets its own random states back, and training goes on bit for bit on the same
+    layout. On another number of ranks random states are derived from the checkpoint's seed and step; a log line says so.
+
+    Args:
+        path: a checkpoint's directory.
+        state: the model, materialised (its values are overwritten), and its optimizer (or None).
+
+    Returns:
+        What the checkpoint says of itself.
+
+    Raises:
+        ConfigError: if the checkpoint is damaged, foreign, of another model or optimizer; on all ranks, nothing changed.
+        RankFailure: if reading failed after that; values are then partly overwritten.
+    """
+    path, mesh = Path(path), state.model.mesh
+    with _agreed(mesh):
+        manifest = read_manifest(path)
+        check_contents(path, manifest, share=state.rank, num_shares=state.num_ranks)
+        _check_same_model(path, manifest, state)
+    number = float(int(manifest.digest[:12], 16))
+    if all_reduce_max(number, mesh=mesh) != all_reduce_min(number, mesh=mesh):
+        raise ConfigError(f"checkpoint: {path}: ranks see different contents. Write a directory that all of them share")
+
+    made: dict[str, dict[str, Any]] = {}
+    tensors = model_tensors(state.model)
+    if state.optimizer is not None and manifest.optimizer is not None:
+        state.optimizer.state.clear()
+        made = empty_optimizer_state(state, entry=manifest.optimizer, tensors=manifest.tensors)
+        tensors.update(loading_tensors(state, made, kinds=manifest.optimizer.kinds))
+    same_num_ranks = manifest.num_ranks == state.num_ranks and rng_name(state.rank) in manifest.tensors
+    if same_num_ranks:
+        own = rng_name(state.rank)
+        tensors[own] = torch.zeros(manifest.tensors[own].shape, dtype=torch.uint8)
+    try:
+        with torch.no_grad(), without_dcp_notices():
+            dcp.load(
+                tensors,
+                storage_reader=CheckpointReader(path, manifest=manifest),
+                planner=PiecesLoadPlanner(),
+                no_dist=state.num_ranks == 1,
+            )
+    except CheckpointException as error:
+        raise _as_ours(error, what=f"loading {path}") from None
+    state.model.values_changed()
+    notes = _schedule_changes(saved=dict(manifest.schedule), ours=state.schedule)
+    if state.optimizer is not None and manifest.optimizer is not None:
+        notes += restore_groups(state.optimizer, manifest.optimizer)
+        attach_optimizer_state(state, made, kinds=manifest.optimizer.kinds)
+    state.step, state.tokens, state.seed = manifest.step, manifest.tokens, manifest.seed
+    state.data = dict(manifest.data)
+    if same_num_ranks:
+        random_states = tensors[rng_name(state.rank)]
+        assert isinstance(random_states, Tensor), "made above"
+        restore_rng(random_states)
+    else:
+        derive_rng(seed=manifest.seed, step=manifest.step, rank=state.rank)
+        notes.append(
+            f"written by {manifest.num_ranks} ranks, read by {state.num_ranks}: random states are derived from "
+            f"seed {manifest.seed} and step {manifest.step}"
+        )
+    for note in notes if state.rank == 0 else ():
+        _LOG.warning("checkpoint: %s: %s", path, note)
+    return manifest
+
+
+def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
+    """What a checkpoint holds, as plain JSON values: step, layout, versions, bytes by kind, every file and tensor.
+
+    One process. Takes a checkpoint's directory, or a run's (then its latest). Checks sizes of files, not contents.
+
+    Raises:
+        ConfigError: if it is no whole checkpoint; names the file and the reason.
+    """
+    path = find_checkpoint(path)
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    return describe_manifest(path, manifest)
+
+
+# ---------------------------------------------------------------- saving
+
+
+def _manifest(state: TrainState) -> Manifest:
+    return Manifest(
+        step=state.step,
+        tokens=state.tokens,
+        seed=state.seed,
+        parallel=format_parallel(state.model.strategies),
+        num_ranks=state.num_ranks,
+        versions=_versions(),
+        model=model_entry(state.model),
+        optimizer=optimizer_entry(state),
+        schedule=state.schedule,
+        data=state.data,
+        run=state.run,
+    )
+
+
+def _all_tensors(state: TrainState) -> dict[str, Pieces | Tensor]:
+    tensors = {**model_tensors(state.model), **optimizer_tensors(state), rng_name(state.rank): rng_tensor()}
+    for name, tensor in tensors.items():
+        dtype = tensor.local.dtype if isinstance(tensor, Pieces) else tensor.dtype
+        if dtype not in DTYPE_NAMES:
+            raise ConfigError(f"checkpoint: {name}: {dtype} cannot be saved. Known: {', '.join(map(str, DTYPE_NAMES))}")
+    return tensors
+
+
+def _versions() -> dict[str, str]:
+    found = {"rotorch": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    with suppress(PackageNotFoundError):  # a plain module needs none
+        found["transformers"] = version("transformers")
+    return found
+
+
+# ---------------------------------------------------------------- checking
+
+
+def _check_same_model(path: Path, manifest: Manifest, state: TrainState) -> None:
+    """Raises `ConfigError` unless the checkpoint is one of this model and this optimizer."""
+    where = f"checkpoint: {path}"
+    saved = manifest.names(MODEL)
+    expected = {weight.name: weight.shape for weight in state.model.spec.weights}
+    missing, unknown = expected.keys() - saved.keys(), saved.keys() - expected.keys()
+    if missing or unknown:
+        raise ConfigError(
+            f"{where}: of another model ({manifest.model.name}): "
+            + "; ".join(filter(None, [_some("it lacks", missing), _some("the model lacks", unknown)]))
+        )
+    for name, shape in expected.items():
+        if saved[name].shape != tuple(shape):
+            raise ConfigError(
+                f"{where}: of another model: {name!r} has shape {list(saved[name].shape)} there and {list(shape)} here"
+            )
+    for name, held in state.model.weights.items():
+        _check_dtype(where, name, saved[name], held.local.dtype)
+    buffers = {k: t for k, t in model_tensors(state.model).items() if k.startswith(BUFFER) and isinstance(t, Tensor)}
+    for name, buffer in buffers.items():
+        entry = manifest.tensors.get(name)
+        if entry is None or entry.shape != tuple(buffer.shape):
+            there = "missing" if entry is None else f"of shape {list(entry.shape)}"
+            raise ConfigError(f"{where}: of another model: {name!r} is {there} there and {list(buffer.shape)} here")
+        _check_dtype(where, name, entry, buffer.dtype)
+    if difference := config_difference(model_entry(state.model).config, manifest.model.config):
+        raise ConfigError(f"{where}: of another model: {difference}")
+    _check_same_optimizer(where, manifest, state)
+
+
+def _check_dtype(where: str, name: str, entry: TensorEntry, dtype: torch.dtype) -> None:
+    if entry.dtype != DTYPE_NAMES.get(dtype):
+        raise ConfigError(f"{where}: {name!r} has dtype {entry.dtype} there and {DTYPE_NAMES.get(dtype, dtype)} here")
+
+
+def _check_same_optimizer(where: str, manifest: Manifest, state: TrainState) -> None:
+    if state.optimizer is None:
+        return
+    entry, name = manifest.optimizer, type(state.optimizer).__name__
+    if entry is None:
+        raise ConfigError(f"{where}: holds no optimizer state, and this run goes on with {name}")
+    if entry.name != name:
+        raise ConfigError(f"{where}: written by a run with {entry.name}, and this run has {name}")
+    if len(entry.groups) != len(state.optimizer.param_groups):
+        raise ConfigError(
+            f"{where}: its optimizer has {len(entry.groups)} parameter groups, "
+            f"this one {len(state.optimizer.param_groups)}"
+        )
+    for held in state.model.weights.values():
+        for key, kind in entry.kinds.items():
+            saved = manifest.tensors.get(f"{OPTIMIZER}{key}/{held.name}")
+            if saved is not None and kind == WEIGHT and saved.shape != tuple(held.weight.shape):
+                raise ConfigError(
+                    f"{where}: optimizer state {key!r} of {held.name!r} has shape {list(saved.shape)}, "
+                    f"the weight {list(held.weight.shape)}"
+                )
+
+
+def _some(what: str, names: set[str]) -> str | None:
+    if not names:
+        return None
+    shown = ", ".join(repr(name) for name in sorted(names)[:3])
+    return f"{what} {shown}" + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _schedule_changes(*, saved: dict[str, Any], ours: dict[str, Any]) -> list[str]:
+    return [
+        f"schedule: {key} was {saved[key]!r} and is {ours[key]!r} from here on"
+        for key in sorted(saved.keys() & ours.keys())
+        if saved[key] != ours[key]
+    ]
+
+
+# ---------------------------------------------------------------- one error for all ranks
+
+
+@contextmanager
+def _agreed(mesh: DeviceMesh) -> Iterator[None]:
+    """All ranks: an error inside on any rank becomes the same error on every rank (that of the first such rank)."""
+    error: Exception | None = None
+    try:
+        yield
+    except RotorchError as caught:
+        error = caught
+    except OSError as caught:
+        error = RankFailure(f"checkpoint: {caught.filename or ''}: {caught.strerror or caught}")
+    except Exception as caught:  # a rank that left now would leave the others waiting
+        error = RankFailure(f"checkpoint: {type(caught).__name__}: {caught}")
+        error.__cause__ = caught
+    rank = mesh.get_rank() if mesh.size() > 1 else 0
+    first = int(all_reduce_min(float(rank if error else mesh.size()), mesh=mesh))
+    if first == mesh.size():
+        return
+    text = torch.zeros(1 + _MESSAGE_CHARS, dtype=torch.int64)
+    if rank == first:
+        assert error is not None, "the first rank with an error has one"
+        codes = [ord(char) for char in str(error)[:_MESSAGE_CHARS]]
+        text[0] = isinstance(error, ConfigError)
+        text[1 : 1 + len(codes)] = torch.tensor(codes, dtype=torch.int64)
+    all_reduce_sum(text, mesh=mesh)
+    message = "".join(chr(code) for code in text[1:].tolist() if code)
+    raise (ConfigError if text[0] else RankFailure)(message) from error
+
+
+def _as_ours(error: CheckpointException, *, what: str, after: str = "") -> BaseException:
+    """The one error, the same on all ranks, for what `torch.distributed.checkpoint` collected from them."""
+    rank, (cause, _) = min(error.failures.items())
+    if isinstance(cause, RotorchError | KeyboardInterrupt):
+        return cause
+    if isinstance(cause, OSError):
+        where = f"{cause.filename}: " if cause.filename else ""
+        return RankFailure(f"checkpoint: {what}: rank {rank}: {where}{cause.strerror or cause}{after}")
+    return RankFailure(f"checkpoint: {what}: rank {rank}: {type(cause).__name__}: {cause}{after}")

@@ -1,0 +1,166 @@
+"""The checkpoints of a run as directories: which one is the latest whole one, and how they come and go. No torch.
+
+See [Note: a checkpoint on disk] in `manifest.py` for what the names mean.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+
+from rotorch.core.errors import ConfigError
+from rotorch.train.manifest import MANIFEST, Manifest, NewerFormat, check_contents, check_sizes, read_manifest
+
+_LOG = logging.getLogger(__name__)
+_NAME = re.compile(r"\.?step-(\d{8,})(\.old)?")
+
+
+def checkpoints_of(run_dir: Path) -> Path:
+    """The directory of a run's checkpoints."""
+    return Path(run_dir) / "checkpoints"
+
+
+def step_name(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step-{step:08d}"
+
+
+def latest(run_dir: Path | str) -> Path | None:
+    """Returns the newest whole checkpoint of a run, or None if it has none.
+
+    Whole means: a manifest that agrees with itself, and every file there with its size (`check` reads the contents too).
+    One that is not whole, and what a save that was cut off has left, is skipped with a word.
+
+    Raises:
+        NewerFormat: if the newest one was written by a later rotorch.
+    """
+    parent = checkpoints_of(Path(run_dir))
+    for path in leftovers(parent):
+        if not stands_in(path):
+            _LOG.warning("checkpoint: skipping %s, left by a save that was cut off", path)
+    for path in reversed(_candidates(parent)):
+        try:
+            check_sizes(path, read_manifest(path))
+        except NewerFormat:
+            raise
+        except ConfigError as error:
+            _LOG.warning("%s (skipped; looking for the one before)", error)
+        else:
+            return path
+    return None
+
+
+def find_checkpoint(path: Path | str) -> Path:
+    """Returns `path` if it is a checkpoint, or the latest one if it is a run's directory.
+
+    Raises:
+        ConfigError: if it is neither.
+    """
+    path = Path(path)
+    if not (path / MANIFEST).exists() and checkpoints_of(path).is_dir():
+        newest = latest(path)
+        if newest is None:
+            raise ConfigError(f"checkpoint: {path}: a run without a whole checkpoint")
+        return newest
+    return path
+
+
+def check(path: Path | str) -> Manifest:
+    """Reads a whole checkpoint and holds every byte against its digests. Returns what it says of itself.
+
+    Raises:
+        ConfigError: if it is missing, foreign, from a later version, cut off or damaged; names the file and the reason.
+    """
+    path = Path(path)
+    manifest = read_manifest(path)
+    check_contents(path, manifest)
+    return manifest
+
+
+def prune(parent: Path, *, keep: int, just_written: Path) -> None:
+    """Removes all but the newest `keep` whole checkpoints, never `just_written`. A failure is only logged."""
+    whole = []
+    for path in _candidates(parent):
+        try:
+            check_sizes(path, read_manifest(path))
+        except ConfigError:
+            continue  # not ours to judge, and it does not count as one to go back to
+        whole.append(path)
+    others = [path for path in whole if path != just_written]
+    for path in others[: max(0, len(others) - (keep - 1))]:
+        try:
+            remove_directory(path)
+        except OSError as error:
+            _LOG.warning("checkpoint: %s: cannot be removed: %s", path, error.strerror)
+
+
+def _candidates(parent: Path) -> list[Path]:
+    """Directories that claim to be checkpoints, by step."""
+    found = [p for p in parent.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    found += [p for p in leftovers(parent) if stands_in(p)]
+    return sorted(found, key=_step)
+
+
+def _step(path: Path) -> int:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, f"{path} was matched before"
+    return int(match[1])
+
+
+# ---------------------------------------------------------------- coming and going
+
+
+def fsync(path: Path) -> None:
+    """Returns when a file, or the names in a directory, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_directory(temporary: Path, final: Path) -> None:
+    """Gives the finished directory `temporary` the name `final`; what had that name before is removed afterwards.
+
+    A kill in between leaves the earlier one as `.step-*.old`, which `stands_in` finds.
+    """
+    aside = final.parent / f".{final.name}.old"
+    if final.exists():
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    fsync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def remove_directory(path: Path) -> None:
+    """Removes a checkpoint, first hiding it under a name with a leading dot so that half of it never looks whole."""
+    hidden = path.parent / f".{path.name}.gone-{os.getpid()}"
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def leftovers(parent: Path) -> list[Path]:
+    """Directories of saves, replacements and removals that were cut off."""
+    return sorted(p for p in parent.glob(".step-*") if p.is_dir() and not p.is_symlink())
+
+
+def stands_in(path: Path) -> Path | None:
+    """For `.step-*.old` whose `step-*` is missing (a save was cut off while it replaced it): the missing directory."""
+    if not path.name.endswith(".old") or not _NAME.fullmatch(path.name):
+        return None
+    final = path.parent / path.name.removeprefix(".").removesuffix(".old")
+    return None if final.exists() else final
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Removes what was cut off, with a word, and gives a checkpoint that was being replaced its name back."""
+    for path in leftovers(parent):
+        if final := stands_in(path):
+            os.rename(path, final)
+            continue
+        _LOG.warning("checkpoint: removing %s, left by a save that was cut off", path)
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,192 @@
+"""A checkpoint as a Hugging Face directory: one process, one tensor in memory at a time, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.quantities import format_bytes
+from rotorch.train.directories import check, find_checkpoint, fsync
+from rotorch.train.manifest import BUFFER, ITEM_BYTES, MODEL, Manifest, TensorEntry
+from rotorch.train.storage import (
+    DTYPE_NAMES,
+    DTYPES,
+    CheckpointReader,
+    Entry,
+    PiecesLoadPlanner,
+    without_dcp_notices,
+    write_safetensors,
+)
+
+_CONFIG_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def export_checkpoint(
+    checkpoint: Path | str,
+    out_dir: Path | str,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    force: bool = False,
+) -> dict[str, Any]:
+    """Writes a checkpoint's model as a directory that `AutoModelForCausalLM.from_pretrained` loads.
+
+    The directory gets `config.json`, the weights as safetensors (several files and an index where one would be larger than
+    `max_shard_bytes`; tied weights once, as transformers expects) and the run's `tokenizer.json`, if it had one. It is
+    written beside `out_dir` and renamed when it is whole. Needs no process group, and memory for one weight.
+
+    Args:
+        checkpoint: a checkpoint's directory, or a run's (then its latest).
+        out_dir: what to write; must not exist or be empty, unless `force`.
+        dtype: "float32", "bfloat16" or "float16" to convert floating-point weights; None keeps what was trained.
+        max_shard_bytes: the largest safetensors file, unless one weight is larger.
+        force: replace what is in `out_dir`.
+
+    Returns:
+        Plain JSON values: `path`, `checkpoint`, `step`, `num_tensors`, `num_bytes`, `files`.
+
+    Raises:
+        ConfigError: if the checkpoint is damaged or not of a Hugging Face model, or `out_dir` is not empty.
+        RankFailure: if writing failed (disk full); nothing is left behind.
+    """
+    checkpoint, out_dir = find_checkpoint(checkpoint), Path(out_dir)
+    target = _target_dtype(dtype)
+    if max_shard_bytes < 1:
+        raise ConfigError(f"export: max_shard_bytes={max_shard_bytes}: write a positive number of bytes")
+    if out_dir.exists() and not out_dir.is_dir():
+        raise ConfigError(f"export: {out_dir}: a file is in the way")
+    if not force and out_dir.is_dir() and any(out_dir.iterdir()):
+        raise ConfigError(f"export: {out_dir}: not empty. Write another directory, or --force to replace it")
+    manifest = check(checkpoint)
+    if manifest.model.config is None:
+        raise ConfigError(
+            f"export: {checkpoint}: holds a {manifest.model.name} without a Hugging Face config. "
+            "Read its rank-*.safetensors instead"
+        )
+    temporary = out_dir.parent / f".{out_dir.name}.tmp-{os.getpid()}"
+    try:
+        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        temporary.mkdir()
+        files = _write(temporary, checkpoint, manifest, dtype=target, max_shard_bytes=max_shard_bytes)
+        fsync(temporary)
+        _put_in_place(temporary, out_dir)
+    except OSError as error:
+        raise RankFailure(f"export: {error.filename or out_dir}: {error.strerror or error}; nothing was left") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return {
+        "path": str(out_dir),
+        "checkpoint": str(checkpoint),
+        "step": manifest.step,
+        "num_tensors": len(_exported(manifest)),
+        "num_bytes": sum(files.values()),
+        "files": files,
+    }
+
+
+def _target_dtype(name: str | None) -> str | None:
+    if name is None:
+        return None
+    for short, long in _CONFIG_DTYPES.items():
+        if name == long:
+            return short
+    raise ConfigError(f"export: dtype {name!r}: write one of {', '.join(_CONFIG_DTYPES.values())}")
+
+
+def _exported(manifest: Manifest) -> dict[str, tuple[str, TensorEntry]]:
+    """Names in the exported files -> names and entries in the checkpoint."""
+    prefixes = (MODEL, BUFFER)
+    return {name: (p + name, entry) for p in prefixes for name, entry in manifest.names(p).items()}
+
+
+def _write(
+    directory: Path, checkpoint: Path, manifest: Manifest, *, dtype: str | None, max_shard_bytes: int
+) -> dict[str, int]:
+    """Writes everything into `directory`; returns the files' sizes by name."""
+    reader = CheckpointReader(checkpoint, manifest=manifest)
+    entries = [
+        Entry(
+            name,
+            _dtype_of(entry, dtype),
+            entry.shape,
+            lambda stored=stored, entry=entry: _read(reader, stored, entry, dtype=_dtype_of(entry, dtype)),
+        )
+        for name, (stored, entry) in _exported(manifest).items()
+    ]
+    needed, free = sum(e.num_bytes for e in entries), shutil.disk_usage(directory).free
+    if needed > free:
+        raise OSError(28, f"{format_bytes(needed)} needed, {format_bytes(free)} free", str(directory))
+    shards = list(_shards(entries, max_shard_bytes=max_shard_bytes))
+    weight_map: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        write_safetensors(directory / name, shard)
+        weight_map.update((entry.name, name) for entry in shard)
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
+        _write_json(directory / "model.safetensors.index.json", index)
+    _write_json(directory / "config.json", _config(manifest, entries))
+    if "tokenizer.json" in manifest.files:
+        shutil.copyfile(checkpoint / "tokenizer.json", directory / "tokenizer.json")
+        fsync(directory / "tokenizer.json")
+        _write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
+
+
+def _dtype_of(entry: TensorEntry, dtype: str | None) -> str:
+    return dtype if dtype and DTYPES[entry.dtype].is_floating_point else entry.dtype
+
+
+def _read(reader: CheckpointReader, name: str, entry: TensorEntry, *, dtype: str) -> Tensor:
+    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+    with without_dcp_notices():
+        dcp.load({name: tensor}, storage_reader=reader, planner=PiecesLoadPlanner(), no_dist=True)
+    return tensor.to(DTYPES[dtype])
+
+
+def _shards(entries: list[Entry], *, max_shard_bytes: int) -> Iterator[list[Entry]]:
+    shard: list[Entry] = []
+    for entry in entries:
+        if shard and sum(e.num_bytes for e in shard) + entry.num_bytes > max_shard_bytes:
+            yield shard
+            shard = []
+        shard.append(entry)
+    yield shard
+
+
+def _config(manifest: Manifest, entries: list[Entry]) -> dict[str, Any]:
+    """The model's config, with the dtype of what was written: that of most bytes."""
+    by_dtype: dict[str, int] = {}
+    for entry in entries:
+        by_dtype[entry.dtype] = by_dtype.get(entry.dtype, 0) + entry.num_bytes
+    config = dict(manifest.model.config or {})
+    config.pop("torch_dtype", None)
+    config["dtype"] = _CONFIG_DTYPES.get(max(by_dtype, key=lambda d: by_dtype[d]), "float32")
+    config["use_cache"] = True  # switched off for training only
+    return config
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    with path.open("x", encoding="utf-8") as stream:
+        json.dump(content, stream, indent=2)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _put_in_place(temporary: Path, final: Path) -> None:
+    aside = final.parent / f".{final.name}.old-{os.getpid()}"
+    if final.exists():
+        os.rename(final, aside)
+    os.rename(temporary, final)
+    fsync(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
