@@ -8,8 +8,8 @@
 
 [Note: checked before changed]
     `load` first reads the manifest, holds every byte against its digests (each rank a share of the files) and compares
-    names, shapes and dtypes with the model. All ranks then agree on the outcome, and only if nobody objects is the first
-    weight overwritten.
+    names, shapes and dtypes with the model. All ranks then agree on the outcome, and only if nobody objects is the
+    first weight overwritten.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from pydantic import ValidationError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
@@ -80,8 +81,8 @@ _MESSAGE_CHARS = 1000
 def save(run_dir: Path | str, state: TrainState, *, keep: int) -> Path:
     """Saves a run's state as RUN_DIR/checkpoints/step-NNNNNNNN. All ranks; what several hold is written once.
 
-    When it returns, the checkpoint is on the disk. If it fails or is killed, earlier checkpoints are untouched and what it
-    has written is not taken for one. Needs no memory beyond a small buffer.
+    When it returns, the checkpoint is on the disk. If it fails or is killed, earlier checkpoints are untouched and
+    what it has written is not taken for one. Needs no memory beyond a small buffer.
 
     Args:
         run_dir: the run's directory, on a file system that all ranks share.
@@ -118,8 +119,9 @@ def save(run_dir: Path | str, state: TrainState, *, keep: int) -> Path:
 def load(path: Path | str, state: TrainState) -> Manifest:
     """Puts a checkpoint's values into `state`: model, optimizer, counters, data position, random states. All ranks.
 
-    On as many ranks as wrote it, every rank gets its own random states back, and training goes on bit for bit on the same
-    layout. On another number of ranks random states are derived from the checkpoint's seed and step; a log line says so.
+    On as many ranks as wrote it, every rank gets its own random states back, and training goes on bit for bit on the
+    same layout. On another number of ranks random states are derived from the checkpoint's seed and step; a log line
+    says so.
 
     Args:
         path: a checkpoint's directory.
@@ -129,7 +131,7 @@ def load(path: Path | str, state: TrainState) -> Manifest:
         What the checkpoint says of itself.
 
     Raises:
-        ConfigError: if the checkpoint is damaged, foreign, of another model or optimizer; on all ranks, nothing changed.
+        ConfigError: if the checkpoint is damaged, foreign, or of another model or optimizer; nothing is changed.
         RankFailure: if reading failed after that; values are then partly overwritten.
     """
     path, mesh = Path(path), state.model.mesh
@@ -201,19 +203,26 @@ def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
 
 
 def _manifest(state: TrainState) -> Manifest:
-    return Manifest(
-        step=state.step,
-        tokens=state.tokens,
-        seed=state.seed,
-        parallel=format_parallel(state.model.strategies),
-        num_ranks=state.num_ranks,
-        versions=_versions(),
-        model=model_entry(state.model),
-        optimizer=optimizer_entry(state),
-        schedule=state.schedule,
-        data=state.data,
-        run=state.run,
-    )
+    try:
+        return Manifest(
+            step=state.step,
+            tokens=state.tokens,
+            seed=state.seed,
+            parallel=format_parallel(state.model.strategies),
+            num_ranks=state.num_ranks,
+            versions=_versions(),
+            model=model_entry(state.model),
+            optimizer=optimizer_entry(state),
+            schedule=state.schedule,
+            data=state.data,
+            run=state.run,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(
+            f"checkpoint: {where}: {first['msg']}, got {first['input']!r}. Give plain JSON values"
+        ) from None
 
 
 def _all_tensors(state: TrainState) -> dict[str, Pieces | Tensor]:

@@ -31,8 +31,8 @@ def step_name(step: int) -> str:
 def latest(run_dir: Path | str) -> Path | None:
     """Returns the newest whole checkpoint of a run, or None if it has none.
 
-    Whole means: a manifest that agrees with itself, and every file there with its size (`check` reads the contents too).
-    One that is not whole, and what a save that was cut off has left, is skipped with a word.
+    Whole means: a manifest that agrees with itself, and every file there with its size (`check` reads the contents
+    too). One that is not whole, and what a save that was cut off has left, is skipped with a word.
 
     Raises:
         NewerFormat: if the newest one was written by a later rotorch.

@@ -16,9 +16,8 @@ from torch import Tensor
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.quantities import format_bytes
 from rotorch.train.directories import check, find_checkpoint, fsync
-from rotorch.train.manifest import BUFFER, ITEM_BYTES, MODEL, Manifest, TensorEntry
+from rotorch.train.manifest import BUFFER, MODEL, Manifest, TensorEntry
 from rotorch.train.storage import (
-    DTYPE_NAMES,
     DTYPES,
     CheckpointReader,
     Entry,
@@ -40,9 +39,9 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Writes a checkpoint's model as a directory that `AutoModelForCausalLM.from_pretrained` loads.
 
-    The directory gets `config.json`, the weights as safetensors (several files and an index where one would be larger than
-    `max_shard_bytes`; tied weights once, as transformers expects) and the run's `tokenizer.json`, if it had one. It is
-    written beside `out_dir` and renamed when it is whole. Needs no process group, and memory for one weight.
+    The directory gets `config.json`, the weights as safetensors (several files and an index where one would be larger
+    than `max_shard_bytes`; tied weights once, as transformers expects) and the run's `tokenizer.json`, if it had one.
+    It is written beside `out_dir` and renamed when it is whole. Needs no process group, and memory for one weight.
 
     Args:
         checkpoint: a checkpoint's directory, or a run's (then its latest).

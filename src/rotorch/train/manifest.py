@@ -5,9 +5,9 @@
         rank-00000.safetensors ...   the tensors that each rank wrote: an ordinary safetensors file, no pickle
         tokenizer.json               if the run has one
         manifest.json                everything else, with the size and sha256 of every other file and of itself
-    A save is written to `.step-00000100.tmp-<pid>` beside it and renamed when all of it, the manifest last, has reached the
-    disk. So a directory called `step-*` is whole, one that begins with a dot is not to be trusted, and a byte that changed
-    later is found by its digest.
+    A save is written to `.step-00000100.tmp-<pid>` beside it and renamed when all of it, the manifest last, has
+    reached the disk. So a directory called `step-*` is whole, one that begins with a dot is not to be trusted, and a
+    byte that changed later is found by its digest.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ModelEntry(_Part):
     name: str
     config: dict[str, JsonValue] | None
     config_sha256: str | None
-    aliases: dict[str, tuple[str, ...]] = Field(strict=False, default_factory=dict)
+    aliases: dict[str, list[str]] = Field(default_factory=dict)
 
 
 class OptimizerEntry(_Part):
@@ -187,7 +187,7 @@ def _why_no_manifest(path: Path) -> str:
 
 
 def _nonsense(manifest: Manifest) -> str | None:
-    """Says what a manifest claims that cannot be: paths that leave the directory, boxes outside their tensor or file."""
+    """Says what a manifest claims that cannot be: paths that leave the directory, boxes out of bounds."""
     for name in manifest.files:
         if Path(name).name != name or name in (".", "..", MANIFEST):
             return f"file name {name!r} leaves the checkpoint's directory"

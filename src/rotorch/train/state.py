@@ -2,14 +2,14 @@
 
 [Note: names in a checkpoint]
     `model/<weight>` and `optimizer/<key>/<weight>` are whole tensors of which every rank gives its pieces, so they load
-    under any layout; `buffer/<name>` is the same on all ranks; `rng/<rank>` is the JSON text of that rank's random states,
-    as bytes. A tied weight appears once. The learning rate is a function of the step and the data position one of
-    (seed, step), so neither is a tensor.
+    under any layout; `buffer/<name>` is the same on all ranks; `rng/<rank>` is the JSON text of that rank's random
+    states, as bytes. A tied weight appears once. The learning rate is a function of the step and the data position
+    one of (seed, step), so neither is a tensor.
 
 [Note: kinds of optimizer state]
-    Per key, e.g. of AdamW: `exp_avg` is a "weight" (cut like its weight), `step` a "tensor" (small, the same on all ranks);
-    a Python number is a "number". State of another shape (a row of a factored second moment) cannot be cut like its weight
-    and is refused.
+    Per key, e.g. of AdamW: `exp_avg` is a "weight" (cut like its weight), `step` a "tensor" (small, the same on all
+    ranks); a Python number is a "number". State of another shape (a row of a factored second moment) cannot be cut
+    like its weight and is refused.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def model_entry(model: ParallelModel) -> ModelEntry:
         name=_class_name(model.module),
         config=config,
         config_sha256=json_digest(_compared(config)) if config is not None else None,
-        aliases={w.name: w.aliases for w in model.spec.weights if w.aliases},
+        aliases={w.name: list(w.aliases) for w in model.spec.weights if w.aliases},
     )
 
 
@@ -183,19 +183,24 @@ def _kind(optimizer: Any, held: HeldWeight, key: str, value: Any) -> str:
     if isinstance(value, (bool, int, float)):
         return NUMBER
     if isinstance(value, Tensor):
-        whole_like = isinstance(value, DTensor) == isinstance(held.parameter, DTensor)
-        if whole_like and key != "step" and _local(value).shape == held.local.shape:
+        if not isinstance(value, DTensor) and value.dim() == 0:
+            return TENSOR
+        same_type = isinstance(value, DTensor) == isinstance(held.parameter, DTensor)
+        if same_type and _local(value).shape == held.local.shape:
             return WEIGHT
         if not isinstance(value, DTensor) and value.numel() == 1:
             return TENSOR
     what = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"of type {type(value).__name__}"
     raise ConfigError(
         f"checkpoint: {type(optimizer).__name__} keeps {key!r} {what} for {held.name!r} of shape "
-        f"{list(held.weight.shape)}, which cannot be cut like its weight. Use an optimizer whose state has its weights' shapes, e.g. AdamW"
+        f"{list(held.weight.shape)}, which cannot be cut like its weight. "
+        "Use an optimizer whose state has its weights' shapes, e.g. AdamW"
     )
 
 
 def _merge_kind(optimizer: Any, key: str, before: str | None, now: str) -> str:
+    if {before, now} == {WEIGHT, TENSOR}:
+        return WEIGHT  # a weight of one element: either would do
     if before not in (None, now):
         raise ConfigError(f"checkpoint: {type(optimizer).__name__} keeps {key!r} as {before} and as {now}")
     return now

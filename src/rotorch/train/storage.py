@@ -5,8 +5,8 @@ chunk in memory to take a row of it. Here a rank's file is safetensors, the inde
 directions go through a buffer of `_BUFFER_BYTES`. Loading runs no foreign code.
 
 [Note: one error for all]
-    Everything that can fail while saving happens inside the steps that `torch.distributed.checkpoint` runs on all ranks,
-    which turns an exception on one rank into one on every rank. Nobody waits for a rank that has given up.
+    Everything that can fail while saving happens inside the steps that `torch.distributed.checkpoint` runs on all
+    ranks, which turns an exception on one rank into one on every rank. Nobody waits for a rank that has given up.
 """
 
 from __future__ import annotations
