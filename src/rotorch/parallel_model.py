@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import all_reduce_sum
+from rotorch.comm.collectives import all_reduce_sum, barrier
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
@@ -238,30 +238,32 @@ class ParallelModel:
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         training = self.module.training
         self.module.eval()
-        loss_sum, num_targets = 0.0, 0
+        num_targets = int(self._sum_over_batch_ranks(float(sum(count_targets(b) for b in micro_batches))))
+        loss_sum = 0.0
         try:
             with self._holding.lend() as callee:
                 self._holding.start()
                 for micro_batch in micro_batches:
                     with self._autocast():
                         loss_sum += float(self._loss(callee, micro_batch, 1))
-                    num_targets += count_targets(micro_batch)
         finally:
             self.module.train(training)
-        return Evaluation(self._sum_over_batch_ranks(loss_sum), int(self._sum_over_batch_ranks(float(num_targets))))
+        return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets)
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: Tensor) -> Tensor:
         """Returns float32 logits [batch, vocabulary] of the token after `input_ids` [batch, sequence]. All ranks give the same input."""
         training = self.module.training
         self.module.eval()
+        barrier(mesh=self.mesh)  # weights are as the optimizer left them
         try:
             with self._holding.lend() as callee, self._autocast():
                 self._holding.start()
-                logits = callee(input_ids=input_ids, use_cache=False).logits
-                return logits[:, -1, :].float() + 0.0
+                logits = callee(input_ids=input_ids, use_cache=False).logits[:, -1, :].clone()
         finally:
             self.module.train(training)
+        barrier(mesh=self.mesh)  # and may change again
+        return logits.float()
 
     def close(self) -> None:
         """Frees shared memory and other resources. All ranks."""

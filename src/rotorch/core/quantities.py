@@ -10,7 +10,13 @@ def format_bytes(num_bytes: float) -> str:
     value = float(num_bytes)
     for unit in _BINARY:
         if abs(value) < 1024 or unit == _BINARY[-1]:
-            return f"{value:.0f} B" if unit == "B" else f"{value:.3g} {unit}" if abs(value) >= 100 else f"{value:.2f} {unit}"
+            return (
+                f"{value:.0f} B"
+                if unit == "B"
+                else f"{value:.3g} {unit}"
+                if abs(value) >= 100
+                else f"{value:.2f} {unit}"
+            )
         value /= 1024
     raise AssertionError("unreachable")
 

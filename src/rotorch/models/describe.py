@@ -76,7 +76,9 @@ def _expand(plan: Plan, module: nn.Module) -> dict[str, str]:
     for pattern, role in plan.items():
         if role not in _KNOWN:
             if any(_matches(n, pattern) for n in [*parameters, *modules]):
-                raise ConfigError(f"plan: role {role!r} of {pattern!r} is not supported. Known: {', '.join(sorted(_KNOWN))}")
+                raise ConfigError(
+                    f"plan: role {role!r} of {pattern!r} is not supported. Known: {', '.join(sorted(_KNOWN))}"
+                )
             continue
         hit = [n for n in parameters if _matches(n, pattern) or _matches(n.rpartition(".")[0], pattern)]
         if not hit and not any(_matches(n, pattern) for n in modules):

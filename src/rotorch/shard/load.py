@@ -19,7 +19,9 @@ def _files(directory: Path) -> dict[str, Path]:
     index = directory / "model.safetensors.index.json"
     try:
         if index.exists():
-            return {name: directory / Path(file).name for name, file in json.loads(index.read_text())["weight_map"].items()}
+            return {
+                name: directory / Path(file).name for name, file in json.loads(index.read_text())["weight_map"].items()
+            }
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise ConfigError(f"load: no safetensors files in {str(directory)!r}. Write a Hugging Face model directory")

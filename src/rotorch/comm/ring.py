@@ -1,0 +1,102 @@
+"""The ring: one interface for slices of weights going round and gradients riding home, whatever carries them.
+
+[Note: pull]
+    Within a step weights are read-only, so slice k is not handed from rank to rank: everybody takes it from its home. Order, volume and
+    buffers are those of a rotation, each home serves one reader at a time, nothing waits for a chain, and the weights never
+    leave home. Only gradients hop from neighbour to neighbour, because they add up on the way.
+
+Order of visits on rank r of n: forward (r - i) mod n, own slice first; backward (r + 1 + j) mod n, own slice last, so that the gradient of
+slice k is touched by ranks k-1, k-2, ..., k in this order and is complete when its home has added its part.
+
+Every rank of the ring must make the same sequence of `start`, `visits` and `finish` calls.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AddGradient = Callable[[Tensor, bool], None]
+"""Called with (flat gradient buffer of a slice, fresh): adds this rank's part; `fresh` means the buffer holds nothing yet: write."""
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One slice passing by.
+
+    Attributes:
+        index: which slice.
+        weights: the slice, flat; only valid until the next visit. None if it was not asked for.
+        step: how many visits of this pass came before.
+    """
+
+    index: int
+    weights: Tensor | None
+    step: int
+
+
+class Ring(ABC):
+    """One rank's place on a ring of `size` ranks, holding one slice of each of several items.
+
+    Args:
+        size: ranks on the ring.
+        position: this rank's.
+        numels: elements of each slice: `numels[item][index]`.
+        dtype: of all slices and gradients.
+    """
+
+    moves_weights: bool
+    """Whether slices pass through buffers that are used again; then nothing may keep a view of one."""
+
+    name: str
+    """Of the transport, for `doctor` and reports."""
+
+    def __init__(self, *, size: int, position: int, numels: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+        self.size = size
+        self.position = position
+        self.numels = [tuple(n) for n in numels]
+        self.dtype = dtype
+        self.fresh = [True] * len(self.numels)
+        """Per item: whether nothing has been added to its gradients in this step."""
+
+    @abstractmethod
+    def home_weights(self, item: int) -> Tensor:
+        """This rank's own slice of an item, flat; valid for the life of the ring."""
+
+    @abstractmethod
+    def home_gradients(self, item: int) -> Tensor:
+        """The gradient of this rank's own slice, flat; complete after `finish`."""
+
+    @property
+    @abstractmethod
+    def all_home_gradients(self) -> Tensor:
+        """The gradients of all items as one flat tensor."""
+
+    def start(self, *, fresh: Sequence[bool]) -> None:
+        """Begins a step. `fresh[item]`: overwrite its gradient instead of adding to it. The caller has made sure that all ranks are here."""
+        self.fresh = list(fresh)
+
+    @abstractmethod
+    def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
+        """Yields the slices of an item in this rank's order. With `fetch=False` without their weights."""
+
+    @abstractmethod
+    def deposit(self, item: int, visit: Visit, add: AddGradient) -> None:
+        """Adds this rank's part of the gradient of the slice that is visiting in backward, and sends it on its way."""
+
+    def finish(self) -> None:
+        """Ends a step: everything sent has left, everything due has come."""
+        return None
+
+    def close(self) -> None:
+        """Gives memory back."""
+        return None
+
+    def order(self, *, backward: bool) -> list[int]:
+        """This rank's order of slices."""
+        n, r = self.size, self.position
+        return [(r + 1 + j) % n for j in range(n)] if backward else [(r - i) % n for i in range(n)]

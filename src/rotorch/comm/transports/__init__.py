@@ -1,0 +1,56 @@
+"""What carries a ring: shared memory on one host, point-to-point messages between any ranks; and which to take."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.collectives import any_rank
+from rotorch.comm.ring import Ring
+from rotorch.comm.transports.send_receive import SendReceiveRing
+from rotorch.comm.transports.shared_memory import SharedMemoryRing, SharedMemoryUnavailable
+from rotorch.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def make_ring(
+    transport: str,
+    *,
+    mesh: DeviceMesh,
+    numels: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Ring:
+    """Makes the ring of a one-axis mesh. All its ranks call it and get the same transport.
+
+    Args:
+        transport: "auto", "shared_memory" or "send_receive". "auto" takes shared memory on CPU if every rank can, and says why if not.
+        numels: elements of each slice, `numels[item][index]`.
+
+    Raises:
+        ConfigError: "shared_memory" was asked for and cannot be had.
+    """
+    if transport != "send_receive" and device.type == "cpu":
+        ring, reason = None, ""
+        try:
+            ring = SharedMemoryRing(mesh=mesh, numels=numels, dtype=dtype)
+        except SharedMemoryUnavailable as error:
+            reason = str(error)
+        if not any_rank(ring is None, mesh=mesh) and ring is not None:
+            return ring
+        reason = reason or "another rank of the ring cannot use it"
+        if ring is not None:
+            ring.close()
+        if transport == "shared_memory":
+            raise ConfigError(f"rtp: transport=shared_memory is not possible: {reason}. Write transport=auto")
+        if mesh.get_local_rank() == 0:
+            logger.warning("rtp: no shared memory (%s); slices travel by send and receive instead", reason)
+    elif transport == "shared_memory":
+        raise ConfigError(
+            f"rtp: transport=shared_memory works between CPU ranks, not on {device.type}. Write transport=auto"
+        )
+    return SendReceiveRing(mesh=mesh, numels=numels, dtype=dtype, device=device)

@@ -1,0 +1,129 @@
+"""A linear layer and an embedding whose one weight goes round, cut along its output.
+
+Shapes: B tokens (all leading dims flattened), I input features, O output features, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotorch.core.spec import Range
+from rotorch.ops.rotate import AutocastState, RotatingUnit
+
+
+def slice_rows(unit: RotatingUnit, index: int) -> Range:
+    """The rows of the unit's weight that slice `index` holds."""
+    weight = unit.slices.weights[0]
+    if weight.cut is None:
+        raise AssertionError(f"{weight.name} is not cut")
+    return weight.cut.ranges(weight.shape[0], num_slices=unit.slices.num_slices, index=index)[0]
+
+
+def rotate_linear(unit: RotatingUnit, x: Tensor) -> Tensor:
+    """`x [.., I]` times the unit's weight `[O, I]` (plus its bias): slices write their own columns of `[.., O]`."""
+    if not torch.is_grad_enabled():
+        return _linear_forward(unit, x, AutocastState.now(x.device.type))
+    return _RotateLinear.apply(unit, unit.anchor, x)
+
+
+def _linear_forward(unit: RotatingUnit, x: Tensor, autocast: AutocastState) -> Tensor:
+    dtype = autocast.dtype or x.dtype
+    x_BI = x.reshape(-1, x.shape[-1]).to(dtype)
+    y_BO = x_BI.new_empty(x_BI.shape[0], unit.slices.weights[0].shape[0])
+    with torch.autocast(x.device.type, enabled=False):
+        for visit in unit.visits(backward=False):
+            weight, *bias = (w.detach().to(dtype) for w in unit.weights(visit))
+            rows = slice_rows(unit, visit.index)
+            columns = y_BO[:, rows.start : rows.stop]
+            torch.mm(x_BI, weight.t(), out=columns)
+            if bias:
+                columns.add_(bias[0])
+    return y_BO.view(*x.shape[:-1], -1)
+
+
+class _RotateLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unit: RotatingUnit, anchor: Tensor, x: Tensor) -> Tensor:
+        ctx.unit, ctx.autocast = unit, AutocastState.now(x.device.type)
+        ctx.save_for_backward(x)
+        return _linear_forward(unit, x.detach(), ctx.autocast)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        unit: RotatingUnit = ctx.unit
+        (x,) = ctx.saved_tensors
+        dtype = ctx.autocast.dtype or x.dtype
+        x_BI = x.reshape(-1, x.shape[-1]).to(dtype)
+        grad_BO = grad.reshape(-1, grad.shape[-1]).to(dtype)
+        dx_BI = torch.zeros_like(x_BI)
+        for visit in unit.visits(backward=True):
+            rows = slice_rows(unit, visit.index)
+            part_BR = grad_BO[:, rows.start : rows.stop]
+            dx_BI.addmm_(part_BR, unit.weights(visit)[0].detach().to(dtype))
+            unit.deposit(visit, lambda into, fresh, part=part_BR: add_linear_gradient(into, fresh, part, x_BI))
+        return None, None, dx_BI.view_as(x).to(x.dtype)
+
+
+def add_linear_gradient(into: list[Tensor], fresh: bool, grad_BR: Tensor, x_BI: Tensor) -> None:
+    """Adds a linear layer's gradient to `into` = [weight [R, I], bias [R]]: the product goes straight into the buffer."""
+    if into[0].dtype == grad_BR.dtype:
+        into[0].addmm_(grad_BR.t(), x_BI, beta=0 if fresh else 1)
+    elif fresh:
+        into[0].copy_(grad_BR.t() @ x_BI)
+    else:
+        into[0].add_(grad_BR.t() @ x_BI)
+    for bias in into[1:]:
+        summed = grad_BR.sum(0)
+        bias.copy_(summed) if fresh else bias.add_(summed)
+
+
+def rotate_embedding(unit: RotatingUnit, ids: Tensor, *, padding_idx: int | None = None) -> Tensor:
+    """Rows of the unit's weight `[V, D]` for int64 `ids [..]`: each slice answers the tokens in its range. Returns `[.., D]`."""
+    if not torch.is_grad_enabled():
+        return _embedding_forward(unit, ids)
+    return _RotateEmbedding.apply(unit, padding_idx, unit.anchor, ids)
+
+
+def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
+    ids_B = ids.reshape(-1)
+    home = unit.ring.home_weights(unit.item)
+    y_BD = home.new_zeros(ids_B.shape[0], unit.slices.weights[0].shape[1])
+    for visit in unit.visits(backward=False):
+        tokens, local = _in_slice(ids_B, slice_rows(unit, visit.index))
+        y_BD.index_copy_(0, tokens, unit.weights(visit)[0].detach().index_select(0, local))
+    return y_BD.view(*ids.shape, -1)
+
+
+def _in_slice(ids_B: Tensor, rows: Range) -> tuple[Tensor, Tensor]:
+    """Positions of the tokens that fall into `rows`, and their row numbers within the slice."""
+    tokens = ((ids_B >= rows.start) & (ids_B < rows.stop)).nonzero().squeeze(1)
+    return tokens, ids_B[tokens] - rows.start
+
+
+class _RotateEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unit: RotatingUnit, padding_idx: int | None, anchor: Tensor, ids: Tensor) -> Tensor:
+        ctx.unit, ctx.padding_idx = unit, padding_idx
+        ctx.save_for_backward(ids)
+        return _embedding_forward(unit, ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        unit: RotatingUnit = ctx.unit
+        ids_B = ctx.saved_tensors[0].reshape(-1)
+        grad_BD = grad.reshape(-1, grad.shape[-1])
+        if ctx.padding_idx is not None:
+            grad_BD = grad_BD.masked_fill((ids_B == ctx.padding_idx).unsqueeze(1), 0.0)
+        for visit in unit.visits(backward=True, fetch=False):  # the gradient of a lookup needs no weights
+            tokens, local = _in_slice(ids_B, slice_rows(unit, visit.index))
+
+            def add(into: list[Tensor], fresh: bool, tokens: Tensor = tokens, local: Tensor = local) -> None:
+                if fresh:
+                    into[0].zero_()
+                into[0].index_add_(0, local, grad_BD.index_select(0, tokens).to(into[0].dtype))
+
+            unit.deposit(visit, add)
+        return None, None, None, None

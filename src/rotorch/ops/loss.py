@@ -1,0 +1,232 @@
+"""Cross-entropy over a vocabulary that goes round: the full logits never exist (rotation of embedding and head).
+
+A language-model head returns `DeferredLogits`, which stand for `[.., V]` logits without holding them. What models do between head and
+loss (scaling, soft caps, casts, flattening, shifting) is written down and replayed per slice; `cross_entropy` on them runs slice by
+slice; anything else makes them real, once, and goes on as usual.
+
+Shapes: B tokens, D hidden, V vocabulary, R rows of the vocabulary in one slice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
+from rotorch.ops.rotate import AutocastState, RotatingUnit
+
+Elementwise = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
+"""An operation on logits that treats every element alike: (function, further arguments, keyword arguments)."""
+
+_ELEMENTWISE = {
+    torch.tanh, Tensor.tanh, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div,
+    Tensor.__truediv__, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.sub, Tensor.sub, Tensor.__sub__,
+    torch.neg, Tensor.neg, Tensor.__neg__, torch.clamp, Tensor.clamp, Tensor.float, Tensor.double, Tensor.to,
+    Tensor.type, Tensor.bfloat16, Tensor.half,
+}  # fmt: skip
+_RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
+_AS_IS = {Tensor.contiguous}
+
+
+class DeferredLogits(Tensor):
+    """Logits `[.., V]` that are not computed yet: `elementwise(hidden @ weight.T + bias)`."""
+
+    hidden: Tensor
+    unit: RotatingUnit
+    chain: tuple[Elementwise, ...]
+    keep: bool
+
+    @staticmethod
+    def __new__(
+        cls, hidden: Tensor, unit: RotatingUnit, *, chain: tuple[Elementwise, ...] = (), keep: bool
+    ) -> DeferredLogits:
+        """Makes logits of `hidden [.., D]`; `keep`: the loss keeps logits for backward instead of computing them again."""
+        shape = (*hidden.shape[:-1], unit.slices.weights[0].shape[0])
+        dtype = _replay(torch.empty(0, dtype=hidden.dtype, device="meta"), chain).dtype
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        self.hidden, self.unit, self.chain, self.keep = hidden, unit, chain, keep
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
+        if logits is not None:
+            others = [*args[1:], *kwargs.values()]
+            if func in _AS_IS:
+                return logits
+            if func in _ELEMENTWISE and not any(isinstance(a, Tensor) for a in others):
+                return logits._with(logits.hidden, (*logits.chain, (func, tuple(args[1:]), kwargs)))
+            if func in _RESHAPES and (hidden := _reshaped(logits, func, args[1:], kwargs)) is not None:
+                return logits._with(hidden, logits.chain)
+            if func is Tensor.__getitem__ and _keeps_last_dim(args[1], logits.dim()):
+                return logits._with(logits.hidden[args[1]], logits.chain)
+            if func is F.cross_entropy and _is_plain(args, kwargs):
+                return _cross_entropy(logits, *args[1:], **kwargs)
+            if getattr(func, "__name__", "") == "__get__":
+                return super().__torch_function__(func, types, args, kwargs)
+        real_args = [a.real_logits() if isinstance(a, DeferredLogits) else a for a in args]
+        real_kwargs = {k: v.real_logits() if isinstance(v, DeferredLogits) else v for k, v in kwargs.items()}
+        return func(*real_args, **real_kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} reached logits that were never computed")
+
+    def _with(self, hidden: Tensor, chain: tuple[Elementwise, ...]) -> DeferredLogits:
+        return DeferredLogits(hidden, self.unit, chain=chain, keep=self.keep)
+
+    def real_logits(self) -> Tensor:
+        """Computes the logits, whole."""
+        return _replay(rotate_linear(self.unit, self.hidden), self.chain)
+
+
+def _replay(values: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:
+    for func, args, kwargs in chain:
+        values = func(values, *args, **kwargs)
+    return values
+
+
+def _reshaped(logits: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The hidden states of reshaped logits, if the vocabulary stays the last dim."""
+    target = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+    if not target or target[-1] != logits.shape[-1]:
+        return None
+    return logits.hidden.reshape(*target[:-1], logits.hidden.shape[-1])
+
+
+def _keeps_last_dim(index: Any, dim: int) -> bool:
+    """Whether `logits[index]` only picks tokens."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(isinstance(p, (int, slice)) or p is Ellipsis for p in parts):
+        return False
+    if Ellipsis in parts:
+        return parts[-1] is Ellipsis or parts[-1] == slice(None)
+    return len(parts) < dim or parts[-1] == slice(None)
+
+
+def _is_plain(args: Any, kwargs: Any) -> bool:
+    """Whether a cross_entropy call is one that slices can answer: class indices, no class weights, no smoothing."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    target = given.get("target")
+    return (
+        given["input"].dim() == 2
+        and isinstance(target, Tensor)
+        and not target.is_floating_point()
+        and all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
+        and not given.get("label_smoothing", 0.0)
+    )
+
+
+def _cross_entropy(
+    logits: DeferredLogits,
+    target: Tensor,
+    weight: None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`F.cross_entropy` of `[B, V]` deferred logits and int64 `target [B]`."""
+    args = (logits.unit, logits.chain, logits.keep, ignore_index, logits.unit.anchor, logits.hidden, target)
+    loss_B = _SlicedCrossEntropy.apply(*args)
+    if reduction == "none":
+        return loss_B
+    if reduction == "sum":
+        return loss_B.sum()
+    return loss_B.sum() / (target != ignore_index).sum()
+
+
+class _SlicedCrossEntropy(torch.autograd.Function):
+    """Per-token loss. Forward: running log-sum-exp over slices. Backward: softmax minus one-hot, slice by slice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        unit: RotatingUnit,
+        chain: tuple[Elementwise, ...],
+        keep: bool,
+        ignore_index: int,
+        anchor: Tensor,
+        hidden_BD: Tensor,
+        target_B: Tensor,
+    ) -> Tensor:
+        dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
+        x_BD = hidden_BD.detach().to(dtype)
+        lse_B = picked_B = None
+        kept: dict[int, Tensor] = {}
+        needs_grad = any(ctx.needs_input_grad)
+        with torch.autocast(x_BD.device.type, enabled=False):
+            for visit in unit.visits(backward=False):
+                raw_BR = _slice_logits(unit, visit, x_BD)
+                logits_BR = _replay(raw_BR, chain)
+                tokens, local = _targets_in_slice(unit, visit.index, target_B)
+                part_B = torch.logsumexp(logits_BR, dim=-1)
+                lse_B = part_B if lse_B is None else torch.logaddexp(lse_B, part_B)
+                if picked_B is None:
+                    picked_B = logits_BR.new_zeros(target_B.shape)
+                picked_B[tokens] = logits_BR[tokens, local]
+                if keep and needs_grad:
+                    kept[visit.index] = raw_BR
+        if lse_B is None or picked_B is None:
+            raise AssertionError(f"{unit.unit.name}: every slice is empty")
+        valid_B = target_B != ignore_index
+        ctx.unit, ctx.chain, ctx.kept, ctx.dtype = unit, chain, kept, dtype
+        ctx.save_for_backward(hidden_BD, target_B, lse_B, valid_B)
+        return torch.where(valid_B, lse_B - picked_B, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        unit: RotatingUnit = ctx.unit
+        hidden_BD, target_B, lse_B, valid_B = ctx.saved_tensors
+        x_BD = hidden_BD.detach().to(ctx.dtype)
+        scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1)
+        dx_BD = torch.zeros_like(x_BD)
+        for visit in unit.visits(backward=True):
+            raw_BR = ctx.kept.pop(visit.index, None)
+            if raw_BR is None:
+                raw_BR = _slice_logits(unit, visit, x_BD)
+            tokens, local = _targets_in_slice(unit, visit.index, target_B)
+            d_raw_BR = _softmax_gradient(raw_BR, ctx.chain, lse_B, tokens, local, scale_B1).to(ctx.dtype)
+            dx_BD.addmm_(d_raw_BR, unit.weights(visit)[0].detach().to(ctx.dtype))
+            unit.deposit(visit, lambda into, fresh, part=d_raw_BR: add_linear_gradient(into, fresh, part, x_BD))
+        return (*[None] * 5, dx_BD.to(hidden_BD.dtype), None)
+
+
+def _slice_logits(unit: RotatingUnit, visit: Any, x_BD: Tensor) -> Tensor:
+    weight, *bias = (w.detach().to(x_BD.dtype) for w in unit.weights(visit))
+    return torch.addmm(bias[0], x_BD, weight.t()) if bias else torch.mm(x_BD, weight.t())
+
+
+def _targets_in_slice(unit: RotatingUnit, index: int, target_B: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions of the tokens whose target is in slice `index`, and the target's column there."""
+    rows = slice_rows(unit, index)
+    tokens = ((target_B >= rows.start) & (target_B < rows.stop)).nonzero().squeeze(1)
+    return tokens, target_B[tokens] - rows.start
+
+
+def _softmax_gradient(
+    raw_BR: Tensor,
+    chain: tuple[Elementwise, ...],
+    lse_B: Tensor,
+    tokens: Tensor,
+    local: Tensor,
+    scale_B1: Tensor,
+) -> Tensor:
+    """Gradient of the scaled loss in a slice's raw logits; overwrites them where nothing was done to them since."""
+    if chain:
+        with torch.enable_grad():
+            leaf = raw_BR.detach().requires_grad_()
+            logits_BR = _replay(leaf, chain)
+        grad_BR = logits_BR.detach().sub(lse_B.unsqueeze(1)).exp_()
+    else:
+        grad_BR = raw_BR.sub_(lse_B.unsqueeze(1)).exp_()
+    grad_BR[tokens, local] -= 1.0
+    grad_BR.mul_(scale_B1)
+    return torch.autograd.grad(logits_BR, leaf, grad_BR)[0] if chain else grad_BR

@@ -1,0 +1,240 @@
+"""A module's forward and backward over slices of its weights that pass by (rotation, arXiv 2311.01635 section 3).
+
+[Note: one function per unit]
+    A unit is one autograd function. Forward runs the module's own code once per visiting slice and sums the outputs; backward meets the
+    slices in the opposite order, differentiates one slice's graph at a time, and hands its weight gradients to the ring. So the
+    order of visits is explicit, a slice's interior is freed as soon as it is used, and recomputing it is one line: with
+    `recompute`, forward keeps only the inputs.
+
+[Note: kept graphs and moving slices]
+    Without recompute, a slice's graph outlives its visit. If slices pass through slots that are used again, tensors that autograd
+    saves inside the slot are replaced by where they were, and looked up in the buffer that holds the same slice in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotorch._torch_private import storage_key
+from rotorch.comm.ring import Ring, Visit
+from rotorch.core.spec import Unit
+from rotorch.shard.flat import FlatSlices, split_flat
+
+RunSlice = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
+"""(weights of one slice, inputs) -> output of that slice."""
+
+
+@dataclass
+class RotatingUnit:
+    """A cut unit on this rank: its place on the ring, and the views of whichever slice is visiting.
+
+    Attributes:
+        unit: its description.
+        ring: what brings the slices.
+        item: its number on the ring.
+        slices: how a slice lies in a flat buffer.
+        recompute: backward runs a slice's forward again instead of keeping its graph.
+        trained: whether its weights get gradients.
+        anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
+    """
+
+    unit: Unit
+    ring: Ring
+    item: int
+    slices: FlatSlices
+    recompute: bool
+    trained: bool = True
+    anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
+    _leaves: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+
+    def visits(self, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
+        """The slices that are not empty, in this rank's order; empty ones pass unseen."""
+        for visit in self.ring.visits(self.item, backward=backward, fetch=fetch):
+            if self.slices.numel(visit.index):
+                yield visit
+            elif backward and self.trained:
+                self.ring.deposit(self.item, visit, lambda _flat, _fresh: None)
+
+    def weights(self, visit: Visit) -> list[Tensor]:
+        """The visiting slice's weights as autograd leaves; the same objects for the same memory."""
+        if visit.weights is None:
+            raise AssertionError("this visit was asked for without weights")
+        key = (visit.index, visit.weights.data_ptr())
+        if key not in self._leaves:
+            # .data, not .detach(): a leaf that is no view, so optimizers may write to the memory between two steps.
+            views = self.slices.views(visit.weights, index=visit.index)
+            self._leaves[key] = [view.data.requires_grad_(self.trained) for view in views]
+        return self._leaves[key]
+
+    def deposit(self, visit: Visit, add: Callable[[list[Tensor], bool], None]) -> None:
+        """Hands this rank's part of the visiting slice's gradient to the ring: `add(gradient views, fresh)`."""
+        if not self.trained:
+            return
+        shapes = self.slices.shapes(visit.index)
+        self.ring.deposit(self.item, visit, lambda flat, fresh: add(split_flat(flat, shapes), fresh))
+
+
+def rotate_module(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> Tensor:
+    """Returns the sum over slices of `run(slice weights, inputs)`; differentiable in the inputs and, through the ring, the weights.
+
+    All ranks of the ring call it for the same units in the same order. Sends the unit's slices once, in backward once more and the gradients.
+    """
+    if not torch.is_grad_enabled():
+        return _sum_slices(unit, run, inputs)
+    return _RotateModule.apply(unit, run, unit.anchor, *inputs)
+
+
+class _Sum:
+    """Adds tensors up: the first is only referred to (a graph may own it), from the third on in place."""
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self._owned = False
+
+    def add(self, part: Tensor) -> None:
+        part = part.detach()
+        if self.value is None:
+            self.value = part
+        elif self._owned:
+            self.value.add_(part)
+        else:
+            self.value, self._owned = self.value + part, True
+
+
+def _sum_slices(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> Tensor:
+    total = _Sum()
+    for visit in unit.visits(backward=False):
+        total.add(run(unit.weights(visit), inputs))
+    if total.value is None:
+        raise AssertionError(f"{unit.unit.name}: every slice is empty")
+    return total.value
+
+
+@dataclass
+class _Kept:
+    """What backward needs of one slice: its graph (weights and output), or the random state to run it again with."""
+
+    weights: list[Tensor]
+    output: Tensor | None
+    rng_state: Tensor | None
+
+
+class _RotateModule(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unit: RotatingUnit, run: RunSlice, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
+        ctx.unit, ctx.run, ctx.leaves, ctx.kept = unit, run, leaves, {}
+        ctx.autocast = AutocastState.now(unit.ring.home_weights(unit.item).device.type)
+        total = _Sum()
+        for visit in unit.visits(backward=False):
+            weights = unit.weights(visit)
+            rng_state = torch.get_rng_state() if unit.recompute else None
+            with torch.set_grad_enabled(not unit.recompute), _forget_weights(unit, visit, ctx):
+                output = run(weights, leaves)
+            total.add(output)
+            ctx.kept[visit.index] = _Kept(weights, None if unit.recompute else output, rng_state)
+        if total.value is None:
+            raise AssertionError(f"{unit.unit.name}: every slice is empty")
+        return total.value
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        unit: RotatingUnit = ctx.unit
+        wanted = [x for x in ctx.leaves if x.requires_grad]
+        sums = [_Sum() for _ in wanted]
+        for visit in unit.visits(backward=True):
+            kept: _Kept = ctx.kept.pop(visit.index)
+            weights, output = kept.weights, kept.output
+            if output is None:
+                weights = unit.weights(visit)
+                with torch.enable_grad(), ctx.autocast.again(), _random_state(kept.rng_state):
+                    output = ctx.run(weights, ctx.leaves)
+            ctx.visiting = visit.weights
+            trained = [w for w in weights if w.requires_grad]
+            grads = torch.autograd.grad(output, [*wanted, *trained], grad_output, allow_unused=True)
+            del output, kept
+            for total, grad in zip(sums, grads, strict=False):
+                if grad is not None:
+                    total.add(grad)
+            unit.deposit(visit, _adder(grads[len(wanted) :]))
+        ctx.visiting = None
+        given = iter(total.value for total in sums)
+        return (None, None, None, *(next(given) if x.requires_grad else None for x in ctx.leaves))
+
+
+def _adder(grads: Sequence[Tensor | None]) -> Callable[[list[Tensor], bool], None]:
+    def add(into: list[Tensor], fresh: bool) -> None:
+        for target, grad in zip(into, grads, strict=True):
+            if fresh and grad is None:
+                target.zero_()
+            elif fresh:
+                target.copy_(grad)
+            elif grad is not None:
+                target.add_(grad)
+
+    return add
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """Whether a forward pass ran under autocast, to run it again alike."""
+
+    device_type: str
+    dtype: torch.dtype | None
+
+    @staticmethod
+    def now(device_type: str) -> AutocastState:
+        enabled = torch.is_autocast_enabled(device_type)
+        return AutocastState(device_type, torch.get_autocast_dtype(device_type) if enabled else None)
+
+    def again(self) -> Any:
+        return nullcontext() if self.dtype is None else torch.autocast(self.device_type, dtype=self.dtype)
+
+
+@contextmanager
+def _random_state(state: Tensor | None) -> Iterator[None]:
+    """Runs with the CPU random state of an earlier moment (dropout draws the same mask again), then goes on as before."""
+    if state is None:
+        yield
+        return
+    now = torch.get_rng_state()
+    torch.set_rng_state(state)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(now)
+
+
+@dataclass(frozen=True)
+class _InSlot:
+    """Where in the visiting slice a saved tensor lies."""
+
+    offset: int
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+def _forget_weights(unit: RotatingUnit, visit: Visit, ctx: Any) -> Any:
+    """See [Note: kept graphs and moving slices]."""
+    own_slice = visit.index == unit.ring.position
+    if unit.recompute or own_slice or not unit.ring.moves_weights or visit.weights is None:
+        return nullcontext()
+    slot, start = storage_key(visit.weights), visit.weights.storage_offset()
+
+    def pack(tensor: Tensor) -> Tensor | _InSlot:
+        if tensor.device.type == "meta" or storage_key(tensor) != slot:
+            return tensor
+        return _InSlot(tensor.storage_offset() - start, tensor.size(), tensor.stride())
+
+    def unpack(saved: Tensor | _InSlot) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        return torch.as_strided(ctx.visiting, saved.size, saved.stride, ctx.visiting.storage_offset() + saved.offset)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

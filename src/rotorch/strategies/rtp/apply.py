@@ -1,0 +1,231 @@
+"""How `rtp` holds a model: one slice of every cut weight per rank, rotating over a ring for a pass (see `plan.py` for the picture).
+
+At rest each parameter is a DTensor over this rank's home slice, which lies in the ring's memory, and so does its gradient.
+For a pass, attentions and MLPs run their own forward once per visiting slice (`ops/rotate.py`); embedding, head and other single weights are
+replaced by stand-ins that rotate where they are used (`ops/rotating_weight.py`); norms are lent whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from rotorch._torch_private import tree_flatten, tree_unflatten
+from rotorch.comm.ring import Ring
+from rotorch.comm.transports import make_ring
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
+from rotorch.ops.rotate import RotatingUnit, rotate_module
+from rotorch.ops.rotating_weight import RotatingWeight
+from rotorch.parallel_model import Holding
+from rotorch.shard.flat import FlatSlices
+from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.replicas import Replicas
+from rotorch.shard.sites import Site, find_sites
+from rotorch.strategies.rtp.plan import RTP
+
+
+def apply(module: nn.Module, *, strategy: RTP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> Holding:
+    """Cuts `module` over the ring of `mesh`."""
+    return RTPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device)
+
+
+class RTPHolding(Holding):
+    """One rank's slices, its ring, and the weights that are whole on every rank."""
+
+    def __init__(
+        self, module: nn.Module, *, strategy: RTP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        parameters, sites = dict(module.named_parameters()), find_sites(module)
+        units = spec.cut_units
+        slices = [FlatSlices(u.weights, strategy.size) for u in units]
+        numels = [[s.numel(k) for k in range(strategy.size)] for s in slices]
+        self.ring = make_ring(
+            strategy.transport, mesh=mesh, numels=numels, dtype=_one_dtype(units, parameters), device=device
+        )
+        self.units = [
+            RotatingUnit(unit, self.ring, item, flat, strategy.recompute == "slice", _trained(unit, parameters))
+            for item, (unit, flat) in enumerate(zip(units, slices, strict=True))
+        ]
+        whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
+        self.replicas = Replicas(whole, parameters=parameters, sites=sites, mesh=mesh, device=device)
+        self._added_once = [name for u in units for name in u.added_once]
+        self._home: dict[str, HeldWeight] = {}
+        self._home_gradients: dict[str, DTensor] = {}
+        self._stand_ins: list[tuple[Site, Tensor]] = []
+        self._home_sites: list[tuple[Site, str]] = []
+        heads = _head_weights(module)
+        for rotating in self.units:
+            self._hold(rotating, parameters=parameters, sites=sites)
+            if rotating.unit.kind is UnitKind.MODULE:
+                RotatedModule(module.get_submodule(rotating.unit.name), rotating, sites=sites, replicas=self.replicas)
+            else:
+                self._stand_in(rotating, sites=sites, heads=heads, keep_logits=strategy.recompute == "none")
+        self.weights = {w.name: (self._home | self.replicas.held)[w.name] for w in spec.weights}
+
+    def _hold(
+        self, rotating: RotatingUnit, *, parameters: dict[str, nn.Parameter], sites: dict[str, tuple[Site, ...]]
+    ) -> None:
+        """Gives each weight of a unit its place in the ring's memory, and the module a DTensor over it."""
+        n, position = self.ring.size, self.ring.position
+        locals_ = rotating.slices.views(self.ring.home_weights(rotating.item), index=position)
+        grads = rotating.slices.views(self.ring.home_gradients(rotating.item), index=position)
+        for weight, local, grad in zip(rotating.unit.weights, locals_, grads, strict=True):
+            source = parameters[weight.name]
+            pieces = cut_pieces(weight, num_slices=n, index=position)
+            if not source.is_meta:
+                for piece in pieces:
+                    piece.of_local(local).copy_(piece.of_whole(source.detach()))
+            at_rest = nn.Parameter(_sharded(local, weight, mesh=self._mesh), requires_grad=source.requires_grad)
+            self._home[weight.name] = HeldWeight(weight, local, pieces, at_rest)
+            self._home_gradients[weight.name] = _sharded(grad, weight, mesh=self._mesh)
+            for site in sites[weight.name]:
+                site.put(at_rest)
+                self._home_sites.append((site, weight.name))
+
+    def _stand_in(
+        self, rotating: RotatingUnit, *, sites: dict[str, tuple[Site, ...]], heads: set[str], keep_logits: bool
+    ) -> None:
+        for weight in rotating.unit.weights:
+            stand_in = RotatingWeight(
+                self.ring.home_weights(rotating.item),
+                weight=weight,
+                unit=rotating,
+                head=bool(heads & {weight.name, *weight.aliases}),
+                keep_logits=keep_logits,
+            )
+            self._stand_ins.extend((site, stand_in) for site in sites[weight.name])
+
+    @contextmanager
+    def lend(self) -> Iterator[nn.Module]:
+        try:
+            self.replicas.lend()
+            for name in self._added_once:
+                self.replicas.withhold(name)
+            for site, stand_in in self._stand_ins:
+                site.put(stand_in)
+            yield self._module
+        finally:
+            self.replicas.take_back()
+            for site, name in self._home_sites:
+                site.put(self._home[name].parameter)
+
+    def start(self) -> None:
+        self.replicas.start()
+        self.ring.start(fresh=[self._nothing_accumulated(unit) for unit in self.units])
+
+    def _nothing_accumulated(self, rotating: RotatingUnit) -> bool:
+        """Whether the user has cleared a unit's gradients; if only some of them, those become zero."""
+        held = [self._home[w.name] for w in rotating.unit.weights]
+        if all(h.parameter.grad is None for h in held):
+            return True
+        for h in held:
+            buffer = self._home_gradients[h.name].to_local()
+            if h.local_grad is None:
+                buffer.zero_()
+            elif h.local_grad.data_ptr() != buffer.data_ptr():
+                buffer.copy_(h.local_grad)
+        return False
+
+    def finish(self) -> None:
+        self.ring.finish()
+        self.replicas.reduce()
+        self.replicas.attach()
+        for rotating in self.units:
+            if rotating.trained and not self.ring.fresh[rotating.item]:
+                for weight in rotating.unit.weights:
+                    if self._home[weight.name].parameter.requires_grad:
+                        self._home[weight.name].parameter.grad = self._home_gradients[weight.name]
+
+    def gradients(self) -> list[Tensor]:
+        whole = [h.local_grad for h in self.replicas.held.values() if h.local_grad is not None]
+        return [self.ring.all_home_gradients, *whole]
+
+    def close(self) -> None:
+        self.ring.close()
+
+
+class RotatedModule:
+    """Runs a module's own forward on the slices of its weights that pass by, in place of its forward.
+
+    Its outputs sum; of a tuple, the first element does, and what else it holds (attention maps of one slice) becomes None.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rotating: RotatingUnit,
+        *,
+        sites: dict[str, tuple[Site, ...]],
+        replicas: Replicas,
+    ) -> None:
+        unit = rotating.unit
+        self._rotating = rotating
+        self._dense_forward = module.forward
+        self._weight_sites = [sites[w.name][0] for w in unit.weights]
+        self._replicas = replicas
+        self._whole = unit.replicated
+        self._whole_sites = [sites[name][0] for name in unit.replicated]
+        self._added_once = unit.added_once
+        module.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward over all slices."""
+        leaves, tree = tree_flatten((args, kwargs))
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        whole = [self._replicas.twins[name] for name in self._whole]
+        form: list[Any] = []
+
+        def run(weights: list[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+            for site, weight in zip(self._weight_sites, weights, strict=True):
+                site.put(weight)
+            for site, tensor in zip(self._whole_sites, inputs[len(where) :], strict=True):
+                site.put(tensor)
+            given = list(leaves)
+            for i, tensor in zip(where, inputs, strict=False):
+                given[i] = tensor
+            slice_args, slice_kwargs = tree_unflatten(given, tree)
+            output = self._dense_forward(*slice_args, **slice_kwargs)
+            form[:] = [len(output)] if isinstance(output, tuple) else []
+            return output[0] if form else output
+
+        total = rotate_module(self._rotating, run, [*(leaves[i] for i in where), *whole])
+        for name in self._added_once:
+            total = total + self._replicas.twins[name]
+        return (total, *[None] * (form[0] - 1)) if form else total
+
+
+def _sharded(local: Tensor, weight: Weight, *, mesh: DeviceMesh) -> DTensor:
+    """A DTensor over a home slice. Uneven and fused cuts are Shard in name only: see `HeldWeight.pieces` for what is where."""
+    dim = weight.cut.dim if weight.cut is not None else 0
+    stride = torch.empty(weight.shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(weight.shape), stride=stride)
+
+
+def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> torch.dtype:
+    dtypes = {parameters[w.name].dtype for u in units for w in u.weights}
+    if len(dtypes) > 1:
+        raise ConfigError(f"rtp: cut weights have several dtypes: {sorted(map(str, dtypes))}. Convert the model to one")
+    return dtypes.pop() if dtypes else torch.get_default_dtype()
+
+
+def _trained(unit: Unit, parameters: dict[str, nn.Parameter]) -> bool:
+    wanted = {parameters[w.name].requires_grad for w in unit.weights}
+    if len(wanted) > 1:
+        raise ConfigError(f"rtp: {unit.name!r} is frozen in part. Freeze all of its weights or none")
+    return wanted == {True}
+
+
+def _head_weights(module: nn.Module) -> set[str]:
+    """Names under which the weight (and bias) of a Hugging Face language-model head is found."""
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    names = {name for name, child in module.named_modules() if child is head and head is not None}
+    return {f"{name}.{parameter}" for name in names for parameter in ("weight", "bias")}
