@@ -5,10 +5,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -20,33 +22,41 @@ from rotorch.core.errors import RankFailure
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_s: float = 120.0) -> list[Any]:
-    """Calls `function(*args)` on `num_ranks` forked ranks with a gloo group over all of them; returns their results by rank.
+    """Calls `function(*args)` on forked ranks with a gloo group over all of them; returns their results by rank.
 
-    Forking keeps what the parent has imported, so ranks start at once; the parent must not have used CUDA. Results travel
-    by pickle. Each rank computes with one thread.
+    Forking keeps what the parent has imported and made, so ranks start at once; the parent must not have used CUDA.
+    Arguments are inherited, results travel by pickle. Each rank computes with one thread.
+
+    Args:
+        function: what each rank does; `torch.distributed` and torchrun's environment variables say which rank it is.
+        args: its arguments.
+        num_ranks: how many processes.
+        timeout_s: after this long all ranks are killed.
 
     Raises:
-        RankFailure: with the traceback of the first rank that raised, or the signal that ended it, or a timeout; all others are killed.
+        RankFailure: with the traceback of the rank that raised first, or the signal that ended one, or who is late;
+            all others are killed.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="rotorch-ranks-") as directory:
         store = str(Path(directory) / "store")
-        pipes, processes = [], []
-        for rank in range(num_ranks):
-            receiver, sender = context.Pipe(duplex=False)
-            process = context.Process(
-                target=_rank_main, args=(function, args, rank, num_ranks, store, sender, timeout_s), daemon=True
-            )
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
+        pipes: list[Connection] = []
+        processes: list[Any] = []
         try:
+            for rank in range(num_ranks):
+                receiver, sender = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank_main, args=(function, args, rank, num_ranks, store, sender, timeout_s), daemon=True
+                )
+                process.start()
+                sender.close()
+                pipes.append(receiver)
+                processes.append(process)
             return _collect(pipes, processes, timeout_s=timeout_s)
         finally:
             for process in processes:
                 if process.is_alive():
-                    os.kill(process.pid or 0, signal.SIGKILL)
+                    os.kill(process.pid, signal.SIGKILL)
                 process.join()
             for pipe in pipes:
                 pipe.close()
@@ -57,29 +67,31 @@ def _rank_main(
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)
+    parent = os.getppid()
     try:
         dist.init_process_group(
             "gloo",
             store=dist.FileStore(store, num_ranks),
             rank=rank,
             world_size=num_ranks,
-            timeout=torch.distributed.constants.default_pg_timeout if timeout_s > 1800 else _seconds(timeout_s),
+            timeout=timedelta(seconds=timeout_s),
         )
         result = function(*args)
-        dist.barrier()
-        sender.send((True, result))
-        dist.destroy_process_group()
+        sender.send((time.monotonic(), True, result))
+        sys.stdout.flush()
+        _wait_for_all(parent)
     except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send((time.monotonic(), False, traceback.format_exc()))
     finally:
-        sender.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(0)  # no interpreter teardown: it may wait for threads of a broken process group
 
 
-def _seconds(timeout_s: float) -> Any:
-    from datetime import timedelta
-
-    return timedelta(seconds=timeout_s)
+def _wait_for_all(parent: int) -> None:
+    """Stays until the parent ends this rank: if it left, others would see connections close under their last messages."""
+    while os.getppid() == parent:
+        time.sleep(0.02)
 
 
 def _collect(pipes: list[Connection], processes: list[Any], *, timeout_s: float) -> list[Any]:
@@ -90,14 +102,21 @@ def _collect(pipes: list[Connection], processes: list[Any], *, timeout_s: float)
         ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
             raise RankFailure(f"ranks {sorted(pending)} of {len(pipes)} have not finished after {timeout_s:.0f} s")
-        for rank in [r for r, pipe in pending.items() if pipe in ready]:
+        # A rank that fails takes others with it, which then raise as well. All that is there by now is read, since the
+        # cause is sent before its consequences; a rank that died without a word comes before both.
+        failures: list[tuple[float, str]] = []
+        for rank in [r for r, pipe in pending.items() if pipe.poll()]:
             try:
-                ok, value = pending[rank].recv()
+                sent_at, ok, value = pending[rank].recv()
             except EOFError:
                 processes[rank].join()
-                raise RankFailure(f"rank {rank} died: exit code {processes[rank].exitcode}") from None
-            if not ok:
-                raise RankFailure(f"rank {rank} raised:\n{value}")
-            results[rank] = value
-            del pending[rank]
+                failures.append((0.0, f"rank {rank} died: exit code {processes[rank].exitcode}"))
+                continue
+            if ok:
+                results[rank] = value
+                del pending[rank]
+            else:
+                failures.append((sent_at, f"rank {rank} raised:\n{value}"))
+        if failures:
+            raise RankFailure(min(failures)[1])
     return results

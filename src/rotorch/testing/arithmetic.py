@@ -1,0 +1,50 @@
+"""Exact arithmetic: float64 all the way through models that ask for float32 in places.
+
+Norms, rotary embeddings, soft-maxes and losses of many Hugging Face models compute in float32 whatever the model's
+dtype. A float64 comparison would then stop at 1e-8, where a small bug and rounding look alike. Under
+`exact_arithmetic` they compute in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
+_CASTS = {Tensor.float: Tensor.double, Tensor.cfloat: Tensor.cdouble}
+
+
+class _Widen(TorchFunctionMode):
+    """Turns every request for float32 into one for float64; arguments that are containers are left alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = _CASTS.get(func, func)
+        args = tuple(_WIDER.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
+        kwargs = {k: _WIDER.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def exact_arithmetic() -> Iterator[None]:
+    """Within it, torch computes in float64 where code asks for float32: by dtype, by `.float()` or by default.
+
+    Tensors that are float32 already stay so: convert models with `widen`. For this thread; the default dtype is put
+    back on leaving.
+    """
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with _Widen():
+            yield
+    finally:
+        torch.set_default_dtype(default)
+
+
+def widen(module: nn.Module) -> nn.Module:
+    """Converts parameters (on `meta` too, keeping their recipes) and floating-point buffers to float64, in place."""
+    return module.double()

@@ -1,0 +1,42 @@
+"""Global batches as a function of seed and step, and each rank's share of them; made to bring wrong sums to light."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Rows = dict[str, Tensor]
+
+
+def global_batch(
+    *, seed: int, step: int, num_shares: int, num_micro_batches: int, num_rows: int, num_tokens: int, vocab_size: int
+) -> Rows:
+    """Makes the batch of one step: `input_ids`, `labels`: [num_shares * num_micro_batches * num_rows, num_tokens].
+
+    No two rows are alike, and no two have equally many targets, so that a mean of means differs from the mean. Where
+    there are more than two micro-batches over all ranks, the last one has no target at all.
+
+    Args:
+        seed: of the data.
+        step: number of the step.
+        num_shares: how many ranks see different data.
+        num_micro_batches: of each share.
+        num_rows: of each micro-batch.
+        num_tokens: length of a row.
+        vocab_size: tokens are drawn from `range(vocab_size)`.
+    """
+    generator = torch.Generator().manual_seed(1000 * seed + step)
+    total = num_shares * num_micro_batches * num_rows
+    input_ids = torch.randint(vocab_size, (total, num_tokens), generator=generator)
+    share_ignored = torch.arange(total, dtype=torch.float64)[:, None] / (total + 1)
+    ignored = torch.rand((total, num_tokens), generator=generator, dtype=torch.float64) < share_ignored
+    if num_shares * num_micro_batches > 2:
+        ignored[-num_rows:] = True
+    return {"input_ids": input_ids, "labels": input_ids.masked_fill(ignored, -100)}
+
+
+def share_of(batch: Rows, *, share: int, num_shares: int, num_micro_batches: int) -> list[Rows]:
+    """Returns the micro-batches of one share of a global batch."""
+    num_rows = next(iter(batch.values())).shape[0] // (num_shares * num_micro_batches)
+    starts = [(share * num_micro_batches + number) * num_rows for number in range(num_micro_batches)]
+    return [{name: rows[start : start + num_rows] for name, rows in batch.items()} for start in starts]

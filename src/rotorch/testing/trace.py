@@ -1,0 +1,119 @@
+"""Where two runs of one model part: outputs of modules, compared row by row.
+
+[Note: what compares]
+    A module compares when it ran as often as in the reference and its outputs have the reference's shape for this
+    rank's rows. Inside a unit that runs on slices neither holds (a projection runs once per slice, on fewer columns),
+    so there the unit's own module is the first that compares: how a unit computes inside is its own business, what
+    comes out is not. Modules are recorded while the outermost module's forward runs, so that recomputation in
+    backward does not count.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rotorch._torch_private import tree_flatten
+
+Calls = dict[str, list[list[Tensor]]]
+"""Per module, per call: its floating-point outputs of at least one dim."""
+
+_OUTPUT_FLOOR = 1e-8
+"""Outputs smaller than this everywhere are compared absolutely: an output that is zero has no relative error."""
+
+
+def relative_error(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
+    """Largest difference over the largest magnitude of `theirs` (at least `floor`): 0 if equal, infinite for a NaN."""
+    if ours.numel() == 0:
+        return 0.0
+    difference = float((ours - theirs).abs().max())
+    scale = max(float(theirs.abs().max()), floor)
+    error = 0.0 if difference == 0 else difference / scale if scale > 0 else float("inf")
+    return error if error == error else float("inf")
+
+
+@contextmanager
+def recorded(module: nn.Module) -> Iterator[list[Calls]]:
+    """Records module outputs of every forward pass of `module` within the block: one entry of the list per pass."""
+    passes: list[Calls] = []
+    running = False
+
+    def begin(*_: Any) -> None:
+        nonlocal running
+        if not running:
+            passes.append(defaultdict(list))
+        running = True
+
+    def end(*_: Any) -> None:
+        nonlocal running
+        running = False
+
+    def keep(name: str, output: Any) -> None:
+        if running:
+            passes[-1][name].append([t.detach().clone() for t in _tensors(output)])
+
+    handles: list[RemovableHandle] = [module.register_forward_pre_hook(begin)]
+    for name, child in module.named_modules():
+        handles.append(child.register_forward_hook(lambda _, __, output, name=name: keep(name, output)))
+    handles.append(module.register_forward_hook(end, always_call=True))
+    try:
+        yield passes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    # Only plain tensors: a subclass may stand for values that are never all there (logits that exist a slice at a
+    # time).
+    leaves = [leaf for leaf in tree_flatten(output)[0] if type(leaf) is Tensor]
+    return [t for t in leaves if t.is_floating_point() and t.dim()]
+
+
+def output_errors(
+    ours: list[Calls], theirs: Calls, *, first_rows: list[int], num_rows: int, total_rows: int
+) -> dict[str, float]:
+    """Compares this rank's passes with the matching rows of one pass over all rows (see [Note: what compares]).
+
+    Args:
+        ours: one entry per micro-batch.
+        theirs: the reference's pass over the global batch.
+        first_rows: where each micro-batch starts in the global batch.
+        num_rows: rows of a micro-batch.
+        total_rows: rows of the global batch.
+
+    Returns:
+        The largest relative error of every module that compares, in the order in which the reference's forward
+        completed them.
+    """
+    errors: dict[str, float] = {}
+    for name, calls in theirs.items():
+        found = [
+            _call_error(mine, whole, first=first, num_rows=num_rows, total_rows=total_rows)
+            for micro_batch, first in zip(ours, first_rows, strict=True)
+            if len(micro_batch.get(name, [])) == len(calls)
+            for mine, whole in zip(micro_batch[name], calls, strict=True)
+        ]
+        if len(found) == len(ours) * len(calls) and None not in found:
+            errors[name] = max(found, default=0.0)  # type: ignore[type-var]
+    return errors
+
+
+def _call_error(
+    ours: list[Tensor], theirs: list[Tensor], *, first: int, num_rows: int, total_rows: int
+) -> float | None:
+    if len(ours) != len(theirs):
+        return None
+    worst = 0.0
+    for mine, whole in zip(ours, theirs, strict=True):
+        each, odd = divmod(whole.shape[0], total_rows)  # some modules flatten rows and tokens into one dim
+        expected = whole.narrow(0, first * each, num_rows * each) if each and not odd else whole
+        if mine.shape != expected.shape:
+            return None
+        worst = max(worst, relative_error(mine, expected, floor=_OUTPUT_FLOOR))
+    return worst

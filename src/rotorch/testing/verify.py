@@ -1,0 +1,361 @@
+"""`rotorch verify`: a model under a layout against the same model on one process, in float64, over a few steps.
+
+[Note: errors]
+    Errors are norm-wise, per weight: the largest difference between the two gradients over the largest element of the
+    reference's. Elements near zero would have no relative error of their own. For the same reason a weight whose
+    gradient is zero but for rounding (the bias of keys, to which a soft-max is blind) is measured against a
+    thousandth of the model's largest gradient. A real mistake is at least as large as what it spoils, 1e7 times the
+    bar even there.
+
+[Note: where it begins]
+    A mistake spoils all that is computed after it, so the place to look at is the first in the order of computation.
+    Initial weights come first; then in every step the outputs of modules in the order in which forward completes
+    them, the loss, gradients, and the weights after the optimizer. Backward runs the other way: it is the LAST module
+    in forward order with a wrong gradient where it went wrong first. A module of a unit that runs on slices counts
+    only if the unit's own output is wrong too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotorch.core.spec import ModelSpec, UnitKind
+from rotorch.core.strategy import Strategy
+from rotorch.mesh import check_world_size
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm, longest_sequence
+from rotorch.parallel_model import ParallelModel
+from rotorch.parallelize import parallelize
+from rotorch.shard.held import HeldWeight
+from rotorch.shard.materialize import on_meta, take_recipes
+from rotorch.strategies import batch_ranks, format_parallel, num_ranks, parse_parallel
+from rotorch.testing.arithmetic import exact_arithmetic, widen
+from rotorch.testing.batches import global_batch, share_of
+from rotorch.testing.ranks import run_ranks
+from rotorch.testing.reference import has_weights, initialised_reference, loaded_reference, plain_config, reference_step
+from rotorch.testing.trace import output_errors, recorded, relative_error
+
+BAR = 1e-10
+"""Largest relative error that counts as the same result in float64."""
+
+_ROUNDING = 1e-5
+"""Above `BAR` and below this an error looks like float32 arithmetic somewhere; above it like a mistake."""
+
+_VALUES_BAR = 1e-7
+"""Of weights after a step: where a gradient is as small as its epsilon, AdamW divides rounding by next to nothing."""
+
+_GRADIENT_FLOOR = 1e-3
+"""Gradients are measured against at least this part of the model's largest one (see [Note: errors])."""
+
+_NUM_MICRO_BATCHES, _NUM_ROWS, _NUM_TOKENS, _LEARNING_RATE = 2, 2, 32, 1e-3
+
+
+@dataclass
+class StepErrors:
+    """One rank's, or all ranks', relative errors of one step. Names are in the order of forward.
+
+    Attributes:
+        loss: the loss as the parallel model returned it, and as the reference did.
+        outputs: of modules that compare.
+        gradients: per weight.
+        along: per weight: sums over its elements of ours * theirs, and theirs * theirs, to recognise a wrong factor.
+        values: of weights after the optimizer's step.
+    """
+
+    loss: tuple[float, float]
+    outputs: dict[str, float]
+    gradients: dict[str, float]
+    along: dict[str, tuple[float, float]]
+    values: dict[str, float]
+
+
+@dataclass
+class Divergence:
+    """Where the two runs differ first (see [Note: where it begins]). `step` counts from 1; 0 is before the first."""
+
+    step: int
+    what: str
+    module: str
+    rel_err: float
+
+
+@dataclass
+class VerifyReport:
+    """What `rotorch verify` found. `ok` says whether loss and gradients agree to `BAR` in all steps.
+
+    Attributes:
+        max_rel_err_loss: over all steps.
+        max_rel_err_grad: over all steps and weights (see [Note: errors]).
+        max_rel_err_weights: after the optimizer's steps.
+        first_divergent_module: name of the module to look at, or None.
+        first_divergence: the same with step, kind and size.
+        verdict: one sentence.
+        worst_weights: the five with the largest gradient error: name, error.
+        per_step: loss and errors of every step.
+        num_modules_compared: how many modules' outputs were compared.
+    """
+
+    model: str
+    parallel: str
+    nproc: int
+    steps: int
+    max_rel_err_loss: float
+    max_rel_err_grad: float
+    max_rel_err_weights: float
+    first_divergent_module: str | None
+    ok: bool
+    verdict: str
+    dtype: str = "float64"
+    bar: float = BAR
+    first_divergence: Divergence | None = None
+    worst_weights: list[tuple[str, float]] = field(default_factory=list)
+    per_step: list[dict[str, float]] = field(default_factory=list)
+    num_modules_compared: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+def verify(
+    model_path: str,
+    *,
+    parallel: str,
+    nproc: int | None = None,
+    steps: int = 3,
+    seed: int = 0,
+    layers: int | None = None,
+    timeout_s: float = 1800.0,
+) -> VerifyReport:
+    """Holds a model under a layout against one process. Starts its own ranks on this machine; call it from one process.
+
+    Loss, gradients, module outputs and weights of every AdamW step are compared in float64 (see [Note: errors]).
+    Every rank has different data, with different numbers of targets, in two micro-batches; the reference sees all of
+    it at once. Each rank keeps a whole copy of the reference: for a large model, compare its first `layers`.
+
+    Args:
+        model_path: a Hugging Face directory, whose weights are loaded, or a `config.json`, then they are initialised.
+        parallel: the layout, e.g. `"ddp=2,rtp=2"`.
+        nproc: number of ranks, to be checked against the layout; None takes what the layout needs.
+        steps: number of optimizer steps.
+        seed: of weights and data.
+        layers: keep only the first so many layers; weights are then initialised.
+        timeout_s: after this long the ranks are ended.
+
+    Raises:
+        ConfigError: the model cannot be read, the layout cannot hold it, or `nproc` does not fit; before any rank
+        starts. RankFailure: a rank failed or hung while running.
+    """
+    strategies = parse_parallel(parallel)
+    check_world_size(strategies, world_size=num_ranks(strategies) if nproc is None else nproc)
+    config = plain_config(model_path, layers=layers)
+    with on_meta():
+        module = widen(causal_lm(config)).train()
+    spec = describe(module)
+    for strategy in strategies:
+        strategy.check(spec)
+    directory = model_path if has_weights(model_path) and layers is None else None
+    if directory is None:
+        reference = initialised_reference(config, spec=spec, recipes=take_recipes(module), seed=seed)
+    else:
+        reference = loaded_reference(directory, config=config)
+    comparison = _Comparison(config=config, strategies=strategies, directory=directory, steps=steps, seed=seed)
+    found = run_ranks(comparison.run, module, reference, num_ranks=num_ranks(strategies), timeout_s=timeout_s)
+    return _report(found, spec=spec, model=model_path, parallel=format_parallel(strategies))
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """What every rank does."""
+
+    config: Any
+    strategies: Sequence[Strategy]
+    directory: str | None
+    steps: int
+    seed: int
+
+    def run(self, module: nn.Module, reference: nn.Module) -> list[StepErrors]:
+        """Runs both sides on this rank; the first entry of the result is the state before the first step."""
+        model = parallelize(module, self.strategies, device="cpu")
+        if self.directory is None:
+            model.materialize(seed=self.seed)
+        else:
+            model.load(self.directory)
+        optimizers = [torch.optim.AdamW(m.parameters(), lr=_LEARNING_RATE) for m in (model, reference)]
+        theirs = dict(reference.named_parameters())
+        found = [StepErrors((0.0, 0.0), {}, {}, {}, _value_errors(model.weights.values(), theirs))]
+        for step in range(self.steps):
+            with exact_arithmetic():
+                found.append(self._passes(model, reference, step=step))
+            for optimizer in optimizers:
+                optimizer.step()
+            found[-1].values = _value_errors(model.weights.values(), theirs)
+            optimizers[0].zero_grad()
+        model.close()
+        return found
+
+    def _passes(self, model: ParallelModel, reference: nn.Module, *, step: int) -> StepErrors:
+        batch = global_batch(
+            seed=self.seed,
+            step=step,
+            num_shares=batch_ranks(self.strategies),
+            num_micro_batches=_NUM_MICRO_BATCHES,
+            num_rows=_NUM_ROWS,
+            num_tokens=min(_NUM_TOKENS, longest_sequence(self.config) or _NUM_TOKENS),
+            vocab_size=self.config.get_text_config().vocab_size,
+        )
+        mine = share_of(
+            batch, share=model.batch_rank, num_shares=model.num_batch_ranks, num_micro_batches=_NUM_MICRO_BATCHES
+        )
+        with recorded(model.module) as passes:
+            loss = model.forward_backward(mine)
+        with recorded(reference) as whole:
+            true_loss = reference_step(reference, batch)
+        first = model.batch_rank * _NUM_MICRO_BATCHES * _NUM_ROWS
+        outputs = output_errors(
+            passes,
+            whole[0],
+            first_rows=[first + number * _NUM_ROWS for number in range(_NUM_MICRO_BATCHES)],
+            num_rows=_NUM_ROWS,
+            total_rows=len(batch["input_ids"]),
+        )
+        order = {name: place for place, name in enumerate(whole[0])}
+        gradients, along = _gradient_errors(model.weights, dict(reference.named_parameters()), order=order)
+        return StepErrors((float(loss), float(true_loss)), outputs, gradients, along, {})
+
+
+def _value_errors(weights: Any, theirs: dict[str, nn.Parameter]) -> dict[str, float]:
+    return {held.name: _piece_error(held, held.local, theirs[held.name].detach()) for held in weights}
+
+
+def _gradient_errors(
+    weights: dict[str, HeldWeight], theirs: dict[str, nn.Parameter], *, order: dict[str, int]
+) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
+    """Compares this rank's part of each gradient, in the order in which forward completes the owning modules."""
+    errors, along = {}, {}
+    largest = max((float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None), default=0.0)
+    for name in sorted(weights, key=lambda n: order.get(n.rpartition(".")[0], -1)):
+        held, parameter = weights[name], theirs[name]
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        ours = torch.zeros_like(held.local) if held.local_grad is None else held.local_grad
+        errors[name] = _piece_error(held, ours, grad, floor=_GRADIENT_FLOOR * largest)
+        pairs = [(p.of_local(ours), p.of_whole(grad)) for p in held.pieces]
+        along[name] = (sum(float((a * b).sum()) for a, b in pairs), sum(float((b * b).sum()) for _, b in pairs))
+    return errors, along
+
+
+def _piece_error(held: HeldWeight, ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
+    """Error of this rank's pieces, relative to the whole weight's largest element, so that all ranks measure alike."""
+    scale = max(float(theirs.abs().max()), floor, torch.finfo(theirs.dtype).tiny)
+    pairs = ((piece.of_local(ours), piece.of_whole(theirs)) for piece in held.pieces)
+    return max((relative_error(a / scale, b / scale, floor=1.0) for a, b in pairs), default=0.0)
+
+
+# ---- in the parent: from what the ranks found to one report -------------------------------------------------------
+
+
+def _report(by_rank: list[list[StepErrors]], *, spec: ModelSpec, model: str, parallel: str) -> VerifyReport:
+    steps = [_merge(list(found)) for found in zip(*by_rank, strict=True)]
+    first = next((d for n, s in enumerate(steps) if (d := _divergence(n, s, spec=spec)) is not None), None)
+    per_step = [
+        {
+            "step": number,
+            "loss": step.loss[0],
+            "rel_err_loss": _loss_error(step),
+            "rel_err_grad": max(step.gradients.values(), default=0.0),
+            "rel_err_weights": max(step.values.values(), default=0.0),
+        }
+        for number, step in enumerate(steps)
+    ]
+    worst: dict[str, float] = {}
+    for step in steps:
+        for name, error in step.gradients.items():
+            worst[name] = max(worst.get(name, 0.0), error)
+    max_loss = max(row["rel_err_loss"] for row in per_step)
+    max_grad = max(worst.values(), default=0.0)
+    ok = max_loss <= BAR and max_grad <= BAR
+    return VerifyReport(
+        model=model,
+        parallel=parallel,
+        nproc=len(by_rank),
+        steps=len(steps) - 1,
+        max_rel_err_loss=max_loss,
+        max_rel_err_grad=max_grad,
+        max_rel_err_weights=max(row["rel_err_weights"] for row in per_step),
+        first_divergent_module=None if ok or first is None else first.module,
+        ok=ok,
+        verdict=_verdict(first, steps, ok=ok, max_error=max(max_loss, max_grad)),
+        first_divergence=None if ok else first,
+        worst_weights=sorted(worst.items(), key=lambda item: -item[1])[:5],
+        per_step=per_step[1:],
+        num_modules_compared=len(steps[-1].outputs),
+    )
+
+
+def _merge(found: list[StepErrors]) -> StepErrors:
+    """The worst of all ranks; a module counts only if it compares on every rank."""
+
+    def worst(attribute: str) -> dict[str, float]:
+        each = [getattr(f, attribute) for f in found]
+        return {name: max(e[name] for e in each) for name in each[0] if all(name in e for e in each)}
+
+    along = {
+        name: (sum(f.along[name][0] for f in found), sum(f.along[name][1] for f in found)) for name in found[0].along
+    }
+    loss = max((f.loss for f in found), key=lambda pair: relative_error(*map(torch.tensor, pair)))
+    return StepErrors(loss, worst("outputs"), worst("gradients"), along, worst("values"))
+
+
+def _loss_error(step: StepErrors) -> float:
+    ours, theirs = step.loss
+    return relative_error(torch.tensor(ours), torch.tensor(theirs))
+
+
+def _divergence(number: int, step: StepErrors, *, spec: ModelSpec) -> Divergence | None:
+    """Where a step goes wrong first (see [Note: where it begins])."""
+    units = [u.name for u in spec.units if u.kind is UnitKind.MODULE]
+    for name, error in step.outputs.items():
+        around = [u for u in units if name.startswith(f"{u}.")]
+        if error > BAR and all(step.outputs.get(u, error) > BAR for u in around):
+            return Divergence(number, "output", name, error)
+    if (error := _loss_error(step)) > BAR:
+        return Divergence(number, "loss", "loss", error)
+    for name, error in reversed(step.gradients.items()):
+        if error > BAR:
+            return Divergence(number, "gradient", name.rpartition(".")[0], error)
+    for name, error in step.values.items():
+        if error > (_VALUES_BAR if number else BAR):
+            what = "weight after the optimizer's step" if number else "initial weight"
+            return Divergence(number, what, name.rpartition(".")[0], error)
+    return None
+
+
+def _verdict(first: Divergence | None, steps: list[StepErrors], *, ok: bool, max_error: float) -> str:
+    if ok:
+        return "the same as one process, up to float64 rounding"
+    if first is None:
+        return f"errors up to {max_error:.1e} that begin nowhere in particular: rounding that adds up"
+    where = f"the {first.what} of {first.module!r}" if first.what != "loss" else "the loss"
+    begins = f"first differs in {where}" + (f", step {first.step}" if first.step else "")
+    if max_error < _ROUNDING:
+        return f"{begins}, by {first.rel_err:.1e}: looks like float32 arithmetic somewhere, not like a mistake"
+    factor = _common_factor(steps[first.step]) if first.what == "gradient" else None
+    if factor is not None:
+        return f"{begins}: all wrong gradients are {factor:.6g} times the reference's: a wrong sum or division"
+    return f"{begins}, by {first.rel_err:.1e}: a mistake, not rounding"
+
+
+def _common_factor(step: StepErrors) -> float | None:
+    """The factor by which all wrong gradients are too large, if there is one."""
+    wrong = [name for name, error in step.gradients.items() if error > BAR and step.along[name][1] > 0]
+    factors = [step.along[name][0] / step.along[name][1] for name in wrong]
+    if not factors or max(factors) - min(factors) > 1e-6 * abs(factors[0]):
+        return None
+    # The same projection is not yet the same direction: the error must be all that the factor explains.
+    explained = all(abs(step.gradients[n] - abs(factors[0] - 1)) <= 1e-3 * abs(factors[0] - 1) for n in wrong)
+    return factors[0] if explained else None
