@@ -22,7 +22,18 @@ _LAZY = {
     "RankFailure": "rotorch.core.errors",
 }
 
-__all__ = ["__version__", *_LAZY]  # noqa: PLE0604
+__all__ = [
+    "DDP",
+    "FSDP",
+    "RTP",
+    "ConfigError",
+    "ParallelModel",
+    "RankFailure",
+    "Single",
+    "__version__",
+    "on_meta",
+    "parallelize",
+]
 
 if TYPE_CHECKING:
     from rotorch.core.errors import ConfigError, RankFailure

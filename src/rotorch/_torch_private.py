@@ -1,20 +1,34 @@
-"""Every underscore name of torch that rotorch uses, each with its reason. `tests/test_torch_private.py` holds each one."""
+"""Every underscore name of torch that rotorch uses, each with its reason.
+
+`tests/test_torch_private.py` holds each one.
+"""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-# TorchDispatchMode: the documented way to observe operations below autograd, but only exported from an underscore module.
-# tree_flatten, tree_unflatten: arguments and outputs of unmodified modules are nested tuples, dicts and dataclasses registered with
+# TorchDispatchMode: the documented way to observe operations below autograd, but only exported from an underscore
+# module.
+# tree_flatten, tree_unflatten: arguments and outputs of unmodified modules are nested tuples, dicts and dataclasses
+# registered with
 #     torch's own pytree; optree would not know Hugging Face's output classes.
-__all__ = ["TorchDispatchMode", "storage_key", "tree_flatten", "tree_unflatten"]
+__all__ = ["TorchDispatchMode", "in_backward", "storage_key", "tree_flatten", "tree_unflatten"]
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Identity of a tensor's storage, shared by all its views.
+def storage_key(of: Tensor | torch.UntypedStorage) -> int:
+    """Identity of a storage, or of a tensor's storage, shared by all its views.
 
     Reason: meta tensors all have `data_ptr() == 0`, so no public name tells one meta storage from another.
     """
-    return tensor.untyped_storage()._cdata
+    return (of.untyped_storage() if isinstance(of, Tensor) else of)._cdata
+
+
+def in_backward() -> bool:
+    """Whether the calling thread runs a backward pass at this moment.
+
+    Reason: a dispatch mode sees operations of forward and of backward alike, and no public name tells them apart.
+    """
+    return torch._C._current_graph_task_id() != -1

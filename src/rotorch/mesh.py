@@ -56,7 +56,10 @@ def join_process_group(*, device: torch.device, timeout_s: float = 600.0) -> Non
 
 
 def make_mesh(strategies: Sequence[Strategy], *, device: torch.device) -> DeviceMesh:
-    """Makes the mesh of all ranks, its axes named and sized by the strategies. All ranks; joins the process group if need be."""
+    """Makes the mesh of all ranks, its axes named and sized by the strategies.
+
+    All ranks; joins the process group if need be.
+    """
     join_process_group(device=device)
     check_world_size(strategies, world_size=dist.get_world_size())
     axes = {axis: size for s in strategies for axis, size in s.axes.items()}

@@ -1,14 +1,14 @@
-"""`ParallelModel`: what `parallelize` returns and the training loop knows; and `Holding`: what a strategy has to give for it.
+"""`ParallelModel`, all that a training loop knows of a parallel model; `Holding`, what a strategy gives for it.
 
 [Note: lending]
-    At rest the module's parameters are DTensors, so optimizers, clipping and checkpoints work as on any model. A forward pass wants
-    plain tensors. `Holding.lend()` puts them into the module for the time of a pass and takes them back afterwards, also
-    after an exception: the weights are always home.
+    At rest the module's parameters are DTensors, so optimizers, clipping and checkpoints work as on any model. A
+    forward pass wants plain tensors. `Holding.lend()` puts them into the module for the time of a pass and takes them
+    back afterwards, also after an exception: the weights are always home.
 
 [Note: one loss rule]
-    Gradients are summed over micro-batches and ranks, and the loss is divided by the global number of target tokens, once. Hugging
-    Face models take that number as `num_items_in_batch`; it is known before the first backward, since `forward_backward` gets all
-    micro-batches of a step.
+    Gradients are summed over micro-batches and ranks, and the loss is divided by the global number of target tokens,
+    once. Hugging Face models take that number as `num_items_in_batch`; it is known before the first backward, since
+    `forward_backward` gets all micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from rotorch.shard.load import load_directory
 from rotorch.shard.materialize import Recipe, initialise
 
 Batch = Mapping[str, Tensor]
-"""One micro-batch: `input_ids` int64 [batch, sequence] and `labels` (as Hugging Face: shifted inside) or `shift_labels` (already shifted).
-Targets of -100 count for nothing. Further entries are handed to the model as they are."""
+"""One micro-batch: `input_ids` int64 [batch, sequence], and `labels` (shifted inside, as Hugging Face does) or
+`shift_labels` (already shifted). Targets of -100 count for nothing. Further entries go to the model as they are."""
 
 LossFn = Callable[[nn.Module, Batch, int], Tensor]
 """`loss(module, batch, num_targets)`: the SUM of the batch's losses divided by the global `num_targets`."""
@@ -55,7 +55,10 @@ def count_targets(batch: Batch) -> int:
 
 
 class Holding(ABC):
-    """How one strategy holds the model on this rank and lends it to a pass. `strategies/<kind>/apply.py` subclasses it."""
+    """How one strategy holds the model on this rank and lends it to a pass.
+
+    `strategies/<kind>/apply.py` subclasses it.
+    """
 
     weights: dict[str, HeldWeight]
     """Every weight of the spec by name, in the module's order; on all ranks the same names."""
@@ -65,10 +68,13 @@ class Holding(ABC):
 
     @abstractmethod
     def lend(self) -> AbstractContextManager[nn.Module]:
-        """Puts plain tensors into the module for one pass, yields what to call; takes them back on leaving (see [Note: lending])."""
+        """Puts plain tensors into the module for one pass and yields what to call (see [Note: lending]).
+
+        Takes them back on leaving, also after an exception.
+        """
 
     def start(self) -> None:
-        """Before the first micro-batch of a step, all ranks: weights as the optimizer left them become visible to all."""
+        """Before the first micro-batch of a step, on all ranks: weights as the optimizer left them become visible."""
         return None
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -80,7 +86,10 @@ class Holding(ABC):
         return None
 
     def gradients(self) -> list[Tensor]:
-        """After `finish`: this rank's gradients as few plain tensors as there are (flat buffers), in place, same order on all ranks."""
+        """After `finish`: this rank's gradients, as few plain tensors as possible (flat buffers).
+
+        Writing to them changes the gradients. The same order on all ranks.
+        """
         return [held.local_grad for held in self.weights.values() if held.local_grad is not None]
 
     def values_changed(self) -> None:
@@ -197,7 +206,10 @@ class ParallelModel:
         self._holding.values_changed()
 
     def full_tensor(self, name: str, *, grad: bool = False) -> Tensor:
-        """Returns a whole weight (or its gradient) on every rank. All ranks; sends the whole weight. For tests and export."""
+        """Returns a whole weight (or its gradient) on every rank.
+
+        All ranks; sends the whole weight. For tests and export.
+        """
         held = self.weights[name]
         local = held.local_grad if grad else held.local
         whole = torch.zeros(held.weight.shape, dtype=held.local.dtype, device=held.local.device)
@@ -234,7 +246,10 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Sequence[Batch]) -> Evaluation:
-        """Computes the loss of held-out micro-batches without gradients, summed over all ranks. Every rank gives equally many."""
+        """Computes the loss of held-out micro-batches without gradients, summed over all ranks.
+
+        Every rank gives equally many.
+        """
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         training = self.module.training
         self.module.eval()
@@ -252,7 +267,10 @@ class ParallelModel:
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: Tensor) -> Tensor:
-        """Returns float32 logits [batch, vocabulary] of the token after `input_ids` [batch, sequence]. All ranks give the same input."""
+        """Returns float32 logits [batch, vocabulary] of the token after `input_ids` [batch, sequence].
+
+        All ranks give the same input.
+        """
         training = self.module.training
         self.module.eval()
         barrier(mesh=self.mesh)  # weights are as the optimizer left them
@@ -278,7 +296,10 @@ class ParallelModel:
                 yield
 
     def _sum_over_batch_ranks(self, value: float) -> float:
-        """Sums a number over all ranks; ranks that share a batch share count once. Also a barrier: no rank passes before all came."""
+        """Sums a number over all ranks; ranks that share a batch share count once.
+
+        Also a barrier: no rank passes before all came.
+        """
         total = torch.tensor([value], dtype=torch.float64)
         all_reduce_sum(total, mesh=self.mesh)
         return float(total) * self.num_batch_ranks / self.mesh.size()

@@ -28,19 +28,23 @@ def parallelize(
 ) -> ParallelModel:
     """Spreads `module` over the ranks of this job. All ranks call it, with the same arguments.
 
-    The module is used as it is: its forward code, names and hooks stay. Parameters on `meta` (see `rotorch.on_meta`) get memory for this
-    rank's part only, and values from `ParallelModel.materialize` or `.load`; parameters that have values keep this rank's part of them.
+    The module is used as it is: its forward code, names and hooks stay. Parameters on `meta` (see `rotorch.on_meta`)
+    get memory for this rank's part only, and values from `ParallelModel.materialize` or `.load`; parameters that have
+    values keep this rank's part of them.
 
     Args:
         module: a Hugging Face model, or any module with a `plan`.
-        parallel: `"rtp=2"`, `"ddp=2,rtp=4[recompute=slice]"`, or strategies such as `[DDP(size=2), RTP(size=4)]`, outermost first.
+        parallel: `"rtp=2"`, `"ddp=2,rtp=4[recompute=slice]"`, or strategies such as `[DDP(size=2), RTP(size=4)]`,
+            outermost first.
         device: "auto", "cpu" or "cuda".
-        plan: name patterns to roles, for modules that declare none: `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`.
+        plan: name patterns to roles, for modules that declare none: `{"layers.*.up": "colwise", "layers.*.down":
+            "rowwise"}`.
         loss: how a batch becomes a loss; the default is what Hugging Face causal language models compute.
         autocast_dtype: run forward passes under `torch.autocast` with this dtype.
 
     Raises:
-        ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that a strategy cannot hold.
+        ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that
+            a strategy cannot hold.
     """
     strategies = parse_parallel(parallel) if isinstance(parallel, str) else tuple(parallel)
     check_composition(strategies)

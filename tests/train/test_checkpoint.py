@@ -26,6 +26,25 @@ from rotorch.train.state import TrainState
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "tiny"
 CPU = torch.device("cpu")
 
+
+
+def config_of(family):
+    """One layer of a tiny model: what a checkpoint has to deal with is all there, and DTensor's cost is per weight."""
+    layer = {"layer_types": ["full_attention"]} if family == "qwen3" else {}
+    return AutoConfig.from_pretrained(CONFIGS / f"{family}.json", num_hidden_layers=1, **layer)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """Makes torch and transformers import here what they import on first use, so that not every forked rank does it again."""
+    parameter = nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter]).step()
+    for family in ("llama", "qwen3"):
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config_of(family))
+
+
 # ---------------------------------------------------------------- cuts made by hand
 
 WEIGHTS = (
@@ -200,7 +219,7 @@ LAYOUTS = {
 
 def build(parallel, family="llama"):
     with rotorch.on_meta():
-        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / f"{family}.json"))
+        module = AutoModelForCausalLM.from_config(config_of(family))
     model = rotorch.parallelize(module, parallel).materialize(seed=0)
     return TrainState(model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), seed=11)
 
@@ -234,10 +253,10 @@ def local_bits(state):
     return found
 
 
-def write_all(run_dir, family):
-    """Under each layout of this many ranks: two steps, a save, two more; returns what an undisturbed run does."""
+def write(run_dir, family, layouts):
+    """Under each layout: two steps, a save, two more; returns what an undisturbed run does."""
     done = {}
-    for parallel in LAYOUTS[torch.distributed.get_world_size()]:
+    for parallel in layouts:
         state = build(parallel, family)
         train(state, 2)
         draw()
@@ -247,10 +266,10 @@ def write_all(run_dir, family):
     return done
 
 
-def read_all(paths, family):
-    """Continues each checkpoint under each layout of this many ranks."""
+def read(paths, family, layouts):
+    """Continues each checkpoint under each layout."""
     done = {}
-    for parallel in LAYOUTS[torch.distributed.get_world_size()]:
+    for parallel in layouts:
         for source, path in paths.items():
             state = build(parallel, family)
             torch.manual_seed(99)
@@ -264,12 +283,12 @@ def read_all(paths, family):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # qwen3: tied embedding and head
 def test_every_layout_continues_every_other(family, tmp_path):
     written = {}  # by layout: what each rank of it did
-    for num_ranks in LAYOUTS:
-        by_rank = run_ranks(write_all, tmp_path, family, num_ranks=num_ranks)
+    for num_ranks, layouts in LAYOUTS.items():
+        by_rank = run_ranks(write, tmp_path, family, layouts, num_ranks=num_ranks)
         written.update({parallel: [done[parallel] for done in by_rank] for parallel in by_rank[0]})
     paths = {parallel: by_rank[0][0] for parallel, by_rank in written.items()}
-    for num_ranks in LAYOUTS:
-        for rank, done in enumerate(run_ranks(read_all, paths, family, num_ranks=num_ranks)):
+    for num_ranks, layouts in LAYOUTS.items():
+        for rank, done in enumerate(run_ranks(read, paths, family, layouts, num_ranks=num_ranks)):
             for (source, parallel), (drawn, losses, bits) in done.items():
                 undisturbed = written[source][0][2]
                 assert losses == pytest.approx(undisturbed, rel=1e-6), (source, parallel)
@@ -287,12 +306,12 @@ def derived(path):
 
 
 def test_random_states_on_other_ranks_depend_on_seed_and_step_only(tmp_path):
-    path = run_ranks(write_all, tmp_path, "llama", num_ranks=2)[0]["ddp=2"][0]
+    path = run_ranks(write, tmp_path, "llama", ["ddp=2"], num_ranks=2)[0]["ddp=2"][0]
     assert run_ranks(derived, path, num_ranks=1) == run_ranks(derived, path, num_ranks=1)
 
 
 def test_inspect_tells_what_is_there(tmp_path):
-    path = run_ranks(write_all, tmp_path, "qwen3", num_ranks=2)[0]["fsdp=2"][0]
+    path = run_ranks(write, tmp_path, "qwen3", ["fsdp=2"], num_ranks=2)[0]["fsdp=2"][0]
     found = inspect_checkpoint(path)
     assert json.loads(json.dumps(found)) == found
     assert (found["step"], found["parallel"], found["num_ranks"], found["optimizer"]) == (2, "fsdp=2", 2, "AdamW")

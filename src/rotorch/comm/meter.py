@@ -1,7 +1,8 @@
 """Counts what a rank puts on the wire, from the operations it issues: an independent check of the Layouts' formulas.
 
-Every transfer of torch.distributed goes through the dispatcher as an operation of the `c10d` namespace, whoever issued it: our ring,
-torch's DDP, `fully_shard`. The meter is a dispatch mode around a step; it changes nothing. Shared memory moves nothing and counts nothing.
+Every transfer of torch.distributed goes through the dispatcher as an operation of the `c10d` namespace, whoever
+issued it: our ring, torch's DDP, `fully_shard`. The meter is a dispatch mode around a step; it changes nothing.
+Shared memory moves nothing and counts nothing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections import defaultdict
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import TorchDispatchMode, tree_flatten
 from rotorch.core.traffic import Kind
@@ -47,6 +49,8 @@ class Meter(TorchDispatchMode):
         return sum(self.sent_bytes.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its own dispatch issues the operations, and comes back here with each
         if func.namespace == "c10d":
             self._count(func._schema.name.removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))
@@ -55,7 +59,8 @@ class Meter(TorchDispatchMode):
         kind = _KINDS.get(name)
         if kind is None:
             return
-        # In every one of these schemas the last tensors before the process group are what this rank contributes; gathers come
+        # In every one of these schemas the last tensors before the process group are what this rank contributes;
+        # gathers come
         # as (output, input), reductions in place, and the group's size is only in the group object.
         group = next((a for a in args if hasattr(a, "size") and not isinstance(a, Tensor) and hasattr(a, "rank")), None)
         size = group.size() if group is not None else _boxed_size(args)

@@ -1,12 +1,14 @@
 """The ring: one interface for slices of weights going round and gradients riding home, whatever carries them.
 
 [Note: pull]
-    Within a step weights are read-only, so slice k is not handed from rank to rank: everybody takes it from its home. Order, volume and
-    buffers are those of a rotation, each home serves one reader at a time, nothing waits for a chain, and the weights never
-    leave home. Only gradients hop from neighbour to neighbour, because they add up on the way.
+    Within a step weights are read-only, so slice k is not handed from rank to rank: everybody takes it from its home.
+    Order, volume and buffers are those of a rotation, each home serves one reader at a time, nothing waits for a
+    chain, and the weights never leave home. Only gradients hop from neighbour to neighbour, because they add up on
+    the way.
 
-Order of visits on rank r of n: forward (r - i) mod n, own slice first; backward (r + 1 + j) mod n, own slice last, so that the gradient of
-slice k is touched by ranks k-1, k-2, ..., k in this order and is complete when its home has added its part.
+Order of visits on rank r of n: forward (r - i) mod n, own slice first; backward (r + 1 + j) mod n, own slice last, so
+that the gradient of slice k is touched by ranks k-1, k-2, ..., k in this order and is complete when its home has
+added its part.
 
 Every rank of the ring must make the same sequence of `start`, `visits` and `finish` calls.
 """
@@ -21,7 +23,7 @@ import torch
 from torch import Tensor
 
 AddGradient = Callable[[Tensor, bool], None]
-"""Called with (flat gradient buffer of a slice, fresh): adds this rank's part; `fresh` means the buffer holds nothing yet: write."""
+"""Called with (flat gradient buffer of a slice, fresh): adds this rank's part; writes it if the buffer is `fresh`."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,11 @@ class Ring(ABC):
         """The gradients of all items as one flat tensor."""
 
     def start(self, *, fresh: Sequence[bool]) -> None:
-        """Begins a step. `fresh[item]`: overwrite its gradient instead of adding to it. The caller has made sure that all ranks are here."""
+        """Begins a step.
+
+        `fresh[item]`: overwrite its gradient instead of adding to it. The caller has made sure that all ranks are
+        here.
+        """
         self.fresh = list(fresh)
 
     @abstractmethod

@@ -30,7 +30,10 @@ class Layout:
 
 
 def combine_layouts(layouts: Iterable[Layout]) -> Layout:
-    """Layout of several units together: residents and traffic add up, transients share their buffers (the largest counts)."""
+    """Layout of several units together.
+
+    Residents and traffic add up, transients share their buffers (the largest counts).
+    """
     resident, transient, transfers = 0, 0, []
     for layout in layouts:
         resident += layout.resident_bytes

@@ -31,7 +31,7 @@ def format_count(count: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """Formats a duration, e.g. `format_duration(3725) == "1:02:05"` and `format_duration(42) == "0:42"`."""
-    total = int(round(seconds))
+    total = round(seconds)
     hours, minutes = divmod(total, 3600)
     minutes, rest = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

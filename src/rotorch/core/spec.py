@@ -1,14 +1,15 @@
 """What a model consists of, as strategies see it: weights, how each may be cut, and the units they form.
 
-A `Weight` says how it may be cut (`Cut`), a `Unit` is the smallest piece that a strategy moves, splits or keeps whole, a
-`ModelSpec` is the whole model. All of it is plain data: the planner reads it without torch, `models/describe.py` makes it.
+A `Weight` says how it may be cut (`Cut`), a `Unit` is the smallest piece that a strategy moves, splits or keeps
+whole, a `ModelSpec` is the whole model. All of it is plain data: the planner reads it without torch,
+`models/describe.py` makes it.
 
 [Note: slices]
-    A cut divides one dimension of a weight into `groups` indivisible groups (an attention's key/value heads, the rows of a
-    vocabulary, the columns of an MLP), possibly repeated in `blocks` (gate and up fused in one matrix: each half is cut).
-    Slice k of n takes a run of consecutive groups of every block; when n does not divide the groups, the first slices
-    take one group more, and some may be empty. All cut weights of one unit have the same number of groups, so that slice
-    k of the unit is a smaller unit of the same kind.
+    A cut divides one dimension of a weight into `groups` indivisible groups (an attention's key/value heads, the rows
+    of a vocabulary, the columns of an MLP), possibly repeated in `blocks` (gate and up fused in one matrix: each half
+    is cut). Slice k of n takes a run of consecutive groups of every block; when n does not divide the groups, the
+    first slices take one group more, and some may be empty. All cut weights of one unit have the same number of
+    groups, so that slice k of the unit is a smaller unit of the same kind.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ class Unit:
         weights: what it owns; a tied weight belongs to the unit of its first use.
         uses: how often a step uses it in forward (a tied embedding and head: 2).
         reads_in_backward: how many of those uses need the weights again in backward (an embedding's does not).
-        replicated: names of weights that its forward needs whole beside its slices (q_norm); they belong to a REPLICATED unit.
+        replicated: names of weights that its forward needs whole beside its slices (q_norm); they belong to a
+            REPLICATED unit.
         added_once: names of biases that are added once, after the sum over slices; they belong to a REPLICATED unit.
     """
 

@@ -28,8 +28,8 @@ class Kind(StrEnum):
 class Transfer:
     """What one rank sends for one unit in one step (one micro-batch).
 
-    `sent_bytes` is what this rank puts on the wire by the textbook ring algorithm of the collective; `payload_bytes` the size
-    of the tensor handed to it. For `Kind.SEND` the two are equal.
+    `sent_bytes` is what this rank puts on the wire by the textbook ring algorithm of the collective; `payload_bytes`
+    the size of the tensor handed to it. For `Kind.SEND` the two are equal.
     """
 
     kind: Kind

@@ -1,14 +1,16 @@
 """From an `nn.Module` and its plan to a ModelSpec: which weights are cut, how, and which of them form a unit.
 
 [Note: units]
-    Weights with a column role and weights with a row role under one parent form a MODULE unit: the parent's own forward runs on
-    slices, and their outputs sum. A weight that stands alone (an embedding, a head, a linear layer whose output the plan gathers)
-    forms a WEIGHT unit, cut along its output. Whatever has no role is replicated.
+    Weights with a column role and weights with a row role under one parent form a MODULE unit: the parent's own
+        forward runs on slices, and their outputs sum. A weight that stands alone (an embedding, a head, a linear
+        layer whose output the plan gathers) forms a WEIGHT unit, cut along its output. Whatever has no role is
+        replicated.
 
 [Note: groups]
-    An attention may only be cut between key/value heads; its modules say their head's size (`head_dim`), its configuration the number of
-    heads. An MLP may be cut between any two columns. If a parent's weights cannot be cut into the same groups, each of its weights becomes
-    a WEIGHT unit of its own, which is right for any module, only less fused.
+    An attention may only be cut between key/value heads; its modules say their head's size (`head_dim`), its
+    configuration the number of heads. An MLP may be cut between any two columns. If a parent's weights cannot be cut
+    into the same groups, each of its weights becomes a WEIGHT unit of its own, which is right for any module, only
+    less fused.
 """
 
 from __future__ import annotations
@@ -114,7 +116,10 @@ def _weights(module: nn.Module) -> dict[str, Weight]:
 
 
 def _parent(name: str, module: nn.Module) -> str:
-    """The module whose forward uses the parameter: a linear layer's parent, or the module that holds the parameter itself."""
+    """The module whose forward uses the parameter.
+
+    A linear layer's parent, or the module that holds the parameter itself.
+    """
     holder = name.rpartition(".")[0]
     if isinstance(module.get_submodule(holder), nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):
         return holder.rpartition(".")[0]
@@ -166,7 +171,10 @@ def _is_bias_of(name: str, alone: set[str]) -> bool:
 
 
 def _weight_unit(name: str, *, module: nn.Module, weights: Mapping[str, Weight]) -> Unit:
-    """A weight (and its bias) cut along its output; an embedding's slices answer the tokens in their range, so they sum."""
+    """A weight (and its bias) cut along its output.
+
+    An embedding's slices answer the tokens in their range, so they sum.
+    """
     holder, _, _ = name.rpartition(".")
     layer = module.get_submodule(holder)
     rows = weights[name].shape[0]

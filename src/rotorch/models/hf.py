@@ -12,11 +12,17 @@ from torch import nn
 from rotorch.core.errors import ConfigError, nearest
 
 Plan = Mapping[str, str]
-"""Name patterns of modules or parameters (`*` stands for one name part) to roles: `colwise`, `rowwise`, `packed_colwise`, ..."""
+"""Name patterns of modules or parameters (`*` stands for one name part) to roles.
+
+`colwise`, `rowwise`, `packed_colwise`, ...
+"""
 
 
 def tensor_parallel_plan(module: nn.Module) -> dict[str, str]:
-    """Returns the plan that a Hugging Face model declares, with the embedding and the head added; {} for other modules."""
+    """Returns the plan that a Hugging Face model declares, with the embedding and the head added.
+
+    {} for other modules.
+    """
     plan = dict(getattr(module, "tp_plan", None) or {})
     if not plan or not hasattr(module, "get_input_embeddings"):
         return plan
@@ -60,7 +66,8 @@ def config_from_dict(values: Mapping[str, Any], *, source: str, known: Any = Non
     model_type = values.get("model_type")
     if model_type not in known:
         raise ConfigError(
-            f"model: {source}: transformers knows no model_type {model_type!r}{nearest(str(model_type), known=list(known.keys()))}"
+            f"model: {source}: transformers knows no model_type {model_type!r}"
+            f"{nearest(str(model_type), known=list(known.keys()))}"
         )
     try:
         return known[model_type].from_dict(dict(values))
@@ -85,7 +92,8 @@ def causal_lm(config: Any) -> nn.Module:
 
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(
-            f"model: {config.model_type!r} has no causal language-model head in transformers. Write a decoder's configuration"
+            f"model: {config.model_type!r} has no causal language-model head in transformers. "
+            "Write a decoder's configuration"
         )
     return AutoModelForCausalLM.from_config(config)
 

@@ -1,1 +1,4 @@
-"""Products with weights that go round: modules, linear layers, embeddings, and the loss, each as one autograd function."""
+"""Products with weights that go round.
+
+Modules, linear layers, embeddings, and the loss, each as one autograd function.
+"""

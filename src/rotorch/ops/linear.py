@@ -68,7 +68,10 @@ class _RotateLinear(torch.autograd.Function):
 
 
 def add_linear_gradient(into: list[Tensor], fresh: bool, grad_BR: Tensor, x_BI: Tensor) -> None:
-    """Adds a linear layer's gradient to `into` = [weight [R, I], bias [R]]: the product goes straight into the buffer."""
+    """Adds a linear layer's gradient to `into` = [weight [R, I], bias [R]].
+
+    The product goes straight into the buffer.
+    """
     if into[0].dtype == grad_BR.dtype:
         into[0].addmm_(grad_BR.t(), x_BI, beta=0 if fresh else 1)
     elif fresh:
@@ -81,7 +84,10 @@ def add_linear_gradient(into: list[Tensor], fresh: bool, grad_BR: Tensor, x_BI: 
 
 
 def rotate_embedding(unit: RotatingUnit, ids: Tensor, *, padding_idx: int | None = None) -> Tensor:
-    """Rows of the unit's weight `[V, D]` for int64 `ids [..]`: each slice answers the tokens in its range. Returns `[.., D]`."""
+    """Rows of the unit's weight `[V, D]` for int64 `ids [..]`: each slice answers the tokens in its range.
+
+    Returns `[.., D]`.
+    """
     if not torch.is_grad_enabled():
         return _embedding_forward(unit, ids)
     return _RotateEmbedding.apply(unit, padding_idx, unit.anchor, ids)

@@ -1,8 +1,8 @@
 """Cross-entropy over a vocabulary that goes round: the full logits never exist (rotation of embedding and head).
 
-A language-model head returns `DeferredLogits`, which stand for `[.., V]` logits without holding them. What models do between head and
-loss (scaling, soft caps, casts, flattening, shifting) is written down and replayed per slice; `cross_entropy` on them runs slice by
-slice; anything else makes them real, once, and goes on as usual.
+A language-model head returns `DeferredLogits`, which stand for `[.., V]` logits without holding them. What models do
+between head and loss (scaling, soft caps, casts, flattening, shifting) is written down and replayed per slice;
+`cross_entropy` on them runs slice by slice; anything else makes them real, once, and goes on as usual.
 
 Shapes: B tokens, D hidden, V vocabulary, R rows of the vocabulary in one slice.
 """
@@ -44,7 +44,10 @@ class DeferredLogits(Tensor):
     def __new__(
         cls, hidden: Tensor, unit: RotatingUnit, *, chain: tuple[Elementwise, ...] = (), keep: bool
     ) -> DeferredLogits:
-        """Makes logits of `hidden [.., D]`; `keep`: the loss keeps logits for backward instead of computing them again."""
+        """Makes logits of `hidden [.., D]`.
+
+        `keep`: the loss keeps logits for backward instead of computing them again.
+        """
         shape = (*hidden.shape[:-1], unit.slices.weights[0].shape[0])
         dtype = _replay(torch.empty(0, dtype=hidden.dtype, device="meta"), chain).dtype
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)

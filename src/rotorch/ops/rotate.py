@@ -1,14 +1,15 @@
 """A module's forward and backward over slices of its weights that pass by (rotation, arXiv 2311.01635 section 3).
 
 [Note: one function per unit]
-    A unit is one autograd function. Forward runs the module's own code once per visiting slice and sums the outputs; backward meets the
-    slices in the opposite order, differentiates one slice's graph at a time, and hands its weight gradients to the ring. So the
-    order of visits is explicit, a slice's interior is freed as soon as it is used, and recomputing it is one line: with
-    `recompute`, forward keeps only the inputs.
+    A unit is one autograd function. Forward runs the module's own code once per visiting slice and sums the outputs;
+    backward meets the slices in the opposite order, differentiates one slice's graph at a time, and hands its weight
+    gradients to the ring. So the order of visits is explicit, a slice's interior is freed as soon as it is used, and
+    recomputing it is one line: with `recompute`, forward keeps only the inputs.
 
 [Note: kept graphs and moving slices]
-    Without recompute, a slice's graph outlives its visit. If slices pass through slots that are used again, tensors that autograd
-    saves inside the slot are replaced by where they were, and looked up in the buffer that holds the same slice in backward.
+    Without recompute, a slice's graph outlives its visit. If slices pass through slots that are used again, tensors
+    that autograd saves inside the slot are replaced by where they were, and looked up in the buffer that holds the
+    same slice in backward.
 """
 
 from __future__ import annotations
@@ -81,9 +82,12 @@ class RotatingUnit:
 
 
 def rotate_module(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> Tensor:
-    """Returns the sum over slices of `run(slice weights, inputs)`; differentiable in the inputs and, through the ring, the weights.
+    """Returns the sum over slices of `run(slice weights, inputs)`.
 
-    All ranks of the ring call it for the same units in the same order. Sends the unit's slices once, in backward once more and the gradients.
+    Differentiable in the inputs and, through the ring, the weights.
+
+    All ranks of the ring call it for the same units in the same order. Sends the unit's slices once, in backward once
+    more and the gradients.
     """
     if not torch.is_grad_enabled():
         return _sum_slices(unit, run, inputs)
@@ -199,7 +203,7 @@ class AutocastState:
 
 @contextmanager
 def _random_state(state: Tensor | None) -> Iterator[None]:
-    """Runs with the CPU random state of an earlier moment (dropout draws the same mask again), then goes on as before."""
+    """Runs with an earlier random state (dropout draws the same mask again), then goes on as before."""
     if state is None:
         yield
         return

@@ -1,7 +1,8 @@
 """A weight that goes round, in the place where a module looks for it.
 
-A `RotatingWeight` stands in a module for a weight that no rank holds whole. It has the weight's shape and dtype, and answers the
-functions that use a weight as a whole (`linear`, `embedding`) by rotating. So a layer's own forward runs as it is.
+A `RotatingWeight` stands in a module for a weight that no rank holds whole. It has the weight's shape and dtype, and
+answers the functions that use a weight as a whole (`linear`, `embedding`) by rotating. So a layer's own forward runs
+as it is.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class RotatingWeight(Tensor):
             return super().__torch_function__(func, types, args, kwargs)
         held = next((a for a in [*args, *kwargs.values()] if isinstance(a, RotatingWeight)), None)
         raise ConfigError(
-            f"rtp: {held.weight.name if held is not None else 'a weight'!r} is used by {getattr(func, '__name__', func)!r}, "
+            f"rtp: {held.weight.name if held is not None else 'a weight'!r} is used by "
+            f"{getattr(func, '__name__', func)!r}, "
             "which cannot take a weight that goes round. Give it no role in the plan, or use fsdp"
         )
 

@@ -1,7 +1,7 @@
 """What one rank holds of each weight: plain local tensors, their place in the whole weight, and the DTensor at rest.
 
-Everything that must see weights independently of the strategy reads this: optimizers and clipping (through the DTensor),
-checkpoints and loading (through the pieces), verification (both).
+Everything that must see weights independently of the strategy reads this: optimizers and clipping (through the
+DTensor), checkpoints and loading (through the pieces), verification (both).
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from rotorch.core.spec import Weight
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of a whole weight: where it starts in each dim, its sizes, and where its first element along the cut dim sits locally.
+    """A box of a whole weight.
+
+    Where it starts in each dim, its sizes, and where its first element along the cut dim sits locally.
 
     Attributes:
         offsets: start in the whole weight, one per dim.
@@ -52,7 +54,7 @@ class Piece:
 
 
 def cut_pieces(weight: Weight, *, num_slices: int, index: int) -> tuple[Piece, ...]:
-    """Returns the pieces of slice `index` of `num_slices` of `weight` (one per block of its cut; none if it is empty)."""
+    """Returns the pieces of slice `index` of `num_slices` of `weight`: one per block of its cut, none if empty."""
     if weight.cut is None:
         return (Piece((0,) * len(weight.shape), weight.shape),)
     dim, pieces, local_start = weight.cut.dim, [], 0
@@ -95,10 +97,11 @@ class HeldWeight:
 
 
 class Pieces:
-    """A tensor of which this rank holds some pieces, in the form that `torch.distributed.checkpoint` saves and loads in place.
+    """A tensor of which this rank holds some pieces, as `torch.distributed.checkpoint` saves and loads it in place.
 
-    Implements torch's `_Checkpointable` protocol, so that cuts which no DTensor placement describes (uneven heads, fused halves) are
-    saved with their true offsets and load under any other layout. Also wraps optimizer state shaped like its weight.
+    Implements torch's `_Checkpointable` protocol, so that cuts which no DTensor placement describes (uneven heads,
+    fused halves) are saved with their true offsets and load under any other layout. Also wraps optimizer state shaped
+    like its weight.
     """
 
     def __init__(self, local: Tensor, *, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:

@@ -38,9 +38,12 @@ def _files(directory: Path) -> dict[str, Path]:
 
 @torch.no_grad()
 def load_directory(directory: str, *, weights: Mapping[str, HeldWeight]) -> None:
-    """Reads what this rank holds of each weight from safetensors, never more than one slice at a time. Every rank alone.
+    """Reads what this rank holds of each weight from safetensors, never more than one slice at a time.
 
-    Names are the model's own; a tied weight may be stored under any of its names. Values are converted to the weight's dtype.
+    Every rank alone.
+
+    Names are the model's own; a tied weight may be stored under any of its names. Values are converted to the
+    weight's dtype.
 
     Raises:
         ConfigError: no such directory, no or corrupt files, missing, extra or mis-shaped tensors (all of them listed).

@@ -1,10 +1,10 @@
 """First values: building a model without memory, and filling each rank's slices independently of who holds what.
 
 [Note: recipes]
-    A model's own initialisation code runs on `meta` tensors while a dispatch mode writes down what it does to each parameter:
-    `normal_(0, 0.02)`, then `zero_` of one row, and so on. This recipe is replayed on the slices that a rank holds. Random numbers are
-    a function of (seed, weight name, global index of the element), so every strategy and world size gets the same
-    weights, and no rank ever makes a tensor larger than what it keeps.
+    A model's own initialisation code runs on `meta` tensors while a dispatch mode writes down what it does to each
+    parameter: `normal_(0, 0.02)`, then `zero_` of one row, and so on. This recipe is replayed on the slices that a
+    rank holds. Random numbers are a function of (seed, weight name, global index of the element), so every strategy
+    and world size gets the same weights, and no rank ever makes a tensor larger than what it keeps.
 """
 
 from __future__ import annotations
@@ -97,8 +97,9 @@ class _Recorder(TorchDispatchMode):
 def on_meta() -> Iterator[None]:
     """Builds a model without memory for its parameters: they are `meta` tensors, buffers are real.
 
-    Unlike `torch.device("meta")`, buffers computed in constructors (rotary frequencies, masks) keep their values, and what
-    the constructors do to parameters is remembered, so that `ParallelModel.materialize(seed=...)` can do it to slices.
+    Unlike `torch.device("meta")`, buffers computed in constructors (rotary frequencies, masks) keep their values, and
+    what the constructors do to parameters is remembered, so that `ParallelModel.materialize(seed=...)` can do it to
+    slices.
 
     Example:
         >>> with rotorch.on_meta():
@@ -127,7 +128,9 @@ def on_meta() -> Iterator[None]:
 
 
 def take_recipes(module: nn.Module) -> dict[str, Recipe]:
-    """Returns how each meta parameter of `module` is initialised, by name; runs the initialisation code on meta if nobody watched it.
+    """Returns how each meta parameter of `module` is initialised, by name.
+
+    Runs the initialisation code on meta if nobody watched it.
 
     Call before a strategy replaces the parameters. Parameters that already have values are not in the result.
     """

@@ -1,4 +1,7 @@
-"""Weights that are whole on every rank of an axis: a plain twin for passes, a replicated DTensor at rest, one memory."""
+"""Weights that are whole on every rank of an axis.
+
+A plain twin for passes, a replicated DTensor at rest, one memory.
+"""
 
 from __future__ import annotations
 

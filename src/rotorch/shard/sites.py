@@ -1,4 +1,4 @@
-"""Where parameters sit in a module, so that what a pass computes with can be put there and taken back (Note: lending)."""
+"""Where parameters sit in a module: there a pass's tensors are put, and taken back (see [Note: lending])."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Site:
     attribute: str
 
     def put(self, tensor: Tensor | None) -> None:
-        """Makes the module find `tensor` here (a plain tensor, a DTensor parameter, or None for a bias that is not there)."""
+        """Makes the module find `tensor` here: a plain tensor, a DTensor parameter, or None."""
         self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
 
 

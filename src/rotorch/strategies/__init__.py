@@ -1,12 +1,14 @@
 """The strategies, what may wrap what, and the text they are written in (`--parallel`). No torch.
 
-Grammar: `kind=size` joined by commas, outermost (slowest links) first; options in brackets: `ddp=2,rtp=4[recompute=slice]`.
+Grammar: `kind=size` joined by commas, outermost (slowest links) first; options in brackets:
+`ddp=2,rtp=4[recompute=slice]`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import pairwise
 
 from pydantic import ValidationError
 
@@ -29,7 +31,8 @@ def parse_parallel(text: str) -> tuple[Strategy, ...]:
     """Reads `--parallel` text, e.g. `"ddp=2,rtp=4[recompute=slice]"`, into strategies, outermost first.
 
     Raises:
-        ConfigError: for an unknown kind or option, a size that is not a positive number, or a composition not in `COMPOSES`.
+        ConfigError: for an unknown kind or option, a size that is not a positive number, or a composition not in
+            `COMPOSES`.
     """
     items = [item.strip() for item in re.split(r",(?![^\[]*\])", text)]
     strategies = tuple(_parse_item(item, text=text) for item in items)
@@ -41,7 +44,7 @@ def check_composition(strategies: Sequence[Strategy]) -> None:
     """Raises `ConfigError` unless every neighbouring (outer, inner) pair is in `COMPOSES`."""
     if not strategies:
         raise ConfigError("parallel: no strategy given. Write for example 'single' or 'rtp=2'")
-    for outer, inner in zip(strategies, strategies[1:], strict=False):
+    for outer, inner in pairwise(strategies):
         if (outer.kind, inner.kind) not in COMPOSES:
             known = ", ".join(f"{o}=..,{i}=.." for o, i in sorted(COMPOSES))
             raise ConfigError(f"parallel: '{outer},{inner}' cannot be composed. Compositions that work: {known}")

@@ -89,7 +89,10 @@ def _rank_main(
 
 
 def _wait_for_all(parent: int) -> None:
-    """Stays until the parent ends this rank: if it left, others would see connections close under their last messages."""
+    """Stays until the parent ends this rank.
+
+    If it left, others would see connections close under their last messages.
+    """
     while os.getppid() == parent:
         time.sleep(0.02)
 

@@ -266,7 +266,7 @@ def _report(by_rank: list[list[StepErrors]], *, spec: ModelSpec, model: str, par
         {
             "step": number,
             "loss": step.loss[0],
-            "rel_err_loss": _loss_error(step),
+            "rel_err_loss": _loss_error(step.loss),
             "rel_err_grad": max(step.gradients.values(), default=0.0),
             "rel_err_weights": max(step.values.values(), default=0.0),
         }
@@ -307,13 +307,13 @@ def _merge(found: list[StepErrors]) -> StepErrors:
     along = {
         name: (sum(f.along[name][0] for f in found), sum(f.along[name][1] for f in found)) for name in found[0].along
     }
-    loss = max((f.loss for f in found), key=lambda pair: relative_error(*map(torch.tensor, pair)))
+    loss = max((f.loss for f in found), key=_loss_error)
     return StepErrors(loss, worst("outputs"), worst("gradients"), along, worst("values"))
 
 
-def _loss_error(step: StepErrors) -> float:
-    ours, theirs = step.loss
-    return relative_error(torch.tensor(ours), torch.tensor(theirs))
+def _loss_error(loss: tuple[float, float]) -> float:
+    ours, theirs = (torch.tensor(value, dtype=torch.float64) for value in loss)
+    return relative_error(ours, theirs)
 
 
 def _divergence(number: int, step: StepErrors, *, spec: ModelSpec) -> Divergence | None:
@@ -323,7 +323,7 @@ def _divergence(number: int, step: StepErrors, *, spec: ModelSpec) -> Divergence
         around = [u for u in units if name.startswith(f"{u}.")]
         if error > BAR and all(step.outputs.get(u, error) > BAR for u in around):
             return Divergence(number, "output", name, error)
-    if (error := _loss_error(step)) > BAR:
+    if (error := _loss_error(step.loss)) > BAR:
         return Divergence(number, "loss", "loss", error)
     for name, error in reversed(step.gradients.items()):
         if error > BAR:

@@ -1,16 +1,17 @@
 """Starts ranks on this machine through torch's elastic launcher and says what happened to them.
 
 [Note: how a run ends]
-    A rank dies, by a signal or an exception: `_Watch`, a thread of the launcher, sees it within 0.1 s, gives the others a second
-        to note what they saw, and kills them. `RankFailure` names the rank that failed first and what it was doing.
+    A rank dies, by a signal or an exception: `_Watch`, a thread of the launcher, notices at once, gives the others a second to note
+        what they saw, and kills them. `RankFailure` names the rank that failed first and what it was doing.
     The launcher dies: the kernel kills the ranks (PR_SET_PDEATHSIG), whatever they are waiting for.
     Ctrl-C, or SIGTERM, to the launcher or to all: the launcher raises a flag on the status board, and the ranks, which ignore both
         signals, agree on the step after which they write a checkpoint and leave. A second Ctrl-C kills them at once.
     Under torchrun, Slurm and the like each rank raises the flag for itself, and what agrees is the ranks' reduction.
 
 [Note: fork]
-    Ranks are forked: torch and transformers are imported once, and a rank starts in a fraction of a second. So the launcher must not
-    have run anything in threads: it keeps torch to one.
+    Ranks are forked: torch and transformers are imported once, and a rank starts in a fraction of a second. A lock that another thread
+    holds at that moment stays locked in the rank for ever, so the launcher keeps torch to one thread and serves no TCP store (its
+    thread looks up host names): ranks find each other through a file.
 """
 
 from __future__ import annotations
@@ -27,10 +28,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -42,7 +45,8 @@ Work = Callable[[StatusBoard], None]
 """What a rank does, given the board on which it notes what it is doing."""
 
 _PR_SET_PDEATHSIG = 1
-_WATCH_EVERY_S = 0.1
+_MONITOR_EVERY_S = 0.2
+_LOOK_EVERY_S = 0.02
 _GRACE_S = 1.0
 """How long ranks that outlive a failed one may take to note what they saw."""
 
@@ -52,12 +56,16 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def launch(work: Work, *, num_ranks: int, traceback_dir: Path | None = None) -> None:
+def launch(
+    work: Work, *, num_ranks: int, backend: str = "gloo", timeout_s: float = 600.0, traceback_dir: Path | None = None
+) -> None:
     """Runs `work` in `num_ranks` ranks of this machine and returns when all are done.
 
     Args:
-        work: runs in every rank, with torchrun's environment variables set.
+        work: runs in every rank, with torchrun's environment variables set and the process group joined.
         num_ranks: how many ranks.
+        backend: of the process group.
+        timeout_s: a rank that waits longer for another one fails.
         traceback_dir: where a rank that ends with an unexpected exception leaves its traceback, if the directory exists.
 
     Raises:
@@ -66,29 +74,38 @@ def launch(work: Work, *, num_ranks: int, traceback_dir: Path | None = None) -> 
         KeyboardInterrupt: after a second Ctrl-C.
     """
     board = StatusBoard(num_ranks)
-    rank_main = _rank_main(work, board=board, launcher_pid=os.getpid(), traceback_dir=traceback_dir)
-    with _quiet_elastic(), tempfile.TemporaryDirectory(prefix="rotorch-") as logs, _Watch(board) as watch, _forward_stop(watch):
+    torch.set_num_threads(1)
+    with (
+        _quiet_elastic(),
+        tempfile.TemporaryDirectory(prefix="rotorch-") as directory,
+        _Watch(board) as watch,
+        _forward_stop(watch),
+    ):
+        group = _Group(file=f"{directory}/ranks", num_ranks=num_ranks, backend=backend, timeout_s=timeout_s)
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=num_ranks,
             run_id=f"rotorch-{os.getpid()}",
             rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
+            rdzv_endpoint=f"{directory}/rendezvous",
+            rdzv_configs={"store_type": "file"},
             local_addr="127.0.0.1",
             max_restarts=0,
-            monitor_interval=2 * _WATCH_EVERY_S,
+            monitor_interval=_MONITOR_EVERY_S,
             start_method="fork",
-            logs_specs=DefaultLogsSpecs(log_dir=logs),
+            logs_specs=DefaultLogsSpecs(log_dir=directory),
             signals_to_handle="SIGHUP,SIGQUIT",
         )
         try:
-            elastic_launch(config, rank_main)()
+            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+            elastic_launch(config, _rank_main)(work, board, group, os.getpid(), traceback_dir)
         except ChildFailedError as error:
-            for rank, failure in error.failures.items():
-                watch.deaths.setdefault(rank, _exit_status(failure.exitcode))
             if watch.aborted:
                 raise KeyboardInterrupt from None
+            for rank, failure in error.failures.items():
+                if watch.deaths.get(rank, Death()) == Death():
+                    watch.deaths[rank] = _exit_status(failure.exitcode)
             raise _explain(board.all(), deaths=watch.deaths) from None
         except SignalException as error:
             raise RankFailure(f"the launcher was ended by {error.sigval.name}") from None
@@ -121,30 +138,49 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> None:
 # ---------------------------------------------------------------- inside a rank
 
 
-def _rank_main(work: Work, *, board: StatusBoard, launcher_pid: int, traceback_dir: Path | None) -> Callable[[], None]:
-    def rank_main() -> None:
-        rank = int(os.environ["RANK"])
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        _die_with(launcher_pid)
-        board.enter(rank, pid=os.getpid())
+@dataclass(frozen=True)
+class _Group:
+    """How forked ranks find each other: through `file`."""
+
+    file: str
+    num_ranks: int
+    backend: str
+    timeout_s: float
+
+    def join(self, rank: int) -> None:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
-        _use_threads()
-        try:
-            work(board)
-        except BaseException as error:
-            kind = FailureKind.INPUT if isinstance(error, ConfigError) else FailureKind.OWN
-            board.fail(_one_line(error), kind=kind)
-            if not isinstance(error, RotorchError):
-                _leave_traceback(traceback_dir, rank=rank)
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)  # at once: to take down a process group whose other ranks are waiting can take minutes
-        board.doing(Phase.DONE)
-        sys.stdout.flush()
+        dist.init_process_group(
+            self.backend,
+            store=dist.FileStore(self.file, self.num_ranks),
+            rank=rank,
+            world_size=self.num_ranks,
+            timeout=timedelta(seconds=self.timeout_s),
+        )
 
-    return rank_main
+
+def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int, traceback_dir: Path | None) -> None:
+    rank = int(os.environ["RANK"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    _die_with(launcher_pid)
+    board.enter(rank, pid=os.getpid())
+    _use_threads()
+    try:
+        board.doing(Phase.JOINING)
+        group.join(rank)
+        work(board)
+        dist.destroy_process_group()
+    except BaseException as error:
+        kind = FailureKind.INPUT if isinstance(error, ConfigError) else FailureKind.OWN
+        board.fail(_one_line(error), kind=kind)
+        if not isinstance(error, RotorchError):
+            _leave_traceback(traceback_dir, rank=rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # at once: to take down a process group whose other ranks are waiting can take minutes
+    board.doing(Phase.DONE)
+    sys.stdout.flush()
 
 
 def _die_with(parent_pid: int) -> None:
@@ -185,6 +221,8 @@ class Death:
     signal_number: int = 0
 
     def __str__(self) -> str:
+        if self == Death():
+            return "vanished"
         if not self.signal_number:
             return f"ended with exit code {self.exit_code}"
         try:
@@ -200,10 +238,10 @@ def _exit_status(exit_code: int) -> Death:
 
 
 class _Watch:
-    """A thread that notices dead ranks, and kills the others when one failed. See [Note: how a run ends].
+    """One thread per rank that notices how it ends; the first that sees a failure kills the others. See [Note: how a run ends].
 
     Attributes:
-        deaths: how ranks ended before any of them was killed from here.
+        deaths: how ranks ended that failed before any was killed from here, in the order in which that was noticed.
         aborted: whether a second Ctrl-C ended the run.
     """
 
@@ -211,57 +249,55 @@ class _Watch:
         self.board = board
         self.deaths: dict[int, Death] = {}
         self.aborted = False
+        self._ended: set[int] = set()
+        self._killing = threading.Lock()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rotorch-watch", daemon=True)
+        ranks = range(board.num_ranks)
+        self._threads = [threading.Thread(target=self._follow, args=(rank,), daemon=True) for rank in ranks]
 
     def __enter__(self) -> _Watch:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._thread.join()
+        for thread in self._threads:
+            thread.join()
 
-    def abort(self) -> None:
-        """Kills all ranks."""
-        self.aborted = True
-        self._kill()
-
-    def _run(self) -> None:
-        while not self._over.wait(_WATCH_EVERY_S):
-            if self._look():
-                end = time.monotonic() + _GRACE_S
-                while time.monotonic() < end and len(self.deaths) < self.board.num_ranks:
-                    time.sleep(_WATCH_EVERY_S / 4)
-                    self._look()
-                self._kill()
-                return
-
-    def _look(self) -> bool:
-        """Notes which ranks ended; returns whether one of them failed."""
+    def kill(self) -> None:
+        """Kills all ranks that are alive."""
         for status in self.board.all():
-            death = _death(status.pid) if status.pid and status.rank not in self.deaths else None
-            if death is not None and (death != Death() or status.phase is not Phase.DONE):
-                self.deaths[status.rank] = death
-        return bool(self.deaths)
-
-    def _kill(self) -> None:
-        for status in self.board.all():
-            if status.pid and status.rank not in self.deaths:
+            if status.pid and status.rank not in self._ended:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(status.pid, signal.SIGKILL)
 
+    def _follow(self, rank: int) -> None:
+        while not (pid := self.board.read(rank).pid):
+            if self._over.wait(_LOOK_EVERY_S):
+                return
+        death = _wait(pid)
+        self._ended.add(rank)
+        if death == Death() and self.board.read(rank).phase is Phase.DONE:
+            return
+        if self._killing.acquire(blocking=False):  # the first failure; kept for good
+            self.deaths[rank] = death
+            end = time.monotonic() + _GRACE_S
+            while time.monotonic() < end and len(self._ended) < self.board.num_ranks:
+                time.sleep(_LOOK_EVERY_S)
+            self.kill()
+        elif not self.aborted:
+            self.deaths[rank] = death
 
-def _death(pid: int) -> Death | None:
-    """How a child ended, None while it lives. Leaves it for the elastic launcher to reap."""
-    if not hasattr(os, "waitid"):
-        return None  # then the elastic launcher's own notice, which takes longer, has to do
+
+def _wait(pid: int) -> Death:
+    """Returns when a child ends, and how. Leaves it for the elastic launcher to reap."""
     try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
-        return None  # reaped meanwhile; the elastic launcher tells
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    except ChildProcessError:  # reaped already: the elastic launcher tells how it ended
+        return Death()
     if ended is None:
-        return None
+        return Death()
     return Death(exit_code=ended.si_status) if ended.si_code == os.CLD_EXITED else Death(signal_number=ended.si_status)
 
 
@@ -274,7 +310,8 @@ def _forward_stop(watch: _Watch) -> Iterator[None]:
         again = watch.board.stop_requested and number == signal.SIGINT
         watch.board.request_stop()
         if again and os.getpid() == own_pid:  # a rank runs this too, in the moment between its fork and its first line
-            watch.abort()
+            watch.aborted = True
+            watch.kill()
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -303,7 +340,7 @@ def _quiet_elastic() -> Iterator[None]:
 
 def _explain(statuses: list[RankStatus], *, deaths: dict[int, Death]) -> RotorchError:
     """Says which rank failed first. A rank that just vanished comes before those that then missed it, else the earliest exception."""
-    vanished = [s for s in statuses if s.rank in deaths and s.failure is FailureKind.NONE]
+    vanished = [statuses[rank] for rank in deaths if statuses[rank].failure is FailureKind.NONE]
     raised = sorted((s for s in statuses if s.failure is not FailureKind.NONE), key=lambda s: s.failed_at_s)
     wrong_input = next((s for s in raised if s.failure is FailureKind.INPUT), None)
     if wrong_input is not None and not vanished:

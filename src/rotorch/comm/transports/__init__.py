@@ -28,8 +28,12 @@ def make_ring(
     """Makes the ring of a one-axis mesh. All its ranks call it and get the same transport.
 
     Args:
-        transport: "auto", "shared_memory" or "send_receive". "auto" takes shared memory on CPU if every rank can, and says why if not.
+        mesh: the ring's ranks.
+        transport: "auto", "shared_memory" or "send_receive". "auto" takes shared memory on CPU if every rank can, and
+            says why if not.
         numels: elements of each slice, `numels[item][index]`.
+        dtype: of all slices.
+        device: where slices lie.
 
     Raises:
         ConfigError: "shared_memory" was asked for and cannot be had.

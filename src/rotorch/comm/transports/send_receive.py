@@ -1,12 +1,15 @@
-"""The ring over point-to-point messages (gloo, NCCL): at each step every rank sends its home slice to one reader and receives one.
+"""The ring over point-to-point messages (gloo, NCCL).
+
+At each step every rank sends its home slice to one reader and receives one.
 
 [Note: one ahead]
-    While slice i is computed with, the fetch of the next slice is under way, also across units: the sequence of fetches of a step is the
-    same as that of the step before, so the first fetch of the next unit starts during the last slice of this one. Two slots are filled in
-    turn. If a step goes another way than the one before it, all ranks see it alike; they drop what came too early and fetch on demand.
+    While slice i is computed with, the fetch of the next slice is under way, also across units: the sequence of
+        fetches of a step is the same as that of the step before, so the first fetch of the next unit starts during
+        the last slice of this one. Two slots are filled in turn. If a step goes another way than the one before it,
+        all ranks see it alike; they drop what came too early and fetch on demand.
 
-Weights and gradients travel in groups of their own, so neither waits for the other or for anyone's collectives; a send is never posted without
-the receive of the same hop.
+Weights and gradients travel in groups of their own, so neither waits for the other or for anyone's collectives; a
+send is never posted without the receive of the same hop.
 """
 
 from __future__ import annotations

@@ -1,15 +1,17 @@
 """The ring over shared memory: ranks on one host map each other's slices and read them in place. Nothing moves.
 
 [Note: one file per rank]
-    A rank's weights, gradients and turn counters lie in one file in a memory file system, allocated in full (so that a full disk is an
-    error here and not a crash later), mapped by all ranks of the ring, and unlinked at once: when the last process is gone, so is the memory.
+    A rank's weights, gradients and turn counters lie in one file in a memory file system, allocated in full (so that
+    a full disk is an error here and not a crash later), mapped by all ranks of the ring, and unlinked at once: when
+    the last process is gone, so is the memory.
 
 [Note: turns]
-    Gradients are added in the owner's memory. A slice's turn counter says how many visits it has had in this step; the rank whose turn it
-    is adds and increments. Each step has its own base, written by the owner once its optimizer is done with the last gradient, so a
-    step that was abandoned half-way leaves nothing to clean up.
+    Gradients are added in the owner's memory. A slice's turn counter says how many visits it has had in this step;
+    the rank whose turn it is adds and increments. Each step has its own base, written by the owner once its optimizer
+    is done with the last gradient, so a step that was abandoned half-way leaves nothing to clean up.
 
-Writes to a gradient must be seen before the turn that announces them. x86 keeps stores in order; `_fence` is for machines that do not.
+Writes to a gradient must be seen before the turn that announces them. x86 keeps stores in order; `_fence` is for
+machines that do not.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class SharedMemoryRing(Ring):
     # ------------------------------------------------------------- memory
 
     def _layout(self, rank: int) -> list[int]:
-        """Element offsets of the items in a rank's weights (and likewise gradients), and their total as the last entry."""
+        """Where each item starts in a rank's weights (and gradients), in elements; the total comes last."""
         step = max(1, _ALIGNMENT // self.dtype.itemsize)
         starts, total = [], 0
         for numel in self.numels:
@@ -190,6 +192,6 @@ class SharedMemoryRing(Ring):
             time.sleep(1e-4)
             if time.monotonic() > deadline:
                 raise RankFailure(
-                    f"ring position {self.position} waited {self._timeout_s:.0f} s for its turn on slice {visit.index} of item {item} "
-                    f"(turn {turns[item] - self._base}, own turn {turn - self._base}): the rank before it does not come"
+                    f"ring position {self.position} waited {self._timeout_s:.0f} s for slice {visit.index} "
+                    f"of item {item} (turn {turns[item] - self._base}, own turn {turn - self._base}): the rank before it is late"
                 )

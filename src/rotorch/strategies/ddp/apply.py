@@ -1,4 +1,7 @@
-"""How `ddp` holds a model: torch's DistributedDataParallel over plain twins; or, over another strategy, one all-reduce of its gradients."""
+"""How `ddp` holds a model.
+
+Torch's DistributedDataParallel over plain twins; or, over another strategy, one all-reduce of its gradients.
+"""
 
 from __future__ import annotations
 

@@ -58,7 +58,10 @@ class FSDPHolding(Holding):
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model: the children of its outermost module lists, or the module's own children if it has none."""
+    """The repeated blocks of a model.
+
+    The children of its outermost module lists, or the module's own children if it has none.
+    """
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
     inner = {id(c) for outer in lists for c in outer.modules() if c is not outer}
     blocks = [block for each in lists if id(each) not in inner for block in each]

@@ -1,7 +1,8 @@
 """fsdp: fully sharded data parallel, by torch's `fully_shard` (FSDP2).
 
 Idea
-    Every rank keeps 1/n of each weight and gathers one block whole just before it is used; gradients are reduce-scattered.
+    Every rank keeps 1/n of each weight and gathers one block whole just before it is used; gradients are
+    reduce-scattered.
     Source: ZeRO stage 3 (Rajbhandari et al., arXiv 1910.02054), torch `fully_shard`.
 
 Picture (4 ranks over time; G = all-gather of a block, S = reduce-scatter of its gradients)

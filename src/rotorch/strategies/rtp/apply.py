@@ -1,8 +1,11 @@
-"""How `rtp` holds a model: one slice of every cut weight per rank, rotating over a ring for a pass (see `plan.py` for the picture).
+"""How `rtp` holds a model.
 
-At rest each parameter is a DTensor over this rank's home slice, which lies in the ring's memory, and so does its gradient.
-For a pass, attentions and MLPs run their own forward once per visiting slice (`ops/rotate.py`); embedding, head and other single weights are
-replaced by stand-ins that rotate where they are used (`ops/rotating_weight.py`); norms are lent whole.
+One slice of every cut weight per rank, rotating over a ring for a pass (see `plan.py` for the picture).
+
+At rest each parameter is a DTensor over this rank's home slice, which lies in the ring's memory, and so does its
+gradient. For a pass, attentions and MLPs run their own forward once per visiting slice (`ops/rotate.py`); embedding,
+head and other single weights are replaced by stand-ins that rotate where they are used (`ops/rotating_weight.py`);
+norms are lent whole.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
-from rotorch.comm.ring import Ring
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
@@ -156,7 +158,8 @@ class RTPHolding(Holding):
 class RotatedModule:
     """Runs a module's own forward on the slices of its weights that pass by, in place of its forward.
 
-    Its outputs sum; of a tuple, the first element does, and what else it holds (attention maps of one slice) becomes None.
+    Its outputs sum; of a tuple, the first element does, and what else it holds (attention maps of one slice) becomes
+    None.
     """
 
     def __init__(
@@ -204,7 +207,10 @@ class RotatedModule:
 
 
 def _sharded(local: Tensor, weight: Weight, *, mesh: DeviceMesh) -> DTensor:
-    """A DTensor over a home slice. Uneven and fused cuts are Shard in name only: see `HeldWeight.pieces` for what is where."""
+    """A DTensor over a home slice.
+
+    Uneven and fused cuts are Shard in name only: see `HeldWeight.pieces` for what is where.
+    """
     dim = weight.cut.dim if weight.cut is not None else 0
     stride = torch.empty(weight.shape, device="meta").stride()
     return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(weight.shape), stride=stride)

@@ -1,8 +1,8 @@
 """rtp: rotated tensor parallelism. Activations stay, weight slices go round, gradients ride home with them.
 
 Idea
-    Every rank keeps 1/n of each weight and its own micro-batch. At step i of a unit, rank r computes with slice
-    (r - i) mod n, which it takes from that slice's home; what the slices give is added up (or placed side by side), and no
+    Every rank keeps 1/n of each weight and its own micro-batch. At step i of a unit, rank r computes with slice (r -
+    i) mod n, which it takes from that slice's home; what the slices give is added up (or placed side by side), and no
     rank ever holds a whole weight. Source: RTP (Luo, Zhong, Fox, arXiv 2311.01635).
 
 Picture (4 ranks, one unit; the number is the slice that a rank computes with)
@@ -13,18 +13,19 @@ Picture (4 ranks, one unit; the number is the slice that a rank computes with)
     rank 3 |  3  2  1  0  |  0  1  2  3  |
 
 Layout
-    `W[F_ring, D]` or `W[F, D_ring]`: cut where the model's tensor-parallel plan says, by whole heads, by rows of the vocabulary.
-    Weights that nobody cuts (norms) are whole on every rank; their gradients are all-reduced.
+    `W[F_ring, D]` or `W[F, D_ring]`: cut where the model's tensor-parallel plan says, by whole heads, by rows of the
+    vocabulary. Weights that nobody cuts (norms) are whole on every rank; their gradients are all-reduced.
 
 Cost (unit of P bytes, n ranks)
-    resident   P/n
-    transient  two slots of a slice for weights, in backward two more for gradients; none over shared memory
-    sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing moves over shared memory
-    hides      a fetch hides behind the compute of the slice before it, a gradient's hop behind that of the next slice
+    resident   P/n transient  two slots of a slice for weights, in backward two more for gradients; none over shared
+    memory sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing moves over
+    shared memory hides      a fetch hides behind the compute of the slice before it, a gradient's hop behind that of
+    the next slice
 
 Deviations
-    Slices are taken from their home instead of being handed on: the same order and volume, but weights never leave home, so an
-    exception loses nothing. Embedding and head rotate too, and the loss is computed slice by slice. Slices may be uneven.
+    Slices are taken from their home instead of being handed on: the same order and volume, but weights never leave
+        home, so an exception loses nothing. Embedding and head rotate too, and the loss is computed slice by slice.
+        Slices may be uneven.
 """
 
 from __future__ import annotations
@@ -45,10 +46,11 @@ class RTP(Strategy):
 
     Attributes:
         size: number of ranks on the ring.
-        recompute: what backward computes again. "none": nothing, logits are kept; "head": the logits, the largest tensor of
-            a step, which then never exist whole; "slice": logits and the interior of every unit, a slice at a time.
-        transport: how slices travel. "auto" takes shared memory when all ranks of the ring are on one host and it is large enough,
-            else point-to-point messages.
+        recompute: what backward computes again. "none": nothing, logits are kept; "head": the logits, the largest
+            tensor of a step, which then never exist whole; "slice": logits and the interior of every unit, a slice at
+            a time.
+        transport: how slices travel. "auto" takes shared memory when all ranks of the ring are on one host and it is
+            large enough, else point-to-point messages.
     """
 
     kind: ClassVar[str] = "rtp"
