@@ -1,0 +1,134 @@
+"""What a run writes down while it trains: `metrics.jsonl`, one object a step, and TensorBoard files. Rank 0 only.
+
+A resumed run goes on in the same files: what was written after the step that it resumes from is dropped first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+METRICS = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """How well held-out text is predicted.
+
+    Attributes:
+        bits_per_byte: of the text, whatever its tokens are.
+        loss: mean per target token, in nats.
+        num_bytes: of text that was predicted.
+    """
+
+    bits_per_byte: float
+    loss: float
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One step, as it is written and shown.
+
+    Attributes:
+        step: counted from 1: the number of optimizer steps done.
+        loss: per target token over the global batch, in nats.
+        tokens: target tokens trained on since the run began.
+        tokens_per_s: of this step, over all ranks.
+        grad_norm: global, before clipping.
+        lr: learning rate of this step.
+        peak_bytes: the most memory that any rank took so far.
+        step_s: how long the step took.
+        held_out: where it was measured after this step.
+    """
+
+    step: int
+    loss: float
+    tokens: int
+    tokens_per_s: float
+    grad_norm: float
+    lr: float
+    peak_bytes: int
+    step_s: float
+    held_out: HeldOut | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """The object of `metrics.jsonl`."""
+        fields = asdict(self)
+        held_out = fields.pop("held_out")
+        if held_out is not None:
+            fields |= {"held_out_bits_per_byte": held_out["bits_per_byte"], "held_out_loss": held_out["loss"]}
+        return fields
+
+
+class Listener(Protocol):
+    """Something that is told of every step, on rank 0."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Called after every step."""
+
+    def on_note(self, text: str) -> None:
+        """Called with a line for the user: a checkpoint was written, the run was asked to stop."""
+
+    def close(self) -> None:
+        """Called once, also after an exception."""
+
+
+class MetricsFile:
+    """`metrics.jsonl`: every line is on disk, whole, when `on_step` returns."""
+
+    def __init__(self, run_dir: Path, *, after_step: int) -> None:
+        """Opens the file and drops what was written after step `after_step`."""
+        self.path = run_dir / METRICS
+        kept = [line for line in _whole_lines(self.path) if json.loads(line)["step"] <= after_step]
+        temporary = self.path.with_suffix(".partial")
+        temporary.write_text("".join(kept), "utf-8")
+        os.replace(temporary, self.path)
+        self._stream = self.path.open("a", encoding="utf-8")
+
+    def on_step(self, record: StepRecord) -> None:
+        self._stream.write(json.dumps(record.to_json()) + "\n")
+        self._stream.flush()
+
+    def on_note(self, text: str) -> None:
+        return None
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class TensorBoard:
+    """TensorBoard files in RUN_DIR/tensorboard."""
+
+    def __init__(self, run_dir: Path, *, after_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # here: it takes a while, and a run may do without
+
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after_step + 1 if after_step else None)
+
+    def on_step(self, record: StepRecord) -> None:
+        fields = record.to_json()
+        step = fields.pop("step")
+        for name, value in fields.items():
+            self._writer.add_scalar(name, value, step)
+
+    def on_note(self, text: str) -> None:
+        return None
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Reads `metrics.jsonl` of a run; a last line that was cut off is left out."""
+    return [json.loads(line) for line in _whole_lines(run_dir / METRICS)]
+
+
+def _whole_lines(path: Path) -> list[str]:
+    try:
+        lines = path.read_text("utf-8").splitlines(keepends=True)
+    except FileNotFoundError:
+        return []
+    return [line for line in lines if line.endswith("}\n")]
