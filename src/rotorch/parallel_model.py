@@ -40,6 +40,8 @@ LossFn = Callable[[nn.Module, Batch, int], Tensor]
 
 def causal_lm_loss(module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
     """The default loss: the model's own, as Hugging Face models compute it."""
+    if "shift_labels" in batch and "labels" not in batch:
+        batch = {**batch, "labels": batch["shift_labels"]}  # without `labels` the models return no loss
     return module(**batch, num_items_in_batch=num_targets).loss
 
 

@@ -34,7 +34,8 @@ def combine_layouts(layouts: Iterable[Layout]) -> Layout:
 
     Residents and traffic add up, transients share their buffers (the largest counts).
     """
-    resident, transient, transfers = 0, 0, []
+    resident, transient = 0, 0
+    transfers: list[Transfer] = []
     for layout in layouts:
         resident += layout.resident_bytes
         transient = max(transient, layout.transient_bytes)

@@ -70,8 +70,8 @@ class RTP(Strategy):
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         n = self.size
         if unit.kind is UnitKind.REPLICATED:
-            transfers = (all_reduce(unit.num_bytes, axis="rtp", size=n),) if n > 1 else ()
-            return Layout(resident_bytes=unit.num_bytes, transfers=transfers)
+            reduced = (all_reduce(unit.num_bytes, axis="rtp", size=n),) if n > 1 else ()
+            return Layout(resident_bytes=unit.num_bytes, transfers=reduced)
         slices = [unit.slice_bytes(num_slices=n, index=k) for k in range(n)]
         home, largest = slices[position], max(slices)
         if self.transport == "shared_memory" or n == 1:
