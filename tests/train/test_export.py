@@ -1,0 +1,159 @@
+"""Export: transformers loads what was trained, with the same logits; whole or not at all."""
+
+import json
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import rotorch
+from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.testing.ranks import run_ranks
+from rotorch.train.checkpoint import save
+from rotorch.train.export import export_checkpoint
+from rotorch.train.state import TrainState
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "tiny"
+INPUT_IDS = torch.arange(1, 33).view(2, 16)
+FAMILIES = ["llama", "qwen3", "gemma2", "gpt_neox", "olmo2", "mixtral"]
+
+
+def train_and_save(run_dir, family, parallel, tokenizer_file):
+    with rotorch.on_meta():
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / f"{family}.json"))
+    model = rotorch.parallelize(module, parallel).materialize(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.forward_backward({"input_ids": INPUT_IDS, "labels": INPUT_IDS})
+    optimizer.step()
+    save(run_dir, TrainState(model=model, optimizer=optimizer, step=1, tokenizer_file=tokenizer_file), keep=1)
+    return model.next_token_logits(INPUT_IDS).tolist()
+
+
+def trained(run_dir, family, *, parallel="single", num_ranks=1, tokenizer_file=None):
+    """Trains one step and saves; returns the logits of the next token."""
+    return torch.tensor(run_ranks(train_and_save, run_dir, family, parallel, tokenizer_file, num_ranks=num_ranks)[0])
+
+
+def loaded_logits(directory):
+    model, info = AutoModelForCausalLM.from_pretrained(directory, output_loading_info=True)
+    assert not any(info.values()), info  # nothing missing, unexpected, mismatched
+    with torch.no_grad():
+        return model(input_ids=INPUT_IDS).logits[:, -1].float(), model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_logits(family, tmp_path):
+    logits = trained(tmp_path / "run", family)
+    done = export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert set(done["files"]) == {"config.json", "model.safetensors"}
+    again, model = loaded_logits(tmp_path / "out")
+    assert torch.equal(again, logits)
+    assert model.config.use_cache
+    assert done["step"] == 1
+    assert json.loads(json.dumps(done)) == done
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    """A run of a model with tied weights on two ranks."""
+    path = tmp_path_factory.mktemp("run")
+    path.joinpath("logits").write_text(json.dumps(trained(path, "qwen3", parallel="fsdp=2", num_ranks=2).tolist()))
+    return path
+
+
+def test_from_two_ranks_into_several_files(run_dir, tmp_path):
+    done = export_checkpoint(run_dir / "checkpoints" / "step-00000001", tmp_path / "out", max_shard_bytes=300_000)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    shards = {name for name in done["files"] if name.endswith(".safetensors")}
+    assert len(shards) > 3
+    assert set(index["weight_map"].values()) == shards
+    for name in shards:
+        with safe_open(tmp_path / "out" / name, framework="pt") as file:
+            keys = set(file.keys())
+            assert keys == {key for key, shard in index["weight_map"].items() if shard == name}
+            assert len(keys) == 1 or (tmp_path / "out" / name).stat().st_size < 300_000 + 10_000
+    assert "lm_head.weight" not in index["weight_map"]  # tied: once
+    expected = torch.tensor(json.loads((run_dir / "logits").read_text()))
+    torch.testing.assert_close(loaded_logits(tmp_path / "out")[0], expected, rtol=0, atol=1e-5)
+
+
+def test_in_another_dtype(run_dir, tmp_path):
+    export_checkpoint(run_dir, tmp_path / "out", dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(ConfigError, match="dtype 'int4': write one of float64, float32"):
+        export_checkpoint(run_dir, tmp_path / "other", dtype="int4")
+
+
+def test_the_tokenizer_comes_along(tokenizer_json, tmp_path):
+    trained(tmp_path / "run", "llama", tokenizer_file=tokenizer_json)
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer_json.read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode(tokenizer("Once upon a time").input_ids) == "Once upon a time"
+
+
+def test_what_is_there_is_replaced_only_by_force(run_dir, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    export_checkpoint(run_dir, out)  # an empty directory is fine
+    (out / "notes.txt").touch()
+    with pytest.raises(ConfigError, match=r"not empty\. Write another directory, or --force"):
+        export_checkpoint(run_dir, out)
+    assert (out / "notes.txt").exists()
+    export_checkpoint(run_dir, out, force=True)
+    assert not (out / "notes.txt").exists()
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="a file is in the way"):
+        export_checkpoint(run_dir, tmp_path / "file")
+
+
+def test_a_failing_disk_leaves_nothing(run_dir, tmp_path, monkeypatch):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(RankFailure, match="File too large; nothing was left"):
+            export_checkpoint(run_dir, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(RankFailure, match="MiB needed, 1000 B free; nothing was left"):
+        export_checkpoint(run_dir, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_checkpoint_is_refused(run_dir, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(run_dir / "checkpoints" / "step-00000001", copy)
+    with (copy / "rank-00001.safetensors").open("r+b") as file:
+        file.seek(5000)
+        file.write(b"\xff\x00\xff")
+    with pytest.raises(ConfigError, match=r"rank-00001\.safetensors: damaged"):
+        export_checkpoint(copy, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def save_plain(run_dir):
+    model = rotorch.parallelize(nn.Linear(4, 4), "single", plan={})
+    save(run_dir, TrainState(model=model), keep=1)
+
+
+def test_a_plain_module_has_no_such_form(tmp_path):
+    run_ranks(save_plain, tmp_path, num_ranks=1)
+    with pytest.raises(ConfigError, match="holds a Linear without a Hugging Face config"):
+        export_checkpoint(tmp_path, tmp_path / "out")
+
+
+def test_no_checkpoint(tmp_path):
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(ConfigError, match="a run without a whole checkpoint"):
+        export_checkpoint(tmp_path, tmp_path / "out")
+    with pytest.raises(ConfigError, match="no such directory"):
+        export_checkpoint(tmp_path / "nothing", tmp_path / "out")
