@@ -1,0 +1,1 @@
+"""Layouts side by side in one run: time, memory and bytes sent, against ranks that do not communicate at all."""

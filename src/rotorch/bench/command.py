@@ -1,0 +1,273 @@
+"""`rotorch bench`: reads the run, starts the ranks of every row, measures, prints, and says by its exit code whether all is well."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+import rotorch
+from rotorch.bench.bar import Bar, parse_bar
+from rotorch.bench.contender import LIMIT, REFERENCE, build
+from rotorch.bench.gate import GATE_STEPS, judge, says_little
+from rotorch.bench.prediction import predict
+from rotorch.bench.ranks import RowRanks
+from rotorch.bench.record import Row, make_record
+from rotorch.bench.rounds import take_turns
+from rotorch.bench.table import render
+from rotorch.bench.task import NUM_BATCHES, Task, check_shares, task_from_run
+from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.spec import ModelSpec
+from rotorch.core.strategy import Strategy
+from rotorch.mesh import check_world_size
+from rotorch.models.describe import describe
+from rotorch.run_config import load_run_config
+from rotorch.strategies import num_ranks, parse_parallel
+
+OK, DOES_NOT_HOLD, RANK_FAILED = 0, 1, 3
+"""Exit codes; 2, the input was wrong, is `ConfigError`."""
+
+_PROFILED_STEPS = 3
+_MEMORY_STEPS = 2
+
+Layouts = dict[str, tuple[Strategy, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchOptions:
+    """How to measure.
+
+    Attributes:
+        rounds: how often every row gets its turn.
+        steps: steps of a row per turn.
+        process_memory: also start every row afresh to measure its processes (about ten seconds a row).
+        profile_dir: also write torch's profile of rank 0 of each row into this directory.
+        timeout_s: a row whose ranks give no answer for this long has failed.
+    """
+
+    rounds: int = 5
+    steps: int = 5
+    process_memory: bool = True
+    profile_dir: Path | None = None
+    timeout_s: float = 600.0
+
+
+def bench_command(
+    run: str | Path,
+    *,
+    parallel: Sequence[str],
+    overrides: Sequence[str] = (),
+    nproc: int | None = None,
+    options: BenchOptions | None = None,
+    json_file: Path | None = None,
+    at_least: Sequence[str] = (),
+    console: Console | None = None,
+) -> int:
+    """Measures layouts side by side and prints them; returns the exit code.
+
+    Args:
+        run: the run's TOML file.
+        parallel: one `--parallel` text per row.
+        overrides: `key=value` for the run.
+        nproc: ranks of every row; by default what the layouts need.
+        options: how to measure.
+        json_file: where to write all figures.
+        at_least: bars such as `"rtp=2 >= 1.05 * ddp=2"`.
+        console: where to print.
+
+    Returns:
+        0; 1 if a row's losses are wrong or a bar does not hold; 3 if a row failed.
+
+    Raises:
+        ConfigError: before any rank is started.
+    """
+    options, console = options or BenchOptions(), console or Console()
+    layouts, nproc = read_layouts(parallel, nproc=nproc)
+    bars = [parse_bar(text, rows=[LIMIT, *layouts]) for text in at_least]
+    _check_options(options, json_file=json_file)
+    task = task_from_run(load_run_config(run, overrides=overrides), name=Path(run).stem, num_ranks=nproc)
+    record = bench(task, layouts=layouts, bars=bars, options=options, console=console)
+    console.print(render(record))
+    if json_file is not None:
+        json_file.write_text(json.dumps(record, indent=1) + "\n")
+    return exit_code(record)
+
+
+def bench(
+    task: Task,
+    *,
+    layouts: Layouts,
+    bars: Sequence[Bar] = (),
+    options: BenchOptions | None = None,
+    console: Console | None = None,
+) -> dict[str, Any]:
+    """Measures `layouts` on `task` and returns the record (see `record.py`).
+
+    Raises:
+        ConfigError: if a strategy cannot hold the model; before any rank is started.
+    """
+    options = options or BenchOptions()
+    spec = check_model(task, layouts=layouts)
+    rows = {LIMIT: Row(LIMIT, task.num_ranks)} | {name: Row(name, num_ranks(s)) for name, s in layouts.items()}
+    for name, strategies in layouts.items():
+        ranks = range(rows[name].num_ranks)
+        rows[name].predictions = [predict(spec, strategies=strategies, rank=rank) for rank in ranks]
+    if task.accumulation > 1:  # Layouts speak of one micro-batch
+        for row in rows.values():
+            row.predictions = []
+    num_turns = len(rows) * (options.rounds + 2 + options.process_memory) + 1
+    with _progress(console or Console(quiet=True), total=num_turns) as advanced:
+        reference = _reference_losses(task, options=options, advanced=advanced)
+        _time(rows, task=task, options=options, advanced=advanced)
+        if options.process_memory:
+            for row in rows.values():
+                if row.error is None:
+                    advanced(f"process memory: {row.name}")
+                    _measure_process(row, task=task, options=options)
+    for row in rows.values():
+        if row.times is not None:
+            losses = row.times.losses[:GATE_STEPS]
+            row.verdict = judge(losses, reference=reference, precision=task.precision, alone=row.name == LIMIT)
+    times = {name: row.times for name, row in rows.items() if row.times is not None and row.problem is None}
+    checked = []
+    for bar in bars:
+        ok, reached = bar.check(times)
+        checked.append({"bar": str(bar), "ok": ok, "reached": reached})
+    record = make_record(list(rows.values()), task=task, reference=reference, bars=checked)
+    if says_little(reference, precision=task.precision, num_batches=NUM_BATCHES):
+        record["warning"] = "the losses hardly change over the first steps, so they prove little: raise optimizer.lr"
+    return record
+
+
+def exit_code(record: dict[str, Any]) -> int:
+    """0, 1 or 3 (see `bench_command`)."""
+    rows = [record["limit"], *record["rows"]]
+    if any("error" in row for row in rows):
+        return RANK_FAILED
+    return DOES_NOT_HOLD if any("invalid" in row for row in rows) or not all(b["ok"] for b in record["bars"]) else OK
+
+
+def read_layouts(parallel: Sequence[str], *, nproc: int | None) -> tuple[Layouts, int]:
+    """Parses `--parallel` texts and finds the number of ranks that they share; `single` fits any number.
+
+    Raises:
+        ConfigError: nothing to measure, a text twice, or sizes that do not multiply to `nproc`.
+    """
+    if not parallel:
+        raise ConfigError("bench: no layout given. Write for example --parallel ddp=2 --parallel rtp=2")
+    layouts: Layouts = {}
+    for text in parallel:
+        if text in layouts:
+            raise ConfigError(f"bench: --parallel {text!r} is given twice. Write it once")
+        layouts[text] = parse_parallel(text)
+    spread = [strategies for strategies in layouts.values() if num_ranks(strategies) > 1]
+    if nproc is None:
+        nproc = num_ranks(spread[0]) if spread else 1
+    if nproc < 1:
+        raise ConfigError(f"bench: nproc = {nproc}. Write a positive number")
+    for strategies in spread:
+        check_world_size(strategies, world_size=nproc)
+    return layouts, nproc
+
+
+def check_model(task: Task, *, layouts: Layouts) -> ModelSpec:
+    """Builds the model on meta and asks every strategy whether it can hold it.
+
+    Raises:
+        ConfigError: if one cannot, or batches do not divide.
+    """
+    check_shares(task, layouts=list(layouts.values()))
+    with rotorch.on_meta():
+        spec = describe(build(task))
+    for strategies in layouts.values():
+        for strategy in strategies:
+            strategy.check(spec)
+    return spec
+
+
+def _check_options(options: BenchOptions, *, json_file: Path | None) -> None:
+    if options.rounds < 1 or options.steps < 1:
+        raise ConfigError(f"bench: {options.rounds} rounds of {options.steps} steps. Write at least 1 of each")
+    if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
+        raise ConfigError(f"bench: cannot write {str(json_file)!r}: its directory is missing, or it is one. Write a file's path")
+
+
+def _reference_losses(task: Task, *, options: BenchOptions, advanced: Callable[[str], None]) -> list[float]:
+    advanced("losses of one process")
+    ranks = RowRanks(task, row=REFERENCE, num_ranks=1, timeout_s=options.timeout_s)
+    try:
+        ranks.ask("build")
+        return [step.loss for step in ranks.ask("steps", count=GATE_STEPS)[0]]
+    finally:
+        ranks.close()
+
+
+def _time(rows: dict[str, Row], *, task: Task, options: BenchOptions, advanced: Callable[[str], None]) -> None:
+    """Times all rows in turns, then takes their tensors, traffic and profiles, while all are still alive."""
+    alive: dict[str, RowRanks] = {}
+
+    def failed(name: str, failure: RankFailure) -> None:
+        rows[name].error = str(failure)
+        if name in alive:
+            alive.pop(name).close()
+
+    try:
+        for name, row in rows.items():
+            try:
+                alive[name] = RowRanks(task, row=name, num_ranks=row.num_ranks, timeout_s=options.timeout_s)
+                row.threads = alive[name].ask("build")[0]
+            except RankFailure as failure:
+                failed(name, failure)
+        times = take_turns(alive, num_rounds=options.rounds, num_steps=options.steps, failed=failed, advanced=advanced)
+        for name, ranks in list(alive.items()):
+            rows[name].times = times[name]
+            advanced(f"tensors and traffic: {name}")
+            try:
+                rows[name].tensors = ranks.ask("tensors")
+                rows[name].traffic = ranks.ask("traffic")
+                if options.profile_dir is not None:
+                    file = options.profile_dir / f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}.txt"
+                    ranks.ask("profile", count=_PROFILED_STEPS, file=str(file))
+                alive.pop(name).stop()
+            except RankFailure as failure:
+                failed(name, failure)
+    finally:
+        for ranks in alive.values():
+            ranks.close()
+
+
+def _measure_process(row: Row, *, task: Task, options: BenchOptions) -> None:
+    """Starts a row afresh and takes the kernel's figures of its processes."""
+    ranks = None
+    try:
+        ranks = RowRanks(task, row=row.name, num_ranks=row.num_ranks, fresh=True, timeout_s=options.timeout_s)
+        ranks.ask("build")
+        ranks.ask("steps", count=_MEMORY_STEPS)
+        ranks.ask("reset_peak")
+        ranks.ask("steps", count=_MEMORY_STEPS)
+        row.process = ranks.ask("process_memory")
+        ranks.stop()
+    except RankFailure as failure:
+        row.error = f"process memory: {failure}"
+    finally:
+        if ranks is not None:
+            ranks.close()
+
+
+@contextmanager
+def _progress(console: Console, *, total: int) -> Iterator[Callable[[str], None]]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("starting ranks", total=total)
+
+        def advanced(text: str) -> None:
+            progress.update(bar, description=text, advance=1)
+
+        yield advanced

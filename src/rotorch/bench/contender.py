@@ -1,0 +1,178 @@
+"""Who takes part in a bench: a model under a layout, or a replica that works alone (the limit)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import rotorch
+from rotorch.bench.task import Task
+from rotorch.models.hf import causal_lm, config_from_dict
+from rotorch.parallel_model import causal_lm_loss, count_targets
+from rotorch.shard.sites import find_sites
+
+LIMIT = "limit"
+"""The row of ranks that do not communicate at all."""
+
+REFERENCE = "reference"
+"""One process that trains on the whole global batch, a rank's share at a time: what losses are compared with."""
+
+
+class Contender(ABC):
+    """One row of a bench on one rank. Other libraries take part by a subclass.
+
+    Attributes:
+        module: the model.
+        optimizer: AdamW over its parameters.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+
+    @abstractmethod
+    def forward_backward(self, step: int) -> float:
+        """Leaves complete gradients in the parameters; returns the loss per target token of the global batch."""
+
+    def update(self) -> None:
+        """Clips, steps the optimizer, and clears the gradients."""
+        if self.clip_norm:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @abstractmethod
+    def weights(self) -> list[Tensor]:
+        """This rank's part of the weights, as plain tensors."""
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the gradients, between `forward_backward` and `update`."""
+
+    def optimizer_state(self) -> list[Tensor]:
+        """This rank's part of the optimizer's state."""
+        values = chain.from_iterable(state.values() for state in self.optimizer.state.values())
+        return [local_part(value) for value in values if isinstance(value, Tensor)]
+
+    def close(self) -> None:
+        """Frees what it shares with other ranks. All ranks."""
+        return None
+
+    @property
+    def clip_norm(self) -> float:
+        """What `update` scales the gradients' norm down to; 0 for nothing."""
+        return 0.0
+
+
+class UnderLayout(Contender):
+    """A model under `rotorch.parallelize`."""
+
+    def __init__(self, task: Task, *, parallel: str) -> None:
+        self._task = task
+        with rotorch.on_meta():
+            module = build(task)
+        self.model = rotorch.parallelize(module, parallel, device=task.device, autocast_dtype=task.autocast_dtype)
+        self.model.materialize(seed=task.seed)
+        self.module = self.model.module
+        self.optimizer = adamw(self.model.named_parameters(), task=task)
+
+    def forward_backward(self, step: int) -> float:
+        model = self.model
+        batches = self._task.batches(step, share=model.batch_rank, num_shares=model.num_batch_ranks)
+        return float(model.forward_backward(_on(batches, device=model.device)))
+
+    def weights(self) -> list[Tensor]:
+        return [held.local for held in self.model.weights.values()]
+
+    def gradients(self) -> list[Tensor]:
+        return [held.local_grad for held in self.model.weights.values() if held.local_grad is not None]
+
+    def close(self) -> None:
+        self.model.close()
+
+    @property
+    def clip_norm(self) -> float:
+        return self._task.clip_norm
+
+
+class Independent(Contender):
+    """A replica of the whole model, trained on some shares of the data alone: plain torch, nothing sent."""
+
+    def __init__(self, task: Task, *, shares: Sequence[int]) -> None:
+        self._task = task
+        self._shares = shares
+        with rotorch.on_meta():
+            module = build(task)
+        model = rotorch.parallelize(module, "single", device=task.device).materialize(seed=task.seed)  # a group of one
+        self._device = model.device
+        for name, sites in find_sites(module).items():
+            parameter = nn.Parameter(model.weights[name].local)
+            for site in sites:
+                site.put(parameter)
+        self.module = module
+        self.optimizer = adamw(module.named_parameters(), task=task)
+
+    def forward_backward(self, step: int) -> float:
+        task = self._task
+        shares = [task.batches(step, share=share, num_shares=task.num_ranks) for share in self._shares]
+        batches = _on([batch for share in shares for batch in share], device=self._device)
+        num_targets = sum(count_targets(batch) for batch in batches)
+        total = 0.0
+        for batch in batches:
+            dtype = task.autocast_dtype
+            with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
+                loss = causal_lm_loss(self.module, batch, num_targets)
+            loss.backward()
+            total += float(loss.detach())
+        return total
+
+    def weights(self) -> list[Tensor]:
+        return [parameter.detach() for parameter in self.module.parameters()]
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+
+    @property
+    def clip_norm(self) -> float:
+        return self._task.clip_norm
+
+
+def make_contender(task: Task, *, row: str, rank: int) -> Contender:
+    """Builds the contender of a row on this rank. All ranks of the row."""
+    if row == LIMIT:
+        return Independent(task, shares=[rank])
+    if row == REFERENCE:
+        return Independent(task, shares=range(task.num_ranks))
+    return UnderLayout(task, parallel=row)
+
+
+def build(task: Task) -> nn.Module:
+    """Builds the task's model, in training mode."""
+    module = causal_lm(config_from_dict(task.model, source=task.name))
+    if hasattr(module.config, "use_cache"):
+        module.config.use_cache = False
+    return module.train()
+
+
+def adamw(parameters: Iterable[tuple[str, nn.Parameter]], *, task: Task) -> torch.optim.AdamW:
+    """AdamW as every row has it: fused, decay on matrices only."""
+    trained = [p for _, p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": task.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=task.lr, betas=task.betas, eps=task.eps, fused=True)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _on(batches: list[dict[str, Tensor]], *, device: torch.device) -> list[dict[str, Tensor]]:
+    return [{name: tensor.to(device) for name, tensor in batch.items()} for batch in batches]

@@ -1,0 +1,64 @@
+"""What the Layouts say that a rank holds and sends, for a whole model under composed strategies. Pure Python."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+from rotorch.core.layout import Layout, combine_layouts
+from rotorch.core.spec import ModelSpec, Unit, Weight
+from rotorch.core.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one rank, in bytes.
+
+    Attributes:
+        weights_bytes: weights at rest; gradients are as large.
+        transient_bytes: beyond that, in a pass.
+        sent_bytes: per kind of transfer, in one step of one micro-batch.
+    """
+
+    weights_bytes: int
+    transient_bytes: int
+    sent_bytes: dict[str, int]
+
+    @property
+    def total_sent_bytes(self) -> int:
+        """Of all kinds."""
+        return sum(self.sent_bytes.values())
+
+
+def predict(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int) -> Prediction:
+    """Sums the Layouts of `spec` under `strategies` (outermost first) on `rank`."""
+    positions = _positions(strategies, rank=rank)
+    total = combine_layouts(_layout(unit, strategies=strategies, positions=positions) for unit in spec.units)
+    sent: dict[str, int] = defaultdict(int)
+    for transfer in total.transfers:
+        sent[str(transfer.kind)] += transfer.sent_bytes
+    return Prediction(total.resident_bytes, total.transient_bytes, dict(sent))
+
+
+def _layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequence[int]) -> Layout:
+    """The innermost strategy cuts the unit; each outer one then treats what that left on the rank as a whole."""
+    *outer, innermost = zip(strategies, positions, strict=True)
+    layout = innermost[0].layout(unit, position=innermost[1])
+    for strategy, position in reversed(outer):
+        itemsize = unit.weights[0].itemsize
+        held = Weight(unit.name, (layout.resident_bytes // itemsize,), itemsize)
+        around = strategy.layout(replace(unit, weights=(held,)), position=position)
+        layout = Layout(around.resident_bytes, layout.transient_bytes, layout.transfers + around.transfers)
+    return layout
+
+
+def _positions(strategies: Sequence[Strategy], *, rank: int) -> list[int]:
+    """Where `rank` stands in each strategy; the innermost varies fastest."""
+    positions: list[int] = []
+    for strategy in reversed(strategies):
+        size = prod(strategy.axes.values())
+        positions.insert(0, rank % size)
+        rank //= size
+    return positions

@@ -1,0 +1,229 @@
+"""What runs in one rank of one row: it builds its contender, then answers the bench's questions one at a time.
+
+Between questions a rank sleeps on its connection, so rows that are not at work burn nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import rotorch
+from rotorch.bench.contender import LIMIT, REFERENCE, Contender, build, make_contender
+from rotorch.bench.process_memory import ProcessMemory, read_process_memory, reset_peak
+from rotorch.bench.profile import profile_steps
+from rotorch.bench.task import Task
+from rotorch.bench.tensor_memory import TensorMemory, measure_tensors
+from rotorch.comm.meter import Meter
+
+_PR_SET_PDEATHSIG = 1
+_WARM_FEATURES = 512
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands.
+
+    Attributes:
+        row: "limit", or `--parallel` text.
+        rank: 0-based.
+        num_ranks: of the row.
+        store: file through which the row's ranks find each other.
+        timeout_s: how long a rank waits for another one.
+        parent_pid: the bench's process; ranks end with it.
+    """
+
+    row: str
+    rank: int
+    num_ranks: int
+    store: str
+    timeout_s: float
+    parent_pid: int
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """One step of one rank, on the clock that all processes of a machine share, in seconds."""
+
+    start_s: float
+    gradients_s: float
+    end_s: float
+    loss: float
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one rank sent in one step."""
+
+    sent_bytes: dict[str, int]
+    num_messages: dict[str, int]
+
+
+def serve(connection: Connection, *, task: Task, place: Place, wait_for_all: Callable[[], Any] | None = None) -> None:
+    """Builds the contender and answers until told to stop; ends the process. Never raises: errors travel to the parent.
+
+    Args:
+        connection: carries `(question, arguments)` in and `(ok, answer)` out; the first answer says that it is ready.
+        task: what to train.
+        place: which rank of which row this is.
+        wait_for_all: returns when all ranks of the row have called it; None where nobody times anything.
+    """
+    code = 0
+    try:
+        _settle(place)
+        rank = _Rank(task, place=place, wait_for_all=wait_for_all)
+        connection.send((True, None))
+        while True:
+            question, arguments = connection.recv()
+            answer = getattr(rank, question)(**arguments)
+            connection.send((True, answer))
+            if question == "stop":
+                break
+    except (EOFError, BrokenPipeError):
+        code = 1  # the bench is gone
+    except BaseException:
+        code = 1
+        connection.send((False, traceback.format_exc()))
+    finally:
+        connection.close()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # no interpreter teardown: it may wait for threads of a broken process group
+
+
+class _Rank:
+    """A contender and the questions about it."""
+
+    def __init__(self, task: Task, *, place: Place, wait_for_all: Callable[[], Any] | None) -> None:
+        self._wait_for_all = wait_for_all or (lambda: None)
+        self._step = 0
+        _join(place)
+        self._before = _baseline(task)
+        self._task, self._place = task, place
+        self._contender: Contender | None = None
+
+    def build(self) -> int:
+        """Builds the contender; returns the number of threads that it computes with."""
+        self._contender = make_contender(self._task, row=self._place.row, rank=self._place.rank)
+        return torch.get_num_threads()
+
+    def steps(self, count: int) -> list[StepTime]:
+        """Runs `count` steps, all ranks starting each together."""
+        gc.collect()
+        return [self._timed_step() for _ in range(count)]
+
+    def tensors(self) -> TensorMemory:
+        """Runs one step and measures its tensors."""
+        contender, step = self._made(), self._next()
+        return measure_tensors(contender, step=step)
+
+    def traffic(self) -> Traffic:
+        """Runs one step and counts what is sent."""
+        contender, step = self._made(), self._next()
+        with Meter() as meter:
+            contender.forward_backward(step)
+            contender.update()
+        return Traffic({str(k): v for k, v in meter.sent_bytes.items()}, {str(k): v for k, v in meter.num_messages.items()})
+
+    def process_memory(self) -> tuple[ProcessMemory, ProcessMemory]:
+        """The process before the model was built, and now; between questions all ranks are at rest."""
+        gc.collect()
+        return self._before, read_process_memory()
+
+    def reset_peak(self) -> None:
+        """Forgets the highest mark of memory so far."""
+        reset_peak()
+
+    def profile(self, count: int, file: str) -> None:
+        """Runs `count` steps under torch's profiler; rank 0 writes its table."""
+        contender = self._made()
+        steps = [self._next() for _ in range(count)]
+        profile_steps(contender, steps=steps, file=file if self._place.rank == 0 else None)
+
+    def stop(self) -> None:
+        """Frees what is shared with other ranks."""
+        if self._contender is not None:
+            self._contender.close()
+
+    def _timed_step(self) -> StepTime:
+        contender, step = self._made(), self._next()
+        self._wait_for_all()
+        start_s = time.perf_counter()
+        loss = contender.forward_backward(step)
+        _finish()
+        gradients_s = time.perf_counter()
+        contender.update()
+        _finish()
+        return StepTime(start_s, gradients_s, time.perf_counter(), loss)
+
+    def _next(self) -> int:
+        self._step += 1
+        return self._step - 1
+
+    def _made(self) -> Contender:
+        if self._contender is None:
+            raise AssertionError("asked for steps before `build`")
+        return self._contender
+
+
+def _settle(place: Place) -> None:
+    """Ties the process to the bench and gives it its share of the cores."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
+    if os.getppid() != place.parent_pid:
+        os._exit(1)
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    share = max(1, len(os.sched_getaffinity(0)) // place.num_ranks) if hasattr(os, "sched_getaffinity") else 1
+    torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) > 0 else share)
+
+
+def _join(place: Place) -> None:
+    """Joins the row's process group. Ranks that work alone have none."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    os.environ.update(LOCAL_RANK=str(place.rank), LOCAL_WORLD_SIZE=str(place.num_ranks))
+    if place.row in (LIMIT, REFERENCE):
+        return
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.num_ranks))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        store=dist.FileStore(place.store, place.num_ranks),
+        rank=place.rank,
+        world_size=place.num_ranks,
+        timeout=timedelta(seconds=place.timeout_s),
+    )
+
+
+def _baseline(task: Task) -> ProcessMemory:
+    """Memory of the process when all code is loaded and warm, and nothing is built."""
+    with rotorch.on_meta():
+        build(task)
+    warm = nn.Linear(_WARM_FEATURES, _WARM_FEATURES)
+    optimizer = torch.optim.AdamW(warm.parameters(), fused=True)
+    warm(torch.randn(_WARM_FEATURES, _WARM_FEATURES)).sum().backward()
+    optimizer.step()
+    del warm, optimizer
+    gc.collect()
+    return read_process_memory()
+
+
+def _finish() -> None:
+    """Waits for what was started on an accelerator."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,180 @@
+"""The ranks of one row as the bench sees them: started together, asked together, ended together.
+
+Ranks that are timed are forked: what the bench has imported is there at once. Ranks whose process memory is measured are started
+afresh, since the allocator's settings are read when a process starts.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any, Protocol
+
+from rotorch.bench.process_memory import MALLOC_ENVIRONMENT
+from rotorch.bench.rank import Place, serve
+from rotorch.bench.task import Task
+from rotorch.core.errors import RankFailure
+
+_STOP_S = 10.0
+
+
+class _Process(Protocol):
+    """What both ways of starting a rank give."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    def status(self, *, timeout_s: float) -> int | None: ...
+
+
+class _Forked:
+    def __init__(self, process: Any) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def status(self, *, timeout_s: float) -> int | None:
+        self._process.join(timeout_s)
+        return self._process.exitcode
+
+
+class _Started:
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def status(self, *, timeout_s: float) -> int | None:
+        try:
+            return self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+class RowRanks:
+    """All ranks of one row, alive until `close`. Between questions they sleep.
+
+    Args:
+        task: what they train.
+        row: "limit", or `--parallel` text.
+        num_ranks: how many.
+        fresh: start new interpreters with `MALLOC_ENVIRONMENT` instead of forking.
+        timeout_s: how long a question may take.
+    """
+
+    def __init__(self, task: Task, *, row: str, num_ranks: int, fresh: bool = False, timeout_s: float = 600.0) -> None:
+        self.row = row
+        self._timeout_s = timeout_s
+        self._directory = tempfile.TemporaryDirectory(prefix="rotorch-bench-")
+        self._processes: list[_Process] = []
+        self._connections: list[Connection] = []
+        places = [
+            Place(row, rank, num_ranks, os.path.join(self._directory.name, "store"), timeout_s, os.getpid())
+            for rank in range(num_ranks)
+        ]
+        try:
+            (self._start if fresh else self._fork)(task, places)
+            self._answers()
+        except BaseException:
+            self.close()
+            raise
+
+    def _fork(self, task: Task, places: Sequence[Place]) -> None:
+        context = multiprocessing.get_context("fork")
+        together = context.Barrier(len(places))
+        for place in places:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_forked_main, args=(ours, theirs, task, place, together), daemon=True)
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(_Forked(process))
+
+    def _start(self, task: Task, places: Sequence[Place]) -> None:
+        environment = {**os.environ, **MALLOC_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        for place in places:
+            ours, theirs = multiprocessing.Pipe()
+            code = f"from rotorch.bench.ranks import started_main; started_main({theirs.fileno()})"
+            process = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[theirs.fileno()])
+            theirs.close()
+            ours.send((task, place))
+            self._connections.append(ours)
+            self._processes.append(_Started(process))
+
+    def ask(self, question: str, **arguments: Any) -> list[Any]:
+        """Puts one question (a method of `rank._Rank`) to all ranks and returns their answers by rank.
+
+        Raises:
+            RankFailure: a rank raised, died or took too long; says which and why. The row can only be closed then.
+        """
+        for rank, connection in enumerate(self._connections):
+            try:
+                connection.send((question, arguments))
+            except OSError:
+                raise RankFailure(f"{self.row}: rank {rank} {self._death(rank)}") from None
+        return self._answers()
+
+    def _answers(self) -> list[Any]:
+        answers: list[Any] = [None] * len(self._connections)
+        pending = dict(enumerate(self._connections))
+        deadline = time.monotonic() + self._timeout_s
+        while pending:
+            ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailure(f"{self.row}: ranks {sorted(pending)} gave no answer for {self._timeout_s:.0f} s")
+            for rank in [r for r, connection in pending.items() if connection in ready]:
+                try:
+                    ok, answers[rank] = pending.pop(rank).recv()
+                except (EOFError, OSError):
+                    raise RankFailure(f"{self.row}: rank {rank} {self._death(rank)}") from None
+                if not ok:
+                    raise RankFailure(f"{self.row}: rank {rank} raised:\n{answers[rank]}")
+        return answers
+
+    def _death(self, rank: int) -> str:
+        status = self._processes[rank].status(timeout_s=_STOP_S)
+        if status is not None and status < 0:
+            return f"was killed by {signal.Signals(-status).name}"
+        return f"ended with exit code {status}"
+
+    def stop(self) -> None:
+        """Lets the ranks free what they share, then ends them."""
+        try:
+            self.ask("stop")
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Ends all ranks at once."""
+        for process in self._processes:
+            if process.pid is not None and process.status(timeout_s=0.0) is None:
+                os.kill(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.status(timeout_s=_STOP_S)
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        self._directory.cleanup()
+
+
+def _forked_main(ours: Connection, theirs: Connection, task: Task, place: Place, together: Any) -> None:
+    ours.close()
+    serve(theirs, task=task, place=place, wait_for_all=together.wait)
+
+
+def started_main(descriptor: int) -> None:
+    """Entry of a rank that was started afresh: the connection is an open descriptor, the work comes through it."""
+    connection = Connection(descriptor)
+    task, place = connection.recv()
+    serve(connection, task=task, place=place)

@@ -1,0 +1,227 @@
+"""The `--json` file: what was run, on what, and every figure of every row.
+
+Fields that other tools rely on: `machine`, `model`, `tokens_per_step`, `rows` and `limit`, whose entries have `parallel`, `nproc`,
+`tokens_per_s`, `step_s_median`, `step_s_all`, `peak_bytes_per_rank`, `resident_bytes_per_rank`, `sent_bytes_per_rank`, `loss_last`. A
+figure "per rank" is that of the rank with the most; `..._by_rank` has all. A row that failed has `error`, one whose losses are wrong
+has `invalid`.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import psutil
+import torch
+
+import rotorch
+from rotorch.bench.contender import LIMIT
+from rotorch.bench.gate import GATE_STEPS, TOLERANCES, Verdict
+from rotorch.bench.prediction import Prediction
+from rotorch.bench.process_memory import MALLOC_ENVIRONMENT, ProcessMemory
+from rotorch.bench.rank import Traffic
+from rotorch.bench.rounds import WARM_UP_STEPS, Times, ratio
+from rotorch.bench.task import NUM_BATCHES, Task
+from rotorch.bench.tensor_memory import TensorMemory
+
+METHOD = (
+    f"Rows take turns in one run; {WARM_UP_STEPS} first steps of each are dropped; ranks of a row meet before each step; a step lasts from "
+    "the first rank's start to the last rank's end, optimizer included.",
+    "tokens_per_s is from step_s_median (all steps); ratio_to_limit is the median over rounds of the ratio of the rounds' medians.",
+    "limit: as many ranks, each a replica in plain torch with its own share of the data, nothing sent.",
+    f"Random tokens, {NUM_BATCHES} global batches in turn; AdamW(fused=True) in every row, constant learning rate, no dropout.",
+    f"Gate: the first {GATE_STEPS} losses against one process with the whole global batch.",
+    "peak_bytes and resident_bytes: exact bytes of tensors, each rank counting the weights and gradients that it is home to; resident "
+    "is weights + gradients + optimizer state; peak is the highest moment of a step.",
+    "process: the kernel's figures above the process's own before the model was built, shared pages divided among those that map "
+    f"them (PSS), in a run of its own with {' '.join(f'{k}={v}' for k, v in MALLOC_ENVIRONMENT.items())}.",
+    "sent_bytes: operations of torch.distributed as issued, at what a ring algorithm sends; reads of shared memory send nothing.",
+)
+
+
+@dataclass
+class Row:
+    """All that is known of one row; what could not be measured is missing.
+
+    Attributes:
+        name: "limit", or `--parallel` text.
+        num_ranks: how many ranks it has.
+        threads: that each rank computes with.
+        times: None if the row failed.
+        verdict: on its losses.
+        tensors, traffic: by rank.
+        process: by rank: before the model was built, and after some steps.
+        predictions: of the Layouts, by rank; none for the limit.
+        error: why it failed.
+    """
+
+    name: str
+    num_ranks: int
+    threads: int = 1
+    times: Times | None = None
+    verdict: Verdict | None = None
+    tensors: list[TensorMemory] = field(default_factory=list)
+    traffic: list[Traffic] = field(default_factory=list)
+    process: list[tuple[ProcessMemory, ProcessMemory]] = field(default_factory=list)
+    predictions: list[Prediction] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def problem(self) -> str | None:
+        """Why its figures are not to be used, or None."""
+        return self.error or (self.verdict.reason if self.verdict else None)
+
+    @property
+    def heaviest(self) -> TensorMemory | None:
+        """Tensors of the rank with the highest peak."""
+        return max(self.tensors, key=lambda t: t.peak_bytes, default=None)
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """By rank, of all kinds."""
+        return [sum(traffic.sent_bytes.values()) for traffic in self.traffic]
+
+    def process_bytes(self) -> dict[str, list[int]]:
+        """By rank, above what the process had before the model was built: at rest, at the peak, and private at rest."""
+        return {
+            "resident": [after.pss_bytes - before.pss_bytes for before, after in self.process],
+            "peak": [after.peak_bytes - before.pss_bytes for before, after in self.process],
+            "private": [after.private_bytes - before.private_bytes for before, after in self.process],
+        }
+
+
+def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
+    """One row as JSON."""
+    found: dict[str, Any] = {"parallel": row.name, "nproc": row.num_ranks, "threads_per_rank": row.threads}
+    if row.times is not None and row.times.rounds:
+        found |= _time_record(row.times, task=task, limit=limit)
+    if row.tensors and row.heaviest is not None:
+        peaks, residents = [t.peak_bytes for t in row.tensors], [t.resident_bytes for t in row.tensors]
+        found |= {
+            "peak_bytes_per_rank": max(peaks),
+            "resident_bytes_per_rank": max(residents),
+            "peak_bytes_by_rank": peaks,
+            "resident_bytes_by_rank": residents,
+            "peak_by_category": row.heaviest.peak,
+            "resident_by_category": row.heaviest.resident,
+        }
+    if row.traffic:
+        most = max(row.traffic, key=lambda t: sum(t.sent_bytes.values()))
+        found |= {
+            "sent_bytes_per_rank": max(row.sent_bytes),
+            "sent_bytes_by_rank": row.sent_bytes,
+            "sent_by_kind": most.sent_bytes,
+            "messages_by_kind": most.num_messages,
+        }
+    if row.process:
+        found["process"] = {f"{name}_bytes_by_rank": by_rank for name, by_rank in row.process_bytes().items()}
+    if row.predictions:
+        most_predicted = max(row.predictions, key=lambda p: p.weights_bytes)
+        found["layout"] = {
+            "weights_bytes": most_predicted.weights_bytes,
+            "resident_bytes": 4 * most_predicted.weights_bytes,  # weights, gradients, two moments
+            "transient_bytes": most_predicted.transient_bytes,
+            "sent_bytes": max(p.total_sent_bytes for p in row.predictions),
+        }
+    if row.verdict is not None:
+        found["loss_max_rel_err"] = row.verdict.max_rel_err
+        if row.verdict.reason:
+            found["invalid"] = row.verdict.reason
+    if row.error:
+        found["error"] = row.error
+    return found
+
+
+def _time_record(times: Times, *, task: Task, limit: Times | None) -> dict[str, Any]:
+    step_s = median(times.all_s)
+    losses = [sum(by_rank) / len(by_rank) for by_rank in times.losses]
+    found = {
+        "tokens_per_s": task.tokens_per_step / step_s,
+        "step_s_median": step_s,
+        "step_s_best": min(times.all_s),
+        "step_s_all": times.all_s,
+        "step_s_rounds": [median(turn) for turn in times.rounds],
+        "optimizer_s_median": median(times.optimizer_s),
+        "loss_last": losses[-1],
+        "losses": losses,
+    }
+    if limit is not None and limit.rounds:
+        against = ratio(times, to=limit)
+        found |= {
+            "ratio_to_limit": against.median,
+            "ratio_to_limit_best": against.best,
+            "ratio_to_limit_rounds": against.rounds,
+        }
+    return found
+
+
+def make_record(rows: Sequence[Row], *, task: Task, reference: Sequence[float], bars: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole file."""
+    limit = next((row.times for row in rows if row.name == LIMIT), None)
+    records = {row.name: row_record(row, task=task, limit=limit) for row in rows}
+    return {
+        "machine": describe_machine(),
+        "model": task.name,
+        "tokens_per_step": task.tokens_per_step,
+        "rows": [record for name, record in records.items() if name != LIMIT],
+        "limit": records.get(LIMIT, {}),
+        "bars": list(bars),
+        "reference_losses": list(reference),
+        "loss_tolerance": TOLERANCES[task.precision],
+        "task": asdict(task),
+        "versions": versions(),
+        "commit": commit(),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "method": list(METHOD),
+    }
+
+
+def describe_machine() -> dict[str, Any]:
+    """What the figures depend on: processor, cores that may be used, memory, load at this moment."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.machine()}",
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter."""
+    found = {"python": platform.python_version(), "rotorch": rotorch.__version__, "torch": torch.__version__}
+    try:
+        found["transformers"] = version("transformers")
+    except PackageNotFoundError:
+        found["transformers"] = "?"
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this package's source, with "+" if it was changed since; None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+        changed = subprocess.run(
+            ["git", "status", "--porcelain", "--", "."], cwd=here.parent, capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
+
+
+def _cpu_name() -> str:
+    file = Path("/proc/cpuinfo")
+    for line in file.read_text().splitlines() if file.is_file() else ():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.processor() or "?"

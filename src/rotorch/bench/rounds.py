@@ -1,0 +1,112 @@
+"""Layouts side by side: who runs when, and what a fair comparison of their times is.
+
+[Note: method]
+    All rows are alive at the same time and take turns, a few steps each (A B C, B C A, ...: who begins changes from round to round).
+    A machine that slows down for seconds then slows all of them, and a ratio is taken within a round, where that cancels out;
+    what is reported is the median of the rounds' ratios. All ranks of a row wait for each other before each step. A step lasts from
+    when the first rank starts until the last one has finished its optimizer. The first `WARM_UP_STEPS` steps of a row do not count.
+
+[Note: limit]
+    The limit is as many ranks, each with a replica of the whole model in plain torch, its own share of the data and its own
+    optimizer, and nothing sent. The ranks share cores, caches and memory bandwidth as those of the other rows do, so this is what a
+    layout would reach whose communication cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from rotorch.bench.rank import StepTime
+from rotorch.bench.ranks import RowRanks
+from rotorch.core.errors import RankFailure
+
+WARM_UP_STEPS = 2
+
+
+@dataclass
+class Times:
+    """What one row did.
+
+    Attributes:
+        rounds: seconds of each step, by round.
+        optimizer_s: seconds of each step in clipping and the optimizer (the slowest rank).
+        losses: of every step from the first one on, by rank.
+    """
+
+    rounds: list[list[float]] = field(default_factory=list)
+    optimizer_s: list[float] = field(default_factory=list)
+    losses: list[list[float]] = field(default_factory=list)
+
+    @property
+    def all_s(self) -> list[float]:
+        """Seconds of every step that counts."""
+        return [seconds for turn in self.rounds for seconds in turn]
+
+    def add(self, turn: Sequence[Sequence[StepTime]], *, counts: bool) -> None:
+        """Takes over a turn: for each rank its steps."""
+        steps = list(zip(*turn, strict=True))
+        self.losses += [[time.loss for time in step] for step in steps]
+        if counts:
+            self.rounds.append([max(t.end_s for t in step) - min(t.start_s for t in step) for step in steps])
+            self.optimizer_s += [max(t.end_s - t.gradients_s for t in step) for step in steps]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How fast a row is against another one: 2 is twice as many tokens per second.
+
+    Attributes:
+        rounds: of the medians of each round.
+        best: of the best steps of both.
+    """
+
+    rounds: list[float]
+    best: float
+
+    @property
+    def median(self) -> float:
+        """Of the rounds."""
+        return median(self.rounds)
+
+
+def ratio(row: Times, *, to: Times) -> Ratio:
+    """Compares two rows round by round."""
+    rounds = [median(theirs) / median(ours) for ours, theirs in zip(row.rounds, to.rounds, strict=True)]
+    return Ratio(rounds, min(to.all_s) / min(row.all_s))
+
+
+def take_turns(
+    rows: Mapping[str, RowRanks],
+    *,
+    num_rounds: int,
+    num_steps: int,
+    failed: Callable[[str, RankFailure], None],
+    advanced: Callable[[str], None] = lambda text: None,
+) -> dict[str, Times]:
+    """Runs all rows in turns (see [Note: method]) and returns the times of those that ended well.
+
+    Args:
+        rows: ranks that are built, by row.
+        num_rounds: how many rounds count.
+        num_steps: steps of a row in a round.
+        failed: told of a row that failed; the others go on without it.
+        advanced: told after each turn what comes next.
+    """
+    times = {row: Times() for row in rows}
+    order = list(rows)
+    for number in range(-1, num_rounds):
+        start = max(number, 0) % max(len(order), 1)
+        for row in order[start:] + order[:start]:
+            if row not in times:
+                continue
+            advanced(f"{'warm-up' if number < 0 else f'round {number + 1}'}: {row}")
+            try:
+                turn = rows[row].ask("steps", count=WARM_UP_STEPS if number < 0 else num_steps)
+            except RankFailure as failure:
+                del times[row]
+                failed(row, failure)
+            else:
+                times[row].add(turn, counts=number >= 0)
+    return times

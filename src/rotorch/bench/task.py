@@ -1,0 +1,144 @@
+"""What every contender of a bench trains: the same model, first weights, data, optimizer and precision.
+
+[Note: tokens]
+    The data are random tokens, made anew by every rank from (seed, step): nothing is read from disk while the clock runs. Steps
+    alternate between `NUM_BATCHES` global batches, so that the model learns them by heart and its loss falls with every
+    step; a layout whose gradients are wrong shows in the second loss already, which fresh random tokens would hide.
+
+[Note: global batch]
+    It is the same for every row: micro batch x accumulation x number of ranks. A layout in which fewer ranks see different data
+    (`single`, or one that splits the model only) gives each of them a larger share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.strategy import Strategy
+from rotorch.models.hf import load_config, longest_sequence
+from rotorch.run_config import RunConfig, batch_sizes
+from rotorch.strategies import batch_ranks, format_parallel
+
+NUM_BATCHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The work of one step, whoever does it.
+
+    Attributes:
+        name: what the model is called in the output.
+        model: contents of its `config.json`, without dropout (rows could not be compared).
+        vocabulary: number of tokens that the model knows.
+        num_ranks: ranks of every row (`single` has one).
+        micro_batch: samples per forward pass of a rank, if all ranks see different data.
+        accumulation: forward passes per step.
+        sequence_length: tokens per sample.
+        seed: of the first weights and of the data.
+        precision: "float32", or "bfloat16" (autocast).
+        lr, betas, eps, weight_decay: AdamW's; the learning rate is constant, and decay is on matrices only.
+        clip_norm: the global gradient norm is scaled down to this; 0 leaves it alone.
+        device: "auto", "cpu" or "cuda".
+    """
+
+    name: str
+    model: dict[str, Any]
+    vocabulary: int
+    num_ranks: int
+    micro_batch: int
+    accumulation: int = 1
+    sequence_length: int
+    seed: int = 0
+    precision: str = "float32"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 0.0
+    device: str = "cpu"
+
+    @property
+    def global_batch(self) -> int:
+        """Samples per step, over all ranks."""
+        return self.micro_batch * self.accumulation * self.num_ranks
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens per step, over all ranks."""
+        return self.global_batch * self.sequence_length
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What forward passes are cast to."""
+        return torch.bfloat16 if self.precision == "bfloat16" else None
+
+    def batches(self, step: int, *, share: int, num_shares: int) -> list[dict[str, Tensor]]:
+        """Returns the micro-batches of one of `num_shares` equal shares of a step's global batch (see [Note: tokens])."""
+        generator = torch.Generator().manual_seed(self.seed * NUM_BATCHES + step % NUM_BATCHES)
+        shape = (self.global_batch, self.sequence_length)
+        tokens = torch.randint(self.vocabulary, shape, generator=generator)
+        mine = tokens.view(num_shares, self.accumulation, -1, self.sequence_length)[share]
+        return [{"input_ids": part.clone(), "labels": part.clone()} for part in mine]
+
+
+def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
+    """Takes from a run's configuration what a bench needs.
+
+    Raises:
+        ConfigError: the model's configuration cannot be read, the sequence is too long for it, or the batch does not divide.
+    """
+    config = load_config(run.model.config) if isinstance(run.model.config, str) else _config_of(run.model.config)
+    longest = longest_sequence(config)
+    if longest is not None and run.data.sequence_length > longest:
+        raise ConfigError(
+            f"data.sequence_length = {run.data.sequence_length} is longer than the {longest} positions of the model. "
+            f"Write data.sequence_length={longest} or less"
+        )
+    sizes = batch_sizes(run.train, batch_ranks=num_ranks)
+    text_config = config.get_text_config()
+    return Task(
+        name=name,
+        model=_without_dropout(config.to_dict()),
+        vocabulary=text_config.vocab_size,
+        num_ranks=num_ranks,
+        micro_batch=sizes.micro_batch,
+        accumulation=sizes.accumulation,
+        sequence_length=run.data.sequence_length,
+        seed=run.train.seed,
+        precision=run.train.precision,
+        lr=run.optimizer.lr,
+        betas=run.optimizer.betas,
+        eps=run.optimizer.eps,
+        weight_decay=run.optimizer.weight_decay,
+        clip_norm=run.optimizer.clip_norm,
+        device=run.train.device,
+    )
+
+
+def check_shares(task: Task, *, layouts: Sequence[Sequence[Strategy]]) -> None:
+    """Raises `ConfigError` for a layout whose batch ranks do not divide the samples of a pass."""
+    samples = task.micro_batch * task.num_ranks
+    for strategies in layouts:
+        shares = batch_ranks(strategies)
+        if samples % shares:
+            raise ConfigError(
+                f"bench: '{format_parallel(strategies)}' has {shares} batch ranks, which do not divide the {samples} samples "
+                f"of a pass. Write train.micro_batch={shares}"
+            )
+
+
+def _config_of(values: dict[str, Any]) -> Any:
+    from rotorch.models.hf import config_from_dict
+
+    return config_from_dict(values, source="model.config")
+
+
+def _without_dropout(values: dict[str, Any]) -> dict[str, Any]:
+    is_dropout = [key for key, value in values.items() if ("dropout" in key or "pdrop" in key) and isinstance(value, float)]
+    return {**values, **dict.fromkeys(is_dropout, 0.0)}

@@ -1,0 +1,266 @@
+"""Exact bytes of the tensors of one rank: at rest, and at the highest moment of a step, by what they are for.
+
+[Note: live storages]
+    A dispatch mode sees every operation below autograd, in forward, backward and optimizer. A storage counts from the operation that
+    returns it until it dies (a weak reference tells), and what was there before the step counts from the start. Memory that a
+    kernel takes and gives back inside one operation is not seen; the process's own figures have it.
+
+[Note: mapped storages]
+    A storage in memory shared with other ranks counts only where this rank's own weights and gradients lie in it: each rank counts
+    what it is home to, so ranks together count every byte once. Slices read from other ranks' memory cost nothing.
+
+[Note: categories]
+    weights, gradients, optimizer: what the contender says they are, with the whole of a storage that they share.
+    activations: made by a forward pass and still alive when its backward begins: what autograd keeps.
+    other: all else: communication buffers, gathered weights, temporaries, buffers of the module, the batch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import gc
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rotorch._torch_private import TorchDispatchMode, in_backward, storage_key, tree_flatten
+from rotorch.bench.contender import Contender, local_part
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = CATEGORIES = (
+    "weights",
+    "gradients",
+    "optimizer",
+    "activations",
+    "other",
+)
+
+
+_PLAIN = (Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class TensorMemory:
+    """What one rank holds in tensors.
+
+    Attributes:
+        resident: bytes at rest by category (weights, gradients, optimizer).
+        peak_bytes: most bytes alive at one moment of a step, all categories.
+        peak: the same moment, by category.
+    """
+
+    resident: dict[str, int]
+    peak_bytes: int
+    peak: dict[str, int]
+
+    @property
+    def resident_bytes(self) -> int:
+        """Weights, gradients and optimizer state together."""
+        return sum(self.resident.values())
+
+
+def measure_tensors(contender: Contender, *, step: int) -> TensorMemory:
+    """Runs one step of `contender` and measures it. The optimizer must have its state already (a step was done before)."""
+    gc.collect()
+    live = LiveStorages()
+    with live:
+        contender.forward_backward(step)
+        owned = {
+            WEIGHTS: contender.weights(),
+            GRADIENTS: contender.gradients(),
+            OPTIMIZER: contender.optimizer_state(),
+        }
+        for category, tensors in owned.items():
+            live.name(tensors, category=category)
+        resident = {category: owned_bytes(tensors) for category, tensors in owned.items()}
+        del owned, tensors
+        contender.update()
+    return TensorMemory(resident, *live.peak())
+
+
+def owned_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes that tensors take: whole private storages, each once; in shared mappings only what the tensors cover."""
+    mappings = SharedMappings()
+    private: dict[int, int] = {}
+    mapped: list[tuple[int, int]] = []
+    for tensor in map(local_part, tensors):
+        storage = tensor.untyped_storage()
+        if mappings.contains(storage):
+            mapped.append(_extent(tensor))
+        else:
+            private[storage_key(tensor)] = storage.nbytes()
+    return sum(private.values()) + _union(mapped)
+
+
+@dataclass
+class _Storage:
+    """One storage: what it is for, and whether a forward pass made it that has had no backward yet."""
+
+    nbytes: int
+    category: str = OTHER
+    in_forward: bool = False
+    reference: Any = None
+
+
+class LiveStorages(TorchDispatchMode):
+    """Follows storages through a `with` block (see [Note: live storages])."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[int, _Storage] = {}
+        self._changes: list[tuple[_Storage, int]] = []
+        self._mapped: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self._mappings = SharedMappings()
+        self._backward = False
+        self._until_exit = ExitStack()
+
+    def __enter__(self) -> LiveStorages:
+        for tensor in _all_tensors():
+            self._see(tensor, made=False)
+        self._until_exit.enter_context(_followed_resizes(self._resized))
+        return super().__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        super().__exit__(*exc)
+        self._until_exit.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(t, DTensor) for t in types):
+            return NotImplemented  # its own dispatch comes back here with plain tensors
+        self._notice_phase()
+        for tensor in _tensors((args, kwargs)):
+            self._see(tensor, made=False)
+        result = func(*args, **(kwargs or {}))
+        for tensor in _tensors(result):
+            self._see(tensor, made=True)
+        return result
+
+    def name(self, tensors: Iterable[Tensor], *, category: str) -> None:
+        """Says what the storages of `tensors` are for, also in the past."""
+        for tensor in map(local_part, tensors):
+            if self._mappings.contains(tensor.untyped_storage()):
+                self._mapped[category].append(_extent(tensor))
+            else:
+                self._see(tensor, made=False)
+                found = self._alive.get(storage_key(tensor))
+                if found is not None:
+                    found.category = category
+
+    def peak(self) -> tuple[int, dict[str, int]]:
+        """Returns the most bytes that were alive at one moment, and that moment by category."""
+        mapped = {category: _union(extents) for category, extents in self._mapped.items()}
+        now, highest, at = 0, 0, 0
+        for index, (_, change) in enumerate(self._changes):
+            now += change
+            if now > highest:
+                highest, at = now, index + 1
+        moment = dict.fromkeys(CATEGORIES, 0)
+        for storage, change in self._changes[:at]:
+            moment[storage.category] += change
+        for category, num_bytes in mapped.items():
+            moment[category] += num_bytes
+        return highest + sum(mapped.values()), moment
+
+    def _notice_phase(self) -> None:
+        backward = in_backward()
+        if backward and not self._backward:
+            for storage in self._alive.values():
+                if storage.in_forward and storage.category == OTHER:
+                    storage.category = ACTIVATIONS
+                storage.in_forward = False
+        self._backward = backward
+
+    def _see(self, tensor: Tensor, *, made: bool) -> None:
+        if tensor.device.type == "meta" or tensor.layout is not torch.strided:
+            return
+        key = storage_key(tensor)
+        if key in self._alive:
+            return
+        storage = tensor.untyped_storage()
+        if self._mappings.contains(storage):
+            return  # a view of one, if an operation returns it
+        new = _Storage(storage.nbytes(), in_forward=made and not self._backward)
+        new.reference = weakref.ref(storage, lambda _: self._died(key))
+        self._alive[key] = new
+        # What an operation did not make was there all along.
+        self._changes.insert(len(self._changes) if made else 0, (new, new.nbytes))
+
+    def _died(self, key: int) -> None:
+        storage = self._alive.pop(key, None)
+        if storage is not None:
+            self._changes.append((storage, -storage.nbytes))
+
+    def _resized(self, storage: torch.UntypedStorage, *, key: int) -> None:
+        known = self._alive.get(key)
+        if known is not None:
+            self._changes.append((known, storage.nbytes() - known.nbytes))
+            known.nbytes = storage.nbytes()
+
+
+class SharedMappings:
+    """Which addresses of this process are mapped in common with other processes, as `/proc/self/maps` says."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+        file = Path("/proc/self/maps")
+        for line in file.read_text().splitlines() if file.is_file() else ():
+            extent, flags, *_ = line.split(maxsplit=2)
+            if flags.endswith("s"):
+                start, end = (int(part, 16) for part in extent.split("-"))
+                self._starts.append(start)
+                self._ends.append(end)
+
+    def contains(self, storage: torch.UntypedStorage) -> bool:
+        """Whether a storage lies in such a mapping."""
+        if storage.device.type != "cpu" or not storage.nbytes():
+            return False
+        index = bisect.bisect_right(self._starts, storage.data_ptr()) - 1
+        return index >= 0 and storage.data_ptr() < self._ends[index]
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """First and past-the-end address of a contiguous tensor."""
+    if not tensor.is_contiguous():
+        raise AssertionError(f"a tensor of shape {tuple(tensor.shape)} in shared memory is not contiguous")
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def _union(extents: Sequence[tuple[int, int]]) -> int:
+    total, reached = 0, 0
+    for start, end in sorted(extents):
+        total += max(0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_flatten(tree)[0] if type(leaf) in _PLAIN)
+
+
+def _all_tensors() -> Iterator[Tensor]:
+    """Every plain tensor that Python knows of; wrappers (DTensor) hold plain ones."""
+    return (found for found in gc.get_objects() if type(found) in _PLAIN)
+
+
+@contextmanager
+def _followed_resizes(resized: Callable[..., None]) -> Iterator[None]:
+    """Tells of `UntypedStorage.resize_`, by which `fully_shard` frees and refills gathered weights: no operation does."""
+    original = torch.UntypedStorage.resize_
+
+    def resize(storage: torch.UntypedStorage, size: int) -> None:
+        original(storage, size)
+        resized(storage, key=storage_key(storage))
+
+    torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.UntypedStorage.resize_ = original  # type: ignore[method-assign]
