@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch import __version__
 from rotorch.comm.collectives import all_reduce_max, all_reduce_min, all_reduce_sum
 from rotorch.core.errors import ConfigError, RankFailure, RotorchError
 from rotorch.shard.held import Pieces
@@ -235,9 +234,10 @@ def _all_tensors(state: TrainState) -> dict[str, Pieces | Tensor]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"rotorch": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    with suppress(PackageNotFoundError):  # a plain module needs none
-        found["transformers"] = version("transformers")
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in ("rotorch", "transformers"):
+        with suppress(PackageNotFoundError):  # run from its sources; a plain module needs no transformers
+            found[name] = version(name)
     return found
 
 

@@ -121,7 +121,10 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> None:
     rank = int(os.environ["RANK"])
     board = StatusBoard(1)
     board.enter(0, pid=os.getpid())
-    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun passes a Ctrl-C on to ranks that the terminal told already
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # torchrun passes a Ctrl-C on to ranks that the terminal told already
         signal.signal(number, lambda *_: board.request_stop())
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _die_with(os.getppid())

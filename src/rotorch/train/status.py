@@ -141,6 +141,8 @@ class StatusBoard:
 
     def _write(self, **changes: float) -> None:
         start = self._start(self.own_rank)
-        fields = dict(zip(("pid", "step", "phase", "failure", "failed_at_s"), _SLOT.unpack_from(self._memory, start), strict=True))
+        fields = dict(
+            zip(("pid", "step", "phase", "failure", "failed_at_s"), _SLOT.unpack_from(self._memory, start), strict=True)
+        )
         fields.update(changes)
         _SLOT.pack_into(self._memory, start, *fields.values())

@@ -1,0 +1,218 @@
+"""The `rotorch` command. Importing it loads no torch: a command loads what it needs when it runs.
+
+Exit codes: 0 done; 1 a check did not hold; 2 the input was wrong, and nothing was started; 3 a rank failed while running;
+130 ended by Ctrl-C. Every command takes `--json FILE` for the numbers that it prints.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from rotorch import __version__
+from rotorch.core.errors import ConfigError, RankFailure
+
+DONE, CHECK_FAILED, WRONG_INPUT, RANK_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+
+_UsageError = typer.BadParameter.__bases__[0]  # typer does not export it, nor say whether it is click's or its own
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+Parallel = Annotated[str, typer.Option("--parallel", help="Layout, outermost first: ddp=2,rtp=4")]
+Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks to start; by default what the layout needs")]
+Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. train.steps=100")]
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to FILE, too")]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the command line and ends the process with its exit code."""
+    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs the command line; returns its exit code. What went wrong is said in one line on stderr."""
+    try:
+        code = app(list(arguments), prog_name="rotorch", standalone_mode=False)
+    except ConfigError as error:
+        return _say(str(error), code=WRONG_INPUT)
+    except RankFailure as error:
+        return _say(str(error), code=RANK_FAILED)
+    except _UsageError as error:
+        return _say(f"{error.format_message()} (rotorch --help lists the commands)", code=WRONG_INPUT)  # type: ignore[attr-defined]
+    except (KeyboardInterrupt, typer.Abort):
+        return _say("interrupted", code=INTERRUPTED)
+    except OSError as error:
+        return _say(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), code=WRONG_INPUT)
+    return code if isinstance(code, int) else DONE
+
+
+def _say(message: str, *, code: int) -> int:
+    print(f"rotorch: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Show the version")] = False,
+) -> None:
+    """Trains PyTorch models across ranks that together hold them once."""
+    if version:
+        print(f"rotorch {__version__}")
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+@app.command("train")
+def train(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="What to train")],
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    parallel: Annotated[
+        str | None, typer.Option("--parallel", help="Layout in place of the file's: ddp=2,rtp=4")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")] = False,
+    json_file: Json = None,
+) -> None:
+    """Trains a model on ranks of this machine, or as one rank under torchrun."""
+    from rotorch.run_config import load_run_config
+    from rotorch.strategies import parse_parallel
+
+    changes = [*(overrides or ()), *([f"parallel.layout={parallel}"] if parallel else ())]
+    config = load_run_config(run_file, overrides=changes)
+    parse_parallel(config.parallel.layout)  # before seconds are spent on loading torch
+    check_json(json_file)
+    from rotorch.train.run import start
+
+    words = ["rotorch", "train", str(run_file), *changes, *([f"--nproc={nproc}"] if nproc else ()), "--resume"]
+    start(config, nproc=nproc, resume=resume, command=shlex.join(words), summary=json_file)
+
+
+@app.command("verify")
+def verify(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a config.json")],
+    parallel: Parallel,
+    nproc: Nproc = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps to compare")] = 3,
+    seed: Annotated[int, typer.Option(help="Of weights and data")] = 0,
+    layers: Annotated[int | None, typer.Option(help="Compare only the model's first layers")] = None,
+    json_file: Json = None,
+) -> int:
+    """Holds a model under a layout against one process, in float64."""
+    check_json(json_file)
+    from rotorch.testing.verify import verify as hold_against_one_process
+
+    report = hold_against_one_process(model, parallel=parallel, nproc=nproc, steps=steps, seed=seed, layers=layers)
+    show(report.to_json(), hidden=("per_step", "worst_weights", "first_divergence"))
+    write_json(json_file, report.to_json())
+    return DONE if report.ok else CHECK_FAILED
+
+
+@app.command("bench")
+def bench(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The model and its batch")],
+    parallel: Annotated[list[str], typer.Option("--parallel", help="A layout to measure; several times")],
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    rounds: Annotated[int, typer.Option(help="How often every layout gets its turn")] = 5,
+    steps: Annotated[int, typer.Option(help="Steps per turn")] = 5,
+    process_memory: Annotated[bool, typer.Option(help="Also measure processes, started afresh")] = True,
+    profile: Annotated[Path | None, typer.Option(metavar="DIR", help="Write torch's profiles to DIR")] = None,
+    at_least: Annotated[
+        list[str] | None, typer.Option(help='A bar, e.g. "rtp=2 >= 1.05 * ddp=2"; else exit code 1')
+    ] = None,
+    json_file: Json = None,
+) -> int:
+    """Measures layouts side by side: speed, memory, bytes sent."""
+    from rotorch.bench.command import BenchOptions, bench_command
+
+    options = BenchOptions(rounds=rounds, steps=steps, process_memory=process_memory, profile_dir=profile)
+    return bench_command(
+        run_file,
+        parallel=parallel,
+        overrides=overrides or (),
+        nproc=nproc,
+        options=options,
+        json_file=json_file,
+        at_least=at_least or (),
+    )
+
+
+@app.command("export")
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run (then its latest)")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What to write")],
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as trained")] = None,
+    max_shard_bytes: Annotated[int, typer.Option(help="Largest weights file")] = 5_000_000_000,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is in DIR")] = False,
+    json_file: Json = None,
+) -> None:
+    """Writes a checkpoint as a Hugging Face directory of safetensors."""
+    check_json(json_file)
+    from rotorch.train.export import export_checkpoint
+
+    written = export_checkpoint(checkpoint, directory, dtype=dtype, max_shard_bytes=max_shard_bytes, force=force)
+    show(written)
+    write_json(json_file, written)
+
+
+@app.command("inspect")
+def inspect(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run (then its latest)")],
+    json_file: Json = None,
+) -> None:
+    """Shows what a checkpoint holds."""
+    check_json(json_file)
+    from rotorch.train.checkpoint import inspect_checkpoint
+
+    found = inspect_checkpoint(checkpoint)
+    show(found, hidden=("tensors",))
+    print(f"{'tensors':<18} {len(found['tensors'])}")
+    write_json(json_file, found)
+
+
+@app.command("doctor")
+def doctor(json_file: Json = None) -> None:
+    """Shows what this machine can do: devices, backends, transports, shared memory, versions."""
+    check_json(json_file)
+    from rotorch.cli.doctor import examine
+
+    found = examine()
+    show(found)
+    write_json(json_file, found)
+
+
+# ---------------------------------------------------------------- what commands print and write
+
+
+def show(values: dict[str, Any], *, hidden: Sequence[str] = ()) -> None:
+    """Prints names and values, one a line; tables of names and values indented below their name."""
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for name, value in values.items():
+        if name in hidden:
+            continue
+        if isinstance(value, dict):
+            console.print(name)
+            for key, inner in value.items():
+                console.print(f"  {key:<16} {inner}")
+        else:
+            console.print(f"{name:<18} {value}")
+
+
+def check_json(file: Path | None) -> None:
+    """Raises `ConfigError` unless `file` can be written, before the work whose numbers it is for."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ConfigError(f"--json {file}: its directory is missing, or it is one. Write a file's path")
+
+
+def write_json(file: Path | None, values: dict[str, Any]) -> None:
+    """Writes the numbers of a command, if they were asked for."""
+    if file is not None:
+        file.write_text(json.dumps(values, indent=2) + "\n", "utf-8")

@@ -1,0 +1,78 @@
+"""`rotorch doctor`: what this machine can do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from rotorch import __version__
+from rotorch.core.quantities import format_bytes
+
+_LIBRARIES = ("transformers", "safetensors", "tokenizers", "datasets", "pydantic", "typer", "rich", "tensorboard")
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+def examine() -> dict[str, Any]:
+    """Returns findings by name, plain JSON values. Starts nothing and reserves nothing."""
+    return {
+        "rotorch": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "memory_free_bytes": psutil.virtual_memory().available,
+        "devices": _devices(),
+        "backends": _backends(),
+        "transports": _transports(),
+        "shared_memory_free_bytes": _shared_memory_free(),
+        "threads_per_rank": os.environ.get("OMP_NUM_THREADS", "cores // ranks"),
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "missing"
+
+
+def _devices() -> dict[str, str]:
+    devices = {"cpu": torch.backends.cpu.get_cpu_capability()}
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            devices[f"cuda:{index}"] = f"{properties.name}, {format_bytes(properties.total_memory)}"
+    return devices
+
+
+def _backends() -> dict[str, str]:
+    available = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available() and torch.cuda.is_available(),
+        "mpi": dist.is_mpi_available(),
+    }
+    return {name: "yes" if is_there else "no" for name, is_there in available.items()}
+
+
+def _transports() -> dict[str, str]:
+    """How slices can travel under rtp, and why not."""
+    free = _shared_memory_free()
+    shared = f"yes, up to {format_bytes(free)}" if free else f"no: {_SHARED_MEMORY} is missing or full"
+    return {
+        "shared_memory": shared,
+        "send_receive": "yes, over gloo" + (" and nccl" if torch.cuda.is_available() else ""),
+    }
+
+
+def _shared_memory_free() -> int:
+    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0

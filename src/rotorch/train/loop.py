@@ -1,0 +1,147 @@
+"""The training loop. It knows a `ParallelModel`, batches, and listeners; not how the model is spread over ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rotorch.parallel_model import Batch, ParallelModel
+from rotorch.run_config import BatchSizes, RunConfig
+from rotorch.train.checkpoint import save
+from rotorch.train.data import TokenWindows, bits_per_byte
+from rotorch.train.memory import TensorBytes, tensor_bytes
+from rotorch.train.metrics import HeldOut, Listener, StepRecord
+from rotorch.train.optim import learning_rate
+from rotorch.train.state import TrainState
+from rotorch.train.status import Phase, StatusBoard
+from rotorch.train.step import train_step
+
+
+@dataclass(frozen=True)
+class LoopEnd:
+    """How the loop ended.
+
+    Attributes:
+        held_out: the last evaluation, None if there was none.
+        checkpoint: the last checkpoint.
+        stopped: whether it was asked to stop before the last step.
+        tensors: what this rank held after its last step.
+        peak_bytes: the most memory each rank took, by rank.
+    """
+
+    held_out: HeldOut | None
+    checkpoint: Path
+    stopped: bool
+    tensors: TensorBytes
+    peak_bytes: tuple[int, ...]
+
+
+def run_loop(
+    state: TrainState,
+    *,
+    config: RunConfig,
+    sizes: BatchSizes,
+    windows: TokenWindows,
+    held_out: TokenWindows,
+    out: Path,
+    listeners: Sequence[Listener],
+    board: StatusBoard,
+) -> LoopEnd:
+    """Trains from `state.step` to the last step, or to where all ranks agree to stop. All ranks.
+
+    Evaluates every `eval_every` steps and after the last; saves every `checkpoint_every` steps, after the last, and on stopping.
+
+    Args:
+        state: model, optimizer and counters; its step and tokens move on.
+        config: the run.
+        sizes: of the batch.
+        windows: what to train on.
+        held_out: what to evaluate on; may be empty.
+        out: the run's directory.
+        listeners: are told of every step; rank 0's only.
+        board: where this rank notes what it is doing.
+    """
+    model, optimizer, train = state.model, state.optimizer, config.train
+    assert optimizer is not None, "training needs one"
+    measured: HeldOut | None = None
+    checkpoint = out
+    while True:
+        start_s = time.perf_counter()
+        step = state.step + 1
+        board.doing(Phase.READING, step=step)
+        batches = read_batches(windows, model, step=step, sizes=sizes)
+        lr = learning_rate(step, settings=config.optimizer, steps=train.steps)
+        result = train_step(model, optimizer, batches=batches, lr=lr, clip_norm=config.optimizer.clip_norm, board=board)
+        step_s = time.perf_counter() - start_s
+        num_tokens = sizes.global_batch * config.data.sequence_length
+        state.step, state.tokens = step, state.tokens + num_tokens
+
+        is_last = step == train.steps
+        now_measured = None
+        if len(held_out) and (is_last or _is_due(step, every=train.eval_every)):
+            board.doing(Phase.EVALUATING)
+            now_measured = measured = evaluate(
+                model, held_out, micro_batch=sizes.micro_batch, max_windows=train.eval_windows
+            )
+        record = StepRecord(
+            step=step,
+            loss=result.loss,
+            tokens=state.tokens,
+            tokens_per_s=num_tokens / step_s,
+            grad_norm=result.grad_norm,
+            lr=lr,
+            peak_bytes=max(result.peak_bytes),
+            step_s=step_s,
+            held_out=now_measured,
+        )
+        for listener in listeners:
+            listener.on_step(record)
+        if result.stop and not is_last:
+            _tell(listeners, f"asked to stop: writing a checkpoint after step {step}")
+        if is_last or result.stop or _is_due(step, every=train.checkpoint_every):
+            board.doing(Phase.SAVING)
+            checkpoint = save(out, state, keep=train.keep)
+        if is_last or result.stop:
+            return LoopEnd(measured, checkpoint, not is_last, tensor_bytes(model, optimizer), result.peak_bytes)
+
+
+def read_batches(windows: TokenWindows, model: ParallelModel, *, step: int, sizes: BatchSizes) -> list[Batch]:
+    """This rank's micro-batches of `step`, counted from 1, on its device."""
+    batches = windows.micro_batches(
+        step - 1,
+        global_batch=sizes.global_batch,
+        micro_batch=sizes.micro_batch,
+        batch_rank=model.batch_rank,
+        num_batch_ranks=model.num_batch_ranks,
+    )
+    return [_for_model(batch, model) for batch in batches]
+
+
+def evaluate(model: ParallelModel, held_out: TokenWindows, *, micro_batch: int, max_windows: int) -> HeldOut:
+    """Measures the model on held-out windows, the same ones whatever the ranks. All ranks."""
+    parts = held_out.evaluation_batches(
+        micro_batch=micro_batch,
+        batch_rank=model.batch_rank,
+        num_batch_ranks=model.num_batch_ranks,
+        max_windows=max_windows,
+    )
+    result = model.evaluate([_for_model(part.batch, model) for part in parts])
+    num_bytes = sum(part.num_bytes for part in held_out.evaluation_batches(micro_batch=1, max_windows=max_windows))
+    return HeldOut(bits_per_byte(result.loss_sum, num_bytes=num_bytes), result.loss, num_bytes)
+
+
+def _for_model(batch: Batch, model: ParallelModel) -> Batch:
+    """On the model's device, with `labels` too: Hugging Face models compute a loss only if they are there."""
+    moved = {name: tensor.to(model.device) for name, tensor in batch.items()}
+    return {**moved, "labels": moved["shift_labels"]}
+
+
+def _is_due(step: int, *, every: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _tell(listeners: Sequence[Listener], text: str) -> None:
+    for listener in listeners:
+        listener.on_note(text)

@@ -1,0 +1,265 @@
+"""All that can be wrong with a run, found before any rank starts and before anything is written.
+
+`check_run` is the list; each check is a small function that raises `ConfigError` with one line that says what to write instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
+from rotorch.core.spec import ModelSpec
+from rotorch.core.strategy import Strategy
+from rotorch.run_config import BatchSizes, RunConfig, batch_sizes
+from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
+from rotorch.train.data import CheckedSource, check_source
+from rotorch.train.directories import check, checkpoints_of, latest
+from rotorch.train.manifest import Manifest, check_sizes, read_manifest
+from rotorch.train.metrics import METRICS
+
+RUN_FILE = "run.json"
+"""Marks a directory as a run's, and says which."""
+
+_OPTIMIZER_STATES = 2  # AdamW: two moments, each as large as the weights
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a resumed run goes on: a checkpoint, and what it says of itself."""
+
+    checkpoint: Path
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run in which nothing wrong was found.
+
+    Attributes:
+        config: what the user wrote.
+        strategies: `config.parallel`, read.
+        sizes: of the batch, complete.
+        model_config: the Hugging Face configuration.
+        spec: the model's units.
+        source: the corpus and its tokens.
+        out: the run's directory.
+        resume: where it goes on, or None if it begins.
+        command: the command that goes on with this run.
+    """
+
+    config: RunConfig
+    strategies: tuple[Strategy, ...]
+    sizes: BatchSizes
+    model_config: Any
+    spec: ModelSpec
+    source: CheckedSource
+    out: Path
+    resume: Resume | None
+    command: str
+
+    @property
+    def num_ranks(self) -> int:
+        return num_ranks(self.strategies)
+
+
+def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = False, command: str = "") -> CheckedRun:
+    """Checks a run from the cheapest check to the dearest. Writes nothing.
+
+    Args:
+        config: the run.
+        nproc: how many ranks the user asked for; by default as many as the layout has.
+        resume: go on from the last checkpoint in the run's directory.
+        command: the command that goes on with this run, for messages.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    strategies = parse_parallel(config.parallel.layout)
+    check_ranks(strategies, nproc=nproc)
+    sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
+    out = Path(config.train.out)
+    check_out(out, resume=resume, command=command)
+    check_device(config)
+    model_config = read_model_config(config)
+    check_sequence(config, model_config=model_config)
+    check_init(config)
+    source = check_data(config, model_config=model_config)
+    spec = check_model(model_config, strategies=strategies)
+    going_on = find_resume(out, config=config, sizes=sizes, model_config=model_config) if resume else None
+    check_room(out, spec=spec, keep=config.train.keep)
+    return CheckedRun(config, strategies, sizes, model_config, spec, source, out, going_on, command)
+
+
+def check_ranks(strategies: Sequence[Strategy], *, nproc: int | None) -> None:
+    """The sizes multiply to the number of ranks that are asked for, or that torchrun started."""
+    from rotorch.mesh import check_world_size
+
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: write a positive number of ranks, e.g. --nproc {num_ranks(strategies)}")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        check_world_size(strategies, world_size=int(os.environ["WORLD_SIZE"]))
+    elif nproc is not None:
+        check_world_size(strategies, world_size=nproc)
+
+
+def check_out(out: Path, *, resume: bool, command: str) -> None:
+    """The run's directory can be made and is no other run's; a resumed run is there."""
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"train.out: {out} is a file. Write a directory")
+    existing = next(parent for parent in (out, *out.parents) if parent.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"train.out: {existing} cannot be written. Write train.out=... with a directory that can be")
+    holds_run = any((out / name).exists() for name in (RUN_FILE, METRICS)) or checkpoints_of(out).is_dir()
+    if resume and not holds_run:
+        raise ConfigError(f"--resume: {out} holds no run to go on with. Leave --resume out, or write its train.out=...")
+    if resume or not out.is_dir():
+        return
+    if holds_run:
+        raise ConfigError(
+            f"train.out: {out} already holds a run. Write --resume to go on with it, another train.out=..., "
+            f"or remove it (rm -r {out})"
+        )
+    if any(out.iterdir()):
+        raise ConfigError(f"train.out: {out} is not empty, and is no run of rotorch. Write another train.out=...")
+
+
+def check_device(config: RunConfig) -> None:
+    """The device is there. Does not touch it: forked ranks could not use CUDA any more."""
+    import torch
+
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device = 'cuda', but torch sees no CUDA device. Write train.device=cpu or auto")
+
+
+def read_model_config(config: RunConfig) -> Any:
+    """Reads the model's Hugging Face configuration."""
+    from rotorch.models.hf import config_from_dict, load_config
+
+    model = config.model.config
+    return load_config(model) if isinstance(model, str) else config_from_dict(model, source="model.config")
+
+
+def check_sequence(config: RunConfig, *, model_config: Any) -> None:
+    """Samples are no longer than the model's positions."""
+    from rotorch.models.hf import longest_sequence
+
+    longest, asked = longest_sequence(model_config), config.data.sequence_length
+    if longest is not None and asked > longest:
+        raise ConfigError(
+            f"data.sequence_length = {asked} is longer than the model's max_position_embeddings {longest}. "
+            f"Write data.sequence_length={longest} or less"
+        )
+
+
+def check_init(config: RunConfig) -> None:
+    """The directory of weights to start from is there."""
+    init = Path(config.model.init)
+    if config.model.init == "random":
+        return
+    if not init.is_dir():
+        raise ConfigError(f"model.init: no directory {init}. Write a Hugging Face directory, or 'random'")
+    if not any(init.glob("*.safetensors")):
+        raise ConfigError(f"model.init: {init} holds no *.safetensors. Write a Hugging Face directory, or 'random'")
+
+
+def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
+    """The text and the tokenizer are there, long enough, and fit the model's vocabulary and the disk."""
+    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    data = config.data
+    return check_source(
+        data.source,
+        tokens=data.tokenizer,
+        eos_token=data.eos_token,
+        text_field=data.text_field,
+        suffixes=data.suffixes,
+        sequence_length=data.sequence_length,
+        held_out_fraction=data.held_out_fraction,
+        model_vocab=getattr(text_config, "vocab_size", None),
+        cache_dir=data.cache_dir,
+    )
+
+
+def check_model(model_config: Any, *, strategies: Sequence[Strategy]) -> ModelSpec:
+    """Every strategy can hold the model. Builds it without memory for its weights."""
+    from rotorch.models.describe import describe
+    from rotorch.models.hf import causal_lm
+    from rotorch.shard.materialize import on_meta
+
+    with on_meta():
+        module = causal_lm(model_config)
+    spec = describe(module)
+    for strategy in strategies:
+        strategy.check(spec)
+    return spec
+
+
+def find_resume(out: Path, *, config: RunConfig, sizes: BatchSizes, model_config: Any) -> Resume | None:
+    """The newest whole checkpoint, which is one of this model, these data and this batch; None if none was written yet."""
+    path = latest(out)
+    if path is None:
+        broken = sorted(checkpoints_of(out).glob("step-*"))
+        if broken:
+            check(broken[-1])  # says what is wrong with it
+        return None
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    check_same_model(path, manifest, model_config=model_config)
+    check_same_order(path, manifest, config=config, sizes=sizes)
+    if manifest.step >= config.train.steps:
+        raise ConfigError(
+            f"--resume: {path} is at step {manifest.step} of train.steps = {config.train.steps}: nothing is left to do. "
+            f"Write train.steps=... with more steps"
+        )
+    return Resume(path, manifest)
+
+
+def check_same_model(path: Path, manifest: Manifest, *, model_config: Any) -> None:
+    """A checkpoint is of the model that is asked for."""
+    from rotorch.train.state import config_difference
+
+    ours = json.loads(model_config.to_json_string(use_diff=False))
+    if difference := config_difference(ours, manifest.model.config):
+        raise ConfigError(f"--resume: {path} is of another model: {difference}. Write the model that it was begun with")
+
+
+def check_same_order(path: Path, manifest: Manifest, *, config: RunConfig, sizes: BatchSizes) -> None:
+    """A resumed run reads on where it stopped: same seed, same samples, as many of them in a step."""
+    ours = {**data_position(config, sizes=sizes), "train.seed": config.train.seed}
+    theirs = {**manifest.data, "train.seed": manifest.seed}
+    for key, value in ours.items():
+        if theirs.get(key, value) != value:
+            raise ConfigError(
+                f"--resume: {path} was written by a run with {key} = {theirs[key]}, and here it is {value}. "
+                f"Write {key}={theirs[key]}"
+            )
+
+
+def data_position(config: RunConfig, *, sizes: BatchSizes) -> dict[str, Any]:
+    """What, beside the corpus, the seed and the step, decides which tokens a step reads; as plain JSON."""
+    return {
+        "train.global_batch": sizes.global_batch,
+        "data.sequence_length": config.data.sequence_length,
+        "data.held_out_fraction": config.data.held_out_fraction,
+    }
+
+
+def check_room(out: Path, *, spec: ModelSpec, keep: int) -> None:
+    """The disk has room for the checkpoints that are kept, and for one more while it is written."""
+    each = spec.num_bytes * (1 + _OPTIMIZER_STATES)
+    existing = len(list(checkpoints_of(out).glob("step-*")))
+    needed = each * max(1, keep + 1 - existing)
+    place = next(parent for parent in (out, *out.parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ConfigError(
+            f"train.out: {out}: {keep} checkpoints of {format_bytes(each)} and one more while it is written need "
+            f"{format_bytes(needed)}, {format_bytes(free)} are free. Free some, write a smaller train.keep=..., "
+            "or train.out=... on another disk"
+        )

@@ -1,0 +1,278 @@
+"""`rotorch train`, from a run's configuration to its last line. Read this file first; it names all the others in order.
+
+start                      once: in the launcher, or in every rank that torchrun started
+  preflight.check_run        all that can be wrong, before anything is written
+  data.prepare_corpus        text -> tokens, cached
+  launch.launch              ranks, and what becomes of them
+    train                  in every rank
+      build                  the model, spread over the ranks, with its first values or a checkpoint's
+      loop.run_loop            step.train_step, loop.evaluate, checkpoint.save
+      sample.write_sample
+      summarise              the last lines
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from rotorch import __version__
+from rotorch.comm.collectives import all_reduce_max
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes, format_count
+from rotorch.models.hf import causal_lm
+from rotorch.parallel_model import ParallelModel
+from rotorch.parallelize import parallelize
+from rotorch.run_config import RunConfig
+from rotorch.shard.materialize import on_meta
+from rotorch.strategies import format_parallel
+from rotorch.train.checkpoint import load
+from rotorch.train.data import BYTES, TokenFile, prepare_corpus, train_and_held_out
+from rotorch.train.display import make_display
+from rotorch.train.launch import is_rank, launch, run_as_rank
+from rotorch.train.loop import LoopEnd, run_loop
+from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
+from rotorch.train.optim import make_optimizer, schedule_numbers
+from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
+from rotorch.train.sample import write_sample
+from rotorch.train.state import TrainState, derive_rng, model_config
+from rotorch.train.status import Phase, StatusBoard
+
+
+def start(
+    config: RunConfig, *, nproc: int | None = None, resume: bool = False, command: str = "", summary: Path | None = None
+) -> None:
+    """Checks the run, starts its ranks (unless this process is one already), and returns when it is over.
+
+    Args:
+        config: what to do.
+        nproc: how many ranks to start; by default as many as the layout has.
+        resume: go on from the last checkpoint.
+        command: the command that goes on with this run, for messages.
+        summary: a JSON file for the numbers of the last lines.
+
+    Raises:
+        ConfigError: something is wrong with the input; nothing was started and nothing written.
+        RankFailure: a rank failed; the message names it.
+        KeyboardInterrupt: Ctrl-C before the ranks started, or a second one while they ran.
+    """
+    os.environ.setdefault(
+        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
+    )  # to ask for GPUs otherwise spoils CUDA for forked ranks
+    torch.set_num_threads(1)
+    run = check_run(config, nproc=nproc, resume=resume, command=command)
+    console = Console(soft_wrap=True)
+    if not is_rank() or os.environ["RANK"] == "0":
+        _introduce(run, console)
+    tokens = prepare_corpus(run.source)
+    check_same_corpus(run, tokens)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
+    work = partial(train, run=run, tokens_path=tokens.path, summary=summary)
+    if is_rank():
+        run_as_rank(work, traceback_dir=run.out)
+        return
+    backend = "cpu:gloo,cuda:nccl" if _uses_cuda(config) else "gloo"
+    launch(work, num_ranks=run.num_ranks, backend=backend, timeout_s=config.train.timeout_s, traceback_dir=run.out)
+
+
+def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:
+    """A resumed run reads the text that it was begun with."""
+    if run.resume is None:
+        return
+    begun_with = run.resume.manifest.data.get("corpus", tokens.fingerprint)
+    if begun_with != tokens.fingerprint:
+        raise ConfigError(
+            f"--resume: the text of data.source = {run.config.data.source!r} is not the one that {run.resume.checkpoint} "
+            f"was trained on ({tokens.fingerprint} now, {begun_with} then). Write the data.source that the run was begun with"
+        )
+
+
+def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None) -> None:
+    """What every rank does."""
+    config = run.config
+    board.doing(Phase.BUILDING)
+    state = build(run)
+    model = state.model
+    file = TokenFile.open(tokens_path)
+    state.data = {**data_position(config, sizes=run.sizes), "corpus": file.fingerprint}
+    if run.resume is not None:
+        board.doing(Phase.LOADING)
+        load(run.resume.checkpoint, state)
+    windows, held_out = train_and_held_out(
+        file,
+        tokens=run.source.tokens,
+        sequence_length=config.data.sequence_length,
+        seed=config.train.seed,
+        held_out_fraction=config.data.held_out_fraction,
+    )
+    with _listeners(run, state) as listeners:
+        end = run_loop(
+            state,
+            config=config,
+            sizes=run.sizes,
+            windows=windows,
+            held_out=held_out,
+            out=run.out,
+            listeners=listeners,
+            board=board,
+        )
+    text = ""
+    if config.sample.length and not end.stopped:
+        board.doing(Phase.SAMPLING)
+        text = write_sample(
+            model,
+            tokens=run.source.tokens,
+            settings=config.sample,
+            sequence_length=config.data.sequence_length,
+            seed=config.train.seed,
+        )
+    board.doing(Phase.REPORTING)
+    numbers = summarise(run, state, end=end, sample=text)
+    if state.rank == 0:
+        _print_summary(run, numbers)
+        if summary is not None:
+            summary.write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
+    model.close()
+
+
+def build(run: CheckedRun) -> TrainState:
+    """Builds model and optimizer; every rank makes, or reads, only what it holds. All ranks."""
+    config = run.config
+    with on_meta():
+        module = causal_lm(run.model_config)
+    model = parallelize(
+        module,
+        run.strategies,
+        device=config.train.device,
+        autocast_dtype=torch.bfloat16 if config.train.precision == "bfloat16" else None,
+    )
+    if config.model.init == "random":
+        model.materialize(seed=config.train.seed)
+    elif run.resume is None:
+        model.load(config.model.init)
+    model.module.train()
+    state = TrainState(
+        model=model,
+        optimizer=make_optimizer(model, settings=config.optimizer),
+        seed=config.train.seed,
+        schedule=schedule_numbers(config.optimizer, steps=config.train.steps),
+        run=config.model_dump(mode="json"),
+        tokenizer_file=_tokenizer_file(config),
+    )
+    derive_rng(seed=config.train.seed, step=0, rank=state.rank)
+    return state
+
+
+def summarise(run: CheckedRun, state: TrainState, *, end: LoopEnd, sample: str) -> dict[str, Any]:
+    """The numbers of the last lines. All ranks; memory is that of the rank that has the most."""
+    model = state.model
+    return {
+        "model": model.spec.name,
+        "num_parameters": model.spec.num_parameters,
+        "parallel": format_parallel(run.strategies),
+        "nproc": run.num_ranks,
+        "step": state.step,
+        "steps": run.config.train.steps,
+        "stopped": end.stopped,
+        "tokens": state.tokens,
+        "held_out_bits_per_byte": end.held_out.bits_per_byte if end.held_out else None,
+        "held_out_loss": end.held_out.loss if end.held_out else None,
+        "resident_bytes_per_rank": int(all_reduce_max(float(end.tensors.total), mesh=model.mesh)),
+        "resident_bytes_one_process": 4 * model.spec.num_bytes,  # weights, gradients, AdamW's two moments
+        "peak_bytes_per_rank": max(end.peak_bytes),
+        "checkpoint": str(end.checkpoint),
+        "out": str(run.out),
+        "sample": sample,
+    }
+
+
+# ---------------------------------------------------------------- what a person sees
+
+
+def _introduce(run: CheckedRun, console: Console) -> None:
+    sizes, spec = run.sizes, run.spec
+    batch = (
+        f"{sizes.global_batch} x {run.config.data.sequence_length} tokens a step "
+        f"(micro batch {sizes.micro_batch} x accumulation {sizes.accumulation} x {sizes.batch_ranks} batch ranks)"
+    )
+    lines = [
+        f"model   {spec.name}, {format_count(spec.num_parameters)} parameters",
+        f"ranks   {run.num_ranks}, {format_parallel(run.strategies)}",
+        f"batch   {batch}",
+        f"data    {run.source.corpus.source}, {format_bytes(run.source.corpus.text_bytes)} of text",
+        f"out     {run.out}",
+    ]
+    if run.resume is not None:
+        lines.append(f"resume  step {run.resume.manifest.step}, from {run.resume.checkpoint}")
+    if not run.source.path.exists():
+        lines.append(f"tokens  reading the text once, into {run.source.path}")
+    for line in lines:
+        console.print(Text(line))
+
+
+def _print_summary(run: CheckedRun, numbers: dict[str, Any]) -> None:
+    lines = []
+    if numbers["sample"]:
+        lines += ["sample", *(f"  {line}" for line in numbers["sample"].splitlines()), ""]
+    if numbers["stopped"]:
+        lines.append(f"stopped     after step {numbers['step']} of {numbers['steps']}")
+    if numbers["held_out_bits_per_byte"] is not None:
+        lines.append(f"held-out    {numbers['held_out_bits_per_byte']:.4f} bits per byte")
+    memory = (
+        f"{format_bytes(numbers['resident_bytes_per_rank'])} of weights, gradients and optimizer state per rank; "
+        f"one process would need {format_bytes(numbers['resident_bytes_one_process'])}"
+    )
+    if numbers["peak_bytes_per_rank"]:
+        memory += f" (peak of a rank's whole process: {format_bytes(numbers['peak_bytes_per_rank'])})"
+    lines += [f"memory      {memory}", f"checkpoint  {numbers['checkpoint']}"]
+    if numbers["stopped"] and run.command:
+        lines.append(f"go on with  {run.command}")
+    console = Console(soft_wrap=True)
+    for line in lines:
+        console.print(Text(line))
+
+
+@contextmanager
+def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener]]:
+    """Rank 0: marks the directory as this run's, and opens the files and the display. Other ranks: nothing."""
+    if state.rank != 0:
+        yield ()
+        return
+    run.out.mkdir(parents=True, exist_ok=True)
+    about = {
+        "rotorch": __version__,
+        "command": run.command,
+        "parallel": format_parallel(run.strategies),
+        "config": run.config.model_dump(mode="json"),
+        "model_config": model_config(state.model.module),
+    }
+    (run.out / RUN_FILE).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+    with ExitStack() as stack:
+        listeners: list[Listener] = [MetricsFile(run.out, after_step=state.step)]
+        stack.callback(listeners[0].close)
+        if run.config.train.tensorboard:
+            listeners.append(TensorBoard(run.out, after_step=state.step))
+            stack.callback(listeners[-1].close)
+        display = make_display(Console(), first_step=state.step + 1, steps=run.config.train.steps)
+        stack.callback(display.close)
+        yield (*listeners, display)
+
+
+def _tokenizer_file(config: RunConfig) -> Path | None:
+    if config.data.tokenizer == BYTES:
+        return None
+    path = Path(config.data.tokenizer)
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def _uses_cuda(config: RunConfig) -> bool:
+    return config.train.device == "cuda" or (config.train.device == "auto" and torch.cuda.is_available())
