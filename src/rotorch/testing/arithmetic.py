@@ -12,18 +12,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import nn
+
+from rotorch._torch_private import TorchDispatchMode
 
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
-_CASTS = {Tensor.float: Tensor.double, Tensor.cfloat: Tensor.cdouble}
 
 
-class _Widen(TorchFunctionMode):
-    """Turns every request for float32 into one for float64; arguments that are containers are left alone."""
+class _Widen(TorchDispatchMode):
+    """Turns every request for float32 into one for float64.
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        func = _CASTS.get(func, func)
+    A dispatch mode, because those are also on in the backward of custom autograd functions; function modes are not.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args = tuple(_WIDER.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
         kwargs = {k: _WIDER.get(v, v) if isinstance(v, torch.dtype) else v for k, v in (kwargs or {}).items()}
         return func(*args, **kwargs)

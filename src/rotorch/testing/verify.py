@@ -342,7 +342,7 @@ def _verdict(first: Divergence | None, steps: list[StepErrors], *, ok: bool, max
         return f"errors up to {max_error:.1e} that begin nowhere in particular: rounding that adds up"
     where = f"the {first.what} of {first.module!r}" if first.what != "loss" else "the loss"
     begins = f"first differs in {where}" + (f", step {first.step}" if first.step else "")
-    if max_error < _ROUNDING:
+    if first.rel_err < _ROUNDING:
         return f"{begins}, by {first.rel_err:.1e}: looks like float32 arithmetic somewhere, not like a mistake"
     factor = _common_factor(steps[first.step]) if first.what == "gradient" else None
     if factor is not None:
