@@ -6,8 +6,8 @@
     layout = "ddp=2,rtp=4"           [train]
                                      steps = 200
 
-Unknown keys are errors that name the nearest known one. Relative paths in the file start at the file's directory, those in
-overrides at the working directory.
+Unknown keys are errors that name the nearest known one. Relative paths in the file start at the file's directory, those
+in overrides at the working directory.
 """
 
 from __future__ import annotations
@@ -270,6 +270,8 @@ def _apply_override(raw: dict[str, Any], *, override: str) -> None:
     keys = [part.strip() for part in name.split(".")]
     if not equals or not all(keys):
         raise ConfigError(f"override {override!r}: write section.key=value, e.g. train.steps=100")
+    if keys[0] in RunConfig.model_fields and len(keys) == 1:
+        raise ConfigError(f"override {override!r}: {keys[0]!r} is a section. Write {keys[0]}.key=value")
     if len(keys) == 1:
         raise ConfigError(f"override {override!r}: {keys[0]!r} names no section{_suggest(keys)}")
     change: dict[str, Any] = {keys[-1]: _parse_value(text.strip(), override=override)}
@@ -305,9 +307,9 @@ def _known_keys(model: type[BaseModel] = RunConfig, *, prefix: str = "") -> list
     """All keys with their sections: `train.steps`."""
     keys = []
     for name, field in model.model_fields.items():
-        section = field.annotation
+        section: Any = field.annotation
         nested = isinstance(section, type) and issubclass(section, BaseModel)
-        keys += _known_keys(section, prefix=f"{prefix}{name}.") if nested else [f"{prefix}{name}"]  # type: ignore[arg-type]
+        keys += _known_keys(section, prefix=f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
     return keys
 
 

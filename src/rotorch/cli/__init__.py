@@ -1,7 +1,7 @@
 """The `rotorch` command. Importing it loads no torch: a command loads what it needs when it runs.
 
-Exit codes: 0 done; 1 a check did not hold; 2 the input was wrong, and nothing was started; 3 a rank failed while running;
-130 ended by Ctrl-C. Every command takes `--json FILE` for the numbers that it prints.
+Exit codes: 0 done; 1 a check did not hold; 2 the input was wrong, and nothing was started; 3 a rank failed while
+running; 130 ended by Ctrl-C. Every command takes `--json FILE` for the numbers that it prints.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Starts ranks on this machine through torch's elastic launcher and says what happened to them.
 
 [Note: how a run ends]
-    A rank dies, by a signal or an exception: `_Watch`, a thread of the launcher, notices at once, gives the others a second to note
-        what they saw, and kills them. `RankFailure` names the rank that failed first and what it was doing.
-    The launcher dies: the kernel kills the ranks (PR_SET_PDEATHSIG), whatever they are waiting for.
-    Ctrl-C, or SIGTERM, to the launcher or to all: the launcher raises a flag on the status board, and the ranks, which ignore both
-        signals, agree on the step after which they write a checkpoint and leave. A second Ctrl-C kills them at once.
-    Under torchrun, Slurm and the like each rank raises the flag for itself, and what agrees is the ranks' reduction.
+    - A rank dies, by a signal or an exception: `_Watch`, threads of the launcher, notices at once, gives the others a
+      second to note what they saw, and kills them. `RankFailure` names the rank that failed first and what it was doing.
+    - The launcher dies: the kernel kills the ranks (PR_SET_PDEATHSIG), whatever they are waiting for.
+    - Ctrl-C, or SIGTERM, to the launcher or to all: the launcher raises a flag on the status board, and the ranks, which
+      ignore both signals, agree on the step after which they write a checkpoint and leave. A second Ctrl-C kills them.
+    - Under torchrun, Slurm and the like each rank raises the flag for itself, and the ranks agree all the same.
 
 [Note: fork]
-    Ranks are forked: torch and transformers are imported once, and a rank starts in a fraction of a second. A lock that another thread
-    holds at that moment stays locked in the rank for ever, so the launcher keeps torch to one thread and serves no TCP store (its
-    thread looks up host names): ranks find each other through a file.
+    Ranks are forked: torch and transformers are imported once, and a rank starts in a fraction of a second. A lock that
+    another thread holds at that moment stays locked in the rank for ever, so the launcher keeps torch to one thread and
+    serves no TCP store (its thread looks up host names): ranks find each other through a file.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def launch(
         num_ranks: how many ranks.
         backend: of the process group.
         timeout_s: a rank that waits longer for another one fails.
-        traceback_dir: where a rank that ends with an unexpected exception leaves its traceback, if the directory exists.
+        traceback_dir: where a rank that ends with an unexpected exception leaves its traceback, if the directory
+            exists.
 
     Raises:
         RankFailure: if a rank failed; the message names it, the signal or exception, and what it was doing.
@@ -241,7 +242,9 @@ def _exit_status(exit_code: int) -> Death:
 
 
 class _Watch:
-    """One thread per rank that notices how it ends; the first that sees a failure kills the others. See [Note: how a run ends].
+    """A thread per rank that notices how it ends; the first that sees a failure kills the other ranks.
+
+    See [Note: how a run ends].
 
     Attributes:
         deaths: how ranks ended that failed before any was killed from here, in the order in which that was noticed.
@@ -342,7 +345,7 @@ def _quiet_elastic() -> Iterator[None]:
 
 
 def _explain(statuses: list[RankStatus], *, deaths: dict[int, Death]) -> RotorchError:
-    """Says which rank failed first. A rank that just vanished comes before those that then missed it, else the earliest exception."""
+    """Says which rank failed first: one that just vanished, since others then missed it; else the earliest exception."""
     vanished = [statuses[rank] for rank in deaths if statuses[rank].failure is FailureKind.NONE]
     raised = sorted((s for s in statuses if s.failure is not FailureKind.NONE), key=lambda s: s.failed_at_s)
     wrong_input = next((s for s in raised if s.failure is FailureKind.INPUT), None)

@@ -51,7 +51,8 @@ def run_loop(
 ) -> LoopEnd:
     """Trains from `state.step` to the last step, or to where all ranks agree to stop. All ranks.
 
-    Evaluates every `eval_every` steps and after the last; saves every `checkpoint_every` steps, after the last, and on stopping.
+    Evaluates every `eval_every` steps and after the last; saves every `checkpoint_every` steps, after the last, and on
+    stopping.
 
     Args:
         state: model, optimizer and counters; its step and tokens move on.

@@ -1,8 +1,9 @@
 """Memory of one rank: tensors counted exactly, and the process as the kernel sees it.
 
 [Note: shared pages]
-    Forked ranks share pages with each other (libraries, and weights in shared memory), and resident memory counts them in each. The peak
-    here is the highest resident memory less what is counted too much at the time of reading: resident minus proportional.
+    Forked ranks share pages with each other (libraries, and weights in shared memory), and resident memory counts them
+    in each. The peak here is the highest resident memory less what is counted too much at the time of reading: resident
+    minus proportional.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def process_peak_bytes() -> int:
-    """The process's peak with shared pages counted once (see [Note: shared pages]); 0 where the system does not tell."""
+    """The process's peak, shared pages counted once (see [Note: shared pages]); 0 where the system does not tell."""
     if sys.platform != "linux":
         return 0
     status = _kib_fields(Path("/proc/self/status"))

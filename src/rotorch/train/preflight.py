@@ -1,6 +1,7 @@
 """All that can be wrong with a run, found before any rank starts and before anything is written.
 
-`check_run` is the list; each check is a small function that raises `ConfigError` with one line that says what to write instead.
+`check_run` is the list; each check is a small function that raises `ConfigError` with one line that says what to write
+instead.
 """
 
 from __future__ import annotations
@@ -201,7 +202,7 @@ def check_model(model_config: Any, *, strategies: Sequence[Strategy]) -> ModelSp
 
 
 def find_resume(out: Path, *, config: RunConfig, sizes: BatchSizes, model_config: Any) -> Resume | None:
-    """The newest whole checkpoint, which is one of this model, these data and this batch; None if none was written yet."""
+    """The newest whole checkpoint, of this model and this order of data; None if none was written yet."""
     path = latest(out)
     if path is None:
         broken = sorted(checkpoints_of(out).glob("step-*"))
@@ -214,8 +215,8 @@ def find_resume(out: Path, *, config: RunConfig, sizes: BatchSizes, model_config
     check_same_order(path, manifest, config=config, sizes=sizes)
     if manifest.step >= config.train.steps:
         raise ConfigError(
-            f"--resume: {path} is at step {manifest.step} of train.steps = {config.train.steps}: nothing is left to do. "
-            f"Write train.steps=... with more steps"
+            f"--resume: {path} is at step {manifest.step} and train.steps = {config.train.steps}: nothing is left to do. "
+            "Write train.steps=... with more steps"
         )
     return Resume(path, manifest)
 

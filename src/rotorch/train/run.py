@@ -30,7 +30,6 @@ from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.models.hf import causal_lm
-from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
 from rotorch.run_config import RunConfig
 from rotorch.shard.materialize import on_meta
@@ -91,8 +90,8 @@ def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:
     begun_with = run.resume.manifest.data.get("corpus", tokens.fingerprint)
     if begun_with != tokens.fingerprint:
         raise ConfigError(
-            f"--resume: the text of data.source = {run.config.data.source!r} is not the one that {run.resume.checkpoint} "
-            f"was trained on ({tokens.fingerprint} now, {begun_with} then). Write the data.source that the run was begun with"
+            f"--resume: data.source = {run.config.data.source!r} is not the text that {run.resume.checkpoint} was "
+            f"trained on ({tokens.fingerprint} now, {begun_with} then). Write the source that the run was begun with"
         )
 
 

@@ -2,7 +2,8 @@
 
     | stop flag | rank 0: pid, step, phase, failure | rank 1: ... |
 
-The memory is anonymous: nothing of it outlives the processes. A rank that torchrun started has a board for itself alone.
+The memory is anonymous: nothing of it outlives the processes. A rank that torchrun started has a board for itself
+alone.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def train_step(
     norm = math.sqrt(squared_norm) if math.isfinite(squared_norm) else squared_norm
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise RankFailure(
-            f"the loss is {loss:.6g} and the gradient norm {norm:.6g}: training has diverged, and this step was not applied. "
-            f"Lower optimizer.lr (it is {lr:.3g} here), lengthen optimizer.warmup_steps, or lower optimizer.clip_norm"
+            f"the loss is {loss:.6g} and the gradient norm {norm:.6g}: training has diverged. Lower optimizer.lr "
+            f"(it is {lr:.3g} here), or lengthen optimizer.warmup_steps"
         )
     clip_gradients(model, norm=norm, clip_norm=clip_norm)
     board.doing(Phase.OPTIMIZER)
@@ -74,7 +74,7 @@ def train_step(
 
 
 def _agree(model: ParallelModel, *, squared_norm: float, stop: bool) -> tuple[float, bool, tuple[int, ...]]:
-    """Sums the norm's shares, and in the same message tells all ranks who was asked to stop and how much memory each took."""
+    """Sums the norm's shares, and with them tells all ranks who was asked to stop and how much memory each took."""
     num_ranks = model.mesh.size()
     rank = model.mesh.get_rank() if num_ranks > 1 else 0
     numbers = torch.zeros(2 + num_ranks, dtype=torch.float64)
