@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import all_reduce_sum, barrier
+from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
@@ -243,8 +243,9 @@ class ParallelModel:
                         loss = self._loss(callee, micro_batch, max(int(num_targets), 1))
                     (loss if holding.loss_scale == 1.0 else loss * holding.loss_scale).backward()
                     total += loss.detach().double().cpu()
+            summed = all_reduce_sum_later(total, mesh=self.mesh)  # under way while gradients are completed
             holding.finish()
-        return torch.tensor(self._sum_over_batch_ranks(float(total)), dtype=torch.float64)
+        return summed() * (self.num_batch_ranks / self.mesh.size())
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Sequence[Batch]) -> Evaluation:

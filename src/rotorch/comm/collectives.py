@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,21 @@ def all_reduce_sum(tensor: Tensor, *, mesh: DeviceMesh) -> Tensor:
     for group in _groups(mesh):
         dist.all_reduce(tensor, group=group)
     return tensor
+
+
+def all_reduce_sum_later(tensor: Tensor, *, mesh: DeviceMesh) -> Callable[[], Tensor]:
+    """Starts summing `tensor` over all ranks of `mesh`, in place; the returned function waits for it and returns it."""
+    groups = list(_groups(mesh))
+    if len(groups) != 1:  # several groups must follow one another
+        all_reduce_sum(tensor, mesh=mesh)
+        return lambda: tensor
+    work = dist.all_reduce(tensor, group=groups[0], async_op=True)
+
+    def wait() -> Tensor:
+        work.wait()
+        return tensor
+
+    return wait
 
 
 def all_reduce_each(tensors: Sequence[Tensor], *, mesh: DeviceMesh) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from rotorch._torch_private import storage_key
 from rotorch.comm.ring import Ring, Visit
 from rotorch.core.spec import Unit
-from rotorch.shard.flat import FlatSlices, split_flat
+from rotorch.shard.flat import FlatSlices
 
 RunSlice = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
 """(weights of one slice, inputs) -> output of that slice."""
@@ -57,7 +57,7 @@ class RotatingUnit:
     def visits(self, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         """The slices that are not empty, in this rank's order; empty ones pass unseen."""
         for visit in self.ring.visits(self.item, backward=backward, fetch=fetch):
-            if self.slices.numel(visit.index):
+            if self.slices.numels[visit.index]:
                 yield visit
             elif backward and self.trained:
                 self.ring.deposit(self.item, visit, lambda _flat, _fresh: None)
@@ -77,8 +77,9 @@ class RotatingUnit:
         """Hands this rank's part of the visiting slice's gradient to the ring: `add(gradient views, fresh)`."""
         if not self.trained:
             return
-        shapes = self.slices.shapes(visit.index)
-        self.ring.deposit(self.item, visit, lambda flat, fresh: add(split_flat(flat, shapes), fresh))
+        self.ring.deposit(
+            self.item, visit, lambda flat, fresh: add(self.slices.views(flat, index=visit.index), fresh)
+        )
 
 
 def rotate_module(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> Tensor:

@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
 from rotorch.core.spec import Weight
 
 
-@dataclass(frozen=True)
 class FlatSlices:
     """Slice k of a unit: the slices of its weights, one after another, without gaps.
 
     Attributes:
         weights: the unit's cut weights, all of one dtype.
         num_slices: how many slices there are.
+        shapes: `shapes[k]`: shapes of the weights' parts in slice k.
+        numels: `numels[k]`: number of elements of slice k.
     """
 
-    weights: tuple[Weight, ...]
-    num_slices: int
-
-    def shapes(self, index: int) -> list[tuple[int, ...]]:
-        """Shapes of the weights' parts in slice `index`."""
-        return [w.slice_shape(num_slices=self.num_slices, index=index) for w in self.weights]
-
-    def numel(self, index: int) -> int:
-        """Number of elements of slice `index`."""
-        return sum(math.prod(shape) for shape in self.shapes(index))
+    def __init__(self, weights: Sequence[Weight], *, num_slices: int) -> None:
+        self.weights = tuple(weights)
+        self.num_slices = num_slices
+        self.shapes = [[w.slice_shape(num_slices=num_slices, index=k) for w in weights] for k in range(num_slices)]
+        self.numels = [sum(map(math.prod, shapes)) for shapes in self.shapes]
+        self._splits = [[math.prod(shape) for shape in shapes] for shapes in self.shapes]
 
     def views(self, flat: Tensor, *, index: int) -> list[Tensor]:
-        """Returns the weights' parts as views of `flat` [numel(index)]."""
-        return split_flat(flat, self.shapes(index))
-
-
-def split_flat(flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Returns consecutive parts of a flat tensor as views of the given shapes."""
-    parts = flat.split([math.prod(shape) for shape in shapes])
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        """Returns the weights' parts in slice `index` as views of `flat` [numels[index]]."""
+        parts = flat.split(self._splits[index])
+        return [part.view(shape) for part, shape in zip(parts, self.shapes[index], strict=True)]

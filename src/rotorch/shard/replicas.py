@@ -27,6 +27,8 @@ class Replicas:
         sites: where each sits.
         mesh: the one-axis mesh whose ranks hold the same.
         device: where to hold them.
+        gradients_stay: the twins' gradients lie in the same memory in every step (buckets, flat sums), so what refers to
+            them may be kept from step to step.
     """
 
     def __init__(
@@ -37,12 +39,16 @@ class Replicas:
         sites: Mapping[str, tuple[Site, ...]],
         mesh: DeviceMesh,
         device: torch.device,
+        gradients_stay: bool,
     ) -> None:
         self._mesh = mesh
+        self._gradients_stay = gradients_stay
         self._sites = {w.name: sites[w.name] for w in weights}
         self.twins: dict[str, nn.Parameter] = {}
         self.held: dict[str, HeldWeight] = {}
         self._carried: dict[str, Tensor] = {}
+        self._at_rest: dict[str, tuple[int, DTensor]] = {}
+        self._sums: dict[torch.dtype, Tensor] = {}
         for weight in weights:
             source = parameters[weight.name]
             value = torch.empty_like(source, device=device) if source.is_meta else source.detach().to(device)
@@ -79,6 +85,8 @@ class Replicas:
         }
         for twin in self.twins.values():
             twin.grad = None
+        if not self._gradients_stay:
+            self._at_rest = {}
 
     def reduce(self) -> None:
         """Sums the twins' gradients over the axis, all in one message. All ranks of the axis."""
@@ -87,11 +95,14 @@ class Replicas:
         trained = [t for t in self.twins.values() if t.requires_grad]
         for dtype in sorted({t.dtype for t in trained}, key=str):
             same = [t for t in trained if t.dtype == dtype]
-            flat = torch.cat([(torch.zeros_like(t) if t.grad is None else t.grad).reshape(-1) for t in same])
-            all_reduce_sum(flat, mesh=self._mesh)
-            parts = flat.split([t.numel() for t in same])
+            if dtype not in self._sums:  # kept, so that gradients stay in one place from step to step
+                self._sums[dtype] = torch.empty(sum(t.numel() for t in same), dtype=dtype, device=same[0].device)
+            flat = self._sums[dtype]
+            parts = [p.view_as(t) for p, t in zip(flat.split([t.numel() for t in same]), same, strict=True)]
             for twin, part in zip(same, parts, strict=True):
-                twin.grad = part.view_as(twin)
+                part.zero_() if twin.grad is None else part.copy_(twin.grad)
+                twin.grad = part
+            all_reduce_sum(flat, mesh=self._mesh)
 
     def attach(self) -> None:
         """After a step: gives the DTensors the twins' gradients."""
@@ -101,9 +112,11 @@ class Replicas:
             grad = twin.grad.detach()
             if name in self._carried:
                 grad.add_(self._carried.pop(name))
-            at_rest = self.held[name].parameter.grad
-            if not isinstance(at_rest, DTensor) or at_rest.to_local().data_ptr() != grad.data_ptr():
-                self.held[name].parameter.grad = _replicated(grad, mesh=self._mesh)
+            pointer, known = self._at_rest.get(name, (None, None))
+            if pointer != grad.data_ptr():  # mostly the same memory as in the step before
+                known = _replicated(grad, mesh=self._mesh)
+                self._at_rest[name] = (grad.data_ptr(), known)
+            self.held[name].parameter.grad = known
         self._carried = {}
 
 

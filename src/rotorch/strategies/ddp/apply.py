@@ -36,6 +36,7 @@ class DDPHolding(Holding):
             sites=find_sites(module),
             mesh=mesh,
             device=device,
+            gradients_stay=True,
         )
         self.weights = self._replicas.held
 

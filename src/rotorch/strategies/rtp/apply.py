@@ -48,8 +48,8 @@ class RTPHolding(Holding):
         self._mesh = mesh
         parameters, sites = dict(module.named_parameters()), find_sites(module)
         units = spec.cut_units
-        slices = [FlatSlices(u.weights, strategy.size) for u in units]
-        numels = [[s.numel(k) for k in range(strategy.size)] for s in slices]
+        slices = [FlatSlices(u.weights, num_slices=strategy.size) for u in units]
+        numels = [s.numels for s in slices]
         self.ring = make_ring(
             strategy.transport, mesh=mesh, numels=numels, dtype=_one_dtype(units, parameters), device=device
         )
@@ -58,7 +58,9 @@ class RTPHolding(Holding):
             for item, (unit, flat) in enumerate(zip(units, slices, strict=True))
         ]
         whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
-        self.replicas = Replicas(whole, parameters=parameters, sites=sites, mesh=mesh, device=device)
+        self.replicas = Replicas(
+            whole, parameters=parameters, sites=sites, mesh=mesh, device=device, gradients_stay=mesh.size() > 1
+        )
         self._added_once = [name for u in units for name in u.added_once]
         self._home: dict[str, HeldWeight] = {}
         self._home_gradients: dict[str, DTensor] = {}
@@ -183,7 +185,7 @@ class RotatedModule:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward over all slices."""
         leaves, tree = tree_flatten((args, kwargs))
-        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         whole = [self._replicas.twins[name] for name in self._whole]
         form: list[Any] = []
 

@@ -27,6 +27,7 @@ class SingleHolding(Holding):
             sites=find_sites(module),
             mesh=mesh,
             device=device,
+            gradients_stay=False,
         )
         self.weights = self._replicas.held
 
