@@ -119,8 +119,9 @@ def load(path: Path | str, state: TrainState) -> Manifest:
     """Puts a checkpoint's values into `state`: model, optimizer, counters, data position, random states. All ranks.
 
     On as many ranks as wrote it, every rank gets its own random states back, and training goes on bit for bit on the
-    same layout. On another number of ranks random states are derived from the checkpoint's seed and step; a log line
-    says so.
+    same layout. (Under `ddp` on three ranks or more to rounding only: torch's DDP regroups its buckets after the first
+    step of a process, and sums of three depend on the order.) On another number of ranks random states are derived from
+    the checkpoint's seed and step; a log line says so.
 
     Args:
         path: a checkpoint's directory.
