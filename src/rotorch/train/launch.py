@@ -2,10 +2,10 @@
 
 [Note: how a run ends]
     - A rank dies, by a signal or an exception: `_Watch`, threads of the launcher, notices at once, gives the others a
-      second to note what they saw, and kills them. `RankFailure` names the rank that failed first and what it was doing.
+      second to note what they saw, and kills them. `RankFailure` names the rank that failed first and what it did.
     - The launcher dies: the kernel kills the ranks (PR_SET_PDEATHSIG), whatever they are waiting for.
-    - Ctrl-C, or SIGTERM, to the launcher or to all: the launcher raises a flag on the status board, and the ranks, which
-      ignore both signals, agree on the step after which they write a checkpoint and leave. A second Ctrl-C kills them.
+    - Ctrl-C, or SIGTERM, to the launcher or to all: the launcher raises a flag on the status board, and the ranks,
+      which ignore both signals, agree on the step after which they save and leave. A second Ctrl-C kills them.
     - Under torchrun, Slurm and the like each rank raises the flag for itself, and the ranks agree all the same.
 
 [Note: fork]
@@ -345,7 +345,7 @@ def _quiet_elastic() -> Iterator[None]:
 
 
 def _explain(statuses: list[RankStatus], *, deaths: dict[int, Death]) -> RotorchError:
-    """Says which rank failed first: one that just vanished, since others then missed it; else the earliest exception."""
+    """Says which rank failed first: one that vanished, since others then missed it; else the earliest exception."""
     vanished = [statuses[rank] for rank in deaths if statuses[rank].failure is FailureKind.NONE]
     raised = sorted((s for s in statuses if s.failure is not FailureKind.NONE), key=lambda s: s.failed_at_s)
     wrong_input = next((s for s in raised if s.failure is FailureKind.INPUT), None)

@@ -215,8 +215,8 @@ def find_resume(out: Path, *, config: RunConfig, sizes: BatchSizes, model_config
     check_same_order(path, manifest, config=config, sizes=sizes)
     if manifest.step >= config.train.steps:
         raise ConfigError(
-            f"--resume: {path} is at step {manifest.step} and train.steps = {config.train.steps}: nothing is left to do. "
-            "Write train.steps=... with more steps"
+            f"--resume: {path} is at step {manifest.step} and train.steps = {config.train.steps}: nothing is left to "
+            "do. Write train.steps=... with more steps"
         )
     return Resume(path, manifest)
 

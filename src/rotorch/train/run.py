@@ -25,7 +25,6 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from rotorch import __version__
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
@@ -248,7 +247,6 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
         return
     run.out.mkdir(parents=True, exist_ok=True)
     about = {
-        "rotorch": __version__,
         "command": run.command,
         "parallel": format_parallel(run.strategies),
         "config": run.config.model_dump(mode="json"),
