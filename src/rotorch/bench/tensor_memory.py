@@ -2,8 +2,10 @@
 
 [Note: live storages]
     A dispatch mode sees every operation below autograd, in forward, backward and optimizer. A storage counts from the operation that
-    returns it until it dies (a weak reference tells), and what was there before the step counts from the start. Memory that a
-    kernel takes and gives back inside one operation is not seen; the process's own figures have it.
+    returns it until it dies (a weak reference tells), and what Python knows before the step counts from the start. A storage that
+    an operation reads and none has made belongs to a library: if it outlives the step it was there all along (the buckets of
+    DDP), else it counts from then on (gloo's copies). Memory that a kernel takes and gives back inside one operation is
+    not seen; the process's own figures have it.
 
 [Note: mapped storages]
     A storage in memory shared with other ranks counts only where this rank's own weights and gradients lie in it: each rank counts
@@ -101,9 +103,18 @@ def owned_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass
 class _Storage:
-    """One storage: what it is for, and whether a forward pass made it that has had no backward yet."""
+    """One storage.
+
+    Attributes:
+        nbytes: its size now.
+        made: whether an operation returned it; else it was found.
+        category: what it is for.
+        in_forward: whether a forward pass made it that has had no backward yet.
+        reference: tells when it dies.
+    """
 
     nbytes: int
+    made: bool
     category: str = OTHER
     in_forward: bool = False
     reference: Any = None
@@ -155,18 +166,26 @@ class LiveStorages(TorchDispatchMode):
 
     def peak(self) -> tuple[int, dict[str, int]]:
         """Returns the most bytes that were alive at one moment, and that moment by category."""
-        mapped = {category: _union(extents) for category, extents in self._mapped.items()}
+        changes = self._ordered()
         now, highest, at = 0, 0, 0
-        for index, (_, change) in enumerate(self._changes):
+        for index, (_, change) in enumerate(changes):
             now += change
             if now > highest:
                 highest, at = now, index + 1
-        moment = dict.fromkeys(CATEGORIES, 0)
-        for storage, change in self._changes[:at]:
+        moment = {category: _union(self._mapped[category]) for category in CATEGORIES}
+        mapped = sum(moment.values())
+        for storage, change in changes[:at]:
             moment[storage.category] += change
-        for category, num_bytes in mapped.items():
-            moment[category] += num_bytes
-        return highest + sum(mapped.values()), moment
+        return highest + mapped, moment
+
+    def _ordered(self) -> list[tuple[_Storage, int]]:
+        """All changes in the order of time; what was found and outlived the step comes first."""
+        lasting = {id(storage) for storage in self._alive.values() if not storage.made}
+        first, rest = [], []
+        for storage, change in self._changes:
+            (first if id(storage) in lasting else rest).append((storage, change))
+            lasting.discard(id(storage))
+        return first + rest
 
     def _notice_phase(self) -> None:
         backward = in_backward()
@@ -186,11 +205,10 @@ class LiveStorages(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if self._mappings.contains(storage):
             return  # a view of one, if an operation returns it
-        new = _Storage(storage.nbytes(), in_forward=made and not self._backward)
+        new = _Storage(storage.nbytes(), made, in_forward=made and not self._backward)
         new.reference = weakref.ref(storage, lambda _: self._died(key))
         self._alive[key] = new
-        # What an operation did not make was there all along.
-        self._changes.insert(len(self._changes) if made else 0, (new, new.nbytes))
+        self._changes.append((new, new.nbytes))
 
     def _died(self, key: int) -> None:
         storage = self._alive.pop(key, None)
