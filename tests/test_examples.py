@@ -6,10 +6,13 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from rotorch.strategies.rtp import plan
+from rotorch.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 DRAWING = ROOT / "docs" / "draw_rotation.py"
@@ -55,3 +58,37 @@ def test_the_picture_shows_the_order_that_the_strategy_documents() -> None:
     for rank, forward, backward in rows:
         assert [int(k) for k in forward.split()] == drawing["slices_met"](int(rank), backward=False)
         assert [int(k) for k in backward.split()] == drawing["slices_met"](int(rank), backward=True)
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages do not name a device; forked ranks cannot use CUDA."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_the_readme_block_runs(tmp_path: Path, warm: None, no_cuda: None) -> None:
+    from rotorch.models.hf import causal_lm, load_config
+
+    causal_lm(load_config(ROOT / "configs" / "tiny" / "llama.json")).save_pretrained(tmp_path)
+    block = python_block(ROOT / "README.md").replace("path/to/llama", str(tmp_path)).replace("ddp=2,rtp=4", "rtp=2")
+    first, second = run_ranks(run_block, block, "loss", num_ranks=2)
+    assert first == second > 0
+
+
+def test_the_quickstart_block_runs(warm: None, no_cuda: None) -> None:
+    first, second = run_ranks(run_block, python_block(ROOT / "docs" / "quickstart.md"), "mean_loss", num_ranks=2)
+    assert first == second > 0
+
+
+def python_block(page: Path) -> str:
+    (block,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
+    return block
+
+
+def run_block(block: str, loss: str) -> float:
+    """Runs a page's program on this rank, gives it batches, and returns the loss that it leaves under that name."""
+    ids = torch.arange(64).view(2, 32)
+    names: dict[str, Any] = {"__name__": "page", "batches": [{"input_ids": ids, "labels": ids}] * 2}
+    exec(compile(block, "page", "exec"), names)
+    names["model"].close()
+    return float(names[loss])
