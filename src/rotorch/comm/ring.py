@@ -16,14 +16,11 @@ Every rank of the ring must make the same sequence of `start`, `visits` and `fin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-
-AddGradient = Callable[[Tensor, bool], None]
-"""Called with (flat gradient buffer of a slice, fresh): adds this rank's part; writes it if the buffer is `fresh`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +36,19 @@ class Visit:
     index: int
     weights: Tensor | None
     step: int
+
+
+@dataclass(frozen=True)
+class GradientBuffer:
+    """The travelling gradient of one slice.
+
+    Attributes:
+        flat: the buffer, flat.
+        fresh: it holds nothing yet: write instead of adding.
+    """
+
+    flat: Tensor
+    fresh: bool
 
 
 class Ring(ABC):
@@ -91,8 +101,15 @@ class Ring(ABC):
         """Yields the slices of an item in this rank's order. With `fetch=False` without their weights."""
 
     @abstractmethod
-    def deposit(self, item: int, visit: Visit, add: AddGradient) -> None:
-        """Adds this rank's part of the gradient of the slice that is visiting in backward, and sends it on its way."""
+    def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
+        """Where the gradient of the slice that is visiting in backward adds up, once all ranks before this one have added.
+
+        Returns None if they have not and `wait` is false. After adding, `pass_on` is due.
+        """
+
+    @abstractmethod
+    def pass_on(self, item: int, visit: Visit) -> None:
+        """This rank has added its part to `gradient(item, visit)`: sends it on its way."""
 
     def finish(self) -> None:
         """Ends a step: everything sent has left, everything due has come."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotorch.comm.ring import Visit
 from rotorch.core.spec import Range
-from rotorch.ops.rotate import AutocastState, RotatingUnit
+from rotorch.ops.rotate import AutocastState, RotatingUnit, SliceGradient
 
 
 def slice_rows(unit: RotatingUnit, index: int) -> Range:
@@ -63,24 +64,19 @@ class _RotateLinear(torch.autograd.Function):
             rows = slice_rows(unit, visit.index)
             part_BR = grad_BO[:, rows.start : rows.stop]
             dx_BI.addmm_(part_BR, unit.weights(visit)[0].detach().to(dtype))
-            unit.deposit(visit, lambda into, fresh, part=part_BR: add_linear_gradient(into, fresh, part, x_BI))
+            add_linear_gradient(unit, visit, part_BR, x_BI)
         return None, None, dx_BI.view_as(x).to(x.dtype)
 
 
-def add_linear_gradient(into: list[Tensor], fresh: bool, grad_BR: Tensor, x_BI: Tensor) -> None:
-    """Adds a linear layer's gradient to `into` = [weight [R, I], bias [R]].
-
-    The product goes straight into the buffer.
-    """
-    if into[0].dtype == grad_BR.dtype:
-        into[0].addmm_(grad_BR.t(), x_BI, beta=0 if fresh else 1)
-    elif fresh:
-        into[0].copy_(grad_BR.t() @ x_BI)
-    else:
-        into[0].add_(grad_BR.t() @ x_BI)
-    for bias in into[1:]:
-        summed = grad_BR.sum(0)
-        bias.copy_(summed) if fresh else bias.add_(summed)
+def add_linear_gradient(unit: RotatingUnit, visit: Visit, grad_BR: Tensor, x_BI: Tensor) -> None:
+    """Adds a linear layer's gradient to that of the visiting slice [weight [R, I], bias [R]] and passes it on."""
+    if not unit.trained:
+        return
+    receiver = SliceGradient(unit, visit, wait=True)
+    receiver.add_product(0, grad_BR, x_BI)
+    if len(unit.slices.weights) > 1:
+        receiver.add(1, grad_BR.sum(0))
+    receiver.pass_on()
 
 
 def rotate_embedding(unit: RotatingUnit, ids: Tensor, *, padding_idx: int | None = None) -> Tensor:
@@ -125,11 +121,8 @@ class _RotateEmbedding(torch.autograd.Function):
             grad_BD = grad_BD.masked_fill((ids_B == ctx.padding_idx).unsqueeze(1), 0.0)
         for visit in unit.visits(backward=True, fetch=False):  # the gradient of a lookup needs no weights
             tokens, local = _in_slice(ids_B, slice_rows(unit, visit.index))
-
-            def add(into: list[Tensor], fresh: bool, tokens: Tensor = tokens, local: Tensor = local) -> None:
-                if fresh:
-                    into[0].zero_()
-                into[0].index_add_(0, local, grad_BD.index_select(0, tokens).to(into[0].dtype))
-
-            unit.deposit(visit, add)
+            if unit.trained:
+                receiver = SliceGradient(unit, visit, wait=True)
+                receiver.add_rows(0, local, grad_BD.index_select(0, tokens))
+                receiver.pass_on()
         return None, None, None, None

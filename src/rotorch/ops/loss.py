@@ -198,7 +198,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             tokens, local = _targets_in_slice(unit, visit.index, target_B)
             d_raw_BR = _softmax_gradient(raw_BR, ctx.chain, lse_B, tokens, local, scale_B1).to(ctx.dtype)
             dx_BD.addmm_(d_raw_BR, unit.weights(visit)[0].detach().to(ctx.dtype))
-            unit.deposit(visit, lambda into, fresh, part=d_raw_BR: add_linear_gradient(into, fresh, part, x_BD))
+            add_linear_gradient(unit, visit, d_raw_BR, x_BD)
         return (*[None] * 5, dx_BD.to(hidden_BD.dtype), None)
 
 

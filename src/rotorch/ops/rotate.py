@@ -43,6 +43,8 @@ class RotatingUnit:
         recompute: backward runs a slice's forward again instead of keeping its graph.
         trained: whether its weights get gradients.
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
+        linear_weights: numbers of the weights whose gradients `slice_linear` hands to the receiver.
+        receiver: during the backward of a slice: what takes its weights' gradients.
     """
 
     unit: Unit
@@ -52,7 +54,9 @@ class RotatingUnit:
     recompute: bool
     trained: bool = True
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
-    _leaves: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
+    linear_weights: frozenset[int] = frozenset()
+    receiver: SliceGradient | None = None
+    _views: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
     def visits(self, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         """The slices that are not empty, in this rank's order; empty ones pass unseen."""
@@ -60,26 +64,89 @@ class RotatingUnit:
             if self.slices.numels[visit.index]:
                 yield visit
             elif backward and self.trained:
-                self.ring.deposit(self.item, visit, lambda _flat, _fresh: None)
+                self.ring.gradient(self.item, visit, wait=True)
+                self.ring.pass_on(self.item, visit)
 
     def weights(self, visit: Visit) -> list[Tensor]:
         """The visiting slice's weights as autograd leaves; the same objects for the same memory."""
         if visit.weights is None:
             raise AssertionError("this visit was asked for without weights")
         key = (visit.index, visit.weights.data_ptr())
-        if key not in self._leaves:
+        if key not in self._views:
             # .data, not .detach(): a leaf that is no view, so optimizers may write to the memory between two steps.
             views = self.slices.views(visit.weights, index=visit.index)
-            self._leaves[key] = [view.data.requires_grad_(self.trained) for view in views]
-        return self._leaves[key]
+            self._views[key] = [view.data.requires_grad_(self.trained) for view in views]
+        return self._views[key]
 
-    def deposit(self, visit: Visit, add: Callable[[list[Tensor], bool], None]) -> None:
-        """Hands this rank's part of the visiting slice's gradient to the ring: `add(gradient views, fresh)`."""
-        if not self.trained:
+    def gradients(self, flat: Tensor, *, index: int) -> list[Tensor]:
+        """The weights' parts of a slice's flat gradient buffer; the same objects for the same memory."""
+        key = (index, flat.data_ptr())
+        if key not in self._views:
+            self._views[key] = self.slices.views(flat, index=index)
+        return self._views[key]
+
+
+class SliceGradient:
+    """Takes the weight gradients of one visiting slice and passes their sum on.
+
+    Products go straight into the travelling buffer if it has come (`wait=False` looks without waiting), so that no weight
+    gradient exists twice; what is computed before it comes is kept and added then.
+    """
+
+    def __init__(self, unit: RotatingUnit, visit: Visit, *, wait: bool) -> None:
+        self._unit = unit
+        self._visit = visit
+        self._views: list[Tensor] | None = None
+        self._fresh = [False] * len(unit.slices.weights)
+        self._early: list[tuple[int, Tensor]] = []
+        if unit.trained:
+            self._look(wait=wait)
+
+    def _look(self, *, wait: bool) -> None:
+        buffer = self._unit.ring.gradient(self._unit.item, self._visit, wait=wait)
+        if buffer is not None:
+            self._views = self._unit.gradients(buffer.flat, index=self._visit.index)
+            self._fresh = [buffer.fresh] * len(self._views)
+
+    def add(self, number: int, grad: Tensor) -> None:
+        """Adds the gradient of weight `number` of the unit."""
+        if self._views is None:
+            self._early.append((number, grad))
+        elif self._fresh[number]:
+            self._views[number].copy_(grad)
+            self._fresh[number] = False
+        else:
+            self._views[number].add_(grad)
+
+    def add_product(self, number: int, grad_BO: Tensor, x_BI: Tensor) -> None:
+        """Adds `grad.T @ x`, the gradient of a linear layer's weight `[O, I]`."""
+        if self._views is None or self._views[number].dtype != grad_BO.dtype:
+            self.add(number, grad_BO.t() @ x_BI)
+        else:
+            self._views[number].addmm_(grad_BO.t(), x_BI, beta=0 if self._fresh[number] else 1)
+            self._fresh[number] = False
+
+    def add_rows(self, number: int, rows: Tensor, grad_BD: Tensor) -> None:
+        """Adds `grad[i]` to row `rows[i]`, the gradient of an embedding's weight `[V, D]`."""
+        if self._views is None:
+            raise AssertionError("rows are added to a buffer that was waited for")
+        if self._fresh[number]:
+            self._views[number].zero_()
+            self._fresh[number] = False
+        self._views[number].index_add_(0, rows, grad_BD.to(self._views[number].dtype))
+
+    def pass_on(self) -> None:
+        """Everything of this rank is in: adds what came early, and sends the sum on."""
+        if not self._unit.trained:
             return
-        self.ring.deposit(
-            self.item, visit, lambda flat, fresh: add(self.slices.views(flat, index=visit.index), fresh)
-        )
+        if self._views is None:
+            self._look(wait=True)
+        for number, grad in self._early:
+            self.add(number, grad)
+        for view, fresh in zip(self._views or (), self._fresh, strict=False):
+            if fresh:
+                view.zero_()
+        self._unit.ring.pass_on(self._unit.item, self._visit)
 
 
 def rotate_module(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> Tensor:
@@ -161,29 +228,22 @@ class _RotateModule(torch.autograd.Function):
                 with torch.enable_grad(), ctx.autocast.again(), _random_state(kept.rng_state):
                     output = ctx.run(weights, ctx.leaves)
             ctx.visiting = visit.weights
-            trained = [w for w in weights if w.requires_grad]
-            grads = torch.autograd.grad(output, [*wanted, *trained], grad_output, allow_unused=True)
+            unit.receiver = SliceGradient(unit, visit, wait=False)
+            # Linear layers hand their weights' gradients to the receiver; the others' come back from autograd.
+            others = [(i, w) for i, w in enumerate(weights) if w.requires_grad and i not in unit.linear_weights]
+            asked = [unit.anchor, *wanted, *(w for _, w in others)]
+            _, *grads = torch.autograd.grad(output, asked, grad_output, allow_unused=True)
             del output, kept
             for total, grad in zip(sums, grads, strict=False):
                 if grad is not None:
                     total.add(grad)
-            unit.deposit(visit, _adder(grads[len(wanted) :]))
-        ctx.visiting = None
+            for (number, _), grad in zip(others, grads[len(wanted) :], strict=True):
+                if grad is not None:
+                    unit.receiver.add(number, grad)
+            unit.receiver.pass_on()
+        unit.receiver = ctx.visiting = None
         given = iter(total.value for total in sums)
         return (None, None, None, *(next(given) if x.requires_grad else None for x in ctx.leaves))
-
-
-def _adder(grads: Sequence[Tensor | None]) -> Callable[[list[Tensor], bool], None]:
-    def add(into: list[Tensor], fresh: bool) -> None:
-        for target, grad in zip(into, grads, strict=True):
-            if fresh and grad is None:
-                target.zero_()
-            elif fresh:
-                target.copy_(grad)
-            elif grad is not None:
-                target.add_(grad)
-
-    return add
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.ring import AddGradient, Ring, Visit
+from rotorch.comm.ring import GradientBuffer, Ring, Visit
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ class _Exchange:
         else:
             self._sent = works[: 1 if send.numel() else 0]
             self._received = works[len(self._sent) :]
+
+    def has_received(self) -> bool:
+        return all(work.is_completed() for work in self._received)
 
     def wait_received(self) -> None:
         for work in self._received:
@@ -198,32 +201,38 @@ class SendReceiveRing(Ring):
 
     # ------------------------------------------------------------- gradients
 
-    def deposit(self, item: int, visit: Visit, add: AddGradient) -> None:
-        n, r, step = self.size, self.position, visit.step
+    def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
+        n, step = self.size, visit.step
         home = self._gradients[item]
         if n == 1:
-            add(home, self.fresh[item])
-            return
+            return GradientBuffer(home, self.fresh[item])
         slot, other = step % 2, (step + 1) % 2
         travelling = self._gradient_slots[slot][: self.numels[item][visit.index]]
         if step == 0:
             self._release(slot)
-        elif (
-            hop := self._hops[other]
-        ) is not None:  # sent the last slice's gradient from the other slot, receives into this one
+            return GradientBuffer(travelling, True)
+        hop = self._hops[other]  # sent the last slice's gradient from the other slot, receives into this one
+        if hop is not None:
+            if not wait and not hop.has_received():
+                return None
             hop.wait_received()
-        if step == n - 1:  # own slice: the sum of all others has arrived
-            if self.fresh[item]:
-                home.copy_(travelling)
-            else:
-                home.add_(travelling)
-            add(home, False)
+        if step < n - 1:
+            return GradientBuffer(travelling, False)
+        if self.fresh[item]:  # own slice: the sum of all others has arrived
+            home.copy_(travelling)
+        else:
+            home.add_(travelling)
+        return GradientBuffer(home, False)
+
+    def pass_on(self, item: int, visit: Visit) -> None:
+        n, r, step = self.size, self.position, visit.step
+        if step == n - 1:
             return
-        add(travelling, step == 0)
+        slot, other = step % 2, (step + 1) % 2
         self._release(other)
         arriving = (visit.index + 1) % n
         self._hops[slot] = _Exchange(
-            send=travelling,
+            send=self._gradient_slots[slot][: self.numels[item][visit.index]],
             to=(r - 1) % n,
             receive=self._gradient_slots[other][: self.numels[item][arriving]],
             source=(r + 1) % n,

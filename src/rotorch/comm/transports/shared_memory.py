@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import barrier, gather_objects
-from rotorch.comm.ring import AddGradient, Ring, Visit
+from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.core.errors import RankFailure
 from rotorch.core.quantities import format_bytes
 
@@ -171,16 +171,22 @@ class SharedMemoryRing(Ring):
             self._rounds[item] += 1
             self.fresh[item] = False
 
-    def deposit(self, item: int, visit: Visit, add: AddGradient) -> None:
-        turns = self._turns[visit.index]
-        turn = self._base + self._rounds[item] * self.size + visit.step
+    def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
+        turns, turn = self._turns[visit.index], self._turn(item, visit)
         if turns[item] < turn:
+            if not wait:
+                return None
             self._wait(turns, item, turn, visit)
         with self._fence:
             pass
-        add(self._gradients[visit.index][item], self.fresh[item] and visit.step == 0)
+        return GradientBuffer(self._gradients[visit.index][item], self.fresh[item] and visit.step == 0)
+
+    def pass_on(self, item: int, visit: Visit) -> None:
         with self._fence:
-            turns[item] = turn + 1
+            self._turns[visit.index][item] = self._turn(item, visit) + 1
+
+    def _turn(self, item: int, visit: Visit) -> int:
+        return self._base + self._rounds[item] * self.size + visit.step
 
     def _wait(self, turns: np.ndarray, item: int, turn: int, visit: Visit) -> None:
         deadline, yields = time.monotonic() + self._timeout_s, 0

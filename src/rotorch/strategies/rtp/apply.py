@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
 from rotorch.ops.rotate import RotatingUnit, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
+from rotorch.ops.slice_linear import slice_linear
+from rotorch.ops.slice_linear import slice_linear
 from rotorch.parallel_model import Holding
 from rotorch.shard.flat import FlatSlices
 from rotorch.shard.held import HeldWeight, cut_pieces
@@ -180,7 +184,24 @@ class RotatedModule:
         self._whole = unit.replicated
         self._whole_sites = [sites[name][0] for name in unit.replicated]
         self._added_once = unit.added_once
+        self._visiting: list[Tensor] = []
+        rotating.linear_weights = self._take_over_linears()
         module.forward = self.forward  # type: ignore[method-assign]
+
+    def _take_over_linears(self) -> frozenset[int]:
+        """Lets the unit's plain linear layers hand over their gradients (`ops/slice_linear.py`); returns their weights' numbers."""
+        numbers = {(id(site.module), site.attribute): i for i, site in enumerate(self._weight_sites)}
+        taken: set[int] = set()
+        for site in self._weight_sites:
+            weight, bias = (numbers.get((id(site.module), name)) for name in ("weight", "bias"))
+            if type(site.module) is not nn.Linear or weight is None or site.attribute != "weight":
+                continue
+            taken |= {weight} if bias is None else {weight, bias}
+            site.module.forward = partial(self._linear, weight, bias)  # type: ignore[method-assign]
+        return frozenset(taken)
+
+    def _linear(self, weight: int, bias: int | None, x: Tensor) -> Tensor:
+        return slice_linear(self._rotating, weight, bias, x, weights=self._visiting)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward over all slices."""
@@ -190,6 +211,8 @@ class RotatedModule:
         form: list[Any] = []
 
         def run(weights: list[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+            self._visiting = weights
+            self._visiting = weights
             for site, weight in zip(self._weight_sites, weights, strict=True):
                 site.put(weight)
             for site, tensor in zip(self._whole_sites, inputs[len(where) :], strict=True):
