@@ -1,4 +1,4 @@
-"""`rotorch bench`: reads the run, starts the ranks of every row, measures, prints, and says by its exit code whether all is well."""
+"""`rotorch bench`: reads the run, starts the ranks of every row, measures, prints, and tells by its exit code."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import rotorch
 from rotorch.bench.bar import Bar, parse_bar
 from rotorch.bench.contender import LIMIT, REFERENCE, build
 from rotorch.bench.gate import GATE_STEPS, judge, says_little
-from rotorch.bench.prediction import predict
+from rotorch.bench.prediction import Prediction, predict
 from rotorch.bench.ranks import RowRanks
 from rotorch.bench.record import Row, make_record
 from rotorch.bench.rounds import take_turns
@@ -116,12 +116,6 @@ def bench(
     options = options or BenchOptions()
     spec = check_model(task, layouts=layouts)
     rows = {LIMIT: Row(LIMIT, task.num_ranks)} | {name: Row(name, num_ranks(s)) for name, s in layouts.items()}
-    for name, strategies in layouts.items():
-        ranks = range(rows[name].num_ranks)
-        rows[name].predictions = [predict(spec, strategies=strategies, rank=rank) for rank in ranks]
-    if task.accumulation > 1:  # Layouts speak of one micro-batch
-        for row in rows.values():
-            row.predictions = []
     num_turns = len(rows) * (options.rounds + 2 + options.process_memory) + 1
     with _progress(console or Console(quiet=True), total=num_turns) as advanced:
         reference = _reference_losses(task, options=options, advanced=advanced)
@@ -135,6 +129,9 @@ def bench(
         if row.times is not None:
             losses = row.times.losses[:GATE_STEPS]
             row.verdict = judge(losses, reference=reference, precision=task.precision, alone=row.name == LIMIT)
+    if task.accumulation == 1:  # Layouts speak of one micro-batch
+        for name, strategies in layouts.items():
+            rows[name].predictions = _predictions(spec, strategies=strategies, transport=rows[name].transport)
     times = {name: row.times for name, row in rows.items() if row.times is not None and row.problem is None}
     checked = []
     for bar in bars:
@@ -192,11 +189,24 @@ def check_model(task: Task, *, layouts: Layouts) -> ModelSpec:
     return spec
 
 
+def _predictions(spec: ModelSpec, *, strategies: Sequence[Strategy], transport: str | None) -> list[Prediction]:
+    """What the Layouts say, by rank, with the transport that "auto" came to."""
+    as_run = [
+        strategy.model_copy(update={"transport": transport})
+        if getattr(strategy, "transport", None) == "auto"
+        else strategy
+        for strategy in strategies
+    ]
+    return [predict(spec, strategies=as_run, rank=rank) for rank in range(num_ranks(strategies))]
+
+
 def _check_options(options: BenchOptions, *, json_file: Path | None) -> None:
     if options.rounds < 1 or options.steps < 1:
         raise ConfigError(f"bench: {options.rounds} rounds of {options.steps} steps. Write at least 1 of each")
     if json_file is not None and (json_file.is_dir() or not json_file.absolute().parent.is_dir()):
-        raise ConfigError(f"bench: cannot write {str(json_file)!r}: its directory is missing, or it is one. Write a file's path")
+        raise ConfigError(
+            f"bench: cannot write {str(json_file)!r}: its directory is missing, or it is one. Write a file's path"
+        )
 
 
 def _reference_losses(task: Task, *, options: BenchOptions, advanced: Callable[[str], None]) -> list[float]:
@@ -222,7 +232,8 @@ def _time(rows: dict[str, Row], *, task: Task, options: BenchOptions, advanced: 
         for name, row in rows.items():
             try:
                 alive[name] = RowRanks(task, row=name, num_ranks=row.num_ranks, timeout_s=options.timeout_s)
-                row.threads = alive[name].ask("build")[0]
+                built = alive[name].ask("build")[0]
+                row.threads, row.transport = built.threads, built.transport
             except RankFailure as failure:
                 failed(name, failure)
         times = take_turns(alive, num_rounds=options.rounds, num_steps=options.steps, failed=failed, advanced=advanced)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import chain
 
@@ -13,9 +14,12 @@ from torch.distributed.tensor import DTensor
 
 import rotorch
 from rotorch.bench.task import Task
+from rotorch.comm.collectives import all_reduce_sum
 from rotorch.models.hf import causal_lm, config_from_dict
-from rotorch.parallel_model import causal_lm_loss, count_targets
+from rotorch.parallel_model import Holding, causal_lm_loss, count_targets
+from rotorch.run_config import OptimizerSection
 from rotorch.shard.sites import find_sites
+from rotorch.train.optim import clip_gradients, make_optimizer, squared_norm_share
 
 LIMIT = "limit"
 """The row of ranks that do not communicate at all."""
@@ -39,10 +43,13 @@ class Contender(ABC):
     def forward_backward(self, step: int) -> float:
         """Leaves complete gradients in the parameters; returns the loss per target token of the global batch."""
 
+    @abstractmethod
+    def clip(self) -> None:
+        """Scales the gradients down to the norm that the task allows."""
+
     def update(self) -> None:
         """Clips, steps the optimizer, and clears the gradients."""
-        if self.clip_norm:
-            nn.utils.clip_grad_norm_(self.module.parameters(), self.clip_norm)
+        self.clip()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -54,6 +61,11 @@ class Contender(ABC):
     def gradients(self) -> list[Tensor]:
         """This rank's part of the gradients, between `forward_backward` and `update`."""
 
+    @property
+    def transport(self) -> str | None:
+        """What carries slices from rank to rank, where there is a choice."""
+        return None
+
     def optimizer_state(self) -> list[Tensor]:
         """This rank's part of the optimizer's state."""
         values = chain.from_iterable(state.values() for state in self.optimizer.state.values())
@@ -62,11 +74,6 @@ class Contender(ABC):
     def close(self) -> None:
         """Frees what it shares with other ranks. All ranks."""
         return None
-
-    @property
-    def clip_norm(self) -> float:
-        """What `update` scales the gradients' norm down to; 0 for nothing."""
-        return 0.0
 
 
 class UnderLayout(Contender):
@@ -79,7 +86,7 @@ class UnderLayout(Contender):
         self.model = rotorch.parallelize(module, parallel, device=task.device, autocast_dtype=task.autocast_dtype)
         self.model.materialize(seed=task.seed)
         self.module = self.model.module
-        self.optimizer = adamw(self.model.named_parameters(), task=task)
+        self.optimizer = make_optimizer(self.model, settings=task.optimizer)
 
     def forward_backward(self, step: int) -> float:
         model = self.model
@@ -92,12 +99,19 @@ class UnderLayout(Contender):
     def gradients(self) -> list[Tensor]:
         return [held.local_grad for held in self.model.weights.values() if held.local_grad is not None]
 
+    def clip(self) -> None:
+        clip_norm = self._task.optimizer.clip_norm
+        if clip_norm:
+            squared = torch.tensor([squared_norm_share(self.model)], dtype=torch.float64)
+            norm = math.sqrt(float(all_reduce_sum(squared, mesh=self.model.mesh)))
+            clip_gradients(self.model, norm=norm, clip_norm=clip_norm)
+
     def close(self) -> None:
         self.model.close()
 
     @property
-    def clip_norm(self) -> float:
-        return self._task.clip_norm
+    def transport(self) -> str | None:
+        return _transport(self.model.holding)
 
 
 class Independent(Contender):
@@ -115,7 +129,7 @@ class Independent(Contender):
             for site in sites:
                 site.put(parameter)
         self.module = module
-        self.optimizer = adamw(module.named_parameters(), task=task)
+        self.optimizer = _adamw(module, settings=task.optimizer)
 
     def forward_backward(self, step: int) -> float:
         task = self._task
@@ -137,9 +151,15 @@ class Independent(Contender):
     def gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
-    @property
-    def clip_norm(self) -> float:
-        return self._task.clip_norm
+    def clip(self) -> None:
+        clip_norm = self._task.optimizer.clip_norm
+        if clip_norm:
+            gradients = self.gradients()
+            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradients]
+            norm = math.sqrt(float(torch.stack(norms).double().square().sum()))
+            if norm > clip_norm:
+                for grad in gradients:
+                    grad.mul_(clip_norm / norm)
 
 
 def make_contender(task: Task, *, row: str, rank: int) -> Contender:
@@ -159,14 +179,27 @@ def build(task: Task) -> nn.Module:
     return module.train()
 
 
-def adamw(parameters: Iterable[tuple[str, nn.Parameter]], *, task: Task) -> torch.optim.AdamW:
-    """AdamW as every row has it: fused, decay on matrices only."""
-    trained = [p for _, p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": task.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW([g for g in groups if g["params"]], lr=task.lr, betas=task.betas, eps=task.eps, fused=True)
+def _adamw(module: nn.Module, *, settings: OptimizerSection) -> torch.optim.AdamW:
+    """What `make_optimizer` makes for a `ParallelModel`, over plain parameters."""
+    decayed = [p for p in module.parameters() if p.dim() >= 2]
+    others = [p for p in module.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        fused=True,
+    )
+
+
+def _transport(holding: Holding) -> str | None:
+    """The name of what carries the slices of a ring, also of one inside another strategy; None where there is none."""
+    ring = getattr(holding, "ring", None)
+    if ring is not None:
+        return ring.name
+    inside = (_transport(value) for value in vars(holding).values() if isinstance(value, Holding))
+    return next((name for name in inside if name), None)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ def judge(losses: Sequence[Sequence[float]], *, reference: Sequence[float], prec
         losses: per step, what each rank returned.
         reference: per step, the loss of one process with the global batch.
         precision: decides the tolerance.
-        alone: whether each rank trains on its own (the limit): then the mean of the first step's losses is compared, since
+        alone: whether each rank trains on its own (the limit): then the mean of the first step's losses is compared,
+            since
             the ranks' weights differ afterwards.
     """
     tolerance = TOLERANCES[precision]

@@ -14,7 +14,7 @@ _NUM_OPS = 60
 
 
 def profile_steps(contender: Contender, *, steps: Sequence[int], file: str | None) -> None:
-    """Runs `steps`; if `file` is given, under the profiler, whose table goes there and whose trace goes beside it. All ranks."""
+    """Runs `steps`; where `file` is given, under the profiler: its table goes there, its trace beside it. All ranks."""
     with nullcontext() if file is None else profile(activities=[ProfilerActivity.CPU]) as profiler:
         for step in steps:
             contender.forward_backward(step)

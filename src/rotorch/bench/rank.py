@@ -56,6 +56,19 @@ class Place:
 
 
 @dataclass(frozen=True)
+class Built:
+    """What a rank says when its contender stands.
+
+    Attributes:
+        threads: that it computes with.
+        transport: what carries slices, where there is a choice.
+    """
+
+    threads: int
+    transport: str | None
+
+
+@dataclass(frozen=True)
 class StepTime:
     """One step of one rank, on the clock that all processes of a machine share, in seconds."""
 
@@ -116,10 +129,10 @@ class _Rank:
         self._task, self._place = task, place
         self._contender: Contender | None = None
 
-    def build(self) -> int:
-        """Builds the contender; returns the number of threads that it computes with."""
+    def build(self) -> Built:
+        """Builds the contender."""
         self._contender = make_contender(self._task, row=self._place.row, rank=self._place.rank)
-        return torch.get_num_threads()
+        return Built(torch.get_num_threads(), self._contender.transport)
 
     def steps(self, count: int) -> list[StepTime]:
         """Runs `count` steps, all ranks starting each together."""
@@ -137,7 +150,9 @@ class _Rank:
         with Meter() as meter:
             contender.forward_backward(step)
             contender.update()
-        return Traffic({str(k): v for k, v in meter.sent_bytes.items()}, {str(k): v for k, v in meter.num_messages.items()})
+        return Traffic(
+            {str(k): v for k, v in meter.sent_bytes.items()}, {str(k): v for k, v in meter.num_messages.items()}
+        )
 
     def process_memory(self) -> tuple[ProcessMemory, ProcessMemory]:
         """The process before the model was built, and now; between questions all ranks are at rest."""

@@ -1,7 +1,7 @@
 """The ranks of one row as the bench sees them: started together, asked together, ended together.
 
-Ranks that are timed are forked: what the bench has imported is there at once. Ranks whose process memory is measured are started
-afresh, since the allocator's settings are read when a process starts.
+Ranks that are timed are forked: what the bench has imported is there at once. Ranks whose process memory is measured
+are started afresh, since the allocator's settings are read when a process starts.
 """
 
 from __future__ import annotations

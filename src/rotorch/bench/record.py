@@ -1,9 +1,9 @@
 """The `--json` file: what was run, on what, and every figure of every row.
 
-Fields that other tools rely on: `machine`, `model`, `tokens_per_step`, `rows` and `limit`, whose entries have `parallel`, `nproc`,
-`tokens_per_s`, `step_s_median`, `step_s_all`, `peak_bytes_per_rank`, `resident_bytes_per_rank`, `sent_bytes_per_rank`, `loss_last`. A
-figure "per rank" is that of the rank with the most; `..._by_rank` has all. A row that failed has `error`, one whose losses are wrong
-has `invalid`.
+Fields that other tools rely on: `machine`, `model`, `tokens_per_step`, `rows` and `limit`, whose entries have
+`parallel`, `nproc`, `tokens_per_s`, `step_s_median`, `step_s_all`, `peak_bytes_per_rank`, `resident_bytes_per_rank`,
+`sent_bytes_per_rank`, `loss_last`. A figure "per rank" is that of the rank with the most; `..._by_rank` has all. A row
+that failed has `error`, one whose losses are wrong has `invalid`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -33,17 +33,20 @@ from rotorch.bench.task import NUM_BATCHES, Task
 from rotorch.bench.tensor_memory import TensorMemory
 
 METHOD = (
-    f"Rows take turns in one run; {WARM_UP_STEPS} first steps of each are dropped; ranks of a row meet before each step; a step lasts from "
-    "the first rank's start to the last rank's end, optimizer included.",
-    "tokens_per_s is from step_s_median (all steps); ratio_to_limit is the median over rounds of the ratio of the rounds' medians.",
+    f"Rows take turns in one run; {WARM_UP_STEPS} first steps of each are dropped; the ranks of a row meet before each "
+    "step; a step lasts from the first rank's start to the last rank's end, optimizer included.",
+    "tokens_per_s is from step_s_median (all steps); ratio_to_limit is the median over rounds of the ratio of the "
+    "rounds' medians.",
     "limit: as many ranks, each a replica in plain torch with its own share of the data, nothing sent.",
-    f"Random tokens, {NUM_BATCHES} global batches in turn; AdamW(fused=True) in every row, constant learning rate, no dropout.",
+    f"Random tokens, {NUM_BATCHES} global batches in turn; AdamW(fused=True) in every row, constant learning rate, no "
+    "dropout.",
     f"Gate: the first {GATE_STEPS} losses against one process with the whole global batch.",
-    "peak_bytes and resident_bytes: exact bytes of tensors, each rank counting the weights and gradients that it is home to; resident "
-    "is weights + gradients + optimizer state; peak is the highest moment of a step.",
-    "process: the kernel's figures above the process's own before the model was built, shared pages divided among those that map "
-    f"them (PSS), in a run of its own with {' '.join(f'{k}={v}' for k, v in MALLOC_ENVIRONMENT.items())}.",
-    "sent_bytes: operations of torch.distributed as issued, at what a ring algorithm sends; reads of shared memory send nothing.",
+    "peak_bytes and resident_bytes: exact bytes of tensors, each rank counting the weights and gradients that it is "
+    "home to; resident is weights + gradients + optimizer state; peak is the highest moment of a step.",
+    "process: the kernel's figures above the process's own before the model was built, shared pages divided among "
+    f"those that map them (PSS), in a run of its own with {' '.join(map('='.join, MALLOC_ENVIRONMENT.items()))}.",
+    "sent_bytes: operations of torch.distributed as issued, at what a ring algorithm sends; reads of shared memory "
+    "send nothing.",
 )
 
 
@@ -55,6 +58,7 @@ class Row:
         name: "limit", or `--parallel` text.
         num_ranks: how many ranks it has.
         threads: that each rank computes with.
+        transport: what carries slices, where there is a choice.
         times: None if the row failed.
         verdict: on its losses.
         tensors, traffic: by rank.
@@ -66,6 +70,7 @@ class Row:
     name: str
     num_ranks: int
     threads: int = 1
+    transport: str | None = None
     times: Times | None = None
     verdict: Verdict | None = None
     tensors: list[TensorMemory] = field(default_factory=list)
@@ -101,6 +106,8 @@ class Row:
 def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
     """One row as JSON."""
     found: dict[str, Any] = {"parallel": row.name, "nproc": row.num_ranks, "threads_per_rank": row.threads}
+    if row.transport is not None:
+        found["transport"] = row.transport
     if row.times is not None and row.times.rounds:
         found |= _time_record(row.times, task=task, limit=limit)
     if row.tensors and row.heaviest is not None:
@@ -163,7 +170,9 @@ def _time_record(times: Times, *, task: Task, limit: Times | None) -> dict[str, 
     return found
 
 
-def make_record(rows: Sequence[Row], *, task: Task, reference: Sequence[float], bars: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def make_record(
+    rows: Sequence[Row], *, task: Task, reference: Sequence[float], bars: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """The whole file."""
     limit = next((row.times for row in rows if row.name == LIMIT), None)
     records = {row.name: row_record(row, task=task, limit=limit) for row in rows}
@@ -176,7 +185,7 @@ def make_record(rows: Sequence[Row], *, task: Task, reference: Sequence[float], 
         "bars": list(bars),
         "reference_losses": list(reference),
         "loss_tolerance": TOLERANCES[task.precision],
-        "task": asdict(task),
+        "task": task.to_json(),
         "versions": versions(),
         "commit": commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
@@ -209,9 +218,16 @@ def commit() -> str | None:
     """The commit of this package's source, with "+" if it was changed since; None outside a repository."""
     here = Path(__file__).parent
     try:
-        head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=True)
+        head = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=True
+        )
         changed = subprocess.run(
-            ["git", "status", "--porcelain", "--", "."], cwd=here.parent, capture_output=True, text=True, timeout=10, check=True
+            ["git", "status", "--porcelain", "--", "."],
+            cwd=here.parent,
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None

@@ -1,15 +1,16 @@
 """Layouts side by side: who runs when, and what a fair comparison of their times is.
 
 [Note: method]
-    All rows are alive at the same time and take turns, a few steps each (A B C, B C A, ...: who begins changes from round to round).
-    A machine that slows down for seconds then slows all of them, and a ratio is taken within a round, where that cancels out;
-    what is reported is the median of the rounds' ratios. All ranks of a row wait for each other before each step. A step lasts from
-    when the first rank starts until the last one has finished its optimizer. The first `WARM_UP_STEPS` steps of a row do not count.
+    All rows are alive at the same time and take turns, a few steps each (A B C, B C A, ...: who begins changes from
+    round to round). A machine that slows down for seconds then slows all of them, and a ratio is taken within a round,
+    where that cancels out; what is reported is the median of the rounds' ratios. All ranks of a row wait for each other
+    before each step. A step lasts from when the first rank starts until the last one has finished its optimizer. The
+    first `WARM_UP_STEPS` steps of a row do not count.
 
 [Note: limit]
-    The limit is as many ranks, each with a replica of the whole model in plain torch, its own share of the data and its own
-    optimizer, and nothing sent. The ranks share cores, caches and memory bandwidth as those of the other rows do, so this is what a
-    layout would reach whose communication cost nothing.
+    The limit is as many ranks, each with a replica of the whole model in plain torch, its own share of the data and its
+    own optimizer, and nothing sent. The ranks share cores, caches and memory bandwidth as those of the other rows do,
+    so this is what a layout would reach whose communication cost nothing.
 """
 
 from __future__ import annotations

@@ -9,74 +9,94 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rotorch.bench.tensor_memory import CATEGORIES
-from rotorch.core.quantities import format_bytes, format_count
+from rotorch.bench.tensor_memory import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER
+from rotorch.core.quantities import format_count
 
 _NONE = "-"
+_MEMORY_CAPTION = (
+    "MiB of the rank with the most. rest: weights, gradients and optimizer state, exactly, and by the Layouts; peak: "
+    "tensors at the highest moment of a step, and what they are (what autograd keeps: saved); process: at its peak, as "
+    "the kernel counts it, shared pages once"
+)
+_SHORT = {GRADIENTS: "grads", OPTIMIZER: "optim", ACTIVATIONS: "saved"}
 
 
 def render(record: Mapping[str, Any]) -> RenderableType:
     """The tables of a whole record (see `record.make_record`)."""
-    rows = [record["limit"], *record["rows"]] if record["limit"] else record["rows"]
+    rows = [row for row in (record["limit"], *record["rows"]) if row]
     parts: list[RenderableType] = [_speed(rows, record=record), _memory(rows)]
     for row in rows:
         for kind in ("error", "invalid"):
             if kind in row:
-                parts.append(Text(f"{row['parallel']}: {kind}: {row[kind].strip().splitlines()[-1]}", style="bold red"))
+                parts.append(Text(f"{row['parallel']}: {kind}: {_last_line(row[kind])}", style="bold red"))
+    if "warning" in record:
+        parts.append(Text(f"warning: {record['warning']}", style="yellow"))
     for bar in record["bars"]:
         reached = _NONE if bar["reached"] is None else f"{bar['reached']:.3f}"
+        says = "holds" if bar["ok"] else "does not hold"
         style = "green" if bar["ok"] else "bold red"
-        parts.append(Text(f"{'holds' if bar['ok'] else 'does not hold'}: {bar['bar']} (reached {reached})", style=style))
+        parts.append(Text(f"{says}: {bar['bar']} (reached {reached})", style=style))
     return Group(*parts)
 
 
 def _speed(rows: Sequence[Mapping[str, Any]], *, record: Mapping[str, Any]) -> Table:
-    title = f"{record['model']}: {format_count(record['tokens_per_step'])} tokens a step, {record['task']['num_ranks']} ranks"
-    table = Table(title=title, title_justify="left", caption="per rank: the rank with the most", caption_justify="left")
-    table.add_column("layout")
-    for name in ("tokens/s", "of limit", "step", "best", "optimizer", "sent/rank", "by Layout"):
-        table.add_column(name, justify="right")
+    tokens, num_ranks = format_count(record["tokens_per_step"]), record["task"]["num_ranks"]
+    table = _table(
+        f"{record['model']}: {tokens} tokens a step, {num_ranks} ranks",
+        columns=("tokens/s", "of limit", "step", "best", "optimizer", "sent", "Layout"),
+        caption="medians; step, best and optimizer in ms; sent, by the rank that sends most, and by the Layouts, in MiB",
+    )
     for row in rows:
-        table.add_row(
-            row["parallel"],
+        _add(
+            table,
+            row,
             f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else _NONE,
             f"{row['ratio_to_limit']:.3f}" if "ratio_to_limit" in row else _NONE,
             _milliseconds(row.get("step_s_median")),
             _milliseconds(row.get("step_s_best")),
             _milliseconds(row.get("optimizer_s_median")),
-            _bytes(row.get("sent_bytes_per_rank")),
-            _bytes(row.get("layout", {}).get("sent_bytes")),
-            style="dim" if "error" in row or "invalid" in row else "",
+            _mebibytes(row.get("sent_bytes_per_rank")),
+            _mebibytes(row.get("layout", {}).get("sent_bytes")),
         )
     return table
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(
-        title="bytes per rank: tensors exactly (resident = weights + gradients + optimizer), and the process as the kernel counts it",
-        title_justify="left",
-    )
-    table.add_column("layout")
-    for name in ("resident", "by Layout", "peak", *(f"at peak: {c}" for c in CATEGORIES), "process peak", "process rest"):
-        table.add_column(name, justify="right")
+    columns = ("rest", "Layout", "peak", *(_SHORT.get(name, name) for name in CATEGORIES), "process")
+    table = _table("memory per rank", columns=columns, caption=_MEMORY_CAPTION)
     for row in rows:
-        process = row.get("process", {})
         at_peak = row.get("peak_by_category", {})
-        table.add_row(
-            row["parallel"],
-            _bytes(row.get("resident_bytes_per_rank")),
-            _bytes(row.get("layout", {}).get("resident_bytes")),
-            _bytes(row.get("peak_bytes_per_rank")),
-            *(_bytes(at_peak.get(category)) for category in CATEGORIES),
-            _bytes(max(process.get("peak_bytes_by_rank", []), default=None)),
-            _bytes(max(process.get("resident_bytes_by_rank", []), default=None)),
+        _add(
+            table,
+            row,
+            _mebibytes(row.get("resident_bytes_per_rank")),
+            _mebibytes(row.get("layout", {}).get("resident_bytes")),
+            _mebibytes(row.get("peak_bytes_per_rank")),
+            *(_mebibytes(at_peak.get(category)) for category in CATEGORIES),
+            _mebibytes(max(row.get("process", {}).get("peak_bytes_by_rank", []), default=None)),
         )
     return table
 
 
-def _bytes(value: int | None) -> str:
-    return _NONE if value is None else format_bytes(value)
+def _table(title: str, *, columns: Sequence[str], caption: str) -> Table:
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", padding=(0, 1), box=None)
+    table.add_column("layout", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right", min_width=5)
+    return table
+
+
+def _add(table: Table, row: Mapping[str, Any], *cells: str) -> None:
+    table.add_row(row["parallel"], *cells, style="dim" if "error" in row or "invalid" in row else "")
+
+
+def _last_line(text: str) -> str:
+    return text.strip().splitlines()[-1]
+
+
+def _mebibytes(value: int | None) -> str:
+    return _NONE if value is None else f"{value / 2**20:.2f}" if value < 100 * 2**20 else f"{value / 2**20:.0f}"
 
 
 def _milliseconds(value: float | None) -> str:
-    return _NONE if value is None else f"{1e3 * value:.1f} ms"
+    return _NONE if value is None else f"{1e3 * value:.1f}"

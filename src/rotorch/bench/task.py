@@ -1,19 +1,20 @@
 """What every contender of a bench trains: the same model, first weights, data, optimizer and precision.
 
 [Note: tokens]
-    The data are random tokens, made anew by every rank from (seed, step): nothing is read from disk while the clock runs. Steps
-    alternate between `NUM_BATCHES` global batches, so that the model learns them by heart and its loss falls with every
-    step; a layout whose gradients are wrong shows in the second loss already, which fresh random tokens would hide.
+    The data are random tokens, made anew by every rank from (seed, step): nothing is read from disk while the clock
+    runs. Steps alternate between `NUM_BATCHES` global batches, so that the model learns them by heart and its loss
+    falls with every step; a layout whose gradients are wrong shows in the second loss already, which fresh random
+    tokens would hide.
 
 [Note: global batch]
-    It is the same for every row: micro batch x accumulation x number of ranks. A layout in which fewer ranks see different data
-    (`single`, or one that splits the model only) gives each of them a larger share.
+    It is the same for every row: micro batch x accumulation x number of ranks. A layout in which fewer ranks see
+    different data (`single`, or one that splits the model only) gives each of them a larger share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from torch import Tensor
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
-from rotorch.models.hf import load_config, longest_sequence
-from rotorch.run_config import RunConfig, batch_sizes
+from rotorch.models.hf import config_from_dict, load_config, longest_sequence
+from rotorch.run_config import OptimizerSection, RunConfig, batch_sizes
 from rotorch.strategies import batch_ranks, format_parallel
 
 NUM_BATCHES = 2
@@ -42,8 +43,7 @@ class Task:
         sequence_length: tokens per sample.
         seed: of the first weights and of the data.
         precision: "float32", or "bfloat16" (autocast).
-        lr, betas, eps, weight_decay: AdamW's; the learning rate is constant, and decay is on matrices only.
-        clip_norm: the global gradient norm is scaled down to this; 0 leaves it alone.
+        optimizer: AdamW's numbers and clipping; the learning rate is constant.
         device: "auto", "cpu" or "cuda".
     """
 
@@ -56,11 +56,7 @@ class Task:
     sequence_length: int
     seed: int = 0
     precision: str = "float32"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 0.0
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     device: str = "cpu"
 
     @property
@@ -73,13 +69,17 @@ class Task:
         """Tokens per step, over all ranks."""
         return self.global_batch * self.sequence_length
 
+    def to_json(self) -> dict[str, Any]:
+        """All of it as plain JSON."""
+        return {**vars(self), "optimizer": self.optimizer.model_dump(mode="json")}
+
     @property
     def autocast_dtype(self) -> torch.dtype | None:
         """What forward passes are cast to."""
         return torch.bfloat16 if self.precision == "bfloat16" else None
 
     def batches(self, step: int, *, share: int, num_shares: int) -> list[dict[str, Tensor]]:
-        """Returns the micro-batches of one of `num_shares` equal shares of a step's global batch (see [Note: tokens])."""
+        """Returns the micro-batches of one of `num_shares` equal shares of a global batch (see [Note: tokens])."""
         generator = torch.Generator().manual_seed(self.seed * NUM_BATCHES + step % NUM_BATCHES)
         shape = (self.global_batch, self.sequence_length)
         tokens = torch.randint(self.vocabulary, shape, generator=generator)
@@ -91,9 +91,11 @@ def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
     """Takes from a run's configuration what a bench needs.
 
     Raises:
-        ConfigError: the model's configuration cannot be read, the sequence is too long for it, or the batch does not divide.
+        ConfigError: the model's configuration cannot be read, the sequence is too long for it, or the batch does not
+            divide.
     """
-    config = load_config(run.model.config) if isinstance(run.model.config, str) else _config_of(run.model.config)
+    given = run.model.config
+    config = load_config(given) if isinstance(given, str) else config_from_dict(given, source="model.config")
     longest = longest_sequence(config)
     if longest is not None and run.data.sequence_length > longest:
         raise ConfigError(
@@ -112,11 +114,7 @@ def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
         sequence_length=run.data.sequence_length,
         seed=run.train.seed,
         precision=run.train.precision,
-        lr=run.optimizer.lr,
-        betas=run.optimizer.betas,
-        eps=run.optimizer.eps,
-        weight_decay=run.optimizer.weight_decay,
-        clip_norm=run.optimizer.clip_norm,
+        optimizer=run.optimizer,
         device=run.train.device,
     )
 
@@ -128,17 +126,13 @@ def check_shares(task: Task, *, layouts: Sequence[Sequence[Strategy]]) -> None:
         shares = batch_ranks(strategies)
         if samples % shares:
             raise ConfigError(
-                f"bench: '{format_parallel(strategies)}' has {shares} batch ranks, which do not divide the {samples} samples "
-                f"of a pass. Write train.micro_batch={shares}"
+                f"bench: '{format_parallel(strategies)}' has {shares} batch ranks, which do not divide the {samples} "
+                f"samples of a pass. Write train.micro_batch={shares}"
             )
 
 
-def _config_of(values: dict[str, Any]) -> Any:
-    from rotorch.models.hf import config_from_dict
-
-    return config_from_dict(values, source="model.config")
-
-
 def _without_dropout(values: dict[str, Any]) -> dict[str, Any]:
-    is_dropout = [key for key, value in values.items() if ("dropout" in key or "pdrop" in key) and isinstance(value, float)]
+    is_dropout = [
+        key for key, value in values.items() if ("dropout" in key or "pdrop" in key) and isinstance(value, float)
+    ]
     return {**values, **dict.fromkeys(is_dropout, 0.0)}

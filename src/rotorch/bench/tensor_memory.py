@@ -1,15 +1,17 @@
 """Exact bytes of the tensors of one rank: at rest, and at the highest moment of a step, by what they are for.
 
 [Note: live storages]
-    A dispatch mode sees every operation below autograd, in forward, backward and optimizer. A storage counts from the operation that
-    returns it until it dies (a weak reference tells), and what Python knows before the step counts from the start. A storage that
-    an operation reads and none has made belongs to a library: if it outlives the step it was there all along (the buckets of
-    DDP), else it counts from then on (gloo's copies). Memory that a kernel takes and gives back inside one operation is
-    not seen; the process's own figures have it.
+    A dispatch mode sees every operation below autograd, in forward, backward and optimizer. A storage counts from the
+    operation that returns it until it dies (a weak reference tells), and what Python knows before the step counts from
+    the start. A storage that
+    an operation reads and none has made belongs to a library: if it outlives the step it was there all along (the
+    buckets of DDP), else it counts from then on (gloo's copies). Memory that a kernel takes and gives back inside one
+    operation is not seen; the process's own figures have it.
 
 [Note: mapped storages]
-    A storage in memory shared with other ranks counts only where this rank's own weights and gradients lie in it: each rank counts
-    what it is home to, so ranks together count every byte once. Slices read from other ranks' memory cost nothing.
+    A storage in memory shared with other ranks counts only where this rank's own weights and gradients lie in it: each
+    rank counts what it is home to, so ranks together count every byte once. Slices read from other ranks' memory cost
+    nothing.
 
 [Note: categories]
     weights, gradients, optimizer: what the contender says they are, with the whole of a storage that they share.
@@ -69,7 +71,7 @@ class TensorMemory:
 
 
 def measure_tensors(contender: Contender, *, step: int) -> TensorMemory:
-    """Runs one step of `contender` and measures it. The optimizer must have its state already (a step was done before)."""
+    """Runs one step of `contender` and measures it. Steps before it have filled the optimizer's state."""
     gc.collect()
     live = LiveStorages()
     with live:
@@ -270,7 +272,7 @@ def _all_tensors() -> Iterator[Tensor]:
 
 @contextmanager
 def _followed_resizes(resized: Callable[..., None]) -> Iterator[None]:
-    """Tells of `UntypedStorage.resize_`, by which `fully_shard` frees and refills gathered weights: no operation does."""
+    """Tells of `UntypedStorage.resize_`: so `fully_shard` frees and refills gathered weights, with no operation."""
     original = torch.UntypedStorage.resize_
 
     def resize(storage: torch.UntypedStorage, size: int) -> None:
