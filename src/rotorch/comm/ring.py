@@ -102,7 +102,7 @@ class Ring(ABC):
 
     @abstractmethod
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        """Where the gradient of the slice that is visiting in backward adds up, once all ranks before this one have added.
+        """Where the gradient of the slice visiting in backward adds up, once all ranks before this one have added.
 
         Returns None if they have not and `wait` is false. After adding, `pass_on` is due.
         """

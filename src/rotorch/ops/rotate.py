@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotorch._torch_private import storage_key
 from rotorch.comm.ring import Ring, Visit
@@ -89,8 +90,8 @@ class RotatingUnit:
 class SliceGradient:
     """Takes the weight gradients of one visiting slice and passes their sum on.
 
-    Products go straight into the travelling buffer if it has come (`wait=False` looks without waiting), so that no weight
-    gradient exists twice; what is computed before it comes is kept and added then.
+    Products go straight into the travelling buffer if it has come (`wait=False` looks without waiting), so that no
+    weight gradient exists twice; what is computed before it comes is kept and added then.
     """
 
     def __init__(self, unit: RotatingUnit, visit: Visit, *, wait: bool) -> None:
@@ -157,8 +158,9 @@ def rotate_module(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -
     All ranks of the ring call it for the same units in the same order. Sends the unit's slices once, in backward once
     more and the gradients.
     """
-    if not torch.is_grad_enabled():
-        return _sum_slices(unit, run, inputs)
+    if not torch.is_grad_enabled() or not (unit.trained or any(x.requires_grad for x in inputs)):
+        with torch.no_grad():
+            return _sum_slices(unit, run, inputs)
     return _RotateModule.apply(unit, run, unit.anchor, *inputs)
 
 
@@ -190,10 +192,13 @@ def _sum_slices(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> 
 
 @dataclass
 class _Kept:
-    """What backward needs of one slice: its graph (weights and output), or the random state to run it again with."""
+    """What backward needs of one slice: its weights and where its graph ends, or the random state to run it again with.
+
+    Not its output: that is in the sum, and a graph does not need it.
+    """
 
     weights: list[Tensor]
-    output: Tensor | None
+    end: GradientEdge | None
     rng_state: Tensor | None
 
 
@@ -210,7 +215,9 @@ class _RotateModule(torch.autograd.Function):
             with torch.set_grad_enabled(not unit.recompute), _forget_weights(unit, visit, ctx):
                 output = run(weights, leaves)
             total.add(output)
-            ctx.kept[visit.index] = _Kept(weights, None if unit.recompute else output, rng_state)
+            end = None if unit.recompute else get_gradient_edge(output)
+            ctx.kept[visit.index] = _Kept(weights, end, rng_state)
+            del output
         if total.value is None:
             raise AssertionError(f"{unit.unit.name}: every slice is empty")
         return total.value
@@ -222,18 +229,18 @@ class _RotateModule(torch.autograd.Function):
         sums = [_Sum() for _ in wanted]
         for visit in unit.visits(backward=True):
             kept: _Kept = ctx.kept.pop(visit.index)
-            weights, output = kept.weights, kept.output
-            if output is None:
+            weights, end = kept.weights, kept.end
+            if end is None:
                 weights = unit.weights(visit)
                 with torch.enable_grad(), ctx.autocast.again(), _random_state(kept.rng_state):
-                    output = ctx.run(weights, ctx.leaves)
+                    end = get_gradient_edge(ctx.run(weights, ctx.leaves))
             ctx.visiting = visit.weights
             unit.receiver = SliceGradient(unit, visit, wait=False)
             # Linear layers hand their weights' gradients to the receiver; the others' come back from autograd.
             others = [(i, w) for i, w in enumerate(weights) if w.requires_grad and i not in unit.linear_weights]
             asked = [unit.anchor, *wanted, *(w for _, w in others)]
-            _, *grads = torch.autograd.grad(output, asked, grad_output, allow_unused=True)
-            del output, kept
+            _, *grads = torch.autograd.grad([end], asked, [grad_output], allow_unused=True)
+            del end, kept
             for total, grad in zip(sums, grads, strict=False):
                 if grad is not None:
                     total.add(grad)

@@ -1,7 +1,7 @@
 """A linear layer inside a unit, on one slice: like `F.linear`, but its weight's gradient never exists on its own.
 
-In backward the product that makes the weight's gradient accumulates straight into the buffer that travels with the slice.
-Otherwise it would be made, then added, then freed: for few tokens that traffic costs as much as the products.
+In backward the product that makes the weight's gradient accumulates straight into the buffer that travels with the
+slice. Otherwise it would be made, then added, then freed: for few tokens that costs as much as the products.
 
 Shapes: B tokens (all leading dims flattened), I input features, O output features of the slice.
 """

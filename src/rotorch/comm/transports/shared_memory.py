@@ -199,5 +199,5 @@ class SharedMemoryRing(Ring):
             if time.monotonic() > deadline:
                 raise RankFailure(
                     f"ring position {self.position} waited {self._timeout_s:.0f} s for slice {visit.index} "
-                    f"of item {item} (turn {turns[item] - self._base} of {turn - self._base}): the rank before it is late"
+                    f"of item {item} (turn {turns[item] - self._base} of {turn - self._base}): the rank before is late"
                 )

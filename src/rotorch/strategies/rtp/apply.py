@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
 from rotorch.ops.rotate import RotatingUnit, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
-from rotorch.ops.slice_linear import slice_linear
 from rotorch.ops.slice_linear import slice_linear
 from rotorch.parallel_model import Holding
 from rotorch.shard.flat import FlatSlices
@@ -189,7 +187,7 @@ class RotatedModule:
         module.forward = self.forward  # type: ignore[method-assign]
 
     def _take_over_linears(self) -> frozenset[int]:
-        """Lets the unit's plain linear layers hand over their gradients (`ops/slice_linear.py`); returns their weights' numbers."""
+        """Runs the unit's plain linear layers by `ops/slice_linear.py`; returns the numbers of their weights."""
         numbers = {(id(site.module), site.attribute): i for i, site in enumerate(self._weight_sites)}
         taken: set[int] = set()
         for site in self._weight_sites:
@@ -211,7 +209,6 @@ class RotatedModule:
         form: list[Any] = []
 
         def run(weights: list[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-            self._visiting = weights
             self._visiting = weights
             for site, weight in zip(self._weight_sites, weights, strict=True):
                 site.put(weight)
