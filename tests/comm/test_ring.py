@@ -1,0 +1,279 @@
+"""Both rings as state machines: what visits whom and when, and what becomes of gradients, whatever came before."""
+
+import random
+import time
+
+import pytest
+import torch
+from torch import distributed as dist
+
+from rotorch.comm.meter import Meter
+from rotorch.core.traffic import Kind
+from rotorch.testing.ranks import run_ranks
+
+TRANSPORTS = ("shared_memory", "send_receive")
+
+
+class Abandoned(Exception):
+    """A step ends here."""
+
+
+def numels_of(n):
+    """Of three items: all slices different, every other one empty, all alike."""
+    return [[5 + 2 * k for k in range(n)], [3 * ((k + 1) % 2) for k in range(n)], [4] * n]
+
+
+def values(item, index, numel):
+    return torch.arange(numel, dtype=torch.float64) + 100.0 * (index + 1) + 1000.0 * item
+
+
+def part(rank, item, index, numel, *, scale=1.0):
+    """What `rank` adds to the gradient of a slice."""
+    return scale * (torch.arange(numel, dtype=torch.float64) + 10.0 * index + item + 1.0) * 2.0**rank
+
+
+def summed(ring, item, *, scale=1.0):
+    """What all ranks together add to the gradient of this rank's slice."""
+    numel = ring.numels[item][ring.position]
+    return sum(part(rank, item, ring.position, numel, scale=scale) for rank in range(ring.size))
+
+
+def stagger(ring, *, seed=0):
+    """Ranks get out of step: whoever runs ahead must not disturb those behind."""
+    time.sleep(random.Random(1000 * seed + ring.position + time.monotonic_ns() % 7).random() * 2e-3)
+
+
+def forward(ring, item, *, stop=None):
+    """One pass; checks every slice when it comes and when it goes."""
+    for number, visit in enumerate(ring.visits(item, backward=False)):
+        check_visit(ring, item, visit, backward=False, number=number)
+        if number == stop:
+            raise Abandoned
+        stagger(ring, seed=number)
+        check_visit(ring, item, visit, backward=False, number=number)
+
+
+def backward(ring, item, *, fetch=True, stop=None, scale=1.0, wait=True):
+    for number, visit in enumerate(ring.visits(item, backward=True, fetch=fetch)):
+        check_visit(ring, item, visit, backward=True, number=number, fetch=fetch)
+        stagger(ring, seed=number)
+        buffer = ring.gradient(item, visit, wait=wait) or ring.gradient(item, visit, wait=True)
+        mine = part(ring.position, item, visit.index, ring.numels[item][visit.index], scale=scale)
+        if buffer.fresh:
+            buffer.flat.copy_(mine)
+        else:
+            buffer.flat.add_(mine)
+        if number == stop:
+            raise Abandoned
+        ring.pass_on(item, visit)
+        check_visit(ring, item, visit, backward=True, number=number, fetch=fetch)
+
+
+def check_visit(ring, item, visit, *, backward, number, fetch=True):
+    n, r = ring.size, ring.position
+    assert visit.index == ((r + 1 + number) % n if backward else (r - number) % n)
+    assert visit.step == number
+    if fetch:
+        assert torch.equal(visit.weights, values(item, visit.index, ring.numels[item][visit.index]))
+    else:
+        assert visit.weights is None
+
+
+def train(ring, items, *, fresh=True, scale=1.0, wait=True):
+    dist.barrier()
+    ring.start(fresh=[fresh] * len(ring.numels))
+    for item in items:
+        forward(ring, item)
+    for item in reversed(items):
+        backward(ring, item, scale=scale, wait=wait)
+    ring.finish()
+
+
+def evaluate(ring, items):
+    dist.barrier()
+    with torch.no_grad():
+        ring.start(fresh=[True] * len(ring.numels))
+        for item in items:
+            forward(ring, item)
+
+
+def on_ranks(function, transport, n, ring):
+    return run_ranks(_with_ring, function, transport, n, ring, num_ranks=n, timeout_s=60)
+
+
+def _with_ring(function, transport, n, make):
+    ring = make(transport, numels=numels_of(n))
+    assert ring.name == transport
+    for item in range(len(ring.numels)):
+        ring.home_gradients(item).fill_(float("nan"))  # whatever was there must not be seen
+    function(ring)
+    for item in range(len(ring.numels)):
+        expected = values(item, ring.position, ring.numels[item][ring.position])
+        assert torch.equal(ring.home_weights(item), expected), "the weights have left home"
+    dist.barrier()
+    ring.close()
+
+
+def one_step(ring):
+    train(ring, [0, 1, 2])
+    for item in range(3):
+        assert torch.equal(ring.home_gradients(item), summed(ring, item))
+    joined = torch.cat([ring.home_gradients(item) for item in range(3)])
+    assert joined.sum() == torch.nansum(ring.all_home_gradients)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_slice_visits_every_rank_and_gradients_arrive_complete(transport, n, ring):
+    on_ranks(one_step, transport, n, ring)
+
+
+def several_steps(ring):
+    train(ring, [0, 1, 2])
+    train(ring, [0, 1, 2], scale=3.0)
+    for item in range(3):
+        assert torch.equal(ring.home_gradients(item), summed(ring, item, scale=3.0)), "fresh did not overwrite"
+    train(ring, [0, 1, 2], fresh=False, wait=False)
+    for item in range(3):
+        assert torch.equal(ring.home_gradients(item), summed(ring, item, scale=4.0)), "not fresh did not add"
+
+
+def one_item_twice(ring):
+    """As of tied weights, and of two micro-batches: all passes of a step add up, the first one overwrites."""
+    for _ in range(2):
+        train(ring, [0, 2, 0, 1], wait=False)
+        assert torch.equal(ring.home_gradients(0), summed(ring, 0, scale=2.0))
+        assert torch.equal(ring.home_gradients(2), summed(ring, 2))
+
+
+def without_weights(ring):
+    """As in the backward of an embedding, with a weighted pass before and after it."""
+    for _ in range(2):
+        dist.barrier()
+        ring.start(fresh=[True] * 3)
+        for item in (2, 0, 1):
+            forward(ring, item)
+        backward(ring, 1)
+        backward(ring, 0, fetch=False)
+        backward(ring, 2)
+        ring.finish()
+        for item in range(3):
+            assert torch.equal(ring.home_gradients(item), summed(ring, item))
+
+
+def unused_items(ring):
+    """An item that a step leaves out keeps its gradient and stays fresh; others are not disturbed."""
+    train(ring, [0, 2])
+    assert ring.fresh == [False, True, False]
+    train(ring, [1])
+    assert ring.fresh == [True, False, True]
+    assert torch.equal(ring.home_gradients(0), summed(ring, 0))
+    assert torch.equal(ring.home_gradients(1), summed(ring, 1))
+
+
+def changing_programs(ring):
+    """The order of passes that the last step had is a guess only (see [Note: one ahead])."""
+    steps = [
+        lambda: train(ring, [0, 1, 2]),
+        lambda: evaluate(ring, [0, 1, 2]),
+        lambda: evaluate(ring, [0, 1, 2, 0, 1, 2]),  # more than expected
+        lambda: evaluate(ring, [0]),  # ends early: what is on its way nobody takes
+        lambda: train(ring, [0, 1, 2, 0, 1, 2]),  # more micro-batches
+        lambda: train(ring, [2, 1]),  # another way from the first pass on
+        lambda: train(ring, [2, 1]),
+        lambda: evaluate(ring, []),
+        lambda: train(ring, [0, 1, 2]),
+    ]
+    for step in steps:
+        step()
+    for item in range(3):
+        assert torch.equal(ring.home_gradients(item), summed(ring, item))
+
+
+def evaluation_inside_a_step(ring):
+    """A forward pass without gradients between forward and backward, as of a teacher."""
+    for _ in range(2):
+        dist.barrier()
+        ring.start(fresh=[True] * 3)
+        forward(ring, 0)
+        with torch.no_grad():
+            forward(ring, 2)
+            forward(ring, 0)
+        forward(ring, 2)
+        backward(ring, 2)
+        backward(ring, 0)
+        ring.finish()
+        assert torch.equal(ring.home_gradients(0), summed(ring, 0))
+
+
+def abandoned_steps(ring):
+    """All ranks leave a step at the same place; the next one owes nothing to it."""
+    train(ring, [0, 1, 2])
+    for pass_, stop in [(forward, 0), (forward, ring.size - 1), (backward, 0), (backward, ring.size - 1)]:
+        with pytest.raises(Abandoned):
+            dist.barrier()
+            ring.start(fresh=[False] * 3)
+            forward(ring, 0)
+            forward(ring, 1)
+            pass_(ring, 1, stop=stop)
+        train(ring, [0, 1, 2], wait=False)
+        for item in range(3):
+            assert torch.equal(ring.home_gradients(item), summed(ring, item))
+
+
+@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    "steps",
+    [
+        several_steps,
+        one_item_twice,
+        without_weights,
+        unused_items,
+        changing_programs,
+        evaluation_inside_a_step,
+        abandoned_steps,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_steps(steps, transport, n, ring):
+    on_ranks(steps, transport, n, ring)
+
+
+def sent_bytes(make, transport, n):
+    ring = make(transport, numels=numels_of(n))
+    train(ring, [0, 1, 2])  # without a guess
+    counts = []
+    for items in ([0, 1, 2], [0, 1, 2], [2, 0]):
+        with Meter(smallest_counted_bytes=0) as meter:
+            ring.start(fresh=[True] * 3)
+            for item in items:
+                forward(ring, item)
+            for item in reversed(items):
+                backward(ring, item)
+            ring.finish()
+        dist.barrier()
+        home = sum(ring.numels[i][ring.position] for i in items)
+        others = sum(sum(ring.numels[i]) - ring.numels[i][ring.position] for i in items)
+        counts.append((meter.sent_bytes[Kind.SEND], 8 * (2 * (n - 1) * home + others)))
+    return counts
+
+
+@pytest.fixture(scope="module")
+def meter_loaded():
+    """Loads here what a dispatch mode loads on first use: seconds for every forked rank."""
+    with Meter():
+        torch.zeros(1)
+
+
+@pytest.mark.usefixtures("meter_loaded")
+@pytest.mark.parametrize("n", [2, 3])
+def test_messages_carry_weights_twice_and_gradients_once(n, ring):
+    for counts in run_ranks(sent_bytes, ring, "send_receive", n, num_ranks=n):
+        assert [got for got, _ in counts[:2]] == [expected for _, expected in counts[:2]]
+
+
+@pytest.mark.usefixtures("meter_loaded")
+def test_shared_memory_sends_nothing(ring):
+    for counts in run_ranks(sent_bytes, ring, "shared_memory", 2, num_ranks=2):
+        assert [got for got, _ in counts] == [0, 0, 0]

@@ -1,0 +1,154 @@
+"""Which transport a ring gets, what it leaves behind, and what happens when a neighbour is late."""
+
+import errno
+import logging
+import os
+import re
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from rotorch.comm.transports import make_ring
+from rotorch.comm.transports.shared_memory import SharedMemoryRing, SharedMemoryUnavailable
+from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.testing.ranks import run_ranks
+
+NUMELS = [[6, 4], [3, 3]]
+
+
+def choose(transport, *, needs=None):
+    """Makes a ring and tells its transport, or the error, and what was logged."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("rotorch").addHandler(handler)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        ring = make_ring(transport, mesh=mesh, numels=NUMELS, dtype=torch.float32, device=torch.device("cpu"))
+    except ConfigError as error:
+        return str(error), records
+    return ring.name, records
+
+
+def no_room(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def no_room_on_rank_1(*_):
+    if dist.get_rank() == 1:
+        no_room()
+
+
+def test_ranks_of_one_host_share_memory():
+    assert run_ranks(choose, "auto", num_ranks=2) == [("shared_memory", [])] * 2
+
+
+def test_messages_can_be_asked_for():
+    assert run_ranks(choose, "send_receive", num_ranks=2) == [("send_receive", [])] * 2
+
+
+@pytest.mark.parametrize("full", [no_room, no_room_on_rank_1], ids=["all", "one"])
+def test_full_shared_memory_falls_back_with_one_warning(full, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+    (name, first), (other, second) = run_ranks(choose, "auto", num_ranks=2)
+    assert name == other == "send_receive"
+    assert len(first) == 1 and second == []
+    assert "No space left" in first[0] and "send and receive" in first[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("full", [no_room, no_room_on_rank_1], ids=["all", "one"])
+def test_shared_memory_that_was_asked_for_and_is_full_is_an_error_alike_on_all_ranks(full, monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+    (first, _), (second, _) = run_ranks(choose, "shared_memory", num_ranks=2)
+    assert first == second
+    assert "No space left" in first and "Write transport=auto" in first
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_directory_falls_back(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path / "missing"))
+    (name, warnings), _ = run_ranks(choose, "auto", num_ranks=2)
+    assert name == "send_receive"
+    assert "No such file" in warnings[0]
+
+
+def on_other_host():
+    import rotorch.comm.transports.shared_memory as module
+
+    module._host = lambda: f"host-{dist.get_rank()}"
+    return choose("auto")
+
+
+def test_several_hosts_send_messages():
+    (name, warnings), _ = run_ranks(on_other_host, num_ranks=2)
+    assert name == "send_receive"
+    assert "several hosts" in warnings[0]
+
+
+def test_shared_memory_is_not_for_other_devices():
+    with pytest.raises(ConfigError, match="works between CPU ranks"):
+        make_ring("shared_memory", mesh=None, numels=NUMELS, dtype=torch.float32, device=torch.device("meta"))
+
+
+def mapped(directory):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ring = SharedMemoryRing(mesh=mesh, numels=NUMELS, dtype=torch.float32)
+    ring.home_weights(0).fill_(float(ring.position + 1))
+    dist.barrier()
+    seen = [float(visit.weights[0]) for visit in ring.visits(0, backward=False)]
+    return os.listdir(directory), seen
+
+
+def test_files_are_gone_while_memory_is_in_use(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+    assert run_ranks(mapped, tmp_path, num_ranks=2) == [([], [1.0, 2.0]), ([], [2.0, 1.0])]
+
+
+def unmappable(directory):
+    import rotorch.comm.transports.shared_memory as module
+
+    def fail(*_):
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    if dist.get_rank() == 1:
+        module.mmap.mmap = fail
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    try:
+        SharedMemoryRing(mesh=mesh, numels=NUMELS, dtype=torch.float32)
+    except SharedMemoryUnavailable as error:
+        return str(error), os.listdir(directory)
+    return "", os.listdir(directory)
+
+
+def test_a_rank_that_cannot_map_says_so_and_files_are_gone(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+    (fine, left), (error, left_too) = run_ranks(unmappable, tmp_path, num_ranks=2)
+    assert fine == "" and "cannot map" in error
+    assert left == left_too == []
+
+
+def late(_):
+    """Rank 1 takes no part in a backward pass."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ring = SharedMemoryRing(mesh=mesh, numels=NUMELS, dtype=torch.float32, timeout_s=0.3)
+    ring.start(fresh=[True, True])
+    if ring.position == 1:
+        return ""
+    try:
+        for visit in ring.visits(0, backward=True):
+            assert ring.gradient(0, visit, wait=False) is None or visit.step == 0
+            ring.gradient(0, visit, wait=True)
+            ring.pass_on(0, visit)
+    except RankFailure as error:
+        return str(error)
+    raise AssertionError("did not wait")
+
+
+def test_a_late_neighbour_is_named():
+    message, _ = run_ranks(late, None, num_ranks=2)
+    assert re.search(r"ring position 0 waited .* for slice \d of item 0 .*late", message)
