@@ -93,7 +93,7 @@ class ReplicatedHolding(Holding):
         # Gradients that the user has not cleared are summed over the replicas already: set aside, added at the end.
         self._carried = {}
         for name, held in self.weights.items():
-            if held.local_grad is not None:
+            if held.local_grad is not None and torch.is_grad_enabled():  # an evaluation leaves them where they are
                 self._carried[name] = held.local_grad.clone()
                 held.parameter.grad = None
         self._inner.start()

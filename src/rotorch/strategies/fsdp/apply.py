@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rotorch.core.errors import RankFailure
 from rotorch.core.spec import ModelSpec, Weight
 from rotorch.parallel_model import Holding
 from rotorch.shard.held import HeldWeight, Piece
@@ -25,6 +26,7 @@ class FSDPHolding(Holding):
         self, module: nn.Module, *, strategy: FSDP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device
     ) -> None:
         self._module = module
+        self._broken_off = False
         self.loss_scale = float(mesh.size())  # fully_shard averages; the rule here is to sum
         on_meta = any(p.is_meta for p in module.parameters())
         for block in _blocks(module):
@@ -46,12 +48,31 @@ class FSDPHolding(Holding):
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
+        if self._broken_off:
+            raise RankFailure(
+                "fsdp: an earlier pass broke off, and torch before 2.13 cannot run another one after that. "
+                "Restart from a checkpoint"
+            )
         try:
             yield self._module
+        except BaseException:
+            self._recover()
+            raise
         finally:
             for child in self._module.modules():  # a pass without backward, or one that raised, leaves blocks gathered
                 if isinstance(child, FSDPModule):
                     child.reshard()
+
+    def _recover(self) -> None:
+        """After an exception in the middle of a pass: torch still counts on the rest of it, until told otherwise."""
+        for parameter in self._module.parameters():
+            if not isinstance(parameter, DTensor):
+                parameter.grad = None  # gathered, its gradient not reduced: it would count in the next step
+        reset = getattr(self._module, "reset_iter_state", None)  # since torch 2.13
+        if reset is None:
+            self._broken_off = True
+        else:
+            reset()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
