@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,9 +16,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 # TorchDispatchMode: the documented way to observe operations below autograd, but only exported from an underscore
 # module.
 # tree_flatten, tree_unflatten: arguments and outputs of unmodified modules are nested tuples, dicts and dataclasses
-# registered with
-#     torch's own pytree; optree would not know Hugging Face's output classes.
-__all__ = ["TorchDispatchMode", "in_backward", "storage_key", "tree_flatten", "tree_unflatten"]
+# registered with torch's own pytree; optree would not know Hugging Face's output classes.
+__all__ = ["TorchDispatchMode", "in_backward", "storage_key", "tree_flatten", "tree_unflatten", "wrapper_tensor"]
 
 
 def storage_key(of: Tensor | torch.UntypedStorage) -> int:
@@ -32,3 +34,11 @@ def in_backward() -> bool:
     Reason: a dispatch mode sees operations of forward and of backward alike, and no public name tells them apart.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], *, like: Tensor) -> Any:
+    """Makes an instance of a tensor subclass that has a shape, and `like`'s dtype and device, but no memory.
+
+    Reason: the documented way to write a tensor subclass that stands for other tensors is a method with an underscore.
+    """
+    return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
+from rotorch._torch_private import wrapper_tensor
 from rotorch.core.spec import Weight
 
 
@@ -96,21 +97,35 @@ class HeldWeight:
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-class Pieces:
-    """A tensor of which this rank holds some pieces, as `torch.distributed.checkpoint` saves and loads it in place.
+class Pieces(Tensor):
+    """A whole tensor of which this rank holds some pieces, in the form that `torch.distributed.checkpoint` knows.
 
     Implements torch's `_Checkpointable` protocol, so that cuts which no DTensor placement describes (uneven heads,
-    fused halves) are saved with their true offsets and load under any other layout. Also wraps optimizer state shaped
-    like its weight.
+    fused halves) are saved with their true offsets and load, in place, under any other layout. It is a tensor because
+    torch asks only tensors; it has a shape and a dtype but takes part in no computation. Also wraps optimizer state
+    shaped like its weight.
+
+    Attributes:
+        local: this rank's part, a plain tensor.
+        pieces: where the parts of `local` sit in the whole.
     """
 
-    def __init__(self, local: Tensor, *, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
-        self.local = local
-        self.shape = torch.Size(shape)
-        self.pieces = pieces
+    local: Tensor
+    pieces: tuple[Piece, ...]
 
-    def size(self) -> torch.Size:
-        return self.shape
+    @staticmethod
+    def __new__(cls, local: Tensor, *, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> Pieces:
+        """Makes the view of `local` as part of a tensor of `shape`."""
+        self: Pieces = wrapper_tensor(cls, shape, like=local)
+        self.local, self.pieces = local, pieces
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError(f"Pieces are for saving and loading; {func} needs the tensor itself: use .local")
+
+    def __repr__(self, *_: Any, **__: Any) -> str:
+        return f"Pieces(shape={tuple(self.shape)}, dtype={self.dtype}, pieces={self.pieces})"
 
     def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
         return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
