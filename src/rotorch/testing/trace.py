@@ -19,22 +19,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rotorch._torch_private import tree_flatten
+from rotorch.testing.compare import relative_error
 
 Calls = dict[str, list[list[Tensor]]]
 """Per module, per call: its floating-point outputs of at least one dim."""
 
 _OUTPUT_FLOOR = 1e-8
 """Outputs smaller than this everywhere are compared absolutely: an output that is zero has no relative error."""
-
-
-def relative_error(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
-    """Largest difference over the largest magnitude of `theirs` (at least `floor`): 0 if equal, infinite for a NaN."""
-    if ours.numel() == 0:
-        return 0.0
-    difference = float((ours - theirs).abs().max())
-    scale = max(float(theirs.abs().max()), floor)
-    error = 0.0 if difference == 0 else difference / scale if scale > 0 else float("inf")
-    return error if error == error else float("inf")
 
 
 @contextmanager

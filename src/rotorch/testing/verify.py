@@ -1,12 +1,5 @@
 """`rotorch verify`: a model under a layout against the same model on one process, in float64, over a few steps.
 
-[Note: errors]
-    Errors are norm-wise, per weight: the largest difference between the two gradients over the largest element of the
-    reference's. Elements near zero would have no relative error of their own. For the same reason a weight whose
-    gradient is zero but for rounding (the bias of keys, to which a soft-max is blind) is measured against a
-    thousandth of the model's largest gradient. A real mistake is at least as large as what it spoils, 1e7 times the
-    bar even there.
-
 [Note: where it begins]
     A mistake spoils all that is computed after it, so the place to look at is the first in the order of computation.
     Initial weights come first; then in every step the outputs of modules in the order in which forward completes
@@ -22,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.strategy import Strategy
@@ -31,14 +24,14 @@ from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, longest_sequence
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
-from rotorch.shard.held import HeldWeight
 from rotorch.shard.materialize import on_meta, take_recipes
 from rotorch.strategies import batch_ranks, format_parallel, num_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.batches import global_batch, share_of
+from rotorch.testing.compare import gradient_errors, gradients_along, relative_error, value_errors
 from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import has_weights, initialised_reference, loaded_reference, plain_config, reference_step
-from rotorch.testing.trace import output_errors, recorded, relative_error
+from rotorch.testing.trace import output_errors, recorded
 
 BAR = 1e-10
 """Largest relative error that counts as the same result in float64."""
@@ -48,9 +41,6 @@ _ROUNDING = 1e-5
 
 _VALUES_BAR = 1e-7
 """Of weights after a step: where a gradient is as small as its epsilon, AdamW divides rounding by next to nothing."""
-
-_GRADIENT_FLOOR = 1e-3
-"""Gradients are measured against at least this part of the model's largest one (see [Note: errors])."""
 
 _NUM_MICRO_BATCHES, _NUM_ROWS, _NUM_TOKENS, _LEARNING_RATE = 2, 2, 32, 1e-3
 
@@ -90,7 +80,7 @@ class VerifyReport:
 
     Attributes:
         max_rel_err_loss: over all steps.
-        max_rel_err_grad: over all steps and weights (see [Note: errors]).
+        max_rel_err_grad: over all steps and weights (see testing/compare.py, [Note: errors]).
         max_rel_err_weights: after the optimizer's steps.
         first_divergent_module: name of the module to look at, or None.
         first_divergence: the same with step, kind and size.
@@ -134,9 +124,10 @@ def verify(
 ) -> VerifyReport:
     """Holds a model under a layout against one process. Starts its own ranks on this machine; call it from one process.
 
-    Loss, gradients, module outputs and weights of every AdamW step are compared in float64 (see [Note: errors]).
-    Every rank has different data, with different numbers of targets, in two micro-batches; the reference sees all of
-    it at once. Each rank keeps a whole copy of the reference: for a large model, compare its first `layers`.
+    Loss, gradients, module outputs and weights of every AdamW step are compared in float64 (see testing/compare.py,
+    [Note: errors]). Every rank has different data, with different numbers of targets, in two micro-batches; the
+    reference sees all of it at once. Each rank keeps a whole copy of the reference: for a large model, compare its
+    first `layers`.
 
     Args:
         model_path: a Hugging Face directory, whose weights are loaded, or a `config.json`, then they are initialised.
@@ -187,14 +178,14 @@ class _Comparison:
         else:
             model.load(self.directory)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=_LEARNING_RATE) for m in (model, reference)]
-        theirs = dict(reference.named_parameters())
-        found = [StepErrors((0.0, 0.0), {}, {}, {}, _value_errors(model.weights.values(), theirs))]
+        theirs = {name: p.detach() for name, p in reference.named_parameters()}
+        found = [StepErrors((0.0, 0.0), {}, {}, {}, value_errors(model.weights, theirs))]
         for step in range(self.steps):
             with exact_arithmetic():
                 found.append(self._passes(model, reference, step=step))
             for optimizer in optimizers:
                 optimizer.step()
-            found[-1].values = _value_errors(model.weights.values(), theirs)
+            found[-1].values = value_errors(model.weights, theirs)
             optimizers[0].zero_grad()
         model.close()
         return found
@@ -225,35 +216,10 @@ class _Comparison:
             total_rows=len(batch["input_ids"]),
         )
         order = {name: place for place, name in enumerate(whole[0])}
-        gradients, along = _gradient_errors(model.weights, dict(reference.named_parameters()), order=order)
+        weights = dict(sorted(model.weights.items(), key=lambda item: order.get(item[0].rpartition(".")[0], -1)))
+        theirs = {name: p.grad for name, p in reference.named_parameters()}
+        gradients, along = gradient_errors(weights, theirs), gradients_along(weights, theirs)
         return StepErrors((float(loss), float(true_loss)), outputs, gradients, along, {})
-
-
-def _value_errors(weights: Any, theirs: dict[str, nn.Parameter]) -> dict[str, float]:
-    return {held.name: _piece_error(held, held.local, theirs[held.name].detach()) for held in weights}
-
-
-def _gradient_errors(
-    weights: dict[str, HeldWeight], theirs: dict[str, nn.Parameter], *, order: dict[str, int]
-) -> tuple[dict[str, float], dict[str, tuple[float, float]]]:
-    """Compares this rank's part of each gradient, in the order in which forward completes the owning modules."""
-    errors, along = {}, {}
-    largest = max((float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None), default=0.0)
-    for name in sorted(weights, key=lambda n: order.get(n.rpartition(".")[0], -1)):
-        held, parameter = weights[name], theirs[name]
-        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        ours = torch.zeros_like(held.local) if held.local_grad is None else held.local_grad
-        errors[name] = _piece_error(held, ours, grad, floor=_GRADIENT_FLOOR * largest)
-        pairs = [(p.of_local(ours), p.of_whole(grad)) for p in held.pieces]
-        along[name] = (sum(float((a * b).sum()) for a, b in pairs), sum(float((b * b).sum()) for _, b in pairs))
-    return errors, along
-
-
-def _piece_error(held: HeldWeight, ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
-    """Error of this rank's pieces, relative to the whole weight's largest element, so that all ranks measure alike."""
-    scale = max(float(theirs.abs().max()), floor, torch.finfo(theirs.dtype).tiny)
-    pairs = ((piece.of_local(ours), piece.of_whole(theirs)) for piece in held.pieces)
-    return max((relative_error(a / scale, b / scale, floor=1.0) for a, b in pairs), default=0.0)
 
 
 # ---- in the parent: from what the ranks found to one report -------------------------------------------------------

@@ -1,0 +1,69 @@
+"""How far two runs of one model are apart: each rank compares what it holds with the reference's, nothing is sent.
+
+[Note: errors]
+    Errors are norm-wise, per weight: the largest difference between the two gradients over the largest element of the
+    reference's. Elements near zero would have no relative error of their own. For the same reason a weight whose
+    gradient is zero but for rounding (the bias of keys, to which a soft-max is blind) is measured against a thousandth
+    of the model's largest gradient. A real mistake is as large as what it spoils, far above any bar even there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rotorch.shard.held import HeldWeight
+
+_GRADIENT_FLOOR = 1e-3
+"""Gradients are measured against at least this part of the model's largest one (see [Note: errors])."""
+
+
+def relative_error(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
+    """Largest difference over the largest magnitude of `theirs` (at least `floor`): 0 if equal, infinite for a NaN."""
+    if ours.numel() == 0:
+        return 0.0
+    difference = float((ours - theirs).abs().max())
+    scale = max(float(theirs.abs().max()), floor)
+    error = 0.0 if difference == 0 else difference / scale if scale > 0 else float("inf")
+    return error if error == error else float("inf")
+
+
+def value_errors(weights: Mapping[str, HeldWeight], theirs: Mapping[str, Tensor]) -> dict[str, float]:
+    """Relative error of this rank's pieces of every weight against whole tensors."""
+    return {name: _piece_error(held, held.local, theirs[name]) for name, held in weights.items()}
+
+
+def gradient_errors(weights: Mapping[str, HeldWeight], theirs: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Relative error of this rank's pieces of every gradient against whole ones (see [Note: errors]); None is zero."""
+    largest = max((float(g.abs().max()) for g in theirs.values() if g is not None), default=0.0)
+    return {
+        name: _piece_error(held, ours, whole, floor=_GRADIENT_FLOOR * largest)
+        for name, held in weights.items()
+        for ours, whole in [_gradients(held, theirs.get(name))]
+    }
+
+
+def gradients_along(
+    weights: Mapping[str, HeldWeight], theirs: Mapping[str, Tensor | None]
+) -> dict[str, tuple[float, float]]:
+    """Per weight, over this rank's pieces: the sums of ours * theirs and of theirs * theirs."""
+    along = {}
+    for name, held in weights.items():
+        ours, whole = _gradients(held, theirs.get(name))
+        pairs = [(p.of_local(ours), p.of_whole(whole)) for p in held.pieces]
+        along[name] = (sum(float((a * b).sum()) for a, b in pairs), sum(float((b * b).sum()) for _, b in pairs))
+    return along
+
+
+def _gradients(held: HeldWeight, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    ours = torch.zeros_like(held.local) if held.local_grad is None else held.local_grad
+    return ours, ours.new_zeros(held.weight.shape) if whole is None else whole
+
+
+def _piece_error(held: HeldWeight, ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
+    """Error of this rank's pieces, relative to the whole weight's largest element, so that all ranks measure alike."""
+    scale = max(float(theirs.abs().max()), floor, torch.finfo(theirs.dtype).tiny)
+    pairs = ((piece.of_local(ours), piece.of_whole(theirs)) for piece in held.pieces)
+    return max((relative_error(a / scale, b / scale, floor=1.0) for a, b in pairs), default=0.0)

@@ -1,0 +1,499 @@
+"""What every layout owes, whatever its strategy: one function per invariant, run on every rank of a real model.
+
+An invariant is a function of an `Examination` that yields what is wrong, in sentences. `examine` runs all of
+`INVARIANTS` on the ranks of one layout. An author of a strategy gets these tests by adding it to `STRATEGIES`; nothing
+here knows any strategy by name. The model's numbers come from a `Case`, made once per model on one process.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
+
+from rotorch.comm.meter import Meter
+from rotorch.core.spec import UnitKind
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm
+from rotorch.parallel_model import ParallelModel
+from rotorch.parallelize import parallelize
+from rotorch.shard.materialize import on_meta, take_recipes
+from rotorch.strategies import num_ranks, parse_parallel
+from rotorch.testing.compare import gradient_errors, relative_error, value_errors
+from rotorch.testing.parity import my_micro_batches, parallel_losses, parity_batch, reference_losses
+from rotorch.testing.ranks import run_ranks
+from rotorch.testing.reference import fill, plain_config, reference_step
+from rotorch.testing.traffic import expected_resident_bytes, traffic_problems
+
+SEED = 1
+NUM_STEPS = 4
+LOSS_BAR, GRADIENT_BAR, UPDATE_BAR = 1e-5, 1e-4, 1e-6
+"""Relative errors in float32: of losses; of gradients; of one optimizer step from the same gradients."""
+
+
+@dataclass
+class Case:
+    """One model and what one process makes of it, in float32.
+
+    Attributes:
+        config: its Hugging Face configuration.
+        names: of its parameters, tied ones once.
+        weights: initial values for `SEED`, whole.
+        gradients: of the first parity batch at those values, whole.
+        losses: of `NUM_STEPS` AdamW steps.
+        logits: of the token after the first row of the first parity batch.
+        other_weights: other values, and the directory of a checkpoint that holds them.
+    """
+
+    config: Any
+    names: list[str]
+    weights: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+    losses: list[float]
+    logits: Tensor
+    other_weights: dict[str, Tensor]
+    checkpoint: Path
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.get_text_config().vocab_size
+
+    @property
+    def first_batch(self) -> dict[str, Tensor]:
+        return parity_batch(step=0, vocab_size=self.vocab_size)
+
+    def build(self) -> nn.Module:
+        """The model on `meta`."""
+        with on_meta():
+            return causal_lm(self.config).train()
+
+
+def make_case(config_path: str | Path, *, directory: Path) -> Case:
+    """Runs the model on this process; writes a checkpoint into `directory`."""
+    config = plain_config(config_path)
+    with on_meta():
+        watched = causal_lm(config)
+    spec, recipes = describe(watched), take_recipes(watched)
+    module = causal_lm(config).train()
+    vocab_size = config.get_text_config().vocab_size
+    batch = parity_batch(step=0, vocab_size=vocab_size)
+    fill(module, spec=spec, recipes=recipes, seed=SEED + 1)
+    other_weights = _values(module)
+    with _alone():
+        dcp.save(other_weights, checkpoint_id=directory, no_dist=True)
+    fill(module, spec=spec, recipes=recipes, seed=SEED)
+    weights = _values(module)
+    reference_step(module, batch)
+    with torch.no_grad():
+        logits = module(input_ids=batch["input_ids"][:1], use_cache=False).logits[:, -1].clone()
+    return Case(
+        config=config,
+        names=[name for name, _ in module.named_parameters()],
+        weights=weights,
+        gradients={name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None},
+        losses=list(reference_losses(module, num_steps=NUM_STEPS, vocab_size=vocab_size)),
+        logits=logits,
+        other_weights=other_weights,
+        checkpoint=directory,
+    )
+
+
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
+
+
+@dataclass
+class Examination:
+    """One layout of one case, on this rank. An invariant finds `model` with its initial values and no gradients."""
+
+    case: Case
+    parallel: str
+    model: ParallelModel
+    scratch: Path
+
+    @property
+    def micro_batches(self) -> list[dict[str, Tensor]]:
+        """This rank's part of the first batch."""
+        return my_micro_batches(self.model, self.case.first_batch)
+
+    def reset(self) -> None:
+        """Initial values, no gradients."""
+        self.model.materialize(seed=SEED)
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
+    def first_step_problems(self, when: str) -> Iterator[str]:
+        """Computes the first step and says what differs from one process."""
+        loss = float(self.model.forward_backward(self.micro_batches))
+        yield from self.gradient_problems(when)
+        if abs(loss - self.case.losses[0]) > LOSS_BAR * abs(self.case.losses[0]):
+            yield f"{when}: loss {loss}, on one process {self.case.losses[0]}"
+
+    def gradient_problems(self, when: str, *, times: float = 1.0) -> Iterator[str]:
+        """Says which gradients differ from those of one process, times a factor."""
+        theirs = {name: grad * times for name, grad in self.case.gradients.items()}
+        for name, error in gradient_errors(self.model.weights, theirs).items():
+            if not error <= GRADIENT_BAR:
+                yield f"{when}: gradient of {name} is off by {error:.1e}"
+
+    def whole_problems(self, when: str, expected: Mapping[str, Tensor]) -> Iterator[str]:
+        """Says which weights are not bit for bit the expected whole tensors, looked at from all ranks together."""
+        for name in self.model.weights:
+            if not torch.equal(self.model.full_tensor(name), expected[name]):
+                yield f"{when}: {name} differs by {relative_error(self.model.full_tensor(name), expected[name]):.1e}"
+
+
+Invariant = Callable[[Examination], Iterator[str]]
+
+
+def at_rest_every_parameter_is_a_dtensor(e: Examination) -> Iterator[str]:
+    """Every parameter is a DTensor sharing memory with what the rank holds, under the name that it had before."""
+    found = dict(e.model.named_parameters())
+    if list(found) != e.case.names:
+        yield f"names differ: {sorted(set(found) ^ set(e.case.names)) or 'order'}"
+    if sorted(e.model.weights) != sorted(e.case.names):
+        yield f"weights differ: {sorted(set(e.model.weights) ^ set(e.case.names))}"
+    for name, held in e.model.weights.items():
+        parameter = found[name]
+        if not isinstance(parameter, nn.Parameter) or not isinstance(parameter.data, DTensor):
+            yield f"{name} is a {type(parameter.data).__name__}"
+        elif parameter is not held.parameter:
+            yield f"{name} is not the parameter in weights"
+        elif held.local.numel() and parameter.to_local().data_ptr() != held.local.data_ptr():
+            yield f"{name} does not share memory with what this rank holds"
+        elif parameter.to_local().numel() != held.local.numel():
+            yield f"{name} holds {parameter.to_local().numel()} elements, not {held.local.numel()}"
+
+
+def initial_values_depend_on_the_seed_alone(e: Examination) -> Iterator[str]:
+    """The same seed gives the same weights, bit for bit, under every layout; another seed gives others."""
+    yield from e.whole_problems("materialize", e.case.weights)
+    e.model.materialize(seed=SEED + 1)
+    yield from e.whole_problems("another seed", e.case.other_weights)
+
+
+def given_values_are_kept(e: Examination) -> Iterator[str]:
+    """A module that comes with values keeps them."""
+    module = causal_lm(e.case.config)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(e.case.other_weights[name])
+    given = Examination(e.case, e.parallel, parallelize(module, e.parallel, device="cpu"), e.scratch)
+    yield from given.whole_problems("given", e.case.other_weights)
+    given.model.materialize(seed=SEED)
+    yield from given.whole_problems("materialize after given", e.case.other_weights)
+    given.model.close()
+
+
+def loss_and_gradients_are_those_of_one_process(e: Examination) -> Iterator[str]:
+    """One rule: sums over micro-batches of any size and ranks with different numbers of targets, divided once."""
+    yield from e.first_step_problems("first step")
+
+
+def losses_of_steps_are_those_of_one_process(e: Examination) -> Iterator[str]:
+    """Several AdamW steps."""
+    losses = parallel_losses(e.model, num_steps=NUM_STEPS, vocab_size=e.case.vocab_size)
+    for step, (loss, expected) in enumerate(zip(losses, e.case.losses, strict=True)):
+        if not abs(loss - expected) <= LOSS_BAR * abs(expected):
+            yield f"step {step}: loss {loss}, on one process {expected}"
+
+
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW(foreach)": lambda p: torch.optim.AdamW(p, lr=1e-2, foreach=True),
+    "AdamW(fused)": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "SGD(momentum)": lambda p: torch.optim.SGD(p, lr=1e-1, momentum=0.9),
+}
+
+
+def any_optimizer_and_clipping_work(e: Examination) -> Iterator[str]:
+    """A step of torch's own optimizers and `clip_grad_norm_` do what they do to plain whole parameters."""
+    for kind, make in _OPTIMIZERS.items():
+        e.reset()
+        plain = {name: nn.Parameter(value.clone()) for name, value in e.case.weights.items()}
+        optimizers = [make(list(e.model.parameters())), make(list(plain.values()))]
+        e.model.forward_backward(e.micro_batches)
+        for name, parameter in plain.items():
+            parameter.grad = e.model.full_tensor(name, grad=True)
+        norms = [torch.nn.utils.clip_grad_norm_(list(p), 0.5) for p in (e.model.parameters(), plain.values())]
+        ours, theirs = (float(n.full_tensor() if isinstance(n, DTensor) else n) for n in norms)
+        if not abs(ours - theirs) <= UPDATE_BAR * theirs:
+            yield f"{kind}: gradient norm {ours}, of plain parameters {theirs}"
+        for optimizer in optimizers:
+            optimizer.step()
+        for name, error in value_errors(e.model.weights, {name: p.detach() for name, p in plain.items()}).items():
+            if not error <= UPDATE_BAR:
+                yield f"{kind}: {name} is off by {error:.1e}"
+
+
+def gradients_add_up_until_cleared(e: Examination) -> Iterator[str]:
+    """Like plain autograd: without `zero_grad` gradients add up, also over an evaluation; zeroed ones start again."""
+    e.model.forward_backward(e.micro_batches)
+    kept = {name: held.local_grad.clone() for name, held in e.model.weights.items() if held.local_grad is not None}
+    e.model.evaluate(e.micro_batches)
+    for name, held in e.model.weights.items():
+        if (held.local_grad is None) != (name not in kept):
+            yield f"evaluation: gradient of {name} appeared or vanished"
+        elif name in kept and not torch.equal(held.local_grad, kept[name]):
+            yield f"evaluation changed the gradient of {name}"
+    e.model.forward_backward(e.micro_batches)
+    yield from e.gradient_problems("not cleared", times=2.0)
+    for parameter in e.model.parameters():
+        parameter.grad.zero_()
+    e.model.forward_backward(e.micro_batches)
+    yield from e.gradient_problems("zeroed in place")
+    for number, parameter in enumerate(e.model.parameters()):
+        if number % 2:
+            parameter.grad = None
+        else:
+            parameter.grad.zero_()
+    e.model.forward_backward(e.micro_batches)
+    yield from e.gradient_problems("some cleared, some zeroed")
+
+
+def evaluation_is_that_of_one_process(e: Examination) -> Iterator[str]:
+    """Loss and number of targets over all ranks, the next token's logits on every rank; the module's mode returns."""
+    before = _State(e.model)
+    found = e.model.evaluate(e.micro_batches)
+    num_targets = int((e.case.first_batch["labels"][:, 1:] != -100).sum())
+    if found.num_targets != num_targets:
+        yield f"{found.num_targets} targets, not {num_targets}"
+    if not abs(found.loss - e.case.losses[0]) <= LOSS_BAR * e.case.losses[0]:
+        yield f"loss {found.loss}, on one process {e.case.losses[0]}"
+    logits = e.model.next_token_logits(e.case.first_batch["input_ids"][:1])
+    if logits.shape != e.case.logits.shape or relative_error(logits, e.case.logits) > GRADIENT_BAR:
+        yield "logits of the next token differ"
+    if not e.model.module.training:
+        yield "the module was left in evaluation mode"
+    yield from before.problems("after evaluation")
+    yield from e.first_step_problems("the step after evaluation")
+
+
+class _State:
+    """Where weights are and what they hold, to see later that they are home."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        self._values = {name: held.local.clone() for name, held in model.weights.items()}
+
+    def problems(self, when: str) -> Iterator[str]:
+        now = dict(self._model.named_parameters())
+        if list(now) != list(self._parameters):
+            yield f"{when}: names differ: {sorted(set(now) ^ set(self._parameters)) or 'order'}"
+        for name, parameter in self._parameters.items():
+            if now.get(name) is not parameter:
+                yield f"{when}: the module holds something else as {name}"
+            elif not torch.equal(parameter.to_local().detach(), self._values[name]):
+                yield f"{when}: the value of {name} changed"
+
+
+def weights_are_home_after_a_step(e: Examination) -> Iterator[str]:
+    """A step computes gradients and moves no value; the module holds the same DTensors after it."""
+    before = _State(e.model)
+    e.model.forward_backward(e.micro_batches)
+    yield from before.problems("after a step")
+
+
+class Planted(Exception):
+    """Raised in the middle of a pass, on purpose."""
+
+
+def weights_are_home_after_an_exception(e: Examination) -> Iterator[str]:
+    """Wherever a pass breaks off, on all ranks alike, weights are home and the next step is right."""
+    block = _last_block(e.model.module)
+    inner = next(child for child in block.modules() if isinstance(child, nn.Linear))
+    places = {
+        "forward, between blocks": (block, 1, False),
+        "forward, inside a unit": (inner, 2, False),
+        "backward, between blocks": (block, 1, True),
+        "backward, inside a unit": (inner, 1, True),
+    }
+    e.model.forward_backward(e.micro_batches)  # what a strategy makes on first use is there
+    for place, (module, call, in_backward) in places.items():
+        e.reset()
+        before = _State(e.model)
+        try:
+            with _raising(module, call=call, in_backward=in_backward):
+                e.model.forward_backward(e.micro_batches)
+            yield f"{place}: the exception did not come through"
+        except Planted:
+            pass
+        yield from before.problems(f"after an exception in {place}")
+        e.reset()
+        yield from e.first_step_problems(f"the step after an exception in {place}")
+
+
+def _last_block(module: nn.Module) -> nn.Module:
+    return next(m for m in module.modules() if isinstance(m, nn.ModuleList) and len(m) > 1)[-1]
+
+
+@contextmanager
+def _raising(module: nn.Module, *, call: int, in_backward: bool) -> Iterator[None]:
+    """Makes the n-th call of a module raise, or the backward of it."""
+    calls = 0
+
+    def fail(*_: Any) -> None:
+        raise Planted
+
+    def hook(_: nn.Module, __: Any, output: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if not in_backward and calls == call:
+            raise Planted
+        first = output[0] if isinstance(output, tuple) else output
+        if in_backward and first.requires_grad:
+            first.register_hook(fail)
+
+    handle = module.register_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def resident_bytes_are_the_layouts(e: Examination) -> Iterator[str]:
+    """What this rank holds of each unit is, to the byte, what the Layout at its position says."""
+    for unit in e.model.spec.units:
+        expected = expected_resident_bytes(e.model, unit)
+        held = [e.model.weights[w.name].local for w in unit.weights]
+        found = sum(t.numel() * t.element_size() for t in held)
+        if found != expected:
+            yield f"{unit.name}: holds {found} bytes, the Layout says {expected}"
+
+
+def sent_bytes_are_the_layouts(e: Examination) -> Iterator[str]:
+    """What one micro-batch puts on the wire is what the Layouts add up to."""
+    e.model.forward_backward(e.micro_batches[:1])  # what a library exchanges once is no part of a step
+    with Meter() as measured:
+        e.model.forward_backward(e.micro_batches[:1])
+    yield from traffic_problems(e.model, measured)
+
+
+def checkpoints_hold_whole_weights(e: Examination) -> Iterator[str]:
+    """What is saved is whole and knows no layout; what was saved without any layout loads."""
+    dcp.save(e.model.state_dict(), checkpoint_id=e.scratch)
+    read = {name: torch.full_like(value, float("nan")) for name, value in e.case.weights.items()}
+    with _alone():
+        dcp.load(read, checkpoint_id=e.scratch, no_dist=True)
+    for name, value in e.case.weights.items():
+        if not torch.equal(read[name], value):
+            yield f"saved: {name} differs"
+    dcp.load(e.model.state_dict(), checkpoint_id=e.case.checkpoint)
+    e.model.values_changed()
+    yield from e.whole_problems("loaded", e.case.other_weights)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Torch warns that it guesses, though `no_dist` says it: one process saves or loads."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def frozen_weights_get_no_gradient(e: Examination) -> Iterator[str]:
+    """Weights that do not require a gradient get none, and the others get theirs. Units are frozen whole."""
+    module = e.case.build()
+    frozen = _every_second(e)
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    other = Examination(e.case, e.parallel, parallelize(module, e.parallel, device="cpu"), e.scratch)
+    other.reset()
+    other.model.forward_backward(other.micro_batches)
+    weights = other.model.weights
+    for name in frozen:
+        if weights[name].parameter.requires_grad or weights[name].local_grad is not None:
+            yield f"{name} is frozen, but has a gradient"
+    trained = {name: held for name, held in weights.items() if name not in frozen}
+    for name, error in gradient_errors(trained, e.case.gradients).items():
+        if not error <= GRADIENT_BAR:
+            yield f"gradient of {name} is off by {error:.1e}"
+    other.model.close()
+
+
+def _every_second(e: Examination) -> set[str]:
+    """Every second unit whole, and of what nobody cuts every second weight."""
+    cut = {w.name for unit in e.model.spec.cut_units[::2] for w in unit.weights}
+    whole = [w.name for unit in e.model.spec.units if unit.kind is UnitKind.REPLICATED for w in unit.weights]
+    return cut | set(whole[::2])
+
+
+INVARIANTS: dict[str, Invariant] = {
+    f.__name__: f
+    for f in (
+        at_rest_every_parameter_is_a_dtensor,
+        initial_values_depend_on_the_seed_alone,
+        given_values_are_kept,
+        loss_and_gradients_are_those_of_one_process,
+        losses_of_steps_are_those_of_one_process,
+        any_optimizer_and_clipping_work,
+        gradients_add_up_until_cleared,
+        evaluation_is_that_of_one_process,
+        weights_are_home_after_a_step,
+        resident_bytes_are_the_layouts,
+        sent_bytes_are_the_layouts,
+        checkpoints_hold_whole_weights,
+        frozen_weights_get_no_gradient,
+        weights_are_home_after_an_exception,  # last: what it breaks, if it does, breaks no other
+    )
+}
+
+
+def examine(case: Case, *, parallel: str, scratch: Path, timeout_s: float = 120.0) -> dict[str, list[str]]:
+    """Runs all of `INVARIANTS` on forked ranks; returns what is wrong with each, the rank first. One process calls it.
+
+    An exception that all ranks raise alike is a problem of the invariant that raised it, and the next one starts with a
+    new model. One that only some ranks raise leaves the others waiting, and ends the examination.
+
+    Raises:
+        RankFailure: some ranks raised, or hung.
+    """
+    by_rank = run_ranks(
+        _examine, case, parallel, scratch, num_ranks=num_ranks(parse_parallel(parallel)), timeout_s=timeout_s
+    )
+    return {
+        name: [f"rank {rank}: {problem}" for rank, found in enumerate(by_rank) for problem in found[name]]
+        for name in INVARIANTS
+    }
+
+
+def _examine(case: Case, parallel: str, scratch: Path) -> dict[str, list[str]]:
+    examination = Examination(case, parallel, parallelize(case.build(), parallel, device="cpu"), scratch)
+    found: dict[str, list[str]] = {}
+    for name, invariant in INVARIANTS.items():
+        found[name] = []
+        try:
+            examination.reset()
+            found[name].extend(invariant(examination))
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            error.add_note(f"in the invariant {name} under {parallel}")
+            if not _all_raised(examination, name=name):
+                raise
+            found[name].append(traceback.format_exc())
+            examination.model = parallelize(case.build(), parallel, device="cpu")
+    examination.model.close()
+    return found
+
+
+def _all_raised(examination: Examination, *, name: str, patience_s: float = 5.0) -> bool:
+    """Whether all ranks come here for the same invariant. Through files: after an exception no message is safe."""
+    mesh, folder = examination.model.mesh, examination.scratch / "raised"
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.{mesh.get_rank()}").touch()
+    until = time.monotonic() + patience_s
+    while time.monotonic() < until:
+        if len(list(folder.glob(f"{name}.*"))) == mesh.size():
+            return True
+        time.sleep(0.02)
+    return False

@@ -1,0 +1,66 @@
+"""Layouts against reality: the bytes that a rank holds and sends, and what its strategies' Layouts say."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from fractions import Fraction
+
+from rotorch.comm.meter import Meter
+from rotorch.core.spec import Unit
+from rotorch.core.traffic import Kind
+from rotorch.parallel_model import ParallelModel
+
+_ROUNDING_BYTES = 64
+"""Per message: sizes round up to what a library aligns to, shares round down."""
+
+
+def expected_resident_bytes(model: ParallelModel, unit: Unit) -> int:
+    """What the Layouts say that this rank holds of a unit: the innermost strategy decides, those around replicate."""
+    return model.strategies[-1].layout(unit, position=_position(model)).resident_bytes
+
+
+def expected_sent_bytes(model: ParallelModel) -> dict[Kind, Fraction]:
+    """What the Layouts say that this rank sends in a step of one micro-batch, by kind.
+
+    A strategy around another one treats what that one holds as its unit, so its transfers shrink in proportion.
+    """
+    sent: dict[Kind, Fraction] = defaultdict(Fraction)
+    inner = model.strategies[-1]
+    for unit in model.spec.units:
+        layout = inner.layout(unit, position=_position(model))
+        for transfer in layout.transfers:
+            sent[transfer.kind] += transfer.sent_bytes
+        for outer in model.strategies[:-1]:
+            for transfer in outer.layout(unit).transfers:
+                sent[transfer.kind] += Fraction(transfer.sent_bytes * layout.resident_bytes, unit.num_bytes)
+    return {kind: num_bytes for kind, num_bytes in sent.items() if num_bytes}
+
+
+def traffic_problems(model: ParallelModel, meter: Meter) -> Iterator[str]:
+    """Says where a metered step of one micro-batch differs from the Layouts.
+
+    Messages between two ranks are counted to the byte; collectives up to rounding. A strategy that chose for itself
+    among several ways (a field whose value is "auto") may have sent less than its Layout says, never more.
+    """
+    expected = expected_sent_bytes(model)
+    chose = any(value == "auto" for s in model.strategies for value in s.model_dump().values())
+    for kind in sorted({*expected, *meter.sent_bytes}):
+        said, found = expected.get(kind, Fraction(0)), meter.sent_bytes[kind]
+        slack = 0 if kind is Kind.SEND else _ROUNDING_BYTES * max(meter.num_messages[kind], len(model.spec.units))
+        too_little = found < said - slack and not (chose and kind is Kind.SEND)
+        if found > said + slack or too_little:
+            number = meter.num_messages[kind]
+            yield f"{kind}: sent {found} bytes in {number} messages, the Layouts say {float(said):.0f}"
+
+
+def _position(model: ParallelModel) -> int:
+    """This rank's position on the innermost strategy's axes."""
+    axes = model.strategies[-1].axes
+    if model.mesh.mesh_dim_names is None:
+        raise AssertionError("a mesh made for strategies has names")
+    coordinate = dict(zip(model.mesh.mesh_dim_names, model.mesh.get_coordinate() or [], strict=True))
+    position = 0
+    for axis, size in axes.items():
+        position = position * size + coordinate[axis]
+    return position
