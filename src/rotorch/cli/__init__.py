@@ -50,6 +50,8 @@ def run(arguments: Sequence[str]) -> int:
         return _say("interrupted", code=INTERRUPTED)
     except OSError as error:
         return _say(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), code=WRONG_INPUT)
+    if code == INTERRUPTED:  # typer's own word for a KeyboardInterrupt
+        return _say("interrupted", code=INTERRUPTED)
     return code if isinstance(code, int) else DONE
 
 

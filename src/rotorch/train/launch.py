@@ -256,6 +256,7 @@ class _Watch:
         self.deaths: dict[int, Death] = {}
         self.aborted = False
         self._ended: set[int] = set()
+        self._killed = False
         self._killing = threading.Lock()
         self._over = threading.Event()
         ranks = range(board.num_ranks)
@@ -273,6 +274,7 @@ class _Watch:
 
     def kill(self) -> None:
         """Kills all ranks that are alive."""
+        self._killed = True
         for status in self.board.all():
             if status.pid and status.rank not in self._ended:
                 with contextlib.suppress(ProcessLookupError):
@@ -292,7 +294,7 @@ class _Watch:
             while time.monotonic() < end and len(self._ended) < self.board.num_ranks:
                 time.sleep(_LOOK_EVERY_S)
             self.kill()
-        elif not self.aborted:
+        elif not self._killed:
             self.deaths[rank] = death
 
 
@@ -330,7 +332,8 @@ def _forward_stop(watch: _Watch) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
     """Keeps the elastic launcher's tables and tracebacks from the user: `_explain` says it in a line."""
-    silenced = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.distributed.launcher")]
+    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+    silenced = [logging.getLogger(name) for name in names]
     nothing = logging.NullHandler()
     before = [logger.propagate for logger in silenced]
     for logger in silenced:

@@ -11,7 +11,7 @@ from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.run_config import BatchSizes, RunConfig
 from rotorch.train.checkpoint import save
 from rotorch.train.data import TokenWindows, bits_per_byte
-from rotorch.train.memory import TensorBytes, tensor_bytes
+from rotorch.train.memory import PeakMeter, TensorBytes, tensor_bytes
 from rotorch.train.metrics import HeldOut, Listener, StepRecord
 from rotorch.train.optim import learning_rate
 from rotorch.train.state import TrainState
@@ -66,6 +66,7 @@ def run_loop(
     """
     model, optimizer, train = state.model, state.optimizer, config.train
     assert optimizer is not None, "training needs one"
+    peak = PeakMeter(model.device)
     measured: HeldOut | None = None
     checkpoint = out
     while True:
@@ -74,7 +75,9 @@ def run_loop(
         board.doing(Phase.READING, step=step)
         batches = read_batches(windows, model, step=step, sizes=sizes)
         lr = learning_rate(step, settings=config.optimizer, steps=train.steps)
-        result = train_step(model, optimizer, batches=batches, lr=lr, clip_norm=config.optimizer.clip_norm, board=board)
+        result = train_step(
+            model, optimizer, batches=batches, lr=lr, clip_norm=config.optimizer.clip_norm, peak=peak, board=board
+        )
         step_s = time.perf_counter() - start_s
         num_tokens = sizes.global_batch * config.data.sequence_length
         state.step, state.tokens = step, state.tokens + num_tokens

@@ -8,7 +8,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rotorch.parallel_model import ParallelModel
+
+_LOOK_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -43,21 +47,25 @@ def tensor_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Tens
     )
 
 
-def peak_bytes(device: torch.device) -> int:
+class PeakMeter:
     """The most memory that this rank took so far: of the GPU if it computes on one, else of the process."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return process_peak_bytes()
 
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._excess_kib = 0
+        self._looked_s = -math.inf
 
-def process_peak_bytes() -> int:
-    """The process's peak, shared pages counted once (see [Note: shared pages]); 0 where the system does not tell."""
-    if sys.platform != "linux":
-        return 0
-    status = _kib_fields(Path("/proc/self/status"))
-    rollup = _kib_fields(Path("/proc/self/smaps_rollup"))
-    highest = max(status.get("VmHWM", 0), rollup.get("Rss", 0))
-    return (highest - (rollup.get("Rss", 0) - rollup.get("Pss", 0))) * 1024
+    def peak_bytes(self) -> int:
+        """Returns the peak until now; 0 where the system does not tell."""
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device)
+        if sys.platform != "linux":
+            return 0
+        if time.monotonic() - self._looked_s > _LOOK_EVERY_S:  # the kernel walks all pages for it
+            rollup = _kib_fields(Path("/proc/self/smaps_rollup"))
+            self._excess_kib = rollup.get("Rss", 0) - rollup.get("Pss", 0)
+            self._looked_s = time.monotonic()
+        return (_kib_fields(Path("/proc/self/status")).get("VmHWM", 0) - self._excess_kib) * 1024
 
 
 def _kib_fields(path: Path) -> dict[str, int]:

@@ -13,6 +13,7 @@ start                      once: in the launcher, or in every rank that torchrun
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -39,7 +40,7 @@ from rotorch.train.display import make_display
 from rotorch.train.launch import is_rank, launch, run_as_rank
 from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
-from rotorch.train.optim import make_optimizer, schedule_numbers
+from rotorch.train.optim import load_optimizer_code, make_optimizer, schedule_numbers
 from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
 from rotorch.train.sample import write_sample
 from rotorch.train.state import TrainState, derive_rng, model_config
@@ -78,6 +79,7 @@ def start(
     if is_rank():
         run_as_rank(work, traceback_dir=run.out)
         return
+    _load_code(run)
     backend = "cpu:gloo,cuda:nccl" if _uses_cuda(config) else "gloo"
     launch(work, num_ranks=run.num_ranks, backend=backend, timeout_s=config.train.timeout_s, traceback_dir=run.out)
 
@@ -262,6 +264,13 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
         display = make_display(Console(), first_step=state.step + 1, steps=run.config.train.steps)
         stack.callback(display.close)
         yield (*listeners, display)
+
+
+def _load_code(run: CheckedRun) -> None:
+    """Imports once what every rank would import for itself, so that ranks start at once and share its memory."""
+    for strategy in run.strategies:
+        importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply")
+    load_optimizer_code()
 
 
 def _tokenizer_file(config: RunConfig) -> Path | None:

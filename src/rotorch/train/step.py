@@ -11,7 +11,7 @@ import torch
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.errors import RankFailure
 from rotorch.parallel_model import Batch, ParallelModel
-from rotorch.train.memory import peak_bytes
+from rotorch.train.memory import PeakMeter
 from rotorch.train.optim import clip_gradients, set_learning_rate, squared_norm_share
 from rotorch.train.status import Phase, StatusBoard
 
@@ -40,6 +40,7 @@ def train_step(
     batches: Sequence[Batch],
     lr: float,
     clip_norm: float,
+    peak: PeakMeter,
     board: StatusBoard,
 ) -> StepResult:
     """Does one step. All ranks; gradients are still there when it returns.
@@ -50,6 +51,7 @@ def train_step(
         batches: this rank's micro-batches.
         lr: learning rate of this step.
         clip_norm: see `clip_gradients`.
+        peak: of this rank.
         board: where this rank notes what it is doing, and learns that it is asked to stop.
 
     Raises:
@@ -59,7 +61,9 @@ def train_step(
     board.doing(Phase.FORWARD_BACKWARD)
     loss = float(model.forward_backward(batches))
     board.doing(Phase.CLIPPING)
-    squared_norm, stop, peaks = _agree(model, squared_norm=squared_norm_share(model), stop=board.stop_requested)
+    squared_norm, stop, peaks = _agree(
+        model, squared_norm=squared_norm_share(model), stop=board.stop_requested, peak_bytes=peak.peak_bytes()
+    )
     norm = math.sqrt(squared_norm) if math.isfinite(squared_norm) else squared_norm
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise RankFailure(
@@ -73,12 +77,14 @@ def train_step(
     return StepResult(loss=loss, grad_norm=norm, peak_bytes=peaks, stop=stop)
 
 
-def _agree(model: ParallelModel, *, squared_norm: float, stop: bool) -> tuple[float, bool, tuple[int, ...]]:
+def _agree(
+    model: ParallelModel, *, squared_norm: float, stop: bool, peak_bytes: int
+) -> tuple[float, bool, tuple[int, ...]]:
     """Sums the norm's shares, and with them tells all ranks who was asked to stop and how much memory each took."""
     num_ranks = model.mesh.size()
     rank = model.mesh.get_rank() if num_ranks > 1 else 0
     numbers = torch.zeros(2 + num_ranks, dtype=torch.float64)
-    numbers[0], numbers[1], numbers[2 + rank] = squared_norm, float(stop), float(peak_bytes(model.device))
+    numbers[0], numbers[1], numbers[2 + rank] = squared_norm, float(stop), float(peak_bytes)
     all_reduce_sum(numbers, mesh=model.mesh)
     total, stops, *peaks = numbers.tolist()
     return total, stops > 0, tuple(int(peak) for peak in peaks)

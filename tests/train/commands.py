@@ -1,0 +1,129 @@
+"""Starts `rotorch` commands as processes of their own, without loading torch again for each: they are forked."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from rotorch import cli
+
+DEADLINE_S = 60.0
+
+CONFIG = """
+[model.config]
+model_type = "llama"
+vocab_size = 257
+hidden_size = 16
+intermediate_size = 32
+num_hidden_layers = 1
+num_attention_heads = 4
+num_key_value_heads = 2
+max_position_embeddings = 32
+tie_word_embeddings = false
+[data]
+source = "text.txt"
+cache_dir = "cache"
+sequence_length = 16
+held_out_fraction = 0.05
+[train]
+steps = 6
+micro_batch = 2
+seed = 3
+eval_windows = 8
+out = "run"
+timeout_s = 20
+tensorboard = false
+[optimizer]
+lr = 5e-3
+warmup_steps = 2
+[sample]
+length = 0
+"""
+
+
+def write_run(directory: Path) -> Path:
+    """A run that takes a second: a tiny Llama on a little text."""
+    (directory / "text.txt").write_text("Slices go round; weights stay at home, and so does this ring. " * 60)
+    (directory / "run.toml").write_text(CONFIG)
+    return directory / "run.toml"
+
+
+class Command:
+    """A forked `rotorch` command in a session of its own; what it prints goes to files."""
+
+    def __init__(self, directory: Path, *arguments: object) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._out, self._err = directory / "stdout.txt", directory / "stderr.txt"
+        self.code: int | None = None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for number, path in ((1, self._out), (2, self._err)):
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            code = 70
+            try:
+                torch.set_num_threads(1)
+                code = cli.run([str(argument) for argument in arguments])
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+
+    @property
+    def stdout(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def stderr(self) -> str:
+        return self._err.read_text()
+
+    def wait(self, *, deadline_s: float = DEADLINE_S) -> int:
+        """Returns the exit code; kills everything and fails if it hangs."""
+        end = time.monotonic() + deadline_s
+        while time.monotonic() < end:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.code = os.waitstatus_to_exitcode(status)
+                return self.code
+            time.sleep(0.02)
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        raise AssertionError(f"still running after {deadline_s} s:\n{self.stdout}\n{self.stderr}")
+
+    def ranks(self) -> list[int]:
+        """Process ids of its ranks, in their order."""
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
+    def left(self) -> list[int]:
+        """Processes of its session that are still there, zombies not counted."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if int(fields[3]) == self.pid and fields[0] != "Z":
+                found.append(int(path.parent.name))
+        return found
+
+
+def rotorch(directory: Path, *arguments: object) -> Command:
+    """Runs a command to its end."""
+    command = Command(directory, *arguments)
+    command.wait()
+    return command
+
+
+def wait_until(condition, *, what: str, deadline_s: float = DEADLINE_S) -> None:
+    """Waits for something to become true."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        if time.monotonic() > end:
+            raise AssertionError(f"not within {deadline_s} s: {what}")
+        time.sleep(0.01)

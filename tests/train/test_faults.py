@@ -1,0 +1,149 @@
+"""Ranks that are killed, raise, hang or diverge; Ctrl-C; the launcher gone. Real processes throughout."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from commands import Command, rotorch, wait_until, write_run
+
+from rotorch.train.directories import latest
+from rotorch.train.metrics import read_metrics
+
+EXACT = "rtp=2[transport=send_receive]"
+"""Over shared memory the last bits of a gradient depend on which rank comes first."""
+
+
+@pytest.fixture
+def run_toml(tmp_path, warm):
+    return write_run(tmp_path)
+
+
+@pytest.fixture
+def started(tmp_path, run_toml, monkeypatch):
+    """Starts a long run and returns it when it has done some steps; then sees that nothing was left behind."""
+    commands = []
+    shared_memory = tmp_path / "shared_memory"
+    shared_memory.mkdir()
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(shared_memory))
+
+    def start(*arguments, layout="rtp=2", steps=100_000, after_step=3):
+        command = Command(tmp_path / "log", "train", run_toml, "--parallel", layout, f"train.steps={steps}", *arguments)
+        commands.append(command)
+        wait_until(lambda: len(read_metrics(tmp_path / "run")) >= after_step or ended(command), what="first steps")
+        assert not ended(command), command.stderr
+        return command
+
+    yield start
+    for command in commands:
+        for pid in command.left():
+            os.kill(pid, signal.SIGKILL)
+    assert list(shared_memory.iterdir()) == []
+
+
+def ended(command):
+    return (
+        command.code is not None or Path(f"/proc/{command.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    )
+
+
+@pytest.mark.parametrize(("layout", "victim"), [("rtp=2", 0), ("rtp=2", 1), ("ddp=2", 1)])
+def test_a_killed_rank_ends_the_job_with_its_name(started, layout, victim):
+    command = started(layout=layout)
+    os.kill(command.ranks()[victim], signal.SIGKILL)
+    start_s = time.monotonic()
+    assert command.wait(deadline_s=30.0) == 3
+    assert time.monotonic() - start_s < 30.0
+    last = command.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"rotorch: rank {victim} was killed by SIGKILL"), command.stderr
+    assert re.search(r"in step \d+, [a-z ]+", last)
+    assert len(command.stderr.strip().splitlines()) == 1
+    assert command.left() == []
+
+
+def test_a_killed_run_resumes_with_the_same_losses(started, run_toml, tmp_path):
+    settings = ["--parallel", EXACT, "train.steps=40", "train.checkpoint_every=4", "train.keep=3"]
+    whole = rotorch(tmp_path / "log", "train", run_toml, *settings, f"train.out={tmp_path / 'whole'}")
+    assert whole.code == 0, whole.stderr
+    command = started("train.checkpoint_every=4", "train.keep=3", layout=EXACT, steps=40, after_step=9)
+    os.kill(command.ranks()[1], signal.SIGKILL)
+    assert command.wait() == 3
+    assert 4 <= int(latest(tmp_path / "run").name.split("-")[1]) < 40
+    resumed = rotorch(tmp_path / "log", "train", run_toml, *settings, "--resume")
+    assert resumed.code == 0, resumed.stderr
+    ours, theirs = (read_metrics(tmp_path / name) for name in ("run", "whole"))
+    assert [(line["step"], line["loss"]) for line in ours] == [(line["step"], line["loss"]) for line in theirs]
+
+
+@pytest.mark.parametrize("to_all", [False, True], ids=["launcher", "group"])
+def test_ctrl_c_writes_a_checkpoint_and_leaves(started, tmp_path, to_all):
+    command = started()
+    os.killpg(command.pid, signal.SIGINT) if to_all else os.kill(command.pid, signal.SIGINT)
+    assert command.wait() == 0, command.stderr
+    done = read_metrics(tmp_path / "run")[-1]["step"]
+    assert latest(tmp_path / "run").name == f"step-{done:08d}"
+    assert "--resume" in command.stdout and f"after step {done}" in command.stdout
+    assert command.stderr == "" and command.left() == []
+
+
+def test_sigterm_is_like_ctrl_c(started, tmp_path):
+    command = started(layout="ddp=2")
+    os.killpg(command.pid, signal.SIGTERM)
+    assert command.wait() == 0, command.stderr
+    assert latest(tmp_path / "run") is not None
+
+
+def test_a_second_ctrl_c_ends_at_once(started, tmp_path):
+    command = started()
+    for pid in command.ranks():
+        os.kill(pid, signal.SIGSTOP)  # so that no rank can finish its step
+    os.kill(command.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(command.pid, signal.SIGINT)
+    assert command.wait() == 130
+    assert command.stderr.strip() == "rotorch: interrupted" and command.left() == []
+
+
+def test_ranks_do_not_outlive_their_launcher(started):
+    command = started()
+    os.kill(command.pid, signal.SIGKILL)
+    assert command.wait() == -signal.SIGKILL
+    wait_until(lambda: not command.left(), what="ranks gone", deadline_s=10.0)
+
+
+def test_a_rank_that_hangs_is_missed(started):
+    command = started("train.timeout_s=2", layout="ddp=2")
+    victim = command.ranks()[1]
+    os.kill(victim, signal.SIGSTOP)
+    assert command.wait(deadline_s=30.0) == 3
+    assert re.search(r"rotorch: rank 0 failed in step \d+.*rank 1 was in step \d+", command.stderr)
+    assert command.left() == []
+
+
+def test_divergence_names_the_step(run_toml, tmp_path):
+    command = rotorch(
+        tmp_path / "log", "train", run_toml, "optimizer.lr=1e30", "optimizer.clip_norm=0", "train.steps=20"
+    )
+    assert command.code == 3
+    assert re.search(r"rank 0 failed in step \d+.*training has diverged", command.stderr)
+    assert len(command.stderr.strip().splitlines()) == 1
+
+
+def test_an_exception_in_a_rank_leaves_its_traceback(run_toml, tmp_path, monkeypatch):
+    from rotorch.train import loop
+
+    real = loop.train_step
+
+    def failing(model, *args, board, **kwargs):
+        if board.own_rank == 1 and board.read(1).step == 3:
+            raise ValueError("a mistake\nof ours")
+        return real(model, *args, board=board, **kwargs)
+
+    monkeypatch.setattr(loop, "train_step", failing)
+    command = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "ddp=2")
+    assert command.code == 3
+    assert "rotorch: rank 1 failed in step 3, reading data: ValueError: a mistake of ours" in command.stderr
+    assert len(command.stderr.strip().splitlines()) == 1
+    assert "in failing" in (tmp_path / "run" / "traceback-rank1.txt").read_text()
