@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rotorch._torch_private import wrapper_tensor
 from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
 from rotorch.ops.rotate import AutocastState, RotatingUnit
+from rotorch.ops.stand_in import StandIn
 
 Elementwise = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 """An operation on logits that treats every element alike: (function, further arguments, keyword arguments)."""
@@ -32,7 +34,7 @@ _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.f
 _AS_IS = {Tensor.contiguous}
 
 
-class DeferredLogits(Tensor):
+class DeferredLogits(StandIn):
     """Logits `[.., V]` that are not computed yet: `elementwise(hidden @ weight.T + bias)`."""
 
     hidden: Tensor
@@ -49,14 +51,13 @@ class DeferredLogits(Tensor):
         `keep`: the loss keeps logits for backward instead of computing them again.
         """
         shape = (*hidden.shape[:-1], unit.slices.weights[0].shape[0])
-        dtype = _replay(torch.empty(0, dtype=hidden.dtype, device="meta"), chain).dtype
-        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device)
+        self = wrapper_tensor(cls, shape, like=_replay(hidden.new_empty(0), chain))
         self.hidden, self.unit, self.chain, self.keep = hidden, unit, chain, keep
         return self
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Notes the operation, computes the loss, or makes the logits real."""
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
         if logits is not None:
             others = [*args[1:], *kwargs.values()]
@@ -70,15 +71,9 @@ class DeferredLogits(Tensor):
                 return logits._with(logits.hidden[args[1]], logits.chain)
             if func is F.cross_entropy and _is_plain(args, kwargs):
                 return _cross_entropy(logits, *args[1:], **kwargs)
-            if getattr(func, "__name__", "") == "__get__":
-                return super().__torch_function__(func, types, args, kwargs)
         real_args = [a.real_logits() if isinstance(a, DeferredLogits) else a for a in args]
         real_kwargs = {k: v.real_logits() if isinstance(v, DeferredLogits) else v for k, v in kwargs.items()}
         return func(*real_args, **real_kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} reached logits that were never computed")
 
     def _with(self, hidden: Tensor, chain: tuple[Elementwise, ...]) -> DeferredLogits:
         return DeferredLogits(hidden, self.unit, chain=chain, keep=self.keep)

@@ -12,14 +12,16 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Weight
 from rotorch.ops.linear import rotate_embedding, rotate_linear
 from rotorch.ops.loss import DeferredLogits
 from rotorch.ops.rotate import RotatingUnit
+from rotorch.ops.stand_in import StandIn
 
 
-class RotatingWeight(Tensor):
+class RotatingWeight(StandIn):
     """Stands for one weight of a WEIGHT unit.
 
     Attributes:
@@ -39,29 +41,23 @@ class RotatingWeight(Tensor):
         cls, like: Tensor, *, weight: Weight, unit: RotatingUnit, head: bool, keep_logits: bool
     ) -> RotatingWeight:
         """Makes the stand-in for `weight`, with the dtype and device of `like`."""
-        self = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=like.dtype, device=like.device)
+        self = wrapper_tensor(cls, weight.shape, like=like)
         self.weight, self.unit, self.head, self.keep_logits = weight, unit, head, keep_logits
         return self
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Rotates where the weight is used as a whole; refuses whatever else is done with it."""
         if func is F.linear:
             return _linear(*args, **kwargs)
         if func is F.embedding:
             return _embedding(*args, **kwargs)
-        if getattr(func, "__name__", "") in ("__get__", "dim", "size", "is_floating_point", "is_complex", "numel"):
-            return super().__torch_function__(func, types, args, kwargs)
         held = next((a for a in [*args, *kwargs.values()] if isinstance(a, RotatingWeight)), None)
         raise ConfigError(
             f"rtp: {held.weight.name if held is not None else 'a weight'!r} is used by "
             f"{getattr(func, '__name__', func)!r}, "
             "which cannot take a weight that goes round. Give it no role in the plan, or use fsdp"
         )
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} reached a weight that goes round")
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

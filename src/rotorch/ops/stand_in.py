@@ -1,0 +1,40 @@
+"""Tensors that stand for something else: shape, dtype and device are real, functions are answered in another way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+_ABOUT = {
+    "dim",
+    "ndimension",
+    "size",
+    "numel",
+    "nelement",
+    "is_floating_point",
+    "is_complex",
+    "element_size",
+    "__len__",
+}
+"""Methods that ask about a tensor and not for its values."""
+
+
+class StandIn(Tensor):
+    """Base of `RotatingWeight` and `DeferredLogits`. Subclasses implement `answer`."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _ABOUT or getattr(func, "__name__", "") == "__get__":
+            return super().__torch_function__(func, types, args, kwargs or {})
+        return cls.answer(func, args, kwargs or {})
+
+    @classmethod
+    def answer(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """What `func` gives when some of its arguments are stand-ins."""
+        raise NotImplementedError
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError(f"{func} reached a {cls.__name__}, which has no values")
