@@ -13,7 +13,7 @@ in overrides at the working directory.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from pathlib import Path
@@ -230,7 +230,7 @@ def load_run_config(path: str | Path, *, overrides: Sequence[str] = ()) -> RunCo
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
-        raise ConfigError(_explain(error, raw=raw, path=path)) from None
+        raise ConfigError(_explain(error, path=path)) from None
     if config.train.out:
         return config
     out = str(Path("runs", path.stem).absolute())
@@ -260,9 +260,13 @@ def _beside(path: Path) -> str:
 def _make_paths_absolute(raw: dict[str, Any], *, base: Path) -> None:
     for (section, key), words in _PATHS.items():
         table = raw.get(section)
-        value = table.get(key) if isinstance(table, dict) else None
-        if isinstance(table, dict) and isinstance(value, str) and value and value not in words:
-            table[key] = str((base / Path(value).expanduser()).resolve())
+        if isinstance(table, dict) and isinstance(table.get(key), str):
+            table[key] = _absolute(table[key], words=words, base=base)
+
+
+def _absolute(text: str, *, words: Sequence[str], base: Path) -> str:
+    """`text` as an absolute path, unless it is one of `words` or empty."""
+    return text if not text or text in words else str((base / Path(text).expanduser()).resolve())
 
 
 def _apply_override(raw: dict[str, Any], *, override: str) -> None:
@@ -274,21 +278,15 @@ def _apply_override(raw: dict[str, Any], *, override: str) -> None:
         raise ConfigError(f"override {override!r}: {keys[0]!r} is a section. Write {keys[0]}.key=value")
     if len(keys) == 1:
         raise ConfigError(f"override {override!r}: {keys[0]!r} names no section{_suggest(keys)}")
-    change: dict[str, Any] = {keys[-1]: _parse_value(text.strip(), override=override)}
-    for key in reversed(keys[:-1]):
-        change = {key: change}
-    _make_paths_absolute(change, base=Path.cwd())
-    _merge(raw, change, override=override)
-
-
-def _merge(into: dict[str, Any], change: Mapping[str, Any], *, override: str) -> None:
-    for key, value in change.items():
-        if isinstance(value, Mapping) and key in into:
-            if not isinstance(into[key], dict):
-                raise ConfigError(f"override {override!r}: {key!r} is {into[key]!r}, not a table")
-            _merge(into[key], value, override=override)
-        else:
-            into[key] = value
+    value = _parse_value(text.strip(), override=override)
+    if tuple(keys) in _PATHS and isinstance(value, str):
+        value = _absolute(value, words=_PATHS[keys[0], keys[1]], base=Path.cwd())
+    table = raw
+    for key in keys[:-1]:
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise ConfigError(f"override {override!r}: {key!r} is {table!r}, not a table")
+    table[keys[-1]] = value
 
 
 def _parse_value(text: str, *, override: str) -> Any:
@@ -325,7 +323,7 @@ def _suggest(where: Sequence[str]) -> str:
     return nearest(".".join(where), known=siblings) or nearest(".".join(where), known=known)
 
 
-def _explain(error: ValidationError, *, raw: Mapping[str, Any], path: Path) -> str:
+def _explain(error: ValidationError, *, path: Path) -> str:
     """One line for the first of a validation's errors; unknown keys first, since a misspelt key also goes missing."""
     found = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first = found[0]

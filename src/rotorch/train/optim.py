@@ -38,7 +38,7 @@ def make_optimizer(model: ParallelModel, *, settings: OptimizerSection) -> torch
 
 
 def load_optimizer_code() -> None:
-    """Has torch import what it imports at the first step of any optimizer: seconds, and memory that forks then share."""
+    """Has torch import what it imports at the first step of any optimizer: seconds, and memory that forks share."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter], fused=True).step()
