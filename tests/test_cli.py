@@ -1,4 +1,4 @@
-"""The command line: every wrong input gives one line and exit code 2, before a rank starts and before anything is written."""
+"""The command line: a wrong input gives one line and exit code 2, before a rank starts or anything is written."""
 
 import json
 import os

@@ -7,6 +7,7 @@ running; 130 ended by Ctrl-C. Every command takes `--json FILE` for the numbers 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -40,8 +41,8 @@ def run(arguments: Sequence[str]) -> int:
     """Runs the command line; returns its exit code. What went wrong is said in one line on stderr."""
     try:
         code = app(list(arguments), prog_name="rotorch", standalone_mode=False)
-    except ConfigError as error:
-        return _say(str(error), code=WRONG_INPUT)
+    except ConfigError as error:  # the same on all ranks, so one of them says it
+        return _say(str(error), code=WRONG_INPUT) if os.environ.get("RANK", "0") == "0" else WRONG_INPUT
     except RankFailure as error:
         return _say(str(error), code=RANK_FAILED)
     except _UsageError as error:
