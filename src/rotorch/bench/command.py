@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-import rotorch
 from rotorch.bench.bar import Bar, parse_bar
 from rotorch.bench.contender import LIMIT, REFERENCE, build
 from rotorch.bench.gate import GATE_STEPS, judge, says_little
 from rotorch.bench.prediction import Prediction, predict
+from rotorch.bench.rank import load_code
 from rotorch.bench.ranks import RowRanks
 from rotorch.bench.record import Row, make_record
 from rotorch.bench.rounds import take_turns
@@ -29,6 +29,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.mesh import check_world_size
 from rotorch.models.describe import describe
 from rotorch.run_config import load_run_config
+from rotorch.shard.materialize import on_meta
 from rotorch.strategies import num_ranks, parse_parallel
 
 OK, DOES_NOT_HOLD, RANK_FAILED = 0, 1, 3
@@ -115,6 +116,7 @@ def bench(
     """
     options = options or BenchOptions()
     spec = check_model(task, layouts=layouts)
+    load_code(task)
     rows = {LIMIT: Row(LIMIT, task.num_ranks)} | {name: Row(name, num_ranks(s)) for name, s in layouts.items()}
     num_turns = len(rows) * (options.rounds + 2 + options.process_memory) + 1
     with _progress(console or Console(quiet=True), total=num_turns) as advanced:
@@ -181,7 +183,7 @@ def check_model(task: Task, *, layouts: Layouts) -> ModelSpec:
         ConfigError: if one cannot, or batches do not divide.
     """
     check_shares(task, layouts=list(layouts.values()))
-    with rotorch.on_meta():
+    with on_meta():
         spec = describe(build(task))
     for strategies in layouts.values():
         for strategy in strategies:
@@ -274,7 +276,7 @@ def _measure_process(row: Row, *, task: Task, options: BenchOptions) -> None:
 
 @contextmanager
 def _progress(console: Console, *, total: int) -> Iterator[Callable[[str], None]]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         bar = progress.add_task("starting ranks", total=total)
 

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-import rotorch
 from rotorch.bench.task import Task
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.parallel_model import Holding, causal_lm_loss, count_targets
+from rotorch.parallelize import parallelize
 from rotorch.run_config import OptimizerSection
+from rotorch.shard.materialize import on_meta
 from rotorch.shard.sites import find_sites
 from rotorch.train.optim import clip_gradients, make_optimizer, squared_norm_share
 
@@ -81,9 +82,9 @@ class UnderLayout(Contender):
 
     def __init__(self, task: Task, *, parallel: str) -> None:
         self._task = task
-        with rotorch.on_meta():
+        with on_meta():
             module = build(task)
-        self.model = rotorch.parallelize(module, parallel, device=task.device, autocast_dtype=task.autocast_dtype)
+        self.model = parallelize(module, parallel, device=task.device, autocast_dtype=task.autocast_dtype)
         self.model.materialize(seed=task.seed)
         self.module = self.model.module
         self.optimizer = make_optimizer(self.model, settings=task.optimizer)
@@ -120,9 +121,9 @@ class Independent(Contender):
     def __init__(self, task: Task, *, shares: Sequence[int]) -> None:
         self._task = task
         self._shares = shares
-        with rotorch.on_meta():
+        with on_meta():
             module = build(task)
-        model = rotorch.parallelize(module, "single", device=task.device).materialize(seed=task.seed)  # a group of one
+        model = parallelize(module, "single", device=task.device).materialize(seed=task.seed)  # a group of one
         self._device = model.device
         for name, sites in find_sites(module).items():
             parameter = nn.Parameter(model.weights[name].local)

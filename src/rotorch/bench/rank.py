@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -22,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import rotorch
 from rotorch.bench.contender import LIMIT, REFERENCE, Contender, build, make_contender
 from rotorch.bench.process_memory import ProcessMemory, read_process_memory, reset_peak
 from rotorch.bench.profile import profile_steps
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import TensorMemory, measure_tensors
 from rotorch.comm.meter import Meter
+from rotorch.shard.materialize import on_meta
+from rotorch.strategies import STRATEGIES
 
 _PR_SET_PDEATHSIG = 1
 _WARM_FEATURES = 512
@@ -225,15 +227,27 @@ def _join(place: Place) -> None:
     )
 
 
+def load_code(task: Task) -> None:
+    """Loads what a step needs and torch or transformers load on first use: seconds, which forked ranks then save.
+
+    Computes on single numbers only: a process that is to fork must not have started threads.
+    """
+    with on_meta():
+        build(task)
+    for kind in STRATEGIES:
+        importlib.import_module(f"rotorch.strategies.{kind}.apply")
+    one = nn.Linear(1, 1)
+    optimizer = torch.optim.AdamW(one.parameters(), fused=True)
+    one(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+
+
 def _baseline(task: Task) -> ProcessMemory:
     """Memory of the process when all code is loaded and warm, and nothing is built."""
-    with rotorch.on_meta():
-        build(task)
-    warm = nn.Linear(_WARM_FEATURES, _WARM_FEATURES)
-    optimizer = torch.optim.AdamW(warm.parameters(), fused=True)
-    warm(torch.randn(_WARM_FEATURES, _WARM_FEATURES)).sum().backward()
-    optimizer.step()
-    del warm, optimizer
+    load_code(task)
+    warm = torch.ones(_WARM_FEATURES, _WARM_FEATURES)
+    warm @ warm
+    del warm
     gc.collect()
     return read_process_memory()
 

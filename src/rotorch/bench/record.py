@@ -20,9 +20,7 @@ from statistics import median
 from typing import Any
 
 import psutil
-import torch
 
-import rotorch
 from rotorch.bench.contender import LIMIT
 from rotorch.bench.gate import GATE_STEPS, TOLERANCES, Verdict
 from rotorch.bench.prediction import Prediction
@@ -204,13 +202,14 @@ def describe_machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that matter."""
-    found = {"python": platform.python_version(), "rotorch": rotorch.__version__, "torch": torch.__version__}
-    try:
-        found["transformers"] = version("transformers")
-    except PackageNotFoundError:
-        found["transformers"] = "?"
+def versions() -> dict[str, str | None]:
+    """Of Python and of the packages that matter; None for one that runs from its source, not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("rotorch", "torch", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
     return found
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -42,9 +43,9 @@ def render(record: Mapping[str, Any]) -> RenderableType:
 def _speed(rows: Sequence[Mapping[str, Any]], *, record: Mapping[str, Any]) -> Table:
     tokens, num_ranks = format_count(record["tokens_per_step"]), record["task"]["num_ranks"]
     table = _table(
-        f"{record['model']}: {tokens} tokens a step, {num_ranks} ranks",
+        f"{escape(record['model'])}: {tokens} tokens a step, {num_ranks} ranks",
         columns=("tokens/s", "of limit", "step", "best", "optimizer", "sent", "Layout"),
-        caption="medians; step, best and optimizer in ms; sent, by the rank that sends most, and by the Layouts, in MiB",
+        caption="medians; times in ms; sent, by the rank that sends most and by the Layouts, in MiB",
     )
     for row in rows:
         _add(
@@ -80,14 +81,14 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _table(title: str, *, columns: Sequence[str], caption: str) -> Table:
     table = Table(title=title, title_justify="left", caption=caption, caption_justify="left", padding=(0, 1), box=None)
-    table.add_column("layout", no_wrap=True)
+    table.add_column("layout", overflow="fold")
     for name in columns:
         table.add_column(name, justify="right", min_width=5)
     return table
 
 
 def _add(table: Table, row: Mapping[str, Any], *cells: str) -> None:
-    table.add_row(row["parallel"], *cells, style="dim" if "error" in row or "invalid" in row else "")
+    table.add_row(Text(row["parallel"]), *cells, style="dim" if "error" in row or "invalid" in row else "")
 
 
 def _last_line(text: str) -> str:

@@ -1,0 +1,23 @@
+import pytest
+from bench_cases import TINY, write_run
+
+from rotorch.bench.task import Task
+from rotorch.run_config import OptimizerSection
+
+
+@pytest.fixture
+def task():
+    return Task(
+        name="tiny",
+        model=TINY,
+        vocabulary=64,
+        num_ranks=2,
+        micro_batch=2,
+        sequence_length=16,
+        optimizer=OptimizerSection(lr=1e-2),
+    )
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    return write_run(tmp_path)

@@ -1,0 +1,177 @@
+import io
+import json
+
+import pytest
+from bench_cases import TINY, children, write_run
+from rich.console import Console
+
+import rotorch.bench.rank as rank_module
+from rotorch.bench.command import BenchOptions, bench, bench_command, exit_code, read_layouts
+from rotorch.bench.contender import UnderLayout, make_contender
+from rotorch.bench.table import render
+from rotorch.core.errors import ConfigError
+
+QUICK = BenchOptions(rounds=2, steps=2, process_memory=False)
+H, F, V, L = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"], TINY["num_hidden_layers"]
+KV = H // TINY["num_attention_heads"] * TINY["num_key_value_heads"]
+CUT = 4 * (2 * V * H + L * (2 * H * H + 2 * H * KV + 3 * H * F))
+NORMS = 4 * H * (2 * L + 1)
+WEIGHTS = CUT + NORMS
+NUM_PARAMETERS = 9 * L + 3
+COUNTERS = 4 * NUM_PARAMETERS  # AdamW keeps its step beside each parameter
+REQUIRED = {
+    *("parallel", "nproc", "tokens_per_s", "step_s_median", "step_s_all", "peak_bytes_per_rank"),
+    *("resident_bytes_per_rank", "sent_bytes_per_rank", "loss_last"),
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """One run of all layouts: exit code, record, what was printed."""
+    directory = tmp_path_factory.mktemp("bench")
+    printed = io.StringIO()
+    code = bench_command(
+        write_run(directory),
+        parallel=["single", "ddp=2", "fsdp=2", "rtp=2[transport=shared_memory]", "rtp=2[transport=send_receive]"],
+        options=QUICK,
+        json_file=directory / "bench.json",
+        at_least=["ddp=2 >= 0.000001 * limit"],
+        console=Console(file=printed, width=160),
+    )
+    record = json.loads((directory / "bench.json").read_text())
+    return code, record, printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def rows(measured):
+    record = measured[1]
+    return {row["parallel"]: row for row in [*record["rows"], record["limit"]]}
+
+
+def test_all_is_well(measured, rows):
+    code, record, printed = measured
+    assert code == 0, printed
+    assert {"machine", "model", "tokens_per_step", "rows", "limit"} <= set(record)
+    assert record["tokens_per_step"] == 2 * 2 * 16 and record["model"] == "tiny"
+    assert record["bars"][0]["ok"] is True
+    assert "warning" not in record
+    for name, row in rows.items():
+        assert set(row) >= REQUIRED, name
+        assert len(row["step_s_all"]) == 4 and len(row["ratio_to_limit_rounds"]) == 2
+        assert row["loss_max_rel_err"] < 1e-5
+        assert row["nproc"] == (1 if name == "single" else 2)
+        assert name in printed
+
+
+def test_losses_fall_and_agree(rows):
+    losses = rows["single"]["losses"]
+    assert losses[4] < losses[2] < losses[0]
+    for name in set(rows) - {"limit"}:
+        assert rows[name]["losses"] == pytest.approx(losses, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["single", "ddp=2", "limit"])
+def test_whole_weights_rest_four_times(rows, name):
+    assert rows[name]["resident_by_category"] == {
+        "weights": WEIGHTS,
+        "gradients": WEIGHTS,
+        "optimizer": 2 * WEIGHTS + COUNTERS,
+    }
+
+
+def test_shards_rest_as_the_layout_says(rows):
+    assert rows["fsdp=2"]["resident_by_category"]["weights"] == WEIGHTS // 2
+    for name in ("rtp=2[transport=shared_memory]", "rtp=2[transport=send_receive]"):
+        assert rows[name]["resident_by_category"]["weights"] == CUT // 2 + NORMS
+        assert rows[name]["layout"]["weights_bytes"] == CUT // 2 + NORMS
+
+
+def test_sent_bytes_are_the_layouts(rows):
+    assert rows["limit"]["sent_bytes_per_rank"] == rows["single"]["sent_bytes_per_rank"] == 0
+    assert rows["ddp=2"]["sent_bytes_per_rank"] == WEIGHTS
+    assert rows["fsdp=2"]["sent_by_kind"] == {"all_gather": WEIGHTS, "reduce_scatter": WEIGHTS // 2}
+    assert rows["rtp=2[transport=shared_memory]"]["sent_bytes_per_rank"] == NORMS
+    for name in set(rows) - {"limit"}:
+        assert rows[name]["sent_bytes_per_rank"] == rows[name]["layout"]["sent_bytes"], name
+
+
+def test_the_peak_is_the_sum_of_its_parts(rows):
+    for row in rows.values():
+        assert sum(row["peak_by_category"].values()) == row["peak_bytes_per_rank"]
+        assert row["peak_bytes_per_rank"] > row["resident_by_category"]["weights"]
+    assert rows["rtp=2[transport=shared_memory]"]["peak_bytes_per_rank"] < rows["ddp=2"]["peak_bytes_per_rank"]
+
+
+def test_nothing_is_left_running(measured):
+    assert not children()
+
+
+class Forgetful(UnderLayout):
+    """Says nothing of it, but loses the gradient of one weight."""
+
+    def update(self):
+        self.gradients()[-1].zero_()
+        super().update()
+
+
+def _one_row_is_broken(how):
+    def make(task, *, row, rank):
+        if row == "fsdp=2":
+            if how == "raises":
+                raise ValueError("out of luck")
+            return Forgetful(task, parallel=row)
+        return make_contender(task, row=row, rank=rank)
+
+    return make
+
+
+@pytest.mark.parametrize(("how", "field", "code"), [("raises", "error", 3), ("forgets a gradient", "invalid", 1)])
+def test_a_bad_row_is_named_and_the_others_stay(task, monkeypatch, how, field, code):
+    monkeypatch.setattr(rank_module, "make_contender", _one_row_is_broken(how))
+    layouts, _ = read_layouts(["ddp=2", "fsdp=2"], nproc=2)
+    record = bench(task, layouts=layouts, options=BenchOptions(rounds=1, steps=3, process_memory=False))
+    good, bad = record["rows"]
+    assert set(good) >= REQUIRED and not {"error", "invalid"} & set(good)
+    assert field in bad
+    assert exit_code(record) == code
+    printed = io.StringIO()
+    Console(file=printed, width=200).print(render(record))
+    assert f"fsdp=2: {field}: " in printed.getvalue()
+
+
+def test_a_bar_that_does_not_hold_is_exit_code_1(run_file):
+    code = bench_command(
+        run_file,
+        parallel=["ddp=2"],
+        options=BenchOptions(rounds=1, steps=1, process_memory=False),
+        at_least=["ddp=2 >= 1000 * limit"],
+        console=Console(quiet=True),
+    )
+    assert code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"parallel": []}, "no layout"),
+        ({"parallel": ["ddp=2", "ddp=2"]}, "twice"),
+        ({"parallel": ["ddp=2", "rtp=3"]}, "'rtp=3' needs 3 = 3 ranks, but there are 2"),
+        ({"parallel": ["rtp=5"], "nproc": 2}, "needs 5 = 5 ranks, but there are 2"),
+        ({"parallel": ["ddp=2"], "nproc": 0}, "nproc"),
+        ({"parallel": ["dpp=2"]}, "did you mean 'ddp'"),
+        ({"parallel": ["rtp=65"]}, "a ring of 65"),
+        ({"parallel": ["ddp=2"], "at_least": ["ddp=2 > limit"]}, "bar"),
+        ({"parallel": ["ddp=2"], "overrides": ["data.sequence_length=33"]}, "longer than the 32 positions"),
+        ({"parallel": ["ddp=2"], "overrides": ["train.global_batch=7"]}, "global_batch"),
+        ({"parallel": ["ddp=2"], "options": BenchOptions(rounds=0)}, "rounds"),
+    ],
+)
+def test_bad_input_starts_nothing(run_file, monkeypatch, arguments, says):
+    monkeypatch.setattr("rotorch.bench.command.RowRanks", None)
+    with pytest.raises(ConfigError, match=says):
+        bench_command(run_file, console=Console(quiet=True), **arguments)
+
+
+def test_a_file_in_a_missing_directory_is_refused(run_file, tmp_path):
+    with pytest.raises(ConfigError, match="directory is missing"):
+        bench_command(run_file, parallel=["ddp=2"], json_file=tmp_path / "no" / "x.json", console=Console(quiet=True))

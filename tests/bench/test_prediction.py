@@ -1,0 +1,41 @@
+from rotorch.bench.prediction import predict
+from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.strategies import parse_parallel
+
+MLP = Unit(
+    "mlp", UnitKind.MODULE, Combine.SUM, (Weight("up", (12, 8), 4, Cut(0, 12)), Weight("down", (8, 12), 4, Cut(1, 12)))
+)
+NORM = Unit("replicated", UnitKind.REPLICATED, Combine.NONE, (Weight("norm", (8,), 4),))
+SPEC = ModelSpec("spec", (MLP, NORM))
+P, R = 2 * 12 * 8 * 4, 8 * 4
+
+
+def of(text, rank=0):
+    return predict(SPEC, strategies=parse_parallel(text), rank=rank)
+
+
+def test_one_process_holds_all_and_sends_nothing():
+    assert (of("single").weights_bytes, of("single").total_sent_bytes) == (P + R, 0)
+
+
+def test_replicas_send_twice_their_gradients():
+    assert (of("ddp=4").weights_bytes, of("ddp=4").sent_bytes) == (P + R, {"all_reduce": 2 * (P + R) * 3 // 4})
+
+
+def test_a_ring_sends_weights_twice_and_gradients_once():
+    found = of("rtp=4[transport=send_receive]")
+    assert found.weights_bytes == P // 4 + R
+    assert found.sent_bytes == {"send": 3 * P * 3 // 4, "all_reduce": 2 * R * 3 // 4}
+
+
+def test_replicas_of_a_ring_reduce_what_the_ring_left():
+    inner, outer = of("rtp=2[transport=send_receive]"), of("ddp=3,rtp=2[transport=send_receive]", rank=5)
+    assert outer.weights_bytes == inner.weights_bytes == P // 2 + R
+    assert outer.sent_bytes["send"] == inner.sent_bytes["send"]
+    assert outer.sent_bytes["all_reduce"] - inner.sent_bytes["all_reduce"] == 2 * (P // 2) * 2 // 3 + 2 * R * 2 // 3
+
+
+def test_ranks_have_their_own_slices():
+    uneven = [of("rtp=5[transport=send_receive]", rank=rank).weights_bytes for rank in range(5)]
+    assert sum(uneven) == P + 5 * R and len(set(uneven)) == 2
+    assert [of("ddp=2,rtp=5[transport=send_receive]", rank=r).weights_bytes for r in range(10)] == uneven * 2

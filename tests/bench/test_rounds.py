@@ -1,0 +1,76 @@
+import pytest
+
+from rotorch.bench.bar import parse_bar
+from rotorch.bench.rank import StepTime
+from rotorch.bench.rounds import WARM_UP_STEPS, Times, ratio, take_turns
+from rotorch.core.errors import ConfigError, RankFailure
+
+
+def steps(*seconds, late=0.0):
+    return [StepTime(10.0 * i + late, 10.0 * i + 0.5 * s, 10.0 * i + s, 1.0) for i, s in enumerate(seconds)]
+
+
+class Fake:
+    """Ranks that note when they are asked, and fail at the `fails_at`-th time."""
+
+    def __init__(self, name, asked, fails_at=None):
+        self.name, self.asked, self.fails_at, self.times = name, asked, fails_at, 0
+
+    def ask(self, question, *, count):
+        self.asked.append((self.name, count))
+        self.times += 1
+        if self.times == self.fails_at:
+            raise RankFailure("gone")
+        return [steps(*[1.0] * count), steps(*[2.0] * count, late=0.25)]
+
+
+def test_a_step_lasts_from_the_first_start_to_the_last_end():
+    times = Times()
+    times.add([steps(1.0, 3.0), steps(2.0, 2.5, late=0.25)], counts=True)
+    assert times.rounds == [[2.0, 3.0]]
+    assert times.optimizer_s == [1.0, 1.5]
+
+
+def test_warm_up_gives_losses_but_no_times():
+    times = Times()
+    times.add([steps(1.0), steps(1.0)], counts=False)
+    assert times.rounds == [] and times.losses == [[1.0, 1.0]]
+
+
+def test_ratios_are_taken_within_rounds():
+    slow_then_fast = Times(rounds=[[2.0, 2.2, 2.4], [1.0, 1.1, 1.2], [1.0, 1.0, 1.0]])
+    twice = Times(rounds=[[4.4, 4.4, 4.4], [2.2, 2.2, 2.2], [1.0, 1.0, 1.0]])
+    found = ratio(slow_then_fast, to=twice)
+    assert found.rounds == pytest.approx([2.0, 2.0, 1.0])
+    assert found.median == pytest.approx(2.0)
+    assert found.best == pytest.approx(1.0)
+
+
+def test_rows_take_turns_and_begin_in_turn():
+    asked = []
+    times = take_turns({n: Fake(n, asked) for n in "ab"}, num_rounds=3, num_steps=4, failed=lambda *_: None)
+    warm_up = [("a", WARM_UP_STEPS), ("b", WARM_UP_STEPS)]
+    assert asked == [*warm_up, ("a", 4), ("b", 4), ("b", 4), ("a", 4), ("a", 4), ("b", 4)]
+    assert [len(times[n].all_s) for n in "ab"] == [12, 12]
+
+
+def test_a_row_that_fails_leaves_the_others():
+    asked, failures = [], []
+    rows = {"a": Fake("a", asked), "b": Fake("b", asked, fails_at=2)}
+    times = take_turns(rows, num_rounds=2, num_steps=1, failed=lambda row, failure: failures.append(row))
+    assert failures == ["b"] and list(times) == ["a"]
+    assert asked.count(("b", 1)) == 1 and len(times["a"].rounds) == 2
+
+
+def test_a_bar_holds_or_not():
+    times = {"rtp=2": Times(rounds=[[1.0]]), "ddp=2": Times(rounds=[[1.1]])}
+    bar = parse_bar("rtp=2>=1.05*ddp=2", rows=times)
+    assert bar.check(times) == (True, pytest.approx(1.1))
+    assert parse_bar("rtp=2 >= 1.2 * ddp=2", rows=times).check(times)[0] is False
+    assert bar.check({"rtp=2": times["rtp=2"]}) == (False, None)
+
+
+@pytest.mark.parametrize("text", ["rtp=2 > ddp=2", "rtp=2 >= x * ddp=2", "rtp=2 >= 1 * ddp=3", ""])
+def test_a_bar_that_cannot_be_read_is_an_error(text):
+    with pytest.raises(ConfigError, match="bar"):
+        parse_bar(text, rows=["limit", "rtp=2", "ddp=2"])
