@@ -6,6 +6,8 @@ Importing this package imports no torch; the names below are loaded when first u
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
@@ -47,5 +49,18 @@ def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'rotorch' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)
-    globals()[name] = value  # also shadows the submodule of the same name (rotorch.parallelize)
+    globals()[name] = value
     return value
+
+
+class _Package(ModuleType):
+    """Keeps `rotorch.parallelize` the function.
+
+    Whoever imports the submodule of that name makes Python set it as an attribute of the package.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, getattr(value, name) if name in _LAZY and isinstance(value, ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Package
