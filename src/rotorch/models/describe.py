@@ -9,8 +9,8 @@
 [Note: groups]
     An attention may only be cut between key/value heads; its modules say their head's size (`head_dim`), its
     configuration the number of heads. An MLP may be cut between any two columns. If a parent's weights cannot be cut
-    into the same groups, each of its weights becomes a WEIGHT unit of its own, which is right for any module, only
-    less fused.
+    into the same groups, or if it holds other units, each of its weights becomes a WEIGHT unit of its own, which is
+    right for any module, only less fused.
 """
 
 from __future__ import annotations
@@ -45,16 +45,24 @@ def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
     weights = _weights(module)
     alone = {name for name, role in roles.items() if role in _ALONE and name in weights}
     parents: dict[str, dict[str, str]] = defaultdict(dict)
+    uses: dict[str, set[str]] = defaultdict(set)
     for name, role in roles.items():
         if role in _COLUMN_BLOCKS or role in _ROW_BLOCKS:
-            parents[_parent(name, module)][name] = role
+            first = _first_name(name, module=module, weights=weights)
+            parents[_parent(first, module)][first] = role
+            uses[_parent(first, module)].add(_parent(name, module))
     units: dict[str, Unit] = {}
     for parent, members in parents.items():
-        unit = _module_unit(parent, members, module=module, weights=weights)
+        unit = _module_unit(parent, members, module=module, weights=weights, uses=len(uses[parent]))
         if unit is None:
             alone.update(n for n in members if weights[n].shape and len(weights[n].shape) == 2)
         else:
             units[parent] = unit
+    cut = {w.name for u in units.values() for w in u.weights} | alone
+    for parent, unit in list(units.items()):
+        if not cut.isdisjoint(unit.replicated):  # it holds other units, which would go round once per slice of it
+            alone.update(w.name for w in unit.weights if len(w.shape) == 2)
+            del units[parent]
     owned = {w.name for u in units.values() for w in u.weights}
     for name in sorted(alone - owned):
         if _is_bias_of(name, alone):
@@ -89,6 +97,10 @@ def _expand(plan: Plan, module: nn.Module) -> dict[str, str]:
             raise ConfigError(f"plan: {pattern!r} matches nothing in {type(module).__name__}")
         if role not in _NOT_CUT:
             roles.update(dict.fromkeys(hit, role))
+    for name, role in list(roles.items()):  # a plan that names weights means their biases too
+        bias = name.removesuffix("weight") + "bias"
+        if name.endswith(".weight") and bias in parameters:
+            roles.setdefault(bias, role)
     return roles
 
 
@@ -115,6 +127,19 @@ def _weights(module: nn.Module) -> dict[str, Weight]:
     return weights
 
 
+def _first_name(name: str, *, module: nn.Module, weights: Mapping[str, Weight]) -> str:
+    """The name under which a weight is described, which is another one in a module that is used in several places."""
+    if name in weights:
+        return name
+    first = next(w.name for w in weights.values() if name in w.aliases)
+    if module.get_submodule(_parent(name, module)) is not module.get_submodule(_parent(first, module)):
+        raise ConfigError(
+            f"plan: {name!r} is the same weight as {first!r}, in another module; only whole modules can be shared. "
+            "Give both of them no role"
+        )
+    return first
+
+
 def _parent(name: str, module: nn.Module) -> str:
     """The module whose forward uses the parameter.
 
@@ -127,7 +152,7 @@ def _parent(name: str, module: nn.Module) -> str:
 
 
 def _module_unit(
-    parent: str, members: Mapping[str, str], *, module: nn.Module, weights: Mapping[str, Weight]
+    parent: str, members: Mapping[str, str], *, module: nn.Module, weights: Mapping[str, Weight], uses: int
 ) -> Unit | None:
     """The MODULE unit of `parent`, or None if its weights do not share groups (see [Note: groups])."""
     columns = {n: weights[n] for n, role in members.items() if role in _COLUMN_BLOCKS}
@@ -143,9 +168,18 @@ def _module_unit(
         return None
     cut = tuple(replace(weights[n], cut=Cut(dim, groups, blocks)) for n, (dim, blocks) in sizes.items())
     prefix = f"{parent}." if parent else ""
-    inside = {n for n in weights if n.startswith(prefix)}
+    inside = {w.name for w in weights.values() if any(n.startswith(prefix) for n in (w.name, *w.aliases))}
     whole = tuple(sorted(inside - set(sizes) - set(added_once)))
-    return Unit(parent, UnitKind.MODULE, Combine.SUM, cut, replicated=whole, added_once=added_once)
+    return Unit(
+        parent,
+        UnitKind.MODULE,
+        Combine.SUM,
+        cut,
+        uses=uses,
+        reads_in_backward=uses,
+        replicated=whole,
+        added_once=added_once,
+    )
 
 
 def _column_dim(weight: Weight) -> int:

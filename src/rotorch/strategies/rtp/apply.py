@@ -180,7 +180,7 @@ class RotatedModule:
         self._weight_sites = [sites[w.name][0] for w in unit.weights]
         self._replicas = replicas
         self._whole = unit.replicated
-        self._whole_sites = [sites[name][0] for name in unit.replicated]
+        self._whole_sites = [sites[name] for name in unit.replicated]
         self._added_once = unit.added_once
         self._visiting: list[Tensor] = []
         rotating.linear_weights = self._take_over_linears()
@@ -201,6 +201,12 @@ class RotatedModule:
     def _linear(self, weight: int, bias: int | None, x: Tensor) -> Tensor:
         return slice_linear(self._rotating, weight, bias, x, weights=self._visiting)
 
+    def _lend_whole(self, tensors: Sequence[Tensor]) -> None:
+        """Puts the weights that the unit needs whole wherever they are used."""
+        for sites, tensor in zip(self._whole_sites, tensors, strict=True):
+            for site in sites:
+                site.put(tensor)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward over all slices."""
         leaves, tree = tree_flatten((args, kwargs))
@@ -212,15 +218,21 @@ class RotatedModule:
             self._visiting = weights
             for site, weight in zip(self._weight_sites, weights, strict=True):
                 site.put(weight)
-            for site, tensor in zip(self._whole_sites, inputs[len(where) :], strict=True):
-                site.put(tensor)
+            self._lend_whole(inputs[len(where) :])
             given = list(leaves)
             for i, tensor in zip(where, inputs, strict=False):
                 given[i] = tensor
             slice_args, slice_kwargs = tree_unflatten(given, tree)
             output = self._dense_forward(*slice_args, **slice_kwargs)
+            self._lend_whole(whole)  # other modules may share them, and know nothing of this unit's graph
             form[:] = [len(output)] if isinstance(output, tuple) else []
-            return output[0] if form else output
+            first = output[0] if form else output
+            if not isinstance(first, Tensor):
+                raise ConfigError(
+                    f"rtp: {self._rotating.unit.name!r} returns a {type(first).__name__}; what is cut into slices must "
+                    "return a tensor, or a tuple that begins with one. Give its weights no role in the plan"
+                )
+            return first
 
         total = rotate_module(self._rotating, run, [*(leaves[i] for i in where), *whole])
         for name in self._added_once:
