@@ -42,7 +42,7 @@ def _linear_forward(unit: RotatingUnit, x: Tensor, autocast: AutocastState) -> T
             torch.mm(x_BI, weight.t(), out=columns)
             if bias:
                 columns.add_(bias[0])
-    return y_BO.view(*x.shape[:-1], -1)
+    return y_BO.view(*x.shape[:-1], y_BO.shape[-1])
 
 
 class _RotateLinear(torch.autograd.Function):
@@ -96,7 +96,7 @@ def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
     for visit in unit.visits(backward=False):
         tokens, local = _in_slice(ids_B, slice_rows(unit, visit.index))
         y_BD.index_copy_(0, tokens, unit.weights(visit)[0].detach().index_select(0, local))
-    return y_BD.view(*ids.shape, -1)
+    return y_BD.view(*ids.shape, y_BD.shape[-1])
 
 
 def _in_slice(ids_B: Tensor, rows: Range) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotorch._torch_private import storage_key
@@ -183,8 +184,10 @@ class _Sum:
 
 def _sum_slices(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> Tensor:
     total = _Sum()
+    autocast = AutocastState.now(unit.ring.home_weights(unit.item).device.type)
     for visit in unit.visits(backward=False):
-        total.add(run(unit.weights(visit), inputs))
+        with autocast.again():
+            total.add(run(unit.weights(visit), inputs))
     if total.value is None:
         raise AssertionError(f"{unit.unit.name}: every slice is empty")
     return total.value
@@ -205,14 +208,19 @@ class _Kept:
 class _RotateModule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: RotatingUnit, run: RunSlice, anchor: Tensor, *inputs: Tensor) -> Tensor:
-        leaves = [x.detach().requires_grad_(x.requires_grad) for x in inputs]
-        ctx.unit, ctx.run, ctx.leaves, ctx.kept = unit, run, leaves, {}
+        leaves = _leaves(inputs, ctx.needs_input_grad[3:])
+        ctx.unit, ctx.run, ctx.kept, ctx.resident = unit, run, {}, _Resident()
+        if unit.recompute:
+            ctx.save_for_backward(*inputs)  # notices if one is overwritten before backward
+        else:
+            ctx.leaves = leaves  # where the kept graphs begin
         ctx.autocast = AutocastState.now(unit.ring.home_weights(unit.item).device.type)
         total = _Sum()
         for visit in unit.visits(backward=False):
             weights = unit.weights(visit)
             rng_state = torch.get_rng_state() if unit.recompute else None
-            with torch.set_grad_enabled(not unit.recompute), _forget_weights(unit, visit, ctx):
+            keep_graph, forget = torch.set_grad_enabled(not unit.recompute), _forget_weights(unit, visit, ctx.resident)
+            with keep_graph, forget, ctx.autocast.again():
                 output = run(weights, leaves)
             total.add(output)
             end = None if unit.recompute else get_gradient_edge(output)
@@ -223,9 +231,13 @@ class _RotateModule(torch.autograd.Function):
         return total.value
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: RotatingUnit = ctx.unit
-        wanted = [x for x in ctx.leaves if x.requires_grad]
+        if ctx.run is None:
+            raise RuntimeError(f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed")
+        leaves = _leaves(ctx.saved_tensors, ctx.needs_input_grad[3:]) if unit.recompute else ctx.leaves
+        wanted = [x for x in leaves if x.requires_grad]
         sums = [_Sum() for _ in wanted]
         for visit in unit.visits(backward=True):
             kept: _Kept = ctx.kept.pop(visit.index)
@@ -233,8 +245,8 @@ class _RotateModule(torch.autograd.Function):
             if end is None:
                 weights = unit.weights(visit)
                 with torch.enable_grad(), ctx.autocast.again(), _random_state(kept.rng_state):
-                    end = get_gradient_edge(ctx.run(weights, ctx.leaves))
-            ctx.visiting = visit.weights
+                    end = get_gradient_edge(ctx.run(weights, leaves))
+            ctx.resident.weights = visit.weights
             unit.receiver = SliceGradient(unit, visit, wait=False)
             # Linear layers hand their weights' gradients to the receiver; the others' come back from autograd.
             others = [(i, w) for i, w in enumerate(weights) if w.requires_grad and i not in unit.linear_weights]
@@ -248,9 +260,15 @@ class _RotateModule(torch.autograd.Function):
                 if grad is not None:
                     unit.receiver.add(number, grad)
             unit.receiver.pass_on()
-        unit.receiver = ctx.visiting = None
+        # The graph may live on with the loss that it led to; its inputs need not.
+        unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = None
         given = iter(total.value for total in sums)
-        return (None, None, None, *(next(given) if x.requires_grad else None for x in ctx.leaves))
+        return (None, None, None, *(next(given) if x.requires_grad else None for x in leaves))
+
+
+def _leaves(inputs: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
+    """The inputs as the beginning of a graph of their own, in the same memory."""
+    return [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs_grad, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -266,7 +284,10 @@ class AutocastState:
         return AutocastState(device_type, torch.get_autocast_dtype(device_type) if enabled else None)
 
     def again(self) -> Any:
-        return nullcontext() if self.dtype is None else torch.autocast(self.device_type, dtype=self.dtype)
+        """Autocast alike, but without its cache, which would hold every slice that came by until the pass ends."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
 
 
 @contextmanager
@@ -292,7 +313,17 @@ class _InSlot:
     stride: tuple[int, ...]
 
 
-def _forget_weights(unit: RotatingUnit, visit: Visit, ctx: Any) -> Any:
+@dataclass
+class _Resident:
+    """The slice that is visiting in backward.
+
+    Kept graphs refer to this and not to their function, which refers to them: such a ring would never be freed.
+    """
+
+    weights: Tensor | None = None
+
+
+def _forget_weights(unit: RotatingUnit, visit: Visit, resident: _Resident) -> Any:
     """See [Note: kept graphs and moving slices]."""
     own_slice = visit.index == unit.ring.position
     if unit.recompute or own_slice or not unit.ring.moves_weights or visit.weights is None:
@@ -307,6 +338,9 @@ def _forget_weights(unit: RotatingUnit, visit: Visit, ctx: Any) -> Any:
     def unpack(saved: Tensor | _InSlot) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
-        return torch.as_strided(ctx.visiting, saved.size, saved.stride, ctx.visiting.storage_offset() + saved.offset)
+        flat = resident.weights
+        if flat is None:
+            raise AssertionError("a kept graph is used outside its backward")
+        return torch.as_strided(flat, saved.size, saved.stride, flat.storage_offset() + saved.offset)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)

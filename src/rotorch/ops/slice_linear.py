@@ -62,5 +62,5 @@ class _SliceLinear(torch.autograd.Function):
                 receiver.add(ctx.bias_number, grad_BO.sum(0))
         dx = None
         if ctx.needs_input_grad[4]:
-            dx = (grad_BO @ weight.to(grad.dtype)).view(*grad.shape[:-1], -1).to(x.dtype)
+            dx = (grad_BO @ weight.to(grad.dtype)).view(x.shape).to(x.dtype)
         return None, None, None, None, dx, None, None
