@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from pathlib import Path
 from typing import Any
 
 import psutil
@@ -14,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from rotorch import __version__
+from rotorch.comm.transports.shared_memory import shared_memory_directory
 from rotorch.core.quantities import format_bytes
 
 _LIBRARIES = ("transformers", "safetensors", "tokenizers", "datasets", "pydantic", "typer", "rich", "tensorboard")
-_SHARED_MEMORY = Path("/dev/shm")
 
 
 def examine() -> dict[str, Any]:
@@ -67,7 +66,7 @@ def _backends() -> dict[str, str]:
 def _transports() -> dict[str, str]:
     """How slices can travel under rtp, and why not."""
     free = _shared_memory_free()
-    shared = f"yes, up to {format_bytes(free)}" if free else f"no: {_SHARED_MEMORY} is missing or full"
+    shared = f"yes, up to {format_bytes(free)}" if free else f"no: {shared_memory_directory()} is missing or full"
     return {
         "shared_memory": shared,
         "send_receive": "yes, over gloo" + (" and nccl" if torch.cuda.is_available() else ""),
@@ -75,4 +74,5 @@ def _transports() -> dict[str, str]:
 
 
 def _shared_memory_free() -> int:
-    return shutil.disk_usage(_SHARED_MEMORY).free if _SHARED_MEMORY.is_dir() else 0
+    directory = shared_memory_directory()
+    return shutil.disk_usage(directory).free if directory.is_dir() else 0

@@ -41,13 +41,11 @@ class _Pace:
         return format_duration(self._step_s * num_steps)
 
 
-def _describe(record: StepRecord) -> str:
-    parts = [
-        f"loss {record.loss:.4f}",
-        f"{format_count(record.tokens_per_s)} tokens/s",
-        f"grad norm {record.grad_norm:.2f}",
-        f"lr {record.lr:.2e}",
-    ]
+def _describe(record: StepRecord, *, brief: bool = False) -> str:
+    """One line about a step; the brief one fits, with its bar, on a terminal of 80 columns."""
+    parts = [f"loss {record.loss:.4f}", f"{format_count(record.tokens_per_s)} tokens/s"]
+    if not brief:
+        parts += [f"grad norm {record.grad_norm:.2f}", f"lr {record.lr:.2e}"]
     if record.peak_bytes:
         parts.append(f"{format_bytes(record.peak_bytes)} per rank")
     return "  ".join(parts)
@@ -89,7 +87,7 @@ class _Live:
     """A progress bar that stays in place; notes and evaluations scroll above it."""
 
     def __init__(self, console: Console, *, first_step: int, steps: int) -> None:
-        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20), TextColumn("{task.description}"))
+        columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=8), TextColumn("{task.description}"))
         self._progress = Progress(*columns, console=console, transient=False, auto_refresh=False)
         self._steps = steps
         self._task = self._progress.add_task("starting", total=steps, completed=first_step - 1)
@@ -100,7 +98,7 @@ class _Live:
     def on_step(self, record: StepRecord) -> None:
         self._pace.add(record.step_s)
         left = self._pace.left(self._steps - record.step)
-        self._progress.update(self._task, completed=record.step, description=f"{_describe(record)}  {left} left")
+        self._progress.update(self._task, completed=record.step, description=f"{_describe(record, brief=True)}  {left} left")
         now = time.monotonic()
         if now - self._shown_s > 0.1 or record.step == self._steps:
             self._progress.refresh()

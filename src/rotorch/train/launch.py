@@ -132,6 +132,8 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> None:
     _use_threads()
     try:
         work(board)
+        if dist.is_initialized():
+            dist.destroy_process_group()
     except ConfigError:
         raise
     except Exception as error:

@@ -140,11 +140,15 @@ def check_device(config: RunConfig) -> None:
 
 
 def read_model_config(config: RunConfig) -> Any:
-    """Reads the model's Hugging Face configuration."""
+    """Reads the model's Hugging Face configuration; weights are trained in float32, whatever they were published in."""
+    import torch
+
     from rotorch.models.hf import config_from_dict, load_config
 
     model = config.model.config
-    return load_config(model) if isinstance(model, str) else config_from_dict(model, source="model.config")
+    found = load_config(model) if isinstance(model, str) else config_from_dict(model, source="model.config")
+    found.dtype = torch.float32
+    return found
 
 
 def check_sequence(config: RunConfig, *, model_config: Any) -> None:

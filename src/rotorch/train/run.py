@@ -29,6 +29,7 @@ from rich.text import Text
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
+from rotorch.mesh import join_process_group, pick_device
 from rotorch.models.hf import causal_lm
 from rotorch.parallelize import parallelize
 from rotorch.run_config import RunConfig
@@ -64,9 +65,8 @@ def start(
         RankFailure: a rank failed; the message names it.
         KeyboardInterrupt: Ctrl-C before the ranks started, or a second one while they ran.
     """
-    os.environ.setdefault(
-        "PYTORCH_NVML_BASED_CUDA_CHECK", "1"
-    )  # to ask for GPUs otherwise spoils CUDA for forked ranks
+    # Asking for GPUs in the usual way would spoil CUDA for forked ranks.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     torch.set_num_threads(1)
     run = check_run(config, nproc=nproc, resume=resume, command=command)
     console = Console(soft_wrap=True)
@@ -81,7 +81,10 @@ def start(
         return
     _load_code(run)
     backend = "cpu:gloo,cuda:nccl" if _uses_cuda(config) else "gloo"
-    launch(work, num_ranks=run.num_ranks, backend=backend, timeout_s=config.train.timeout_s, traceback_dir=run.out)
+    try:
+        launch(work, num_ranks=run.num_ranks, backend=backend, timeout_s=config.train.timeout_s, traceback_dir=run.out)
+    finally:
+        console.show_cursor()  # a rank that was killed could not
 
 
 def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:
@@ -147,12 +150,14 @@ def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Pa
 def build(run: CheckedRun) -> TrainState:
     """Builds model and optimizer; every rank makes, or reads, only what it holds. All ranks."""
     config = run.config
+    device = pick_device(config.train.device)
+    join_process_group(device=device, timeout_s=config.train.timeout_s)  # if the launcher has not
     with on_meta():
         module = causal_lm(run.model_config)
     model = parallelize(
         module,
         run.strategies,
-        device=config.train.device,
+        device=device,
         autocast_dtype=torch.bfloat16 if config.train.precision == "bfloat16" else None,
     )
     if config.model.init == "random":
@@ -232,7 +237,8 @@ def _print_summary(run: CheckedRun, numbers: dict[str, Any]) -> None:
         f"one process would need {format_bytes(numbers['resident_bytes_one_process'])}"
     )
     if numbers["peak_bytes_per_rank"]:
-        memory += f" (peak of a rank's whole process: {format_bytes(numbers['peak_bytes_per_rank'])})"
+        what = "GPU" if _uses_cuda(run.config) else "process"
+        memory += f" (peak of its whole {what}: {format_bytes(numbers['peak_bytes_per_rank'])})"
     lines += [f"memory      {memory}", f"checkpoint  {numbers['checkpoint']}"]
     if numbers["stopped"] and run.command:
         lines.append(f"go on with  {run.command}")
