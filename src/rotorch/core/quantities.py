@@ -9,14 +9,9 @@ def format_bytes(num_bytes: float) -> str:
     """Formats a byte count with three significant digits, e.g. `format_bytes(1536) == "1.50 KiB"`."""
     value = float(num_bytes)
     for unit in _BINARY:
-        if abs(value) < 1024 or unit == _BINARY[-1]:
-            return (
-                f"{value:.0f} B"
-                if unit == "B"
-                else f"{value:.3g} {unit}"
-                if abs(value) >= 100
-                else f"{value:.2f} {unit}"
-            )
+        if abs(value) < 1023.5 or unit == _BINARY[-1]:
+            digits = 0 if unit == "B" or abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
+            return f"{value:.{digits}f} {unit}"
         value /= 1024
     raise AssertionError("unreachable")
 
@@ -24,8 +19,8 @@ def format_bytes(num_bytes: float) -> str:
 def format_count(count: float) -> str:
     """Formats a large count, e.g. `format_count(3_400_000) == "3.4 M"`."""
     for limit, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= limit:
-            return f"{count / limit:.3g} {unit}"
+        if abs(count) >= 0.9995 * limit:
+            return f"{float(f'{count / limit:.3g}'):g} {unit}"
     return f"{count:.0f}"
 
 

@@ -1,0 +1,116 @@
+"""The text of `--parallel`."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rotorch.core.errors import ConfigError
+from rotorch.strategies import (
+    COMPOSES,
+    DDP,
+    FSDP,
+    RTP,
+    STRATEGIES,
+    Single,
+    batch_ranks,
+    check_composition,
+    format_parallel,
+    num_ranks,
+    parse_parallel,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "strategies"),
+    [
+        ("single", (Single(),)),
+        ("ddp=2", (DDP(size=2),)),
+        (" ddp=2 , fsdp=4 ", (DDP(size=2), FSDP(size=4))),
+        ("fsdp=4[reshard=false]", (FSDP(size=4, reshard=False),)),
+        ("ddp=2,rtp=4[recompute=slice]", (DDP(size=2), RTP(size=4, recompute="slice"))),
+        (
+            "rtp=3[recompute=none, transport=send_receive]",
+            (RTP(size=3, recompute="none", transport="send_receive"),),
+        ),
+        ("rtp=2[]", (RTP(size=2),)),
+    ],
+)
+def test_reads(text, strategies):
+    assert parse_parallel(text) == strategies
+
+
+SIZES = st.integers(1, 512)
+SINGLES = st.one_of(
+    st.just(Single()),
+    st.builds(DDP, size=SIZES),
+    st.builds(FSDP, size=SIZES, reshard=st.booleans()),
+    st.builds(
+        RTP,
+        size=SIZES,
+        recompute=st.sampled_from(["none", "head", "slice"]),
+        transport=st.sampled_from(["auto", "shared_memory", "send_receive"]),
+    ),
+)
+
+
+@given(st.lists(SINGLES, min_size=1, max_size=2))
+def test_what_is_written_reads_back(strategies):
+    text = format_parallel(strategies)
+    if len(strategies) == 2 and tuple(s.kind for s in strategies) not in COMPOSES:
+        with pytest.raises(ConfigError, match="cannot be composed"):
+            parse_parallel(text)
+    else:
+        assert parse_parallel(text) == tuple(strategies)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "cannot read ''"),
+        ("rtp", "'rtp' needs a positive number of ranks. Write for example rtp=2"),
+        ("rtp=0", "needs a positive number"),
+        ("rtp=-1", "needs a positive number"),
+        ("rtp=two", "needs a positive number"),
+        ("rtp=2.5", "needs a positive number"),
+        ("rtp=", "needs a positive number"),
+        ("single=2", "single takes no size, got 'single=2'. Write single"),
+        ("rpt=2", "unknown strategy 'rpt' (did you mean 'rtp'?). Known: single, ddp, fsdp, rtp"),
+        ("megatron=2", "unknown strategy 'megatron'"),
+        ("rtp=2[recompte=slice]", "rtp has no option 'recompte' (did you mean 'recompute'?)"),
+        ("rtp=2[size=3]", "rtp has no option 'size'"),
+        ("rtp=2[recompute]", "rtp has no option 'recompute'"),
+        ("ddp=2[x=1]", "ddp has no option 'x'. It has none"),
+        ("rtp=2[recompute=all]", "recompute"),
+        ("fsdp=2[reshard=maybe]", "reshard"),
+        ("ddp=2;rtp=2", "'ddp=2;rtp=2' needs a positive number"),
+        ("ddp=2,,rtp=2", "cannot read ''"),
+        ("rtp=2[recompute=slice", "cannot read"),
+        ("rtp=2,ddp=2", "'rtp=2,ddp=2' cannot be composed. Compositions that work: ddp=..,fsdp=.., ddp=..,rtp=.."),
+        ("ddp=2,ddp=2", "cannot be composed"),
+        ("single,ddp=2", "cannot be composed"),
+        ("ddp=2,fsdp=2,rtp=2", "'fsdp=2,rtp=2' cannot be composed"),
+    ],
+)
+def test_mistakes_are_one_clear_line(text, words):
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        parse_parallel(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_list_of_strategies_is_refused():
+    with pytest.raises(ConfigError, match="no strategy given"):
+        check_composition(())
+
+
+def test_ranks_multiply():
+    strategies = parse_parallel("ddp=3,rtp=4")
+    assert (num_ranks(strategies), batch_ranks(strategies)) == (12, 12)
+    assert (num_ranks(parse_parallel("single")), batch_ranks(parse_parallel("single"))) == (1, 1)
+
+
+def test_what_is_composed_exists_and_the_inner_one_cuts():
+    for outer, inner in COMPOSES:
+        assert {outer, inner} <= set(STRATEGIES)
+        assert STRATEGIES[inner].cuts_weights
