@@ -98,7 +98,8 @@ class _Live:
     def on_step(self, record: StepRecord) -> None:
         self._pace.add(record.step_s)
         left = self._pace.left(self._steps - record.step)
-        self._progress.update(self._task, completed=record.step, description=f"{_describe(record, brief=True)}  {left} left")
+        text = f"{_describe(record, brief=True)}  {left} left"
+        self._progress.update(self._task, completed=record.step, description=text)
         now = time.monotonic()
         if now - self._shown_s > 0.1 or record.step == self._steps:
             self._progress.refresh()
