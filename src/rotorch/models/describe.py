@@ -85,7 +85,7 @@ def _expand(plan: Plan, module: nn.Module) -> dict[str, str]:
     roles: dict[str, str] = {}
     for pattern, role in plan.items():
         if role not in _KNOWN:
-            if any(_matches(n, pattern) for n in [*parameters, *modules]):
+            if any(_matches(n, pattern) for n in [*parameters, *modules]) or not module_declares(module):
                 raise ConfigError(
                     f"plan: role {role!r} of {pattern!r} is not supported. Known: {', '.join(sorted(_KNOWN))}"
                 )
