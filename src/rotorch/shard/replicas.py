@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.spec import Weight
 from rotorch.shard.held import HeldWeight, cut_pieces
-from rotorch.shard.sites import Site
+from rotorch.shard.sites import Site, find_sites
 
 
 class Replicas:
@@ -58,6 +58,26 @@ class Replicas:
             pieces = cut_pieces(weight, num_slices=1, index=0)
             self.held[weight.name] = HeldWeight(weight, twin.detach(), pieces, at_rest, num_holders=mesh.size())
             self.take_back(weight.name)
+
+    @classmethod
+    def of_module(
+        cls,
+        module: nn.Module,
+        *,
+        weights: Sequence[Weight],
+        mesh: DeviceMesh,
+        device: torch.device,
+        gradients_stay: bool,
+    ) -> Replicas:
+        """Holds all `weights` of `module` whole."""
+        return cls(
+            weights,
+            parameters=dict(module.named_parameters()),
+            sites=find_sites(module),
+            mesh=mesh,
+            device=device,
+            gradients_stay=gradients_stay,
+        )
 
     def lend(self) -> None:
         """Puts the plain twins into the module."""

@@ -18,7 +18,6 @@ from rotorch.comm.collectives import all_reduce_each
 from rotorch.core.spec import ModelSpec
 from rotorch.parallel_model import Holding
 from rotorch.shard.replicas import Replicas
-from rotorch.shard.sites import find_sites
 from rotorch.strategies.ddp.plan import DDP
 
 
@@ -30,14 +29,7 @@ class DDPHolding(Holding):
         self._mesh = mesh
         self._wrapped: DistributedDataParallel | None = None
         self.loss_scale = float(mesh.size())  # DDP averages; the rule here is to sum
-        self._replicas = Replicas(
-            spec.weights,
-            parameters=dict(module.named_parameters()),
-            sites=find_sites(module),
-            mesh=mesh,
-            device=device,
-            gradients_stay=True,
-        )
+        self._replicas = Replicas.of_module(module, weights=spec.weights, mesh=mesh, device=device, gradients_stay=True)
         self.weights = self._replicas.held
 
     @contextmanager

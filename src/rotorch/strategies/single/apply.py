@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotorch.core.spec import ModelSpec
 from rotorch.parallel_model import Holding
 from rotorch.shard.replicas import Replicas
-from rotorch.shard.sites import find_sites
 from rotorch.strategies.single.plan import Single
 
 
@@ -21,13 +20,8 @@ class SingleHolding(Holding):
 
     def __init__(self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
         self._module = module
-        self._replicas = Replicas(
-            spec.weights,
-            parameters=dict(module.named_parameters()),
-            sites=find_sites(module),
-            mesh=mesh,
-            device=device,
-            gradients_stay=False,
+        self._replicas = Replicas.of_module(
+            module, weights=spec.weights, mesh=mesh, device=device, gradients_stay=False
         )
         self.weights = self._replicas.held
 
