@@ -27,7 +27,7 @@ class Replicas:
         sites: where each sits.
         mesh: the one-axis mesh whose ranks hold the same.
         device: where to hold them.
-        gradients_stay: the twins' gradients lie in the same memory in every step (buckets, flat sums), so what refers to
+        gradients_stay: the twins' gradients lie in the same memory in every step (buckets, sums), so what refers to
             them may be kept from step to step.
     """
 
