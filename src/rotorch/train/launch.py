@@ -38,11 +38,14 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from rotorch.comm.transports.shared_memory import shared_memory_directory
 from rotorch.core.errors import ConfigError, RankFailure, RotorchError
 from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
 
 Work = Callable[[StatusBoard], None]
 """What a rank does, given the board on which it notes what it is doing."""
+
+SHARED_MEMORY_VARIABLE = "ROTORCH_SHARED_MEMORY_DIR"
 
 _PR_SET_PDEATHSIG = 1
 _MONITOR_EVERY_S = 0.2
@@ -79,6 +82,7 @@ def launch(
     with (
         _quiet_elastic(),
         tempfile.TemporaryDirectory(prefix="rotorch-") as directory,
+        _own_shared_memory(),
         _Watch(board) as watch,
         _forward_stop(watch),
     ):
@@ -168,13 +172,14 @@ class _Group:
 def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int, traceback_dir: Path | None) -> None:
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _die_with(launcher_pid)
     board.enter(rank, pid=os.getpid())
     _use_threads()
     try:
         board.doing(Phase.JOINING)
         group.join(rank)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until here it ends ranks that wait for one that never came
         work(board)
         dist.destroy_process_group()
     except BaseException as error:
@@ -237,6 +242,9 @@ class Death:
             name = f"signal {self.signal_number}"
         why = " (the system does that when memory runs out)" if self.signal_number == signal.SIGKILL else ""
         return f"was killed by {name}{why}"
+
+
+_SIGTERM = Death(signal_number=signal.SIGTERM)
 
 
 def _exit_status(exit_code: int) -> Death:
@@ -332,6 +340,27 @@ def _forward_stop(watch: _Watch) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _own_shared_memory() -> Iterator[None]:
+    """Gives the ranks a directory for shared memory that goes with the run.
+
+    Ranks unlink their files as soon as all have opened them; one that is killed before that leaves its file.
+    """
+    parent = shared_memory_directory()
+    if not os.access(parent, os.W_OK):
+        yield  # then there is none to be had, and the ranks will say so
+        return
+    before = os.environ.get(SHARED_MEMORY_VARIABLE)
+    with tempfile.TemporaryDirectory(prefix="rotorch-", dir=parent) as directory:
+        os.environ[SHARED_MEMORY_VARIABLE] = directory
+        try:
+            yield
+        finally:
+            os.environ.pop(SHARED_MEMORY_VARIABLE)
+            if before is not None:
+                os.environ[SHARED_MEMORY_VARIABLE] = before
+
+
+@contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
     """Keeps the elastic launcher's tables and tracebacks from the user: `_explain` says it in a line."""
     names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
@@ -351,7 +380,9 @@ def _quiet_elastic() -> Iterator[None]:
 
 def _explain(statuses: list[RankStatus], *, deaths: dict[int, Death]) -> RotorchError:
     """Says which rank failed first: one that vanished, since others then missed it; else the earliest exception."""
-    vanished = [statuses[rank] for rank in deaths if statuses[rank].failure is FailureKind.NONE]
+    silent = [rank for rank in deaths if statuses[rank].failure is FailureKind.NONE]
+    # While ranks join, the elastic launcher ends those that are left with SIGTERM.
+    vanished = [statuses[rank] for rank in sorted(silent, key=lambda r: deaths[r] in (Death(), _SIGTERM))]
     raised = sorted((s for s in statuses if s.failure is not FailureKind.NONE), key=lambda s: s.failed_at_s)
     wrong_input = next((s for s in raised if s.failure is FailureKind.INPUT), None)
     if wrong_input is not None and not vanished:
