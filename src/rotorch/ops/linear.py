@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rotorch.comm.ring import Visit
 from rotorch.core.spec import Range
@@ -25,8 +26,8 @@ def slice_rows(unit: RotatingUnit, index: int) -> Range:
 
 def rotate_linear(unit: RotatingUnit, x: Tensor) -> Tensor:
     """`x [.., I]` times the unit's weight `[O, I]` (plus its bias): slices write their own columns of `[.., O]`."""
-    if not torch.is_grad_enabled():
-        return _linear_forward(unit, x, AutocastState.now(x.device.type))
+    if not torch.is_grad_enabled() or not (unit.trained or x.requires_grad):
+        return _linear_forward(unit, x.detach(), AutocastState.now(x.device.type))
     return _RotateLinear.apply(unit, unit.anchor, x)
 
 
@@ -53,6 +54,7 @@ class _RotateLinear(torch.autograd.Function):
         return _linear_forward(unit, x.detach(), ctx.autocast)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: RotatingUnit = ctx.unit
         (x,) = ctx.saved_tensors
@@ -84,7 +86,7 @@ def rotate_embedding(unit: RotatingUnit, ids: Tensor, *, padding_idx: int | None
 
     Returns `[.., D]`.
     """
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or not unit.trained:
         return _embedding_forward(unit, ids)
     return _RotateEmbedding.apply(unit, padding_idx, unit.anchor, ids)
 
@@ -92,10 +94,15 @@ def rotate_embedding(unit: RotatingUnit, ids: Tensor, *, padding_idx: int | None
 def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
     ids_B = ids.reshape(-1)
     home = unit.ring.home_weights(unit.item)
-    y_BD = home.new_zeros(ids_B.shape[0], unit.slices.weights[0].shape[1])
+    num_rows, width = unit.slices.weights[0].shape
+    y_BD = home.new_zeros(ids_B.shape[0], width)
+    found = 0
     for visit in unit.visits(backward=False):
         tokens, local = _in_slice(ids_B, slice_rows(unit, visit.index))
+        found += tokens.numel()
         y_BD.index_copy_(0, tokens, unit.weights(visit)[0].detach().index_select(0, local))
+    if found < ids_B.numel():
+        raise IndexError(f"token ids from {int(ids.min())} to {int(ids.max())} in a vocabulary of {num_rows}")
     return y_BD.view(*ids.shape, y_BD.shape[-1])
 
 
@@ -113,6 +120,7 @@ class _RotateEmbedding(torch.autograd.Function):
         return _embedding_forward(unit, ids)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: RotatingUnit = ctx.unit
         ids_B = ctx.saved_tensors[0].reshape(-1)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rotorch._torch_private import wrapper_tensor
 from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
@@ -32,15 +33,21 @@ _ELEMENTWISE = {
 }  # fmt: skip
 _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
 _AS_IS = {Tensor.contiguous}
+_FLOAT: Elementwise = (Tensor.float, (), {})
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 
 
 class DeferredLogits(StandIn):
-    """Logits `[.., V]` that are not computed yet: `elementwise(hidden @ weight.T + bias)`."""
+    """Logits `[.., V]` that are not computed yet: `elementwise(hidden @ weight.T + bias)`.
+
+    Whoever writes into them makes them real for good.
+    """
 
     hidden: Tensor
     unit: RotatingUnit
     chain: tuple[Elementwise, ...]
     keep: bool
+    written: Tensor | None
 
     @staticmethod
     def __new__(
@@ -52,14 +59,20 @@ class DeferredLogits(StandIn):
         """
         shape = (*hidden.shape[:-1], unit.slices.weights[0].shape[0])
         self = wrapper_tensor(cls, shape, like=_replay(hidden.new_empty(0), chain))
-        self.hidden, self.unit, self.chain, self.keep = hidden, unit, chain, keep
+        self.hidden, self.unit, self.chain, self.keep, self.written = hidden, unit, chain, keep, None
         return self
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
         """Notes the operation, computes the loss, or makes the logits real."""
+        if func is F.cross_entropy and "input" in kwargs:
+            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
-        if logits is not None:
+        if logits is not None and _writes(func):
+            logits.written = logits.real_logits()
+            func(logits.written, *args[1:], **kwargs)
+            return logits
+        if logits is not None and logits.written is None:
             others = [*args[1:], *kwargs.values()]
             if func in _AS_IS:
                 return logits
@@ -80,7 +93,15 @@ class DeferredLogits(StandIn):
 
     def real_logits(self) -> Tensor:
         """Computes the logits, whole."""
+        if self.written is not None:
+            return self.written
         return _replay(rotate_linear(self.unit, self.hidden), self.chain)
+
+
+def _writes(func: Any) -> bool:
+    """Whether a function changes its first argument in place."""
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _replay(values: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:
@@ -100,11 +121,13 @@ def _reshaped(logits: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Tens
 def _keeps_last_dim(index: Any, dim: int) -> bool:
     """Whether `logits[index]` only picks tokens."""
     parts = index if isinstance(index, tuple) else (index,)
-    if not all(isinstance(p, (int, slice)) or p is Ellipsis for p in parts):
+    if not all((isinstance(p, (int, slice)) and not isinstance(p, bool)) or p is Ellipsis for p in parts):
         return False
-    if Ellipsis in parts:
-        return parts[-1] is Ellipsis or parts[-1] == slice(None)
-    return len(parts) < dim or parts[-1] == slice(None)
+    if parts[-1] == slice(None):
+        return True
+    if Ellipsis in parts[:-1]:
+        return False  # what follows an ellipsis ends at the last dim
+    return sum(p is not Ellipsis for p in parts) < dim
 
 
 def _is_plain(args: Any, kwargs: Any) -> bool:
@@ -132,7 +155,13 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """`F.cross_entropy` of `[B, V]` deferred logits and int64 `target [B]`."""
-    args = (logits.unit, logits.chain, logits.keep, ignore_index, logits.unit.anchor, logits.hidden, target)
+    outside = ((target < 0) | (target >= logits.shape[-1])) & (target != ignore_index)
+    if outside.any():
+        raise IndexError(f"target {int(target[outside][0])} is outside of a vocabulary of {logits.shape[-1]}")
+    chain = logits.chain
+    if torch.is_autocast_enabled(logits.device.type):  # under which losses are computed in float32
+        chain = (*chain, _FLOAT)
+    args = (logits.unit, chain, logits.keep, ignore_index, logits.unit.anchor, logits.hidden, target)
     loss_B = _SlicedCrossEntropy.apply(*args)
     if reduction == "none":
         return loss_B
@@ -180,6 +209,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         return torch.where(valid_B, lse_B - picked_B, 0.0)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: RotatingUnit = ctx.unit
         hidden_BD, target_B, lse_B, valid_B = ctx.saved_tensors

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from rotorch.ops.rotate import RotatingUnit
 
@@ -52,6 +53,7 @@ class _SliceLinear(torch.autograd.Function):
         return F.linear(x, weight, None if bias is None else bias.detach())
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight = ctx.saved_tensors
         grad_BO = grad.reshape(-1, grad.shape[-1])

@@ -1,0 +1,233 @@
+"""Logits that are not computed until someone needs them, and the loss over a vocabulary that goes round."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import distributed as dist
+
+from rotorch._torch_private import TorchDispatchMode, tree_flatten
+from rotorch.ops.loss import DeferredLogits
+from rotorch.testing.ranks import run_ranks
+
+EXACT = {"rtol": 1e-11, "atol": 1e-12}
+BATCH, SEQUENCE, HIDDEN, VOCABULARY = 2, 5, 4, 11
+
+
+def head_of(make, *, bias=False, dtype=torch.float64, **options):
+    generator = torch.Generator().manual_seed(7)
+    whole = [torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)]
+    if bias:
+        whole.append(torch.randn(VOCABULARY, generator=generator, dtype=torch.float64).to(dtype))
+    return make(whole, [(0, VOCABULARY)] * len(whole), **options)
+
+
+def inputs_of(rank, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(rank)
+    hidden = torch.randn(BATCH, SEQUENCE, HIDDEN, generator=generator, dtype=torch.float64).to(dtype)
+    targets = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
+    targets[0, 0] = -100
+    return hidden, targets
+
+
+def compare(make, n, loss, options, tolerance=EXACT):
+    """`loss(logits, targets)` on deferred logits of every rank against real logits on one process."""
+    keep, transport, bias = options
+    rotating = head_of(make, transport=transport, bias=bias)
+    whole = [w.clone().requires_grad_() for w in rotating.whole]
+    for rank in range(n):
+        hidden, targets = inputs_of(rank)
+        hidden.requires_grad_()
+        value = loss(F.linear(hidden, *whole), targets)
+        value.sum().backward()
+        if rank == dist.get_rank():
+            mine, expected, expected_grad = hidden.detach().clone().requires_grad_(), value.detach(), hidden.grad
+    _, targets = inputs_of(dist.get_rank())
+    got = []
+
+    def run():
+        got.append(loss(DeferredLogits(mine, rotating.unit, keep=keep), targets))
+        return got[0].sum()
+
+    rotating.step(run)
+    torch.testing.assert_close(got[0].detach(), expected, **tolerance)
+    torch.testing.assert_close(mine.grad, expected_grad, **tolerance)
+    rotating.check_gradients(whole, **tolerance)
+    with torch.no_grad():
+        again = loss(DeferredLogits(mine, rotating.unit, keep=keep), targets)
+    torch.testing.assert_close(again, expected, **tolerance)
+
+
+def flat(logits, targets):
+    return logits.view(-1, VOCABULARY), targets.view(-1)
+
+
+LOSSES = {
+    "mean": lambda z, t: F.cross_entropy(*flat(z, t)),
+    "sum": lambda z, t: F.cross_entropy(*flat(z, t), reduction="sum") / 7,
+    "none": lambda z, t: F.cross_entropy(*flat(z, t), reduction="none"),
+    "ignores another index": lambda z, t: F.cross_entropy(*flat(z, t.clamp(min=3)), ignore_index=3),
+    "by name": lambda z, t: F.cross_entropy(input=z.flatten(0, 1), target=t.flatten(), reduction="sum"),
+    "module": lambda z, t: torch.nn.CrossEntropyLoss(reduction="sum")(*flat(z, t)),
+    "shifted": lambda z, t: F.cross_entropy(
+        z[..., :-1, :].contiguous().view(-1, z.size(-1)), t[..., 1:].reshape(-1), reduction="sum"
+    ),
+    "soft cap": lambda z, t: F.cross_entropy(*flat(torch.tanh(z / 3.0) * 3.0, t), reduction="sum"),
+    "scale and shift": lambda z, t: F.cross_entropy(*flat(-(2.0 * z - 0.5), t), reduction="sum"),
+    "one token": lambda z, t: F.cross_entropy(z[:, -1], t[:, -1], reduction="sum"),
+    "few tokens": lambda z, t: F.cross_entropy(z[1, 1:3].reshape(2, -1), t[1, 1:3]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_loss_and_gradients_are_exact(name, rotating):
+    run_ranks(compare, rotating, 3, LOSSES[name], (False, "shared_memory", True), num_ranks=3)
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "send_receive"])
+@pytest.mark.parametrize("name", ["mean", "soft cap"])
+def test_kept_logits_are_exact(name, transport, rotating):
+    run_ranks(compare, rotating, 3, LOSSES[name], (True, transport, False), num_ranks=3)
+
+
+def test_a_ring_of_one(rotating):
+    run_ranks(compare, rotating, 1, LOSSES["soft cap"], (False, "shared_memory", True), num_ranks=1)
+
+
+def overwritten(z, t):
+    """Some models forbid tokens by writing into their logits."""
+    z = z * 1.0
+    z[..., 0] = -1e9
+    z /= 2.0
+    z.mul_(3.0)
+    return F.cross_entropy(*flat(z, t.clamp(min=1)), reduction="sum")
+
+
+REAL = {
+    "label smoothing": lambda z, t: F.cross_entropy(*flat(z, t), label_smoothing=0.1),
+    "class weights": lambda z, t: F.cross_entropy(*flat(z, t), weight=torch.arange(1.0, VOCABULARY + 1).double()),
+    "soft targets": lambda z, t: F.cross_entropy(z[0], z[1].detach().softmax(-1)),
+    "classes in the middle": lambda z, t: F.cross_entropy(z.transpose(1, 2), t),
+    "other functions": lambda z, t: (z.softmax(-1) * torch.log_softmax(z, -1)).sum(),
+    "columns": lambda z, t: z[..., 2].sum() + z[0, 0, 3] + z[0, 0, 0, ...] + z[:, :, 1:3].sum(),
+    "of two": lambda z, t: (z - z.detach().mean(-1, keepdim=True)).square().sum(),
+    "no last dim": lambda z, t: z.reshape(-1).sin().sum() + z.view(BATCH, -1).cos().sum(),
+    "written to": overwritten,
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_anything_else_makes_logits_real(name, rotating):
+    run_ranks(compare, rotating, 2, REAL[name], (False, "shared_memory", False), num_ranks=2)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operation returned, apart from the stand-ins."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_flatten(out)[0]:
+            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+def largest(make, keep):
+    """Numbers of elements per row of the vocabulary, in a step with many tokens."""
+    rotating = head_of(make)
+    hidden = torch.randn(64, HIDDEN, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(0, VOCABULARY, (64,))
+    found = []
+
+    def run():
+        logits = DeferredLogits(hidden, rotating.unit, keep=keep)
+        assert (logits.shape, logits.dtype, logits.dim(), logits.size(-1)) == (
+            (64, VOCABULARY),
+            torch.float64,
+            2,
+            VOCABULARY,
+        )
+        logits = (logits / 2.0).tanh().float()
+        return F.cross_entropy(input=logits, target=targets)
+
+    with Largest() as mode:
+        rotating.step(run)
+        found.append(mode.numel)
+        mode.numel = 0
+        with torch.no_grad():
+            run()
+        found.append(mode.numel)
+    return found
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_full_logits_never_exist(keep, rotating):
+    with Largest():
+        torch.zeros(1)  # loads what a dispatch mode loads, once for all ranks
+    for found in run_ranks(largest, rotating, keep, num_ranks=4):
+        assert max(found) <= 64 * max(HIDDEN, 3)  # 11 rows over 4 ranks: at most 3 in a slice
+
+
+def out_of_bounds(make):
+    rotating = head_of(make)
+    hidden, targets = inputs_of(0)
+    for bad in (VOCABULARY, -1):
+        targets[1, 1] = bad
+        with pytest.raises(IndexError, match=f"target {bad} is outside of a vocabulary of {VOCABULARY}"):
+            F.cross_entropy(*flat(DeferredLogits(hidden, rotating.unit, keep=False), targets))
+
+
+def test_a_target_outside_of_the_vocabulary_is_an_error(rotating):
+    run_ranks(out_of_bounds, rotating, num_ranks=1)
+
+
+def no_targets(make):
+    rotating = head_of(make)
+    hidden, targets = inputs_of(dist.get_rank())
+    hidden.requires_grad_()
+    targets[:] = -100
+
+    def run():
+        return F.cross_entropy(*flat(DeferredLogits(hidden, rotating.unit, keep=False), targets), reduction="sum")
+
+    assert rotating.step(run) == 0
+    assert not hidden.grad.any() and not rotating.ring.home_gradients(0).any()
+    assert F.cross_entropy(*flat(DeferredLogits(hidden, rotating.unit, keep=False), targets)).isnan()
+
+
+def test_no_targets_at_all(rotating):
+    run_ranks(no_targets, rotating, num_ranks=2)
+
+
+def under_autocast(make, cast):
+    rotating = head_of(make, dtype=torch.float32)
+    whole = [w.clone().requires_grad_() for w in rotating.whole]
+    hidden, targets = inputs_of(0, torch.float32)
+    mine, hidden = hidden.clone().requires_grad_(), hidden.requires_grad_()
+
+    def loss(logits):
+        return F.cross_entropy(*flat(logits.float() if cast else logits, targets), reduction="sum")
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = loss(F.linear(hidden, *whole))
+    expected.backward()
+    whole[0].grad *= dist.get_world_size()
+
+    def run():
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return loss(DeferredLogits(mine, rotating.unit, keep=False))
+
+    got = rotating.step(run)
+    assert got.dtype == expected.dtype == torch.float32
+    # The same bfloat16 logits; only sums are taken in another order.
+    torch.testing.assert_close(got.detach(), expected.detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine.grad, hidden.grad, rtol=2e-2, atol=2e-2)
+    rotating.check_gradients(whole, rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("cast", [True, False])
+def test_under_autocast_the_loss_is_computed_in_float32(cast, rotating):
+    run_ranks(under_autocast, rotating, cast, num_ranks=2)
