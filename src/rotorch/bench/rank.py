@@ -245,6 +245,7 @@ def load_code(task: Task) -> None:
 def _baseline(task: Task) -> ProcessMemory:
     """Memory of the process when all code is loaded and warm, and nothing is built."""
     load_code(task)
+    gc.freeze()  # what is loaded stays: to go through it again and again costs more than a small model's step
     warm = torch.ones(_WARM_FEATURES, _WARM_FEATURES)
     warm @ warm
     del warm
