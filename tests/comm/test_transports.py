@@ -11,6 +11,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch.comm.transports import make_ring
+from rotorch.comm.transports.send_receive import SendReceiveRing
 from rotorch.comm.transports.shared_memory import SharedMemoryRing, SharedMemoryUnavailable
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.testing.ranks import run_ranks
@@ -118,11 +119,13 @@ def unmappable(directory):
     if dist.get_rank() == 1:
         module.mmap.mmap = fail
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    message = ""
     try:
         SharedMemoryRing(mesh=mesh, numels=NUMELS, dtype=torch.float32)
     except SharedMemoryUnavailable as error:
-        return str(error), os.listdir(directory)
-    return "", os.listdir(directory)
+        message = str(error)
+    dist.barrier()
+    return message, os.listdir(directory)
 
 
 def test_a_rank_that_cannot_map_says_so_and_files_are_gone(monkeypatch, tmp_path):
@@ -132,11 +135,14 @@ def test_a_rank_that_cannot_map_says_so_and_files_are_gone(monkeypatch, tmp_path
     assert left == left_too == []
 
 
-def late(_):
-    """Rank 1 takes no part in a backward pass."""
+def late(transport):
+    """Rank 1 takes no part in a backward pass; the passes before it were as they should be."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ring = SharedMemoryRing(mesh=mesh, numels=NUMELS, dtype=torch.float32, timeout_s=0.3)
+    options = {"device": torch.device("cpu")} if transport is SendReceiveRing else {}
+    ring = transport(mesh=mesh, numels=NUMELS, dtype=torch.float32, timeout_s=1.0, **options)
     ring.start(fresh=[True, True])
+    for _ in ring.visits(0, backward=False):
+        pass
     if ring.position == 1:
         return ""
     try:
@@ -149,6 +155,30 @@ def late(_):
     raise AssertionError("did not wait")
 
 
-def test_a_late_neighbour_is_named():
-    message, _ = run_ranks(late, None, num_ranks=2)
+def test_a_late_neighbour_is_named_over_shared_memory():
+    message, _ = run_ranks(late, SharedMemoryRing, num_ranks=2)
     assert re.search(r"ring position 0 waited .* for slice \d of item 0 .*late", message)
+
+
+def test_a_late_neighbour_is_a_rank_failure_over_messages():
+    message, _ = run_ranks(late, SendReceiveRing, num_ranks=2)
+    assert re.search(r"neighbour on the ring is late or gone: .*[Tt]imed out", message)
+
+
+def made_again(transport):
+    """Several rings one after another, each closed, with a fetch still under way at the end."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for _ in range(3):
+        ring = make_ring(transport, mesh=mesh, numels=NUMELS, dtype=torch.float32, device=torch.device("cpu"))
+        for items in ((0, 1), (0,)):
+            ring.start(fresh=[True, True])
+            for item in items:
+                for visit in ring.visits(item, backward=False):
+                    assert visit.weights.numel() == NUMELS[item][visit.index]
+        ring.close()
+        ring.close()  # does nothing more
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "send_receive"])
+def test_rings_can_be_made_one_after_another(transport):
+    run_ranks(made_again, transport, num_ranks=2)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.core.errors import RankFailure
 
 
 @dataclass(frozen=True)
@@ -54,18 +56,24 @@ class _Exchange:
         return all(work.is_completed() for work in self._received)
 
     def wait_received(self) -> None:
-        for work in self._received:
-            work.wait()
+        _wait(self._received)
         self._received = []
 
     def wait_sent(self) -> None:
-        for work in self._sent:
-            work.wait()
+        _wait(self._sent)
         self._sent = []
 
     def wait(self) -> None:
         self.wait_received()
         self.wait_sent()
+
+
+def _wait(works: list[dist.Work]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:  # timed out, or the connection was closed
+        raise RankFailure(f"a neighbour on the ring is late or gone: {str(error).splitlines()[0]}") from error
 
 
 @dataclass
@@ -85,12 +93,20 @@ class SendReceiveRing(Ring):
     name = "send_receive"
 
     def __init__(
-        self, *, mesh: DeviceMesh, numels: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        mesh: DeviceMesh,
+        numels: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout_s: float = 600.0,
     ) -> None:
         super().__init__(size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype)
-        ranks = mesh.mesh.tolist()
-        self._weight_group = dist.new_group(ranks, use_local_synchronization=True) if self.size > 1 else None
-        self._gradient_group = dist.new_group(ranks, use_local_synchronization=True) if self.size > 1 else None
+        ranks, timeout = mesh.mesh.tolist(), timedelta(seconds=timeout_s)
+        self._weight_group, self._gradient_group = (
+            dist.new_group(ranks, timeout=timeout, use_local_synchronization=True) if self.size > 1 else None
+            for _ in range(2)
+        )
         home = [n[self.position] for n in self.numels]
         self._home_weights = torch.empty(sum(home), dtype=dtype, device=device)
         self._home_gradients = torch.empty(sum(home), dtype=dtype, device=device)
@@ -105,6 +121,8 @@ class SendReceiveRing(Ring):
         self._in_flight: _Fetch | None = None
         self._passes: list[_Pass] = []
         self._last_passes: dict[bool, list[_Pass]] = {}
+        self._as_before = True
+        """Whether this step has gone the way of the one before it so far."""
         self._training = False
 
     def home_weights(self, item: int) -> Tensor:
@@ -123,9 +141,15 @@ class SendReceiveRing(Ring):
         super().start(fresh=fresh)
         self._drain()  # a pass without gradients ends without `finish`, an abandoned step in the middle
         self._passes = []
+        self._as_before = True
         self._training = torch.is_grad_enabled()
 
     def finish(self) -> None:
+        self._drain()
+
+    def close(self) -> None:
+        # The groups stay: torch names a group after its ranks, and a new one of the same name would meet the old one's
+        # addresses in the store and fail to connect.
         self._drain()
 
     def _drain(self) -> None:
@@ -141,6 +165,8 @@ class SendReceiveRing(Ring):
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         this = _Pass(item, backward, fetch)
+        number, expected = len(self._passes), self._last_passes.get(self._training, [])
+        self._as_before = self._as_before and number < len(expected) and expected[number] == this
         self._passes.append(this)
         for step, index in enumerate(self.order(backward=backward)):
             weights = self._arrive(this, step, index) if fetch else None
@@ -172,14 +198,12 @@ class SendReceiveRing(Ring):
             for later in range(step + 1, self.size):
                 if order[later] != self.position:
                     return this, later
-        expected = self._last_passes.get(self._training, [])
-        done = len(self._passes)
-        if expected[:done] != self._passes:
+        if not self._as_before or self.size == 1:
             return None
-        for coming in expected[done:]:
-            if coming.fetch:
-                first = 0 if coming.backward else 1
-                return (coming, first) if first < self.size and self.size > 1 else None
+        expected = self._last_passes.get(self._training, [])
+        for number in range(len(self._passes), len(expected)):
+            if expected[number].fetch:
+                return expected[number], 0 if expected[number].backward else 1
         return None
 
     def _post(self, target: _Pass, step: int) -> _Fetch:
