@@ -215,9 +215,9 @@ class ParallelModel:
         held = self.weights[name]
         local = held.local_grad if grad else held.local
         whole = torch.zeros(held.weight.shape, dtype=held.local.dtype, device=held.local.device)
-        if local is not None:
+        if local is not None and held.holder == 0:  # one holder's values, exactly, not the mean of all
             for piece in held.pieces:
-                piece.of_whole(whole).copy_(piece.of_local(local)).div_(held.num_holders)
+                piece.of_whole(whole).copy_(piece.of_local(local))
         all_reduce_sum(whole, mesh=self.mesh)
         return whole
 

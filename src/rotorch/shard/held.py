@@ -78,6 +78,7 @@ class HeldWeight:
         pieces: where the parts of `local` sit in the whole weight.
         parameter: the DTensor that the module holds at rest; `.grad` is complete after `forward_backward`.
         num_holders: how many ranks of the model's mesh hold these same pieces (1: nobody else does).
+        holder: this rank's number among them, 0-based.
     """
 
     weight: Weight
@@ -85,6 +86,7 @@ class HeldWeight:
     pieces: tuple[Piece, ...]
     parameter: nn.Parameter
     num_holders: int = 1
+    holder: int = 0
 
     @property
     def name(self) -> str:

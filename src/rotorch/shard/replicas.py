@@ -56,7 +56,9 @@ class Replicas:
             at_rest = nn.Parameter(_replicated(twin.detach(), mesh=mesh), requires_grad=source.requires_grad)
             self.twins[weight.name] = twin
             pieces = cut_pieces(weight, num_slices=1, index=0)
-            self.held[weight.name] = HeldWeight(weight, twin.detach(), pieces, at_rest, num_holders=mesh.size())
+            self.held[weight.name] = HeldWeight(
+                weight, twin.detach(), pieces, at_rest, num_holders=mesh.size(), holder=mesh.get_local_rank()
+            )
             self.take_back(weight.name)
 
     @classmethod

@@ -76,6 +76,7 @@ class ReplicatedHolding(Holding):
         self.weights = inner.weights
         self.loss_scale = inner.loss_scale
         for held in self.weights.values():
+            held.holder += held.num_holders * mesh.get_local_rank()
             held.num_holders *= mesh.size()
 
     def lend(self) -> AbstractContextManager[nn.Module]:
