@@ -13,11 +13,25 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
+"""Name in `torch.nn.init` of what `trunc_normal_` calls, wherever that was imported to.
+
+Reason: since torch 2.13 `trunc_normal_` does nothing to a meta tensor, so only a stand-in hears of it.
+"""
+
 # TorchDispatchMode: the documented way to observe operations below autograd, but only exported from an underscore
 # module.
 # tree_flatten, tree_unflatten: arguments and outputs of unmodified modules are nested tuples, dicts and dataclasses
 # registered with torch's own pytree; optree would not know Hugging Face's output classes.
-__all__ = ["TorchDispatchMode", "in_backward", "storage_key", "tree_flatten", "tree_unflatten", "wrapper_tensor"]
+__all__ = [
+    "TRUNCATED_NORMAL",
+    "TorchDispatchMode",
+    "in_backward",
+    "storage_key",
+    "tree_flatten",
+    "tree_unflatten",
+    "wrapper_tensor",
+]
 
 
 def storage_key(of: Tensor | torch.UntypedStorage) -> int:

@@ -1,96 +1,30 @@
 """First values: building a model without memory, and filling each rank's slices independently of who holds what.
 
-[Note: recipes]
-    A model's own initialisation code runs on `meta` tensors while a dispatch mode writes down what it does to each
-    parameter: `normal_(0, 0.02)`, then `zero_` of one row, and so on. This recipe is replayed on the slices that a
-    rank holds. Random numbers are a function of (seed, weight name, global index of the element), so every strategy
-    and world size gets the same weights, and no rank ever makes a tensor larger than what it keeps.
+[Note: counter-based]
+    What a model's own code does to its parameters is known as recipes (shard/recipes.py), which are replayed here on
+    the slices that a rank holds. Random numbers are a function of (seed, weight name, global index of the element), so
+    every strategy and world size gets the same weights, and no rank ever makes a tensor larger than what it keeps.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rotorch._torch_private import TorchDispatchMode, storage_key
 from rotorch.core.errors import ConfigError
 from rotorch.shard.held import HeldWeight, Piece
+from rotorch.shard.recipes import Instruction, Recipe, Recorder, listening, recipe_of, set_recipe
 
-_RECIPE = "_rotorch_recipe"
 _KEPT_ELEMENTS = 1 << 18
 """Values that a constructor writes directly (`nn.Parameter(torch.ones(n))`) are kept up to this size."""
 _CHUNK_ELEMENTS = 1 << 20
 """Random numbers are made this many at a time, so that float64 temporaries stay small."""
-
-_FILLS = {"normal_", "uniform_", "fill_", "zero_"}
-_ELEMENTWISE = {"mul_", "add_", "sub_", "div_", "clamp_", "erfinv_", "neg_", "log_", "exp_", "sqrt_"}
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One step of a recipe: an in-place operation on a whole parameter, or on a flat range of its elements.
-
-    Attributes:
-        op: name of the in-place torch operation.
-        args: its scalar arguments.
-        flat_range: (start, stop) of global flat indices, or None for all.
-        value: for `copy_`: the whole source tensor.
-    """
-
-    op: str
-    args: tuple[float, ...] = ()
-    flat_range: tuple[int, int] | None = None
-    value: Tensor | None = None
-
-
-Recipe = list[Instruction]
-
-
-class _Recorder(TorchDispatchMode):
-    """Writes down in-place operations on known meta parameters as recipes (see [Note: recipes])."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parameters: dict[int, nn.Parameter] = {}
-
-    def watch(self, parameter: nn.Parameter) -> None:
-        self.parameters[storage_key(parameter)] = parameter
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        target = args[0] if args and isinstance(args[0], Tensor) else None
-        if target is not None and func._schema.is_mutable and target.is_meta:
-            parameter = self.parameters.get(storage_key(target))
-            if parameter is not None:
-                self._record(parameter, target, func._schema.name.removeprefix("aten::"), args[1:], kwargs or {})
-        return result
-
-    def _record(self, parameter: nn.Parameter, target: Tensor, op: str, args: Any, kwargs: Any) -> None:
-        whole = target.numel() == parameter.numel()
-        flat_range = None
-        if not whole and target.is_contiguous():
-            flat_range = (target.storage_offset(), target.storage_offset() + target.numel())
-        scalars = tuple(float(a) for a in args if isinstance(a, (int, float)))
-        if op == "clamp_":
-            low, high = (*args, *([None] * 2))[:2]
-            scalars = (-math.inf if low is None else float(low), math.inf if high is None else float(high))
-        source = args[0] if op == "copy_" and isinstance(args[0], Tensor) and not args[0].is_meta else None
-        known = op in _FILLS | _ELEMENTWISE or source is not None
-        if not known or (not whole and flat_range is None):
-            setattr(parameter, _RECIPE, [Instruction(f"unknown:{op}")])
-            return
-        instruction = Instruction(op, scalars, flat_range, source)
-        if whole and (op in _FILLS or source is not None):
-            setattr(parameter, _RECIPE, [instruction])  # everything before is overwritten
-        else:
-            getattr(parameter, _RECIPE, []).append(instruction)
 
 
 @contextmanager
@@ -104,27 +38,41 @@ def on_meta() -> Iterator[None]:
     Example:
         >>> with rotorch.on_meta():
         ...     model = AutoModelForCausalLM.from_config(config)
+
+    Numbers that a constructor draws directly (`nn.Parameter(torch.randn(n))`) are the same in every process, whatever
+    the state of torch's generator, which is left as it was.
     """
-    recorder = _Recorder()
+    recorder = Recorder()
     register = nn.Module.register_parameter
+    moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if parameter is not None and not parameter.is_meta:
-            on_device = parameter
-            parameter = nn.Parameter(on_device.to("meta"), requires_grad=on_device.requires_grad)
-            parameter.__dict__.update(on_device.__dict__)
-            small = on_device.numel() <= _KEPT_ELEMENTS
-            kept = [Instruction("copy_", value=on_device.detach().clone())] if small else []
-            setattr(parameter, _RECIPE, kept)
-            recorder.watch(parameter)
+            original, on_meta = moved.get(id(parameter), (None, None))
+            if original is None or original() is not parameter:  # else one parameter under several names: it stays one
+                on_meta = _on_meta(parameter, recorder)
+                moved[id(parameter)] = (weakref.ref(parameter), on_meta)
+            parameter = on_meta
         register(module, name, parameter)
 
+    random_state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(0)
     nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
     try:
-        with recorder:
+        with recorder, listening(recorder):
             yield
     finally:
         nn.Module.register_parameter = register  # type: ignore[method-assign]
+        torch.default_generator.set_state(random_state)
+
+
+def _on_meta(parameter: nn.Parameter, recorder: Recorder) -> nn.Parameter:
+    on_meta = nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+    on_meta.__dict__.update(parameter.__dict__)
+    kept = parameter.numel() <= _KEPT_ELEMENTS and recorder.is_written(parameter)
+    set_recipe(on_meta, [Instruction("copy_", value=parameter.detach().clone())] if kept else [])
+    recorder.watch(on_meta)
+    return on_meta
 
 
 def take_recipes(module: nn.Module) -> dict[str, Recipe]:
@@ -135,21 +83,21 @@ def take_recipes(module: nn.Module) -> dict[str, Recipe]:
     Call before a strategy replaces the parameters. Parameters that already have values are not in the result.
     """
     on_meta_device = {name: p for name, p in module.named_parameters() if p.is_meta}
-    unwatched = [p for p in on_meta_device.values() if not hasattr(p, _RECIPE)]
+    unwatched = [p for p in on_meta_device.values() if recipe_of(p) is None]
     if unwatched:
-        recorder = _Recorder()
+        recorder = Recorder()
         for parameter in unwatched:
-            setattr(parameter, _RECIPE, [])
+            set_recipe(parameter, [])
             recorder.watch(parameter)
-        with torch.no_grad(), recorder:
+        with torch.no_grad(), recorder, listening(recorder):
             _run_initialisation(module)
-    return {name: getattr(p, _RECIPE) for name, p in on_meta_device.items()}
+    return {name: recipe_of(p) or [] for name, p in on_meta_device.items()}
 
 
 def _run_initialisation(module: nn.Module) -> None:
     for child in module.modules():
         reset = getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
-        if callable(reset):
+        if callable(reset) and any(p.is_meta for p in child.parameters(recurse=False)):
             reset()
         child.__dict__.pop("_is_hf_initialized", None)
     if hasattr(module, "initialize_weights"):
@@ -210,27 +158,32 @@ def _flat_indices(piece: Piece, *, shape: tuple[int, ...]) -> Tensor:
 def _values(recipe: Recipe, index: Tensor, *, key: int, shape: tuple[int, ...], piece: Piece | None) -> Tensor:
     values = torch.zeros(index.shape, dtype=torch.float64)
     for instruction in recipe:
-        if instruction.value is not None:
+        start, stop = instruction.flat_range or (0, math.prod(shape))
+        inside = (index >= start) & (index < stop)
+        if instruction.value is None:
+            done = _apply(instruction, values, index, key=key)
+        elif instruction.flat_range is None:
             source = instruction.value if piece is None else piece.of_whole(instruction.value.reshape(shape))
             done = source.reshape(-1).double()
         else:
-            done = _apply(instruction, values, index, key=key)
-        if instruction.flat_range is None:
-            values = done
-        else:
-            start, stop = instruction.flat_range
-            values = torch.where((index >= start) & (index < stop), done, values)
+            done = values.masked_scatter(inside, instruction.value.double().reshape(-1)[index[inside] - start])
+        values = done if instruction.flat_range is None else torch.where(inside, done, values)
     return values
 
 
 def _apply(instruction: Instruction, values: Tensor, index: Tensor, *, key: int) -> Tensor:
     op, args = instruction.op, instruction.args
     if op == "normal_":
-        mean, std = (*args, 0.0, 1.0)[: max(len(args), 2)] if len(args) >= 2 else (args[0] if args else 0.0, 1.0)
+        mean, std = args
         return _normal(index, key=key) * std + mean
     if op == "uniform_":
-        low, high = args if len(args) == 2 else (0.0, 1.0)
+        low, high = args
         return _uniform(index, key=key) * (high - low) + low
+    if op == "trunc_normal_":
+        mean, std, low, high = args
+        below, above = (math.erf((end - mean) / (std * math.sqrt(2.0))) for end in (low, high))
+        normal = torch.erfinv(_uniform(index, key=key) * (above - below) + below) * (std * math.sqrt(2.0)) + mean
+        return normal.clamp_(low, high)
     if op == "zero_":
         return torch.zeros_like(values)
     if op == "fill_":

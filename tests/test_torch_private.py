@@ -1,0 +1,102 @@
+"""Each underscore name of torch that is used is still what it was, one by one: a new torch says which has moved."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rotorch import _torch_private
+from rotorch._torch_private import (
+    TRUNCATED_NORMAL,
+    TorchDispatchMode,
+    in_backward,
+    storage_key,
+    tree_flatten,
+    tree_unflatten,
+    wrapper_tensor,
+)
+
+
+def test_everything_it_offers_is_tested_here():
+    imported = {
+        alias.name
+        for node in ast.walk(ast.parse(Path(__file__).read_text("utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "rotorch._torch_private"
+        for alias in node.names
+    }
+    assert imported == set(_torch_private.__all__)
+
+
+class Names(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_dispatch_mode_sees_operations_of_forward_and_backward_and_says_which_argument_is_written():
+    x = torch.ones(3, requires_grad=True)
+    with Names() as names:
+        (x * 2).sum().backward()
+        torch.empty(2).normal_()
+    assert {"aten::mul", "aten::sum", "aten::empty", "aten::normal_"} <= set(names.seen)
+    assert names.seen.count("aten::mul") == 2  # the second in backward
+    written = [
+        a.name for a in torch.ops.aten.normal_.default._schema.arguments if a.alias_info and a.alias_info.is_write
+    ]
+    assert written == ["self"]
+
+
+def test_a_storage_is_known_by_its_key_on_any_device():
+    for device in ("cpu", "meta"):
+        one, two = (torch.empty(4, device=device) for _ in range(2))
+        assert storage_key(one) == storage_key(one[1:].view(3)) == storage_key(one.untyped_storage())
+        assert storage_key(one) != storage_key(two)
+    assert storage_key(nn.Parameter(one)) == storage_key(one)
+
+
+def test_trees_hold_nested_containers_and_model_outputs():
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    x = torch.ones(1)
+    leaves, tree = tree_flatten({"a": (x, [1, None]), "b": CausalLMOutputWithPast(logits=x)})
+    assert sum(leaf is x for leaf in leaves) == 2
+    again = tree_unflatten(leaves, tree)
+    assert again["a"] == (x, [1, None]) and isinstance(again["b"], CausalLMOutputWithPast) and again["b"].logits is x
+
+
+def test_a_thread_knows_whether_it_runs_a_backward_pass():
+    seen = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 1
+    y.register_hook(lambda grad: seen.append(in_backward()))
+    assert not in_backward()
+    y.sum().backward()
+    assert seen == [True]
+    assert not in_backward()
+
+
+def test_a_wrapper_has_a_shape_and_no_memory():
+    class Shape(Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise AssertionError(f"{func} on nothing")
+
+    like = torch.empty(2, dtype=torch.float16)
+    made = wrapper_tensor(Shape, (1 << 30, 1 << 10), like=like)
+    assert isinstance(made, Shape) and isinstance(made, Tensor)
+    assert (tuple(made.shape), made.dtype, made.device) == ((1 << 30, 1 << 10), like.dtype, like.device)
+
+
+def test_a_truncated_normal_is_drawn_by_one_function_wherever_its_caller_comes_from(monkeypatch):
+    signature = inspect.signature(getattr(nn.init, TRUNCATED_NORMAL))
+    assert list(signature.parameters) == ["tensor", "mean", "std", "a", "b", "generator"]
+    before, calls = nn.init.trunc_normal_, []
+    monkeypatch.setattr(nn.init, TRUNCATED_NORMAL, lambda *args, **kwargs: calls.append(args[1:5]))
+    before(torch.empty(2, device="meta"), mean=0.5, std=2.0, a=-1.0, b=1.0)
+    assert calls == [(0.5, 2.0, -1.0, 1.0)]
