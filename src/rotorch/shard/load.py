@@ -30,9 +30,9 @@ def _files(directory: Path) -> dict[str, Path]:
             with safe_open(file, framework="pt") as opened:
                 names.update(dict.fromkeys(opened.keys(), file))
         return names
-    except (SafetensorError, OSError, ValueError, KeyError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"load: cannot read {str(directory)!r}: {error}") from None
 
 
@@ -72,9 +72,11 @@ def load_directory(directory: str, *, weights: Mapping[str, HeldWeight]) -> None
             if problems:
                 raise ConfigError(f"load: {directory!r} does not fit the model. {'; '.join(problems)}")
             for name, held in weights.items():
-                part = opened[where[stored[name] or name]].get_slice(stored[name] or name)
+                source = stored[name] or name
+                file = opened[where[source]]
                 for piece in held.pieces:
                     box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-                    piece.of_local(held.local).copy_(part[box] if box else part[:])
+                    part = file.get_slice(source)[box] if box else file.get_tensor(source)  # a number has no slices
+                    piece.of_local(held.local).copy_(part)
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"load: cannot read {directory!r}: {error}") from None

@@ -1,0 +1,172 @@
+"""Flyweight loading: each rank reads its slices, and one line lists all that does not fit."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Cut, Weight
+from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.load import load_directory
+
+WEIGHTS = (
+    Weight("embed.weight", (10, 4), 4, Cut(0, 10), aliases=("head.weight",)),
+    Weight("up.weight", (12, 4), 4, Cut(0, 3, blocks=2)),
+    Weight("down.weight", (4, 6), 4, Cut(1, 3)),
+    Weight("norm.weight", (4,), 4),
+    Weight("scale", (), 4),
+)
+STORED = {
+    w.name: torch.randn(w.shape, generator=torch.Generator().manual_seed(n)) for n, w in enumerate(WEIGHTS)
+}  # fmt: skip
+
+
+def held(num_slices=1, index=0, dtype=torch.float32, weights=WEIGHTS):
+    found = {}
+    for weight in weights:
+        local = torch.full(weight.slice_shape(num_slices=num_slices, index=index), float("nan"), dtype=dtype)
+        pieces = cut_pieces(weight, num_slices=num_slices, index=index)
+        found[weight.name] = HeldWeight(weight, local, pieces, nn.Parameter(local))
+    return found
+
+
+def write(directory, tensors=STORED, *, shards=1):
+    directory.mkdir(exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if shards == 1:
+        save_file(tensors, directory / "model.safetensors")
+        return directory
+    names = sorted(tensors)
+    files = {name: f"model-{n % shards + 1:05}-of-{shards:05}.safetensors" for n, name in enumerate(names)}
+    for file in set(files.values()):
+        save_file({n: tensors[n] for n in names if files[n] == file}, directory / file)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return directory
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("num_slices", [1, 2, 4])
+def test_every_rank_gets_its_pieces(tmp_path, shards, num_slices):
+    directory = write(tmp_path / "model", shards=shards)
+    for index in range(num_slices):
+        weights = held(num_slices, index)
+        load_directory(str(directory), weights=weights)
+        for name, found in weights.items():
+            assert not found.local.isnan().any()
+            for piece in found.pieces:
+                assert torch.equal(piece.of_local(found.local), piece.of_whole(STORED[name]))
+
+
+def test_a_tied_weight_may_be_stored_under_any_of_its_names(tmp_path):
+    tensors = {("head.weight" if n == "embed.weight" else n): t for n, t in STORED.items()}
+    weights = held()
+    load_directory(str(write(tmp_path / "model", tensors)), weights=weights)
+    assert torch.equal(weights["embed.weight"].local, STORED["embed.weight"])
+
+
+def test_a_tied_weight_may_be_stored_under_all_of_its_names(tmp_path):
+    tensors = STORED | {"head.weight": STORED["embed.weight"].clone()}
+    weights = held()
+    load_directory(str(write(tmp_path / "model", tensors)), weights=weights)
+    assert torch.equal(weights["embed.weight"].local, STORED["embed.weight"])
+
+
+@pytest.mark.parametrize(("stored", "kept"), [(torch.bfloat16, torch.float32), (torch.float32, torch.float64)])
+def test_values_are_converted(tmp_path, stored, kept):
+    weights = held(2, 1, dtype=kept)
+    load_directory(str(write(tmp_path / "model", {n: t.to(stored) for n, t in STORED.items()})), weights=weights)
+    found = weights["down.weight"]
+    assert torch.equal(found.local, found.pieces[0].of_whole(STORED["down.weight"].to(stored).to(kept)))
+
+
+def refused(directory, *words, weights=None):
+    weights = held() if weights is None else weights
+    with pytest.raises(ConfigError) as caught:
+        load_directory(str(directory), weights=weights)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(directory) in message
+    for word in words:
+        assert re.search(word, message), message
+    assert all(h.local.isnan().all() for h in weights.values()), "nothing is read before all is known to fit"
+
+
+def test_no_directory(tmp_path):
+    refused(tmp_path / "nowhere", "is not a directory. Write a Hugging Face model directory")
+    (tmp_path / "file").write_text("x")
+    refused(tmp_path / "file", "is not a directory")
+
+
+def test_no_weights(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    refused(tmp_path, "no safetensors files in")
+
+
+def test_all_that_does_not_fit_is_listed_in_one_line(tmp_path):
+    tensors = dict(STORED)
+    del tensors["norm.weight"], tensors["scale"]
+    tensors["up.weight"] = torch.zeros(12, 5)
+    tensors["surplus.weight"] = torch.zeros(2)
+    refused(
+        write(tmp_path / "model", tensors),
+        "does not fit the model",
+        "missing: norm.weight, scale",
+        "unknown: surplus.weight",
+        r"shape of up.weight: \(12, 5\) in the file, \(12, 4\) in the model",
+    )
+
+
+def test_a_file_that_is_not_safetensors(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"not a tensor in here, nor anywhere near")
+    refused(tmp_path, "cannot read")
+
+
+def test_an_empty_file(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    refused(tmp_path, "cannot read")
+
+
+@pytest.mark.parametrize("kept", [9, 300, -1])
+def test_a_truncated_file(tmp_path, kept):
+    file = write(tmp_path / "model") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    refused(tmp_path / "model", "cannot read")
+
+
+def test_an_index_that_is_not_json(tmp_path):
+    directory = write(tmp_path / "model", shards=2)
+    (directory / "model.safetensors.index.json").write_text("{")
+    refused(directory, "cannot read")
+
+
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
+def test_an_index_of_another_form(tmp_path, index):
+    directory = write(tmp_path / "model", shards=2)
+    (directory / "model.safetensors.index.json").write_text(index)
+    refused(directory, "cannot read|does not fit")
+
+
+def test_a_shard_that_is_missing(tmp_path):
+    directory = write(tmp_path / "model", shards=2)
+    (directory / "model-00002-of-00002.safetensors").unlink()
+    refused(directory, "cannot read", "model-00002-of-00002")
+
+
+def test_a_shard_that_lacks_what_the_index_promises(tmp_path):
+    directory = write(tmp_path / "model", shards=2)
+    save_file({"other": torch.zeros(1)}, directory / "model-00002-of-00002.safetensors")
+    refused(directory, "cannot read|does not fit")
+
+
+def test_an_index_may_not_lead_out_of_the_directory(tmp_path):
+    outside = tmp_path / "outside"
+    write(outside)
+    directory = tmp_path / "model"
+    directory.mkdir()
+    names = dict.fromkeys(STORED, "../outside/model.safetensors")
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    refused(directory, "cannot read")
