@@ -1,4 +1,4 @@
-"""`verify` says yes to what is right and points at what is wrong: most tests plant one mistake in the parallel model."""
+"""`verify` says yes to what is right and points at what is wrong: most tests plant one mistake in a parallel model."""
 
 import json
 

@@ -148,10 +148,13 @@ class Examination:
                 yield f"{when}: gradient of {name} is off by {error:.1e}"
 
     def whole_problems(self, when: str, expected: Mapping[str, Tensor]) -> Iterator[str]:
-        """Says which weights are not bit for bit the expected whole tensors, looked at from all ranks together."""
-        for name in self.model.weights:
-            if not torch.equal(self.model.full_tensor(name), expected[name]):
-                yield f"{when}: {name} differs by {relative_error(self.model.full_tensor(name), expected[name]):.1e}"
+        """Says which weights are not bit for bit the expected ones: all ranks together, and this rank's part."""
+        for name, held in self.model.weights.items():
+            whole = self.model.full_tensor(name)
+            if not torch.equal(whole, expected[name]):
+                yield f"{when}: {name} differs by {relative_error(whole, expected[name]):.1e}"
+            elif not all(torch.equal(p.of_local(held.local), p.of_whole(whole)) for p in held.pieces):
+                yield f"{when}: this rank's part of {name} is not what all ranks together have"
 
 
 Invariant = Callable[[Examination], Iterator[str]]

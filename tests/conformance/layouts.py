@@ -1,0 +1,56 @@
+"""The one table of layouts and models, made from `STRATEGIES` and `COMPOSES`: a newcomer is in it at once."""
+
+from __future__ import annotations
+
+import itertools
+import typing
+
+from rotorch.core.strategy import Strategy
+from rotorch.strategies import COMPOSES, STRATEGIES, format_parallel
+
+MODELS = ("llama", "qwen3", "gemma2", "gpt_neox")
+"""A bias everywhere and uneven cuts; tied weights and norms inside attention; soft caps; heads fused in one matrix."""
+
+
+def of_size(kind: str, size: int) -> str | None:
+    """The layout of one strategy on so many ranks; None if it has no size."""
+    fields = STRATEGIES[kind].model_fields
+    if not any(field.is_required() for field in fields.values()):
+        return kind if size == 1 else None
+    if [name for name, field in fields.items() if field.is_required()] != ["size"]:
+        raise AssertionError(f"say here how {kind} is written on {size} ranks")
+    return f"{kind}={size}"
+
+
+def options(strategy: type[Strategy]) -> list[dict[str, object]]:
+    """Every combination of a strategy's options that have finitely many values, except all defaults.
+
+    "auto" is left out: it stands for one of the others, and the layouts without options have it.
+    """
+    defaults = {name: field.default for name, field in strategy.model_fields.items() if not field.is_required()}
+    choices: dict[str, list[object]] = {}
+    for name in defaults:
+        kind = strategy.model_fields[name].annotation
+        if kind is bool:
+            choices[name] = [False, True]
+        elif typing.get_origin(kind) is typing.Literal:
+            choices[name] = [value for value in typing.get_args(kind) if value != "auto"]
+    every = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
+    return [chosen for chosen in every if any(value != defaults[name] for name, value in chosen.items())]
+
+
+def table() -> list[tuple[str, str]]:
+    """All (layout, model) pairs: two ranks and compositions on every model, the rest where it is most telling."""
+    pairs: list[tuple[str, str]] = []
+    for kind, strategy in STRATEGIES.items():
+        for size in (1, 2, 3, 4):
+            layout = of_size(kind, size)
+            models = {1: MODELS[:2], 2: MODELS, 3: MODELS[:2], 4: MODELS[:1]}[size]
+            if layout is not None:
+                pairs += [(layout, model) for model in (models if layout != kind else MODELS)]
+        for chosen in options(strategy):
+            # On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1.
+            pairs.append((format_parallel([strategy(size=3, **chosen)]), "llama"))
+    for outer, inner in sorted(COMPOSES):
+        pairs += [(f"{of_size(outer, 2)},{of_size(inner, 2)}", model) for model in MODELS]
+    return pairs

@@ -1,0 +1,50 @@
+"""Every strategy and every composition under every invariant of docs/architecture.md; no test here knows a strategy.
+
+One fork per (layout, model) runs all invariants; each is a test of its own, so that a failure says which.
+"""
+
+from functools import cache
+
+import pytest
+from layouts import MODELS, table
+
+from rotorch.core.errors import RankFailure
+from rotorch.strategies import COMPOSES, STRATEGIES, parse_parallel
+from rotorch.testing.conformance import INVARIANTS, examine, make_case
+
+PAIRS = table()
+
+
+@pytest.fixture(scope="session")
+def examined(warm, tiny, tmp_path_factory):
+    """Returns what is wrong under a layout with a model, by invariant; each pair runs once."""
+    cases = {m: make_case(tiny(m), directory=tmp_path_factory.mktemp(m) / "case") for m in MODELS}
+
+    @cache
+    def of(layout, model):
+        try:
+            return examine(cases[model], parallel=layout, scratch=tmp_path_factory.mktemp(model))
+        except RankFailure as failure:
+            return failure
+
+    return of
+
+
+@pytest.mark.parametrize("invariant", INVARIANTS)
+@pytest.mark.parametrize(("layout", "model"), PAIRS)
+def test_invariant(examined, layout, model, invariant):
+    problems = examined(layout, model)
+    if isinstance(problems, RankFailure):
+        pytest.fail(f"{layout} on {model}: {problems}", pytrace=False)
+    if problems[invariant]:
+        more = len(problems[invariant]) - 8
+        text = "\n".join(problems[invariant][:8] + ([f"... and {more} more"] if more > 0 else []))
+        pytest.fail(f"{layout} on {model}: {INVARIANTS[invariant].__doc__}\n{text}", pytrace=False)
+
+
+def test_every_strategy_and_composition_is_in_the_table():
+    layouts = [parse_parallel(layout) for layout, _ in PAIRS]
+    assert {s.kind for strategies in layouts for s in strategies} == set(STRATEGIES)
+    assert {tuple(s.kind for s in strategies) for strategies in layouts if len(strategies) > 1} == set(COMPOSES)
+    assert {model for _, model in PAIRS} == set(MODELS)
+    assert len(PAIRS) == len(set(PAIRS))
