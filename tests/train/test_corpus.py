@@ -55,8 +55,16 @@ def test_a_long_file_comes_in_pieces(tmp_path, monkeypatch, size):
 
 
 def test_a_directory_is_read_recursively_in_sorted_order(tmp_path, caplog):
-    for name, data in {"b.txt": b"B", "sub/a.md": b"SA", "a.py": b"A", ".git/x.txt": b"hidden", ".rc": b"hidden",
-                       "empty.txt": b"", "image.bin": b"\x89\0\x01", "latin.txt": b"caf\xe9 au lait"}.items():
+    for name, data in {
+        "b.txt": b"B",
+        "sub/a.md": b"SA",
+        "a.py": b"A",
+        ".git/x.txt": b"hidden",
+        ".rc": b"hidden",
+        "empty.txt": b"",
+        "image.bin": b"\x89\0\x01",
+        "latin.txt": b"caf\xe9 au lait",
+    }.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(data)
     with caplog.at_level(logging.INFO):
@@ -78,8 +86,13 @@ def test_a_character_cut_by_the_look_at_a_files_start_is_still_text(tmp_path):
 
 
 def test_jsonl_takes_one_document_a_line(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", {"text": "one é", "n": 1}, {"text": "", "n": {"x": 2}},
-                       {"text": None}, {"text": "lone \ud800", "n": "three"})
+    path = write_jsonl(
+        tmp_path / "a.jsonl",
+        {"text": "one é", "n": 1},
+        {"text": "", "n": {"x": 2}},
+        {"text": None},
+        {"text": "lone \ud800", "n": "three"},
+    )
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes() + b"\n  \n" + b'{"text": "last"}')
     assert documents(find_corpus(path)) == ["one é".encode(), b"lone ?", b"last"]
 
@@ -146,14 +159,17 @@ def test_nothing_to_read_is_an_error(tmp_path):
     fails("none of its 1 files is UTF-8 text", tmp_path)
 
 
-@pytest.mark.parametrize(("line", "message"), [
-    ("{", "line 3: not valid JSON: .* at column 2"),
-    ("9" * 5000, "line 3: not valid JSON: Exceeds the limit"),
-    ("[" * 100_000, "line 3: not valid JSON"),
-    ("[1]", "line 3: of type list; every line must be an object"),
-    ('{"test": "x"}', "line 3: no field 'text'.*did you mean 'test'.*the fields are test"),
-    ('{"text": 7}', "line 3: field 'text' is of type int, not a string"),
-])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 3: not valid JSON: .* at column 2"),
+        ("9" * 5000, "line 3: not valid JSON: Exceeds the limit"),
+        ("[" * 100_000, "line 3: not valid JSON"),
+        ("[1]", "line 3: of type list; every line must be an object"),
+        ('{"test": "x"}', "line 3: no field 'text'.*did you mean 'test'.*the fields are test"),
+        ('{"text": 7}', "line 3: field 'text' is of type int, not a string"),
+    ],
+)
 def test_a_broken_line_is_named(tmp_path, line, message):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "good"}\n\n' + line + '\n{"text": "good"}\n')

@@ -19,8 +19,11 @@ def saved(tokenizer, folder):
 
 
 def ids_of(tokens, *documents, piece=1 << 20):
-    pieces = [(document[at:at + piece], at + piece >= len(document))
-              for document in documents for at in range(0, len(document), piece)]
+    pieces = [
+        (document[at : at + piece], at + piece >= len(document))
+        for document in documents
+        for at in range(0, len(document), piece)
+    ]
     return np.concatenate(list(tokens.encode_pieces(pieces)))
 
 
@@ -59,8 +62,10 @@ def test_byte_level_tokens_know_their_bytes(byte_level_bpe, tmp_path_factory, te
 
 
 # How the tokenizer.json of Llama 3 cuts text into words; Qwen's differs in the digits only.
-LLAMA_3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-           r"|\s+(?!\S)|\s+")
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
 
 
 @pytest.mark.parametrize("words", ["gpt2", "llama3"])
@@ -69,12 +74,21 @@ def test_where_a_long_document_is_cut_changes_no_token(words, piece, byte_level_
     text = "\n\n".join(f"def f{n}(x):\n    return x + {n}\n\n\nclass C:  # naïve.\n\n" for n in range(20)) + english
     tokenizer = Tokenizer.from_str(byte_level_bpe.to_str())
     if words == "llama3":
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-            pre_tokenizers.Split(Regex(LLAMA_3), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    tokenizer.train_from_iterator([text], trainers.BpeTrainer(
-        vocab_size=500, special_tokens=["<|endoftext|>"], show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(LLAMA_3), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.train_from_iterator(
+        [text],
+        trainers.BpeTrainer(
+            vocab_size=500,
+            special_tokens=["<|endoftext|>"],
+            show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
     tokens = open_tokens(saved(tokenizer, tmp_path))
     ids = ids_of(tokens, text.encode(), piece=piece)
     assert tokens.decode(ids) == text and tokens.num_bytes(ids) == len(text.encode())
@@ -127,8 +141,9 @@ def test_without_an_end_token_documents_are_joined_and_that_is_said(tmp_path, ca
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(["ab"], trainers.BpeTrainer(
-        show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer.train_from_iterator(
+        ["ab"], trainers.BpeTrainer(show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    )
     with caplog.at_level(logging.WARNING):
         tokens = open_tokens(saved(tokenizer, tmp_path))
     assert "no end-of-text token" in caplog.text and tokens.end_id is None
@@ -143,7 +158,7 @@ def test_sentencepiece_like_tokens_know_their_bytes(tmp_path):
     merges = []
     for word in ("▁ring", "▁a", "round"):
         for at in range(1, len(word)):
-            vocabulary.setdefault(word[:at + 1], len(vocabulary))
+            vocabulary.setdefault(word[: at + 1], len(vocabulary))
             merges.append((word[:at], word[at]))
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -154,7 +169,7 @@ def test_sentencepiece_like_tokens_know_their_bytes(tmp_path):
     ids = ids_of(tokens, text.encode())
     assert tokens.end_id == ids[-1] == 1 and tokens.decode(ids) == text
     assert tokens.num_bytes(ids) == len(text.encode())
-    assert sum(tokens.num_bytes(ids[at:at + 1]) for at in range(len(ids))) == len(text.encode())
+    assert sum(tokens.num_bytes(ids[at : at + 1]) for at in range(len(ids))) == len(text.encode())
 
 
 def test_other_tokenizers_count_the_bytes_they_decode_to(tmp_path):

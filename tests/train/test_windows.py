@@ -22,8 +22,9 @@ from rotorch.train.windows import (
 
 def windows_of(num_windows, *, sequence_length=3, seed=0, ranges=None, ids=None):
     ids = np.arange(num_windows * (sequence_length + 1) + 2, dtype=np.uint32) if ids is None else ids
-    return TokenWindows(ids, sequence_length=sequence_length, ranges=ranges or [range(num_windows)], seed=seed,
-                        tokens=ByteTokens())
+    return TokenWindows(
+        ids, sequence_length=sequence_length, ranges=ranges or [range(num_windows)], seed=seed, tokens=ByteTokens()
+    )
 
 
 @settings(max_examples=60)
@@ -67,8 +68,13 @@ def test_any_split_over_ranks_reads_the_same_global_batch(sizes, step, seed, num
     size = micro * accumulation * num_ranks
     windows = windows_of(num_windows, seed=seed)
     whole = windows.global_batch(step, global_batch=size)
-    parts = [batch for rank in range(num_ranks) for batch in windows.micro_batches(
-        step, global_batch=size, micro_batch=micro, batch_rank=rank, num_batch_ranks=num_ranks)]
+    parts = [
+        batch
+        for rank in range(num_ranks)
+        for batch in windows.micro_batches(
+            step, global_batch=size, micro_batch=micro, batch_rank=rank, num_batch_ranks=num_ranks
+        )
+    ]
     assert len(parts) == accumulation * num_ranks
     for name in ("input_ids", "shift_labels"):
         assert all(part[name].shape == (micro, 3) and part[name].dtype == torch.int64 for part in parts)
@@ -81,10 +87,11 @@ def test_any_split_over_ranks_reads_the_same_global_batch(sizes, step, seed, num
 def test_every_epoch_reads_every_window_once(num_windows, global_batch, seed):
     windows = windows_of(num_windows, seed=seed)
     num_steps = math.ceil(2 * num_windows / global_batch)
-    read = torch.cat([windows.global_batch(step, global_batch=global_batch)["input_ids"][:, 0]
-                      for step in range(num_steps)])
+    read = torch.cat(
+        [windows.global_batch(step, global_batch=global_batch)["input_ids"][:, 0] for step in range(num_steps)]
+    )
     for epoch in range(2):
-        starts = read[epoch * num_windows:(epoch + 1) * num_windows]
+        starts = read[epoch * num_windows : (epoch + 1) * num_windows]
         assert sorted(starts.tolist()) == [4 * window for window in range(num_windows)]
 
 
@@ -92,9 +99,11 @@ def test_a_resumed_run_reads_on_exactly_on_other_ranks():
     before, after = windows_of(23, seed=5), windows_of(23, seed=5)
     undisturbed = [before.global_batch(step, global_batch=8)["input_ids"] for step in range(12)]
     for step in range(7, 12):  # resumed at step 7, by 4 ranks, by what they are told and nothing else
-        parts = [batch["input_ids"] for rank in range(4)
-                 for batch in after.micro_batches(step, global_batch=8, micro_batch=1, batch_rank=rank,
-                                                  num_batch_ranks=4)]
+        parts = [
+            batch["input_ids"]
+            for rank in range(4)
+            for batch in after.micro_batches(step, global_batch=8, micro_batch=1, batch_rank=rank, num_batch_ranks=4)
+        ]
         assert torch.equal(torch.cat(parts), undisturbed[step])
 
 
@@ -126,16 +135,31 @@ def test_windows_of_several_ranges_are_found():
 
 
 @settings(max_examples=40)
-@given(num_windows=st.integers(1, 30), micro=st.integers(1, 4), num_ranks=st.integers(1, 4),
-       max_windows=st.none() | st.integers(1, 40))
+@given(
+    num_windows=st.integers(1, 30),
+    micro=st.integers(1, 4),
+    num_ranks=st.integers(1, 4),
+    max_windows=st.none() | st.integers(1, 40),
+)
 def test_evaluation_reads_every_window_once_on_any_ranks(num_windows, micro, num_ranks, max_windows):
     windows = windows_of(num_windows, ids=np.arange(num_windows * 4, dtype=np.uint16) % 257)
-    of_rank = [list(windows.evaluation_batches(micro_batch=micro, batch_rank=rank, num_batch_ranks=num_ranks,
-                                               max_windows=max_windows)) for rank in range(num_ranks)]
+    of_rank = [
+        list(
+            windows.evaluation_batches(
+                micro_batch=micro, batch_rank=rank, num_batch_ranks=num_ranks, max_windows=max_windows
+            )
+        )
+        for rank in range(num_ranks)
+    ]
     assert len({len(parts) for parts in of_rank}) == 1  # or the ranks would wait for each other for ever
     alone = list(windows.evaluation_batches(micro_batch=1, max_windows=max_windows))
-    rows = [row for parts in zip(*of_rank, strict=True) for part in parts for row in part.batch["shift_labels"]
-            if row[0] != IGNORED_LABEL]
+    rows = [
+        row
+        for parts in zip(*of_rank, strict=True)
+        for part in parts
+        for row in part.batch["shift_labels"]
+        if row[0] != IGNORED_LABEL
+    ]
     assert torch.equal(torch.stack(rows), torch.cat([part.batch["shift_labels"] for part in alone]))
     assert len(alone) == min(num_windows, max_windows or num_windows)
     everything = [part for parts in of_rank for part in parts]
