@@ -19,7 +19,8 @@ from commands import rotorch, write_run
 GPT2 = '{model_type = "gpt2", vocab_size = 257, n_positions = 32, n_embd = 8, n_layer = 1, n_head = 2}'
 """A model without a tensor-parallel plan."""
 
-SRC = str(Path(cli.__file__).parents[2])
+ROOT = Path(__file__).resolve().parents[1]
+SRC = str(ROOT / "src")
 
 
 @pytest.fixture(autouse=True)
@@ -233,3 +234,13 @@ def test_inspect_and_export_a_run(capsys, finished, tmp_path):
     assert (tmp_path / "hf" / "model.safetensors").is_file()
     assert json.loads((tmp_path / "export.json").read_text())["step"] == 6
     assert "step" in capsys.readouterr().out
+
+
+def test_the_demo_is_a_run_of_three_million_parameters_on_two_ranks(tmp_path, warm):
+    from rotorch.run_config import load_run_config
+    from rotorch.train.preflight import check_run
+
+    overrides = [f"train.out={tmp_path / 'demo'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    checked = check_run(load_run_config(ROOT / "configs" / "demo.toml", overrides=overrides), nproc=2)
+    assert str(checked.strategies[0]) == "rtp=2"
+    assert checked.spec.num_parameters >= 3_000_000

@@ -34,7 +34,11 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and ends the process with its exit code."""
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    code = run(sys.argv[1:] if arguments is None else arguments)
+    if code == RANK_FAILED:
+        sys.stdout.flush()
+        os._exit(code)  # at once: a rank of torchrun's may hold a process group that waits for ranks that are gone
+    sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -102,8 +102,8 @@ def launch(
             logs_specs=DefaultLogsSpecs(log_dir=directory),
             signals_to_handle="SIGHUP,SIGQUIT",
         )
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see [Note: fork]
         try:
-            os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
             elastic_launch(config, _rank_main)(work, board, group, os.getpid(), traceback_dir)
         except ChildFailedError as error:
             if watch.aborted:
@@ -126,11 +126,9 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> None:
     rank = int(os.environ["RANK"])
     board = StatusBoard(1)
     board.enter(0, pid=os.getpid())
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # torchrun passes a Ctrl-C on to ranks that the terminal told already
-        signal.signal(number, lambda *_: board.request_stop())
+    # A second signal means no more than the first: torchrun passes on a Ctrl-C that the terminal sent to all.
+    signal.signal(signal.SIGINT, lambda *_: board.request_stop())
+    signal.signal(signal.SIGTERM, lambda *_: board.request_stop())
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _die_with(os.getppid())
     _use_threads()
