@@ -5,12 +5,14 @@ import inspect
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from rotorch import _torch_private
 from rotorch._torch_private import (
     TRUNCATED_NORMAL,
     TorchDispatchMode,
+    fake_store,
     in_backward,
     storage_key,
     tree_flatten,
@@ -100,3 +102,13 @@ def test_a_truncated_normal_is_drawn_by_one_function_wherever_its_caller_comes_f
     monkeypatch.setattr(nn.init, TRUNCATED_NORMAL, lambda *args, **kwargs: calls.append(args[1:5]))
     before(torch.empty(2, device="meta"), mean=0.5, std=2.0, a=-1.0, b=1.0)
     assert calls == [(0.5, 2.0, -1.0, 1.0)]
+
+
+def test_a_fake_group_has_any_size_and_does_nothing():
+    dist.init_process_group("fake", store=fake_store(), rank=5, world_size=1000)
+    try:
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor)
+        assert (dist.get_rank(), dist.get_world_size(), tensor.tolist()) == (5, 1000, [1.0, 1.0])
+    finally:
+        dist.destroy_process_group()

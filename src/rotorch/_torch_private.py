@@ -26,6 +26,7 @@ Reason: since torch 2.13 `trunc_normal_` does nothing to a meta tensor, so only 
 __all__ = [
     "TRUNCATED_NORMAL",
     "TorchDispatchMode",
+    "fake_store",
     "in_backward",
     "storage_key",
     "tree_flatten",
@@ -56,3 +57,13 @@ def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], *, like: Tensor) -> 
     Reason: the documented way to write a tensor subclass that stands for other tensors is a method with an underscore.
     """
     return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def fake_store() -> Any:
+    """Registers the process group backend "fake", which does nothing, and makes the store that it starts from.
+
+    Reason: torch keeps it with its own tests.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
