@@ -260,6 +260,66 @@ def test_a_unit_that_returns_a_dict_is_refused():
     assert "'layers.0' returns a dict" in message and "no role" in message
 
 
+class Residual(MLP):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class PostNorm(MLP):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(D)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+class Activated(MLP):
+    def forward(self, x):
+        return F.relu(super().forward(x))
+
+
+class WithDropout(MLP):
+    def forward(self, x):
+        return F.dropout(super().forward(x), 0.5)
+
+
+def net_of(layer):
+    class NetOf(Net):
+        mlp = layer
+
+    return NetOf
+
+
+@pytest.mark.parametrize("layer", [Residual, PostNorm, Activated])
+def test_a_unit_whose_slices_do_not_add_up_is_refused(layer):
+    for message in run_ranks(message_of, net_of(layer), "rtp=2", num_ranks=2):
+        assert "'layers.0' cannot be cut as the plan says" in message
+    gathered = {"layers.*.up": "colwise_gather_output", "layers.*.down": "colwise_gather_output"}
+    check(net_of(layer), "rtp=2", plan=gathered)
+
+
+def test_dropout_behind_the_sum_is_not_taken_for_more_than_a_sum():
+    assert run_ranks(message_of, net_of(WithDropout), "rtp=2", num_ranks=2) == ["", ""]
+
+
+class ChangesInput(MLP):
+    def forward(self, x):
+        return super().forward(x.mul_(0.5))
+
+
+class Changes(Net):
+    mlp = ChangesInput
+
+    def forward(self, x):
+        return self.norm(self.layers[1](self.layers[0](x.clone()) + x))
+
+
+def test_a_unit_that_changes_its_input_is_refused():
+    for message in run_ranks(message_of, Changes, "rtp=2[recompute=slice]", num_ranks=2):
+        assert "'layers.0' changes its input in place" in message
+
+
 class AddsInPlace(Net):
     def forward(self, x):
         for layer in self.layers:

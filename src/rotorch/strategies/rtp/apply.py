@@ -6,6 +6,12 @@ At rest each parameter is a DTensor over this rank's home slice, which lies in t
 gradient. For a pass, attentions and MLPs run their own forward once per visiting slice (`ops/rotate.py`); embedding,
 head and other single weights are replaced by stand-ins that rotate where they are used (`ops/rotating_weight.py`);
 norms are lent whole.
+
+[Note: sums]
+    Outputs of slices add up only if a module's forward is linear in its row-wise weights: a residual, a norm or an
+    activation behind them would count once per slice, and the loss would look right. Hugging Face's own plans keep to
+    that. A plan that the user has written is tried once, on the first input: row-wise weights times -2 must give the
+    output times -2, which in binary arithmetic is exact.
 """
 
 from __future__ import annotations
@@ -21,10 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
+from rotorch.comm.ring import Visit
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
-from rotorch.ops.rotate import RotatingUnit, rotate_module
+from rotorch.models.describe import module_declares
+from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
 from rotorch.ops.slice_linear import slice_linear
 from rotorch.parallel_model import Holding
@@ -72,7 +80,13 @@ class RTPHolding(Holding):
         for rotating in self.units:
             self._hold(rotating, parameters=parameters, sites=sites)
             if rotating.unit.kind is UnitKind.MODULE:
-                RotatedModule(module.get_submodule(rotating.unit.name), rotating, sites=sites, replicas=self.replicas)
+                RotatedModule(
+                    module.get_submodule(rotating.unit.name),
+                    rotating,
+                    sites=sites,
+                    replicas=self.replicas,
+                    proven=module_declares(module),
+                )
             else:
                 self._stand_in(rotating, sites=sites, heads=heads, keep_logits=strategy.recompute == "none")
         self.weights = {w.name: (self._home | self.replicas.held)[w.name] for w in spec.weights}
@@ -173,8 +187,10 @@ class RotatedModule:
         *,
         sites: dict[str, tuple[Site, ...]],
         replicas: Replicas,
+        proven: bool,
     ) -> None:
         unit = rotating.unit
+        self._proven = proven
         self._rotating = rotating
         self._dense_forward = module.forward
         self._weight_sites = [sites[w.name][0] for w in unit.weights]
@@ -234,10 +250,42 @@ class RotatedModule:
                 )
             return first
 
-        total = rotate_module(self._rotating, run, [*(leaves[i] for i in where), *whole])
+        inputs = [*(leaves[i] for i in where), *whole]
+        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        total = rotate_module(self._rotating, run, inputs)
+        if versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]:
+            raise ConfigError(
+                f"rtp: {self._rotating.unit.name!r} changes its input in place, which every slice would do again. "
+                "Give its weights no role in the plan, or let it change a copy"
+            )
+        if not self._proven:
+            self._prove(run, inputs)
         for name in self._added_once:
             total = total + self._replicas.twins[name]
         return (total, *[None] * (form[0] - 1)) if form else total
+
+    def _prove(self, run: RunSlice, inputs: Sequence[Tensor]) -> None:
+        """Tries on this rank's slice whether outputs of slices add up; see [Note: sums]."""
+        rotating, self._proven = self._rotating, True
+        home = rotating.ring.home_weights(rotating.item)
+        if not home.numel():
+            return
+        weights = [w.detach() for w in rotating.weights(Visit(rotating.ring.position, home, 0))]
+        rows = [w.cut is not None and 0 < w.cut.dim == len(w.shape) - 1 for w in rotating.unit.weights]
+        scaled = [-2.0 * weight if row else weight for weight, row in zip(weights, rows, strict=True)]
+        devices = [home.device] if home.device.type == "cuda" else []
+        outputs = []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            for given in (weights, scaled):
+                torch.manual_seed(0)  # dropout drops the same
+                outputs.append(run(given, inputs).float())
+        once, again = outputs
+        if (again + 2.0 * once).norm() > 1e-2 * again.norm():
+            raise ConfigError(
+                f"rtp: {rotating.unit.name!r} cannot be cut as the plan says: its forward does more with the row-wise "
+                "product than return it (a residual, a norm, an activation), so outputs of slices do not add up. Put "
+                "column- and row-wise weights into a module of their own, or write 'colwise_gather_output' for both"
+            )
 
 
 def _sharded(local: Tensor, weight: Weight, *, mesh: DeviceMesh) -> DTensor:
