@@ -146,7 +146,7 @@ def _parent(name: str, module: nn.Module) -> str:
     A linear layer's parent, or the module that holds the parameter itself.
     """
     holder = name.rpartition(".")[0]
-    if isinstance(module.get_submodule(holder), nn.Linear | nn.Embedding | nn.modules.conv._ConvNd):
+    if isinstance(module.get_submodule(holder), nn.Linear | nn.Embedding | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return holder.rpartition(".")[0]
     return holder
 
