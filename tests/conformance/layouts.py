@@ -45,12 +45,26 @@ def table() -> list[tuple[str, str]]:
     for kind, strategy in STRATEGIES.items():
         for size in (1, 2, 3, 4):
             layout = of_size(kind, size)
-            models = {1: MODELS[:2], 2: MODELS, 3: MODELS[:2], 4: MODELS[:1]}[size]
             if layout is not None:
-                pairs += [(layout, model) for model in (models if layout != kind else MODELS)]
+                pairs += [(layout, model) for model in (MODELS if size == 2 or layout == kind else MODELS[:1])]
         for chosen in options(strategy):
             # On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1.
             pairs.append((format_parallel([strategy(size=3, **chosen)]), "llama"))
     for outer, inner in sorted(COMPOSES):
         pairs += [(f"{of_size(outer, 2)},{of_size(inner, 2)}", model) for model in MODELS]
     return pairs
+
+
+def more() -> list[tuple[str, str]]:
+    """Pairs for what takes less time: uneven cuts and tied weights on three and four ranks."""
+    sizes = [
+        (layout, model)
+        for kind in STRATEGIES
+        for n, model in ((3, "qwen3"), (4, "gemma2"))
+        if (layout := of_size(kind, n))
+    ]
+    return [
+        *table(),
+        *sizes,
+        *[(f"{of_size(outer, 2)},{of_size(inner, 3)}", "gpt_neox") for outer, inner in sorted(COMPOSES)],
+    ]
