@@ -392,6 +392,33 @@ def test_a_unit_that_a_step_does_not_use_has_no_gradient():
     check(Skips, "rtp=2", "rtp=2[transport=send_receive]")
 
 
+class Sometimes(Net):
+    """Leaves its first unit out when it is told to."""
+
+    all_layers = True
+
+    def forward(self, x):
+        for layer in self.layers if self.all_layers else self.layers[1:]:
+            x = x + layer(x)
+        return self.norm(x)
+
+
+def used_then_not(model, micro_batches):
+    value = float(model.forward_backward(micro_batches))
+    grads = {name: model.full_tensor(name, grad=True) for name in model.weights}
+    model.module.all_layers = False
+    model.forward_backward(micro_batches)
+    for name in model.weights:
+        same = torch.equal(model.full_tensor(name, grad=True), grads[name])
+        assert same == name.startswith("layers.0"), name
+    return value, grads
+
+
+@pytest.mark.parametrize("layout", ["rtp=2", "rtp=3[transport=send_receive]", "ddp=2,rtp=2"])
+def test_gradients_of_a_unit_stay_when_a_further_step_does_not_use_it(layout):
+    check(Sometimes, layout, steps=used_then_not)
+
+
 def with_teacher(module, batch, num_targets):
     with torch.no_grad():
         target = module(batch["x"]) + 0.1 * batch["y"]

@@ -72,7 +72,8 @@ class ReplicatedHolding(Holding):
     def __init__(self, inner: Holding, *, mesh: DeviceMesh) -> None:
         self._inner = inner
         self._mesh = mesh
-        self._carried: dict[str, Tensor] = {}
+        self._carried: dict[str, tuple[Tensor, Tensor]] = {}
+        """Per weight: the gradient it had before this step, and a copy of this rank's part of it."""
         self.weights = inner.weights
         self.loss_scale = inner.loss_scale
         for held in self.weights.values():
@@ -87,7 +88,7 @@ class ReplicatedHolding(Holding):
         self._carried = {}
         for name, held in self.weights.items():
             if held.local_grad is not None and torch.is_grad_enabled():  # an evaluation leaves them where they are
-                self._carried[name] = held.local_grad.clone()
+                self._carried[name] = (held.parameter.grad, held.local_grad.clone())
                 held.parameter.grad = None
         self._inner.start()
 
@@ -97,11 +98,13 @@ class ReplicatedHolding(Holding):
     def finish(self) -> None:
         self._inner.finish()
         all_reduce_each(self._inner.gradients(), mesh=self._mesh)
-        for name, carried in self._carried.items():
-            grad = self.weights[name].local_grad
-            if grad is None:
-                raise AssertionError(f"{name} had a gradient before this step and none after it")
-            grad.add_(carried)
+        for name, (before, carried) in self._carried.items():
+            held = self.weights[name]
+            if held.parameter.grad is None:  # this step did not use it; its buffer was summed all the same
+                held.parameter.grad = before
+                held.local_grad.copy_(carried)
+            else:
+                held.local_grad.add_(carried)
         self._carried = {}
 
     def gradients(self) -> list[Tensor]:
