@@ -29,6 +29,10 @@ _KINDS = {
 }
 
 
+_SENDS_NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_"}
+_NAMESPACES = {"c10d", "_c10d_functional", "symm_mem"}
+
+
 class Meter(TorchDispatchMode):
     """Counts bytes and messages sent by this rank inside its `with` block.
 
@@ -36,6 +40,8 @@ class Meter(TorchDispatchMode):
         sent_bytes: per kind, what the textbook ring algorithm of the operation puts on the wire from this rank.
         num_messages: per kind, how many operations were issued.
         smallest_counted_bytes: operations with a smaller payload (the token count of a step) are left out.
+        not_counted: names of operations that send something but that the meter knows no rule for, and how many there
+            were.
     """
 
     def __init__(self, *, smallest_counted_bytes: int = 64) -> None:
@@ -43,6 +49,7 @@ class Meter(TorchDispatchMode):
         self.sent_bytes: dict[Kind, int] = defaultdict(int)
         self.num_messages: dict[Kind, int] = defaultdict(int)
         self.smallest_counted_bytes = smallest_counted_bytes
+        self.not_counted: dict[str, int] = defaultdict(int)
 
     @property
     def total_sent_bytes(self) -> int:
@@ -51,13 +58,15 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own dispatch issues the operations, and comes back here with each
-        if func.namespace == "c10d":
+        if func.namespace in _NAMESPACES:
             self._count(func._schema.name.removeprefix("c10d::"), args)
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: Any) -> None:
         kind = _KINDS.get(name)
         if kind is None:
+            if name not in _SENDS_NOTHING:
+                self.not_counted[name] += 1
             return
         # In every one of these schemas the last tensors before the process group are what this rank contributes;
         # gathers come

@@ -43,6 +43,8 @@ def traffic_problems(model: ParallelModel, meter: Meter) -> Iterator[str]:
     Messages between two ranks are counted to the byte; collectives up to rounding. A strategy that chose for itself
     among several ways (a field whose value is "auto") may have sent less than its Layout says, never more.
     """
+    for name, times in meter.not_counted.items():
+        yield f"{name} was called {times} times, and the meter knows no rule for it"
     expected = expected_sent_bytes(model)
     chose = any(value == "auto" for s in model.strategies for value in s.model_dump().values())
     for kind in sorted({*expected, *meter.sent_bytes}):

@@ -1,0 +1,93 @@
+"""The meter sees every operation, whoever issues it, and counts what a ring algorithm sends."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rotorch.comm.meter import Meter
+from rotorch.core.traffic import Kind
+from rotorch.testing.ranks import run_ranks
+
+GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def metered(function, **options):
+    with Meter(**options) as meter:
+        function()
+    return dict(meter.sent_bytes), dict(meter.num_messages), dict(meter.not_counted), meter.total_sent_bytes
+
+
+def collectives():
+    n = dist.get_world_size()
+    rows = torch.ones(100, 4)
+    return {
+        "all_reduce": metered(lambda: dist.all_reduce(rows.clone())),
+        "all_gather": metered(lambda: GATHER(torch.empty(100 * n, 4), rows)),
+        "reduce_scatter": metered(lambda: SCATTER(rows.clone()[: 100 // n], rows[: 100 // n * n])),
+        "list": metered(lambda: dist.all_gather([torch.empty(100, 4) for _ in range(n)], rows)),
+    }
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_collectives_by_the_ring_algorithm(n):
+    for found in run_ranks(collectives, num_ranks=n):
+        assert found["all_reduce"][0] == {Kind.ALL_REDUCE: 2 * 1600 * (n - 1) // n}
+        assert found["all_gather"][0] == {Kind.ALL_GATHER: 1600 * (n - 1)}
+        assert found["list"][0] == {Kind.ALL_GATHER: 1600 * (n - 1)}
+        assert found["reduce_scatter"][0] == {Kind.REDUCE_SCATTER: 1600 * (n - 1) // n}
+        assert all(sum(f[1].values()) == 1 and f[2] == {} and f[3] == sum(f[0].values()) for f in found.values())
+
+
+def messages():
+    rank, x = dist.get_rank(), torch.ones(50)
+
+    def pass_on():
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, torch.empty(50), 1 - rank)]
+        )
+        for work in works:
+            work.wait()
+
+    return metered(pass_on)
+
+
+def test_messages_count_for_their_sender():
+    for sent, number, unknown, _ in run_ranks(messages, num_ranks=2):
+        assert (sent, number, unknown) == ({Kind.SEND: 200}, {Kind.SEND: 1}, {})
+
+
+def small():
+    both = torch.ones(2), torch.ones(64)
+    counted = metered(lambda: [dist.all_reduce(t) for t in both])
+    return counted, metered(lambda: [dist.all_reduce(t) for t in both], smallest_counted_bytes=0)
+
+
+def test_small_payloads_are_left_out_unless_asked_for():
+    for counted, everything in run_ranks(small, num_ranks=2):
+        assert (counted[1], counted[3]) == ({Kind.ALL_REDUCE: 1}, 256)
+        assert (everything[1], everything[3]) == ({Kind.ALL_REDUCE: 2}, 264)
+
+
+def in_backward():
+    model = DistributedDataParallel(nn.Linear(30, 20))
+    for _ in range(2):  # the second time it tells the others in which order gradients came
+        model(torch.ones(2, 30)).sum().backward()
+    return metered(lambda: model(torch.ones(2, 30)).sum().backward())
+
+
+def test_what_a_library_sends_under_backward_is_seen():
+    for sent, _, unknown, _ in run_ranks(in_backward, num_ranks=2):
+        assert sent == {Kind.ALL_REDUCE: 620 * 4}
+        assert unknown == {}
+
+
+def unknown_operation():
+    return metered(lambda: dist.broadcast(torch.ones(100), 0))
+
+
+def test_what_it_has_no_rule_for_it_says():
+    for sent, _, unknown, _ in run_ranks(unknown_operation, num_ranks=2):
+        assert (sent, unknown) == ({}, {"broadcast_": 1})

@@ -1,0 +1,71 @@
+"""Pieces: what one rank holds of a whole, and torch's own checkpoints of it."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rotorch.core.spec import Cut, Weight
+from rotorch.shard.held import Piece, Pieces, cut_pieces
+
+
+@given(
+    dim=st.integers(0, 2), groups=st.integers(1, 6), blocks=st.integers(1, 3), group_size=st.integers(1, 3),
+    num_slices=st.integers(1, 8),
+)  # fmt: skip
+def test_pieces_of_all_slices_cover_the_whole_once(dim, groups, blocks, group_size, num_slices):
+    shape = tuple(groups * blocks * group_size if d == dim else 2 for d in range(3))
+    weight = Weight("w", shape, 4, Cut(dim, groups, blocks))
+    seen = torch.zeros(shape)
+    for index in range(num_slices):
+        local = torch.zeros(weight.slice_shape(num_slices=num_slices, index=index))
+        for piece in cut_pieces(weight, num_slices=num_slices, index=index):
+            assert piece.of_local(local).shape == piece.of_whole(seen).shape == torch.Size(piece.sizes)
+            piece.of_whole(seen).add_(1)
+            piece.of_local(local).add_(1)
+        assert (local == 1).all()
+    assert (seen == 1).all()
+
+
+def test_a_weight_that_is_not_cut_is_one_piece():
+    assert cut_pieces(Weight("w", (3, 2), 4), num_slices=4, index=2) == (Piece((0, 0), (3, 2)),)
+    number = torch.tensor(5.0)
+    (piece,) = cut_pieces(Weight("w", (), 4), num_slices=4, index=2)
+    assert piece.of_local(number) is number and torch.equal(piece.of_whole(number), number)
+
+
+def pieces_of(weight, whole, *, num_slices, index):
+    pieces = cut_pieces(weight, num_slices=num_slices, index=index)
+    local = torch.zeros(weight.slice_shape(num_slices=num_slices, index=index))
+    for piece in pieces:
+        piece.of_local(local).copy_(piece.of_whole(whole))
+    return Pieces(local, shape=weight.shape, pieces=pieces)
+
+
+def test_they_are_a_tensor_of_the_whole_shape_that_takes_part_in_nothing():
+    weight = Weight("w", (6, 4), 4, Cut(0, 3, blocks=2))
+    found = pieces_of(weight, torch.arange(24.0).view(6, 4), num_slices=2, index=1)
+    assert isinstance(found, Tensor)
+    assert (tuple(found.shape), found.dtype) == ((6, 4), torch.float32)
+    assert "Pieces(shape=(6, 4)" in repr(found)
+    with pytest.raises(TypeError, match=r"use \.local"):
+        torch.add(found, found)
+
+
+@pytest.mark.parametrize("cut", [Cut(0, 3, blocks=2), Cut(1, 5)])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_own_checkpoints_save_and_load_them_under_any_cut(tmp_path, cut):
+    weight = Weight("w", (12, 5), 4, cut)
+    whole = torch.arange(60.0).view(12, 5)
+    dcp.save({"w": pieces_of(weight, whole, num_slices=1, index=0)}, checkpoint_id=tmp_path, no_dist=True)
+    for num_slices in (1, 2, 3, 6):
+        for index in range(num_slices):
+            wanted = pieces_of(weight, torch.zeros(12, 5), num_slices=num_slices, index=index)
+            dcp.load({"w": wanted}, checkpoint_id=tmp_path, no_dist=True)
+            for piece in wanted.pieces:
+                assert torch.equal(piece.of_local(wanted.local), piece.of_whole(whole))
+    plain = {"w": torch.zeros(12, 5)}
+    dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(plain["w"], whole)
