@@ -40,8 +40,8 @@ def my_micro_batches(model: ParallelModel, batch: Mapping[str, Tensor]) -> list[
 
 
 def parallel_losses(model: ParallelModel, *, num_steps: int, vocab_size: int) -> Iterator[float]:
-    """Trains with AdamW on the parity batches and yields the loss of every step. All ranks."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    """Trains with AdamW (all weights at once) on the parity batches and yields the loss of every step. All ranks."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
     for step in range(num_steps):
         optimizer.zero_grad()
         yield float(model.forward_backward(my_micro_batches(model, parity_batch(step=step, vocab_size=vocab_size))))
@@ -49,7 +49,7 @@ def parallel_losses(model: ParallelModel, *, num_steps: int, vocab_size: int) ->
 
 
 def reference_losses(module: nn.Module, *, num_steps: int, vocab_size: int) -> Iterator[float]:
-    """The same with a plain module on one process, each global batch at once."""
+    """The same with a plain module on one process, each global batch at once, one weight after another."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
     for step in range(num_steps):
         yield float(reference_step(module, parity_batch(step=step, vocab_size=vocab_size)))
