@@ -1,8 +1,8 @@
 """Starts ranks on this machine through torch's elastic launcher and says what happened to them.
 
 [Note: how a run ends]
-    - A rank dies, by a signal or an exception: `_Watch`, threads of the launcher, notices at once, gives the others a
-      second to note what they saw, and kills them. `RankFailure` names the rank that failed first and what it did.
+    - A rank dies, by a signal or an exception: the launcher sees it within 0.1 s, gives the others a second to note
+      what they saw, and kills them. `RankFailure` names the rank that failed first and what it was doing.
     - The launcher dies: the kernel kills the ranks (PR_SET_PDEATHSIG), whatever they are waiting for.
     - Ctrl-C, or SIGTERM, to the launcher or to all: the launcher raises a flag on the status board, and the ranks,
       which ignore both signals, agree on the step after which they save and leave. A second Ctrl-C kills them.
@@ -23,35 +23,32 @@ import os
 import signal
 import sys
 import tempfile
-import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.agent.server import RunResult, WorkerGroup, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from rotorch.comm.transports.shared_memory import shared_memory_directory
 from rotorch.core.errors import ConfigError, RankFailure, RotorchError
-from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
+from rotorch.train.deaths import Watch, death_of, explain
+from rotorch.train.status import FailureKind, Phase, StatusBoard
 
 Work = Callable[[StatusBoard], None]
 """What a rank does, given the board on which it notes what it is doing."""
 
-SHARED_MEMORY_VARIABLE = "ROTORCH_SHARED_MEMORY_DIR"
-
 _PR_SET_PDEATHSIG = 1
-_MONITOR_EVERY_S = 0.2
-_LOOK_EVERY_S = 0.02
-_GRACE_S = 1.0
-"""How long ranks that outlive a failed one may take to note what they saw."""
+_LOOK_EVERY_S = 0.1
 
 
 def is_rank() -> bool:
@@ -77,43 +74,67 @@ def launch(
         ConfigError: if a rank found the input to be wrong.
         KeyboardInterrupt: after a second Ctrl-C.
     """
-    board = StatusBoard(num_ranks)
+    watch = Watch(StatusBoard(num_ranks))
     torch.set_num_threads(1)
     with (
         _quiet_elastic(),
         tempfile.TemporaryDirectory(prefix="rotorch-") as directory,
         _own_shared_memory(),
-        _Watch(board) as watch,
         _forward_stop(watch),
     ):
         group = _Group(file=f"{directory}/ranks", num_ranks=num_ranks, backend=backend, timeout_s=timeout_s)
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=f"rotorch-{os.getpid()}",
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{directory}/rendezvous",
-            rdzv_configs={"store_type": "file"},
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=_MONITOR_EVERY_S,
-            start_method="fork",
-            logs_specs=DefaultLogsSpecs(log_dir=directory),
-            signals_to_handle="SIGHUP,SIGQUIT",
-        )
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see [Note: fork]
+        arguments = (work, watch.board, group, os.getpid(), traceback_dir)
         try:
-            elastic_launch(config, _rank_main)(work, board, group, os.getpid(), traceback_dir)
-        except ChildFailedError as error:
-            if watch.aborted:
-                raise KeyboardInterrupt from None
-            for rank, failure in error.failures.items():
-                if watch.deaths.get(rank, Death()) == Death():
-                    watch.deaths[rank] = _exit_status(failure.exitcode)
-            raise _explain(board.all(), deaths=watch.deaths) from None
+            result = _run_agent(watch, arguments, num_ranks=num_ranks, directory=directory)
         except SignalException as error:
             raise RankFailure(f"the launcher was ended by {error.sigval.name}") from None
+        if result.is_failed():
+            deaths = {rank: death_of(failure.exitcode) for rank, failure in result.failures.items()}
+            raise explain(watch.board.all(), deaths=deaths)
+
+
+class _Agent(LocalElasticAgent):
+    """torch's elastic agent for one machine, which looks how its ranks end before it reaps them."""
+
+    def __init__(self, *args: Any, watch: Watch, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._watch = watch
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._watch.look({worker.global_rank: worker.id for worker in worker_group.workers})
+        return super()._monitor_workers(worker_group)
+
+
+def _run_agent(watch: Watch, arguments: tuple[Any, ...], *, num_ranks: int, directory: str) -> RunResult:
+    """Starts the ranks and returns when they are done; raises what `watch` says when one failed."""
+    rendezvous = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint=f"{directory}/rendezvous",
+            run_id=f"rotorch-{os.getpid()}",
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="127.0.0.1",
+            store_type="file",
+        )
+    )
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        entrypoint=_rank_main,
+        args=arguments,
+        rdzv_handler=rendezvous,
+        max_restarts=0,
+        monitor_interval=_LOOK_EVERY_S,
+        local_addr="127.0.0.1",
+    )
+    agent = _Agent(spec=spec, logs_specs=DefaultLogsSpecs(log_dir=directory), start_method="fork", watch=watch)
+    # The first: see [Note: fork]. The second: the other signals are ours.
+    with _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", TORCHELASTIC_SIGNALS_TO_HANDLE="SIGHUP,SIGQUIT"):
+        try:
+            return agent.run()
+        finally:
+            rendezvous.shutdown()
 
 
 def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> None:
@@ -140,7 +161,7 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> None:
         raise
     except Exception as error:
         _leave_traceback(traceback_dir, rank=rank)
-        raise RankFailure(f"rank {rank} failed {board.read(0)}: {_one_line(error)}") from None
+        raise RankFailure(f"rank {rank} failed {board.read(0).when}: {_one_line(error)}") from None
 
 
 # ---------------------------------------------------------------- inside a rank
@@ -170,14 +191,13 @@ class _Group:
 def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int, traceback_dir: Path | None) -> None:
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with(launcher_pid)
     board.enter(rank, pid=os.getpid())
     _use_threads()
     try:
         board.doing(Phase.JOINING)
         group.join(rank)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # until here it ends ranks that wait for one that never came
         work(board)
         dist.destroy_process_group()
     except BaseException as error:
@@ -219,106 +239,11 @@ def _leave_traceback(directory: Path | None, *, rank: int) -> None:
             (directory / f"traceback-rank{rank}.txt").write_text(traceback.format_exc())
 
 
-# ---------------------------------------------------------------- inside the launcher
-
-
-@dataclass(frozen=True)
-class Death:
-    """How a rank's process ended: by signal `signal_number`, or with `exit_code`."""
-
-    exit_code: int = 0
-    signal_number: int = 0
-
-    def __str__(self) -> str:
-        if self == Death():
-            return "vanished"
-        if not self.signal_number:
-            return f"ended with exit code {self.exit_code}"
-        try:
-            name = signal.Signals(self.signal_number).name
-        except ValueError:
-            name = f"signal {self.signal_number}"
-        why = " (the system does that when memory runs out)" if self.signal_number == signal.SIGKILL else ""
-        return f"was killed by {name}{why}"
-
-
-_SIGTERM = Death(signal_number=signal.SIGTERM)
-
-
-def _exit_status(exit_code: int) -> Death:
-    return Death(signal_number=-exit_code) if exit_code < 0 else Death(exit_code=exit_code)
-
-
-class _Watch:
-    """A thread per rank that notices how it ends; the first that sees a failure kills the other ranks.
-
-    See [Note: how a run ends].
-
-    Attributes:
-        deaths: how ranks ended that failed before any was killed from here, in the order in which that was noticed.
-        aborted: whether a second Ctrl-C ended the run.
-    """
-
-    def __init__(self, board: StatusBoard) -> None:
-        self.board = board
-        self.deaths: dict[int, Death] = {}
-        self.aborted = False
-        self._ended: set[int] = set()
-        self._killed = False
-        self._killing = threading.Lock()
-        self._over = threading.Event()
-        ranks = range(board.num_ranks)
-        self._threads = [threading.Thread(target=self._follow, args=(rank,), daemon=True) for rank in ranks]
-
-    def __enter__(self) -> _Watch:
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def kill(self) -> None:
-        """Kills all ranks that are alive."""
-        self._killed = True
-        for status in self.board.all():
-            if status.pid and status.rank not in self._ended:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(status.pid, signal.SIGKILL)
-
-    def _follow(self, rank: int) -> None:
-        while not (pid := self.board.read(rank).pid):
-            if self._over.wait(_LOOK_EVERY_S):
-                return
-        death = _wait(pid)
-        self._ended.add(rank)
-        if death == Death() and self.board.read(rank).phase is Phase.DONE:
-            return
-        if self._killing.acquire(blocking=False):  # the first failure; kept for good
-            self.deaths[rank] = death
-            end = time.monotonic() + _GRACE_S
-            while time.monotonic() < end and len(self._ended) < self.board.num_ranks:
-                time.sleep(_LOOK_EVERY_S)
-            self.kill()
-        elif not self._killed:
-            self.deaths[rank] = death
-
-
-def _wait(pid: int) -> Death:
-    """Returns when a child ends, and how. Leaves it for the elastic launcher to reap."""
-    try:
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    except ChildProcessError:  # reaped already: the elastic launcher tells how it ended
-        return Death()
-    if ended is None:
-        return Death()
-    return Death(exit_code=ended.si_status) if ended.si_code == os.CLD_EXITED else Death(signal_number=ended.si_status)
+# ---------------------------------------------------------------- around the launcher
 
 
 @contextlib.contextmanager
-def _forward_stop(watch: _Watch) -> Iterator[None]:
+def _forward_stop(watch: Watch) -> Iterator[None]:
     """Turns Ctrl-C and SIGTERM into the stop flag, a second Ctrl-C into an end at once."""
     own_pid = os.getpid()
 
@@ -326,8 +251,8 @@ def _forward_stop(watch: _Watch) -> Iterator[None]:
         again = watch.board.stop_requested and number == signal.SIGINT
         watch.board.request_stop()
         if again and os.getpid() == own_pid:  # a rank runs this too, in the moment between its fork and its first line
-            watch.aborted = True
             watch.kill()
+            raise KeyboardInterrupt
 
     before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -347,15 +272,26 @@ def _own_shared_memory() -> Iterator[None]:
     if not os.access(parent, os.W_OK):
         yield  # then there is none to be had, and the ranks will say so
         return
-    before = os.environ.get(SHARED_MEMORY_VARIABLE)
-    with tempfile.TemporaryDirectory(prefix="rotorch-", dir=parent) as directory:
-        os.environ[SHARED_MEMORY_VARIABLE] = directory
-        try:
-            yield
-        finally:
-            os.environ.pop(SHARED_MEMORY_VARIABLE)
-            if before is not None:
-                os.environ[SHARED_MEMORY_VARIABLE] = before
+    with (
+        tempfile.TemporaryDirectory(prefix="rotorch-", dir=parent) as directory,
+        _environment(ROTORCH_SHARED_MEMORY_DIR=directory),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Sets environment variables, for ranks to inherit, and puts back what was there."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -374,24 +310,3 @@ def _quiet_elastic() -> Iterator[None]:
         for logger, propagate in zip(silenced, before, strict=True):
             logger.removeHandler(nothing)
             logger.propagate = propagate
-
-
-def _explain(statuses: list[RankStatus], *, deaths: dict[int, Death]) -> RotorchError:
-    """Says which rank failed first: one that vanished, since others then missed it; else the earliest exception."""
-    silent = [rank for rank in deaths if statuses[rank].failure is FailureKind.NONE]
-    # While ranks join, the elastic launcher ends those that are left with SIGTERM.
-    vanished = [statuses[rank] for rank in sorted(silent, key=lambda r: deaths[r] in (Death(), _SIGTERM))]
-    raised = sorted((s for s in statuses if s.failure is not FailureKind.NONE), key=lambda s: s.failed_at_s)
-    wrong_input = next((s for s in raised if s.failure is FailureKind.INPUT), None)
-    if wrong_input is not None and not vanished:
-        return ConfigError(wrong_input.message)
-    if vanished:
-        first = vanished[0]
-        what = f"rank {first.rank} {deaths[first.rank]} {first}"
-    elif raised:
-        first = raised[0]
-        what = f"rank {first.rank} failed {first}: {first.message}"
-    else:
-        return RankFailure("a rank failed, and none of them says why")
-    others = "; ".join(f"rank {s.rank} was {s}" for s in statuses if s.rank != first.rank)
-    return RankFailure(what + (f" ({others})" if others else ""))

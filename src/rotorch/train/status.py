@@ -92,6 +92,11 @@ class RankStatus:
     def __str__(self) -> str:
         return f"in step {self.step}, {self.phase.text}" if self.step else self.phase.text
 
+    @property
+    def when(self) -> str:
+        """Completes "failed ..."."""
+        return str(self) if self.step else f"while {self.phase.text}"
+
 
 class StatusBoard:
     """One slot for each of `num_ranks` ranks, and one flag that asks all of them to stop after their step."""

@@ -1,0 +1,126 @@
+"""How ranks end: what the launcher sees of it, and which of them failed first."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rotorch.core.errors import ConfigError, RankFailure, RotorchError
+from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
+
+_LOOK_EVERY_S = 0.02
+_GRACE_S = 1.0
+"""How long ranks that outlive a failed one may take to note what they saw."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """How a rank's process ended: by signal `signal_number`, or with `exit_code`; None if nobody knows."""
+
+    exit_code: int | None = 0
+    signal_number: int = 0
+
+    def __str__(self) -> str:
+        if self.exit_code is None:
+            return "died"
+        if not self.signal_number:
+            return f"ended with exit code {self.exit_code}"
+        try:
+            name = signal.Signals(self.signal_number).name
+        except ValueError:
+            name = f"signal {self.signal_number}"
+        why = " (the system does that when memory runs out)" if self.signal_number == signal.SIGKILL else ""
+        return f"was killed by {name}{why}"
+
+
+def death_of(exit_code: int) -> Death:
+    """The death that Python's `exitcode` of a process tells of: -9 is SIGKILL."""
+    return Death(signal_number=-exit_code) if exit_code < 0 else Death(exit_code=exit_code)
+
+
+class Watch:
+    """Looks how ranks are, and ends the others when one of them failed.
+
+    Attributes:
+        board: on which ranks note what they are doing.
+        pids: the ranks' processes, by rank; empty before they are started.
+        deaths: how ranks ended that failed by themselves, in the order in which that was noticed.
+    """
+
+    def __init__(self, board: StatusBoard) -> None:
+        self.board = board
+        self.pids: dict[int, int] = {}
+        self.deaths: dict[int, Death] = {}
+        self._ended: set[int] = set()
+
+    def look(self, pids: Mapping[int, int]) -> None:
+        """Looks once. Call it before anyone reaps the processes, or it cannot tell how they ended.
+
+        Raises:
+            RankFailure: a rank failed: which, how, and what it was doing. The others have been killed.
+            ConfigError: a rank found the input to be wrong.
+        """
+        self.pids = dict(pids)
+        if not self._note():
+            return
+        end = time.monotonic() + _GRACE_S
+        while time.monotonic() < end and len(self._ended) < len(self.pids):
+            time.sleep(_LOOK_EVERY_S)
+            self._note()
+        self.kill()
+        raise explain(self.board.all(), deaths=self.deaths)
+
+    def kill(self) -> None:
+        """Kills all ranks that are alive."""
+        for rank, pid in self.pids.items():
+            if rank not in self._ended:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def _note(self) -> bool:
+        """Notes who ended since; returns whether anyone failed."""
+        for rank, pid in self.pids.items():
+            death = None if rank in self._ended else _death(pid)
+            if death is None:
+                continue
+            self._ended.add(rank)
+            is_done = self.board.read(rank).phase is Phase.DONE
+            if not is_done or death not in (Death(), Death(exit_code=None)):
+                self.deaths[rank] = death
+        return bool(self.deaths)
+
+
+def _death(pid: int) -> Death | None:
+    """How a child ended, None while it lives. Does not reap it."""
+    if not hasattr(os, "waitid"):  # macOS: then the elastic launcher has to notice, which takes longer
+        return None
+    try:
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # reaped: Python does that to a process that ends while another one is started
+        return Death(exit_code=None)
+    if ended is None:
+        return None
+    return Death(exit_code=ended.si_status) if ended.si_code == os.CLD_EXITED else Death(signal_number=ended.si_status)
+
+
+def explain(statuses: list[RankStatus], *, deaths: Mapping[int, Death]) -> RotorchError:
+    """Says which rank failed first: one that vanished, since others then missed it; else the earliest exception."""
+    vanished = [statuses[rank] for rank in deaths if statuses[rank].failure is FailureKind.NONE]
+    raised = sorted((s for s in statuses if s.failure is not FailureKind.NONE), key=lambda s: s.failed_at_s)
+    wrong_input = next((s for s in raised if s.failure is FailureKind.INPUT), None)
+    if wrong_input is not None and not vanished:
+        return ConfigError(wrong_input.message)
+    if vanished:
+        first = vanished[0]
+        what = f"rank {first.rank} {deaths[first.rank]} {first.when}"
+    elif raised:
+        first = raised[0]
+        what = f"rank {first.rank} failed {first.when}: {first.message}"
+    else:
+        return RankFailure("a rank failed, and none of them says why")
+    others = "; ".join(f"rank {s.rank} was {s}" for s in statuses if s.rank != first.rank)
+    return RankFailure(what + (f" ({others})" if others else ""))
