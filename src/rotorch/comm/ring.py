@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,11 +32,13 @@ class Visit:
         index: which slice.
         weights: the slice, flat; only valid until the next visit. None if it was not asked for.
         step: how many visits of this pass came before.
+        turn: over shared memory, the turn in which this rank adds to the slice's gradient.
     """
 
     index: int
     weights: Tensor | None
     step: int
+    turn: int = 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,12 @@ class GradientBuffer:
     fresh: bool
 
 
+class LateAddition(Protocol):
+    """An addition to a gradient; returns whether it was made, which it is if told to wait."""
+
+    def __call__(self, *, wait: bool) -> bool: ...
+
+
 class Ring(ABC):
     """One rank's place on a ring of `size` ranks, holding one slice of each of several items.
 
@@ -64,6 +73,9 @@ class Ring(ABC):
     moves_weights: bool
     """Whether slices pass through buffers that are used again; then nothing may keep a view of one."""
 
+    adds_late: bool
+    """Whether a rank may add its part to its own slice's gradient later than in its visit (see `add_late`)."""
+
     name: str
     """Of the transport, for `doctor` and reports."""
 
@@ -74,6 +86,7 @@ class Ring(ABC):
         self.dtype = dtype
         self.fresh = [True] * len(self.numels)
         """Per item: whether nothing has been added to its gradients in this step."""
+        self._late: list[LateAddition] = []
 
     @abstractmethod
     def home_weights(self, item: int) -> Tensor:
@@ -95,6 +108,7 @@ class Ring(ABC):
         here.
         """
         self.fresh = list(fresh)
+        self._late = []
 
     @abstractmethod
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
@@ -111,9 +125,24 @@ class Ring(ABC):
     def pass_on(self, item: int, visit: Visit) -> None:
         """This rank has added its part to `gradient(item, visit)`: sends it on its way."""
 
+    def add_late(self, addition: LateAddition) -> None:
+        """Notes an addition to this rank's own slice for which the ranks before it were not ready.
+
+        Own slices come last in a pass and nobody waits for them, so the next unit may begin; one addition is kept back.
+        """
+        while self._late:
+            self._late.pop(0)(wait=True)
+        self._late.append(addition)
+
+    def catch_up(self) -> None:
+        """Makes what `add_late` noted, waiting if need be."""
+        late, self._late = self._late, []
+        for addition in late:
+            addition(wait=True)
+
     def finish(self) -> None:
         """Ends a step: everything sent has left, everything due has come."""
-        return None
+        self.catch_up()
 
     def close(self) -> None:
         """Gives memory back."""

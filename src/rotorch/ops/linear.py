@@ -70,14 +70,24 @@ class _RotateLinear(torch.autograd.Function):
         return None, None, dx_BI.view_as(x).to(x.dtype)
 
 
-def add_linear_gradient(unit: RotatingUnit, visit: Visit, grad_BR: Tensor, x_BI: Tensor) -> None:
-    """Adds a linear layer's gradient to that of the visiting slice [weight [R, I], bias [R]] and passes it on."""
+def add_linear_gradient(
+    unit: RotatingUnit, visit: Visit, grad_BR: Tensor, x_BI: Tensor, *, row_scale_B: Tensor | None = None
+) -> None:
+    """Adds a linear layer's gradient to that of the visiting slice [weight [R, I], bias [R]] and passes it on.
+
+    Args:
+        unit: the layer's unit.
+        visit: of the slice.
+        grad_BR: gradient of the output.
+        x_BI: input; times `row_scale_B` already, if that is given.
+        row_scale_B: what each row of `grad_BR` is still to be multiplied by.
+    """
     if not unit.trained:
         return
     receiver = SliceGradient(unit, visit, wait=True)
     receiver.add_product(0, grad_BR, x_BI)
     if len(unit.slices.weights) > 1:
-        receiver.add(1, grad_BR.sum(0))
+        receiver.add(1, grad_BR.sum(0) if row_scale_B is None else grad_BR.t() @ row_scale_B)
     receiver.pass_on()
 
 

@@ -191,6 +191,8 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         needs_grad = any(ctx.needs_input_grad)
         with torch.autocast(x_BD.device.type, enabled=False):
             for visit in unit.visits(backward=False):
+                if not keep:
+                    kept.clear()  # only the last slice's stay: backward begins with it
                 raw_BR = _slice_logits(unit, visit, x_BD)
                 logits_BR = _replay(raw_BR, chain)
                 tokens, local = _targets_in_slice(unit, visit.index, target_B)
@@ -199,8 +201,9 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 if picked_B is None:
                     picked_B = logits_BR.new_zeros(target_B.shape)
                 picked_B[tokens] = logits_BR[tokens, local]
-                if keep and needs_grad:
+                if needs_grad:
                     kept[visit.index] = raw_BR
+                del raw_BR, logits_BR
         if lse_B is None or picked_B is None:
             raise AssertionError(f"{unit.unit.name}: every slice is empty")
         valid_B = target_B != ignore_index
@@ -214,17 +217,19 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         unit: RotatingUnit = ctx.unit
         hidden_BD, target_B, lse_B, valid_B = ctx.saved_tensors
         x_BD = hidden_BD.detach().to(ctx.dtype)
-        scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1)
+        # The loss's scale goes to the small operands, [B, D], not to every slice's [B, R].
+        scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1).to(ctx.dtype)
+        scaled_x_BD = x_BD * scale_B1
         dx_BD = torch.zeros_like(x_BD)
         for visit in unit.visits(backward=True):
             raw_BR = ctx.kept.pop(visit.index, None)
             if raw_BR is None:
                 raw_BR = _slice_logits(unit, visit, x_BD)
             tokens, local = _targets_in_slice(unit, visit.index, target_B)
-            d_raw_BR = _softmax_gradient(raw_BR, ctx.chain, lse_B, tokens, local, scale_B1).to(ctx.dtype)
+            d_raw_BR = _softmax_gradient(raw_BR, ctx.chain, lse_B, tokens, local).to(ctx.dtype)
             dx_BD.addmm_(d_raw_BR, unit.weights(visit)[0].detach().to(ctx.dtype))
-            add_linear_gradient(unit, visit, d_raw_BR, x_BD)
-        return (*[None] * 5, dx_BD.to(hidden_BD.dtype), None)
+            add_linear_gradient(unit, visit, d_raw_BR, scaled_x_BD, row_scale_B=scale_B1.squeeze(1))
+        return (*[None] * 5, dx_BD.mul_(scale_B1).to(hidden_BD.dtype), None)
 
 
 def _slice_logits(unit: RotatingUnit, visit: Any, x_BD: Tensor) -> Tensor:
@@ -245,9 +250,8 @@ def _softmax_gradient(
     lse_B: Tensor,
     tokens: Tensor,
     local: Tensor,
-    scale_B1: Tensor,
 ) -> Tensor:
-    """Gradient of the scaled loss in a slice's raw logits; overwrites them where nothing was done to them since."""
+    """Gradient of each token's loss in a slice's raw logits; overwrites them where nothing was done to them since."""
     if chain:
         with torch.enable_grad():
             leaf = raw_BR.detach().requires_grad_()
@@ -256,5 +260,4 @@ def _softmax_gradient(
     else:
         grad_BR = raw_BR.sub_(lse_B.unsqueeze(1)).exp_()
     grad_BR[tokens, local] -= 1.0
-    grad_BR.mul_(scale_B1)
     return torch.autograd.grad(logits_BR, leaf, grad_BR)[0] if chain else grad_BR

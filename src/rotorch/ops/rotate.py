@@ -139,16 +139,26 @@ class SliceGradient:
 
     def pass_on(self) -> None:
         """Everything of this rank is in: adds what came early, and sends the sum on."""
-        if not self._unit.trained:
+        unit = self._unit
+        if not unit.trained or self._complete(wait=False):
             return
+        if unit.ring.adds_late and self._visit.index == unit.ring.position:
+            unit.ring.add_late(self._complete)
+        else:
+            self._complete(wait=True)
+
+    def _complete(self, *, wait: bool) -> bool:
         if self._views is None:
-            self._look(wait=True)
+            self._look(wait=wait)
+        if self._views is None:
+            return False
         for number, grad in self._early:
             self.add(number, grad)
-        for view, fresh in zip(self._views or (), self._fresh, strict=False):
+        for view, fresh in zip(self._views, self._fresh, strict=True):
             if fresh:
                 view.zero_()
         self._unit.ring.pass_on(self._unit.item, self._visit)
+        return True
 
 
 def rotate_module(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> Tensor:

@@ -90,6 +90,7 @@ class SendReceiveRing(Ring):
     """See the module's notes. All ranks of `mesh` must make it together."""
 
     moves_weights = True
+    adds_late = False  # a slot must be free for the next unit
     name = "send_receive"
 
     def __init__(

@@ -63,6 +63,7 @@ class SharedMemoryRing(Ring):
     """
 
     moves_weights = False
+    adds_late = True
     name = "shared_memory"
 
     def __init__(
@@ -166,31 +167,30 @@ class SharedMemoryRing(Ring):
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         for step, index in enumerate(self.order(backward=backward)):
-            yield Visit(index, self._weights[index][item] if fetch else None, step)
+            turn = self._base + self._rounds[item] * self.size + step
+            yield Visit(index, self._weights[index][item] if fetch else None, step, turn)
         if backward:
             self._rounds[item] += 1
             self.fresh[item] = False
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        turns, turn = self._turns[visit.index], self._turn(item, visit)
-        if turns[item] < turn:
+        turns = self._turns[visit.index]
+        if turns[item] < visit.turn:
             if not wait:
                 return None
-            self._wait(turns, item, turn, visit)
+            self.catch_up()  # another rank may be waiting for what this one keeps back
+            self._wait(turns, item, visit)
         with self._fence:
             pass
         return GradientBuffer(self._gradients[visit.index][item], self.fresh[item] and visit.step == 0)
 
     def pass_on(self, item: int, visit: Visit) -> None:
         with self._fence:
-            self._turns[visit.index][item] = self._turn(item, visit) + 1
+            self._turns[visit.index][item] = visit.turn + 1
 
-    def _turn(self, item: int, visit: Visit) -> int:
-        return self._base + self._rounds[item] * self.size + visit.step
-
-    def _wait(self, turns: np.ndarray, item: int, turn: int, visit: Visit) -> None:
+    def _wait(self, turns: np.ndarray, item: int, visit: Visit) -> None:
         deadline, yields = time.monotonic() + self._timeout_s, 0
-        while turns[item] < turn:
+        while turns[item] < visit.turn:
             yields += 1
             if yields < _YIELDS:
                 os.sched_yield()
@@ -199,5 +199,5 @@ class SharedMemoryRing(Ring):
             if time.monotonic() > deadline:
                 raise RankFailure(
                     f"ring position {self.position} waited {self._timeout_s:.0f} s for slice {visit.index} "
-                    f"of item {item} (turn {turns[item] - self._base} of {turn - self._base}): the rank before is late"
+                    f"of item {item} (turn {turns[item] - self._base} of {visit.turn - self._base})"
                 )
