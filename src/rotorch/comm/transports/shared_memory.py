@@ -199,5 +199,6 @@ class SharedMemoryRing(Ring):
             if time.monotonic() > deadline:
                 raise RankFailure(
                     f"ring position {self.position} waited {self._timeout_s:.0f} s for slice {visit.index} "
-                    f"of item {item} (turn {turns[item] - self._base} of {visit.turn - self._base})"
+                    f"of item {item} (turn {turns[item] - self._base} of {visit.turn - self._base}): "
+                    "the rank before it is late"
                 )
