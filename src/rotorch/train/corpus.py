@@ -117,8 +117,9 @@ class Corpus:
             _log.info("corpus %s: %d empty documents left out", self.source, num_empty)
 
 
-def find_corpus(source: str | os.PathLike[str], *, text_field: str = "text",
-                suffixes: Sequence[str] | None = None) -> Corpus:
+def find_corpus(
+    source: str | os.PathLike[str], *, text_field: str = "text", suffixes: Sequence[str] | None = None
+) -> Corpus:
     """Finds the files of a corpus and checks what can be checked without reading them through.
 
     Args:
@@ -143,8 +144,10 @@ def find_corpus(source: str | os.PathLike[str], *, text_field: str = "text",
         root = Path(sysconfig.get_path("stdlib"))
         paths = [path for path in _walk(root, left_out=_STDLIB_LEFT_OUT) if path.suffix == ".py"]
         if not paths:
-            raise ConfigError(f"corpus 'stdlib': no *.py in {root}: this interpreter comes without its sources. "
-                              "Write the path of a text file or directory instead")
+            raise ConfigError(
+                f"corpus 'stdlib': no *.py in {root}: this interpreter comes without its sources. "
+                "Write the path of a text file or directory instead"
+            )
         files = [_text_file(path) for path in paths]
     else:
         path = Path(name).expanduser().absolute()
@@ -186,12 +189,20 @@ def _choose(root: Path, *, name: str, suffixes: Sequence[str] | None) -> list[Pa
         return chosen
     chosen = [path for path in found if _kind(path) != "text"] or [path for path in found if _is_text(path)]
     if not chosen:
-        raise ConfigError(f"corpus '{name}': none of its {len(found)} files is UTF-8 text, JSONL or Parquet. "
-                          "Write suffixes=[...] to read them all the same")
+        raise ConfigError(
+            f"corpus '{name}': none of its {len(found)} files is UTF-8 text, JSONL or Parquet. "
+            "Write suffixes=[...] to read them all the same"
+        )
     if len(chosen) < len(found):
         left_out = next(path for path in found if path not in set(chosen))
-        _log.info("corpus %s: %d of %d files read; left out, as %s: %s", name, len(chosen), len(found),
-                  "not UTF-8 text" if _kind(chosen[0]) == "text" else "neither JSONL nor Parquet", left_out.name)
+        _log.info(
+            "corpus %s: %d of %d files read; left out, as %s: %s",
+            name,
+            len(chosen),
+            len(found),
+            "not UTF-8 text" if _kind(chosen[0]) == "text" else "neither JSONL nor Parquet",
+            left_out.name,
+        )
     return chosen
 
 
@@ -268,8 +279,10 @@ def _read_jsonl(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
                 except (ValueError, RecursionError) as error:  # a number too long, or nested too deep
                     raise ConfigError(f"{where}: not valid JSON: {_first_line(error)}") from error
                 if not isinstance(record, dict):
-                    raise ConfigError(f"{where}: of type {type(record).__name__}; every line must be an object "
-                                      f'such as {{"{text_field}": "..."}}')
+                    raise ConfigError(
+                        f"{where}: of type {type(record).__name__}; every line must be an object "
+                        f'such as {{"{text_field}": "..."}}'
+                    )
                 if text_field not in record:
                     raise ConfigError(f"{where}: {_no_field(text_field, fields=record)}")
                 yield _text_of(record[text_field], text_field=text_field, where=where), True
@@ -289,8 +302,9 @@ def _measure_parquet(path: Path, *, text_field: str) -> tuple[int, int]:
     if text_field not in schema.names:
         raise ConfigError(f"corpus file '{path}': {_no_field(text_field, fields=schema.names)}")
     if str(schema.field(text_field).type) not in {"string", "large_string", "string_view"}:
-        raise ConfigError(f"corpus file '{path}': field '{text_field}' is of type {schema.field(text_field).type}, "
-                          "not a string")
+        raise ConfigError(
+            f"corpus file '{path}': field '{text_field}' is of type {schema.field(text_field).type}, not a string"
+        )
     text_bytes = 0
     for group in range(metadata.num_row_groups):
         row_group = metadata.row_group(group)
@@ -303,8 +317,9 @@ def _read_parquet(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]
     import datasets  # type: ignore[import-untyped]  # here: it takes seconds
 
     try:
-        rows = datasets.load_dataset("parquet", data_files=[str(path)], split="train", streaming=True,
-                                     columns=[text_field])
+        rows = datasets.load_dataset(
+            "parquet", data_files=[str(path)], split="train", streaming=True, columns=[text_field]
+        )
         for number, row in enumerate(rows, start=1):
             yield _text_of(row[text_field], text_field=text_field, where=f"corpus file '{path}', row {number}"), True
     except ConfigError:
@@ -326,8 +341,10 @@ def _text_of(value: object, *, text_field: str, where: str) -> bytes:
 
 def _no_field(text_field: str, *, fields: Iterable[str]) -> str:
     names = [str(name) for name in fields]
-    return (f"no field '{text_field}'{nearest(text_field, known=names)}; the fields are "
-            f"{', '.join(names[:12]) or 'none'}. Write text_field=... with the one that holds the text")
+    return (
+        f"no field '{text_field}'{nearest(text_field, known=names)}; the fields are "
+        f"{', '.join(names[:12]) or 'none'}. Write text_field=... with the one that holds the text"
+    )
 
 
 def _nearest_sibling(path: Path) -> str:

@@ -1,13 +1,13 @@
 """From a corpus on disk to batches: the steps in order, and the names that the rest of the trainer imports.
 
-    checked = check_source("stdlib", tokens="bytes", sequence_length=256)    # before any rank starts; writes nothing
-    file    = prepare_corpus(checked, progress=bar)                          # tokenises once, into the cache
-    ------- every rank, alone ----------------------------------------------------------------------------------
-    tokens  = open_tokens("bytes")
-    file    = TokenFile.open(path)
-    train, held_out = train_and_held_out(file, tokens=tokens, sequence_length=256, seed=0)
-    for batch in train.micro_batches(step, global_batch=32, micro_batch=4, batch_rank=0, num_batch_ranks=2): ...
-    for part in held_out.evaluation_batches(micro_batch=4, batch_rank=0, num_batch_ranks=2): ...
+checked = check_source("stdlib", tokens="bytes", sequence_length=256)    # before any rank starts; writes nothing
+file    = prepare_corpus(checked, progress=bar)                          # tokenises once, into the cache
+------- every rank, alone ----------------------------------------------------------------------------------
+tokens  = open_tokens("bytes")
+file    = TokenFile.open(path)
+train, held_out = train_and_held_out(file, tokens=tokens, sequence_length=256, seed=0)
+for batch in train.micro_batches(step, global_batch=32, micro_batch=4, batch_rank=0, num_batch_ranks=2): ...
+for part in held_out.evaluation_batches(micro_batch=4, batch_rank=0, num_batch_ranks=2): ...
 """
 
 from __future__ import annotations
@@ -47,9 +47,24 @@ from rotorch.train.windows import (
 )
 
 __all__ = [
-    "BYTES", "DEFAULT_HELD_OUT_FRACTION", "STDLIB", "Batch", "CheckedSource", "DamagedTokenFile", "HeldOutBatch",
-    "TokenFile", "TokenWindows", "Tokens", "bits_per_byte", "check_source", "check_vocabulary", "default_cache_dir",
-    "num_accumulated", "open_tokens", "prepare_corpus", "train_and_held_out",
+    "BYTES",
+    "DEFAULT_HELD_OUT_FRACTION",
+    "STDLIB",
+    "Batch",
+    "CheckedSource",
+    "DamagedTokenFile",
+    "HeldOutBatch",
+    "TokenFile",
+    "TokenWindows",
+    "Tokens",
+    "bits_per_byte",
+    "check_source",
+    "check_vocabulary",
+    "default_cache_dir",
+    "num_accumulated",
+    "open_tokens",
+    "prepare_corpus",
+    "train_and_held_out",
 ]
 
 _log = logging.getLogger(__name__)
@@ -76,9 +91,12 @@ class CheckedSource:
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ConfigError if `num_tokens` are too few for the windows asked for."""
-        check_length(num_tokens, sequence_length=self.sequence_length or 1,
-                     held_out_fraction=self.held_out_fraction if self.sequence_length else 0.0,
-                     source=self.corpus.source)
+        check_length(
+            num_tokens,
+            sequence_length=self.sequence_length or 1,
+            held_out_fraction=self.held_out_fraction if self.sequence_length else 0.0,
+            source=self.corpus.source,
+        )
 
 
 def default_cache_dir() -> Path:
@@ -87,10 +105,18 @@ def default_cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "rotorch"
 
 
-def check_source(source: str | os.PathLike[str], *, tokens: str | os.PathLike[str] = BYTES,
-                 eos_token: str | None = None, text_field: str = "text", suffixes: Sequence[str] | None = None,
-                 sequence_length: int | None = None, held_out_fraction: float = DEFAULT_HELD_OUT_FRACTION,
-                 model_vocab: int | None = None, cache_dir: str | os.PathLike[str] | None = None) -> CheckedSource:
+def check_source(
+    source: str | os.PathLike[str],
+    *,
+    tokens: str | os.PathLike[str] = BYTES,
+    eos_token: str | None = None,
+    text_field: str = "text",
+    suffixes: Sequence[str] | None = None,
+    sequence_length: int | None = None,
+    held_out_fraction: float = DEFAULT_HELD_OUT_FRACTION,
+    model_vocab: int | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> CheckedSource:
     """Checks all that can be checked without tokenising. Writes nothing; call it before any rank starts.
 
     Args:
@@ -114,9 +140,13 @@ def check_source(source: str | os.PathLike[str], *, tokens: str | os.PathLike[st
         check_vocabulary(opened.vocab_size, model_vocab=model_vocab)
     corpus = find_corpus(source, text_field=text_field, suffixes=suffixes)
     directory = Path(cache_dir).expanduser().absolute() if cache_dir is not None else default_cache_dir()
-    checked = CheckedSource(corpus=corpus, tokens=opened, sequence_length=sequence_length,
-                            held_out_fraction=held_out_fraction,
-                            path=directory / f"{_key(corpus, tokens=opened)}.tokens")
+    checked = CheckedSource(
+        corpus=corpus,
+        tokens=opened,
+        sequence_length=sequence_length,
+        held_out_fraction=held_out_fraction,
+        path=directory / f"{_key(corpus, tokens=opened)}.tokens",
+    )
     if isinstance(opened, ByteTokens) and corpus.is_exact:
         checked.check_length(corpus.text_bytes + sum(file.num_documents for file in corpus.files))
     if not checked.path.exists():
@@ -175,9 +205,18 @@ def _build(checked: CheckedSource, *, progress: Callable[[int, int], None]) -> N
         checked.check_length(num_tokens)
         if f"{_key(corpus, tokens=tokens)}.tokens" != checked.path.name:
             raise ConfigError(f"corpus '{corpus.source}': a file changed while it was read. Run again")
-        return TokenHeader(source=corpus.source, tokens=tokens.name, tokens_digest=tokens.digest,
-                           vocab_size=tokens.vocab_size, end_id=tokens.end_id, dtype=tokens.dtype.name,
-                           num_tokens=num_tokens, num_documents=num_documents, text_bytes=text_bytes, crc32=crc32)
+        return TokenHeader(
+            source=corpus.source,
+            tokens=tokens.name,
+            tokens_digest=tokens.digest,
+            vocab_size=tokens.vocab_size,
+            end_id=tokens.end_id,
+            dtype=tokens.dtype.name,
+            num_tokens=num_tokens,
+            num_documents=num_documents,
+            text_bytes=text_bytes,
+            crc32=crc32,
+        )
 
     write_token_file(checked.path, arrays=tokens.encode_pieces(counted()), header=header)
     progress(corpus.text_bytes, corpus.text_bytes)
@@ -195,9 +234,13 @@ def _check_room(corpus: Corpus, *, tokens: Tokens, directory: Path) -> None:
     needed_bytes = HEADER_BYTES + num_tokens * tokens.dtype.itemsize
     existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
     if not os.access(existing, os.W_OK):
-        raise ConfigError(f"token cache '{directory}': no permission to write to '{existing}'. "
-                          "Write cache_dir=... with a directory that can be written")
+        raise ConfigError(
+            f"token cache '{directory}': no permission to write to '{existing}'. "
+            "Write cache_dir=... with a directory that can be written"
+        )
     free_bytes = shutil.disk_usage(existing).free
     if free_bytes < needed_bytes:
-        raise ConfigError(f"token cache '{directory}': needs about {format_bytes(needed_bytes)}, "
-                          f"{format_bytes(free_bytes)} are free. Free some, or write cache_dir=... on another disk")
+        raise ConfigError(
+            f"token cache '{directory}': needs about {format_bytes(needed_bytes)}, "
+            f"{format_bytes(free_bytes)} are free. Free some, or write cache_dir=... on another disk"
+        )

@@ -28,7 +28,7 @@ class Permutation:
         """
         digest = hashlib.blake2b(f"{seed}/{epoch}".encode(), digest_size=8 * _NUM_ROUNDS).digest()
         self.size = size
-        self._keys = [int.from_bytes(digest[start:start + 8], "little") for start in range(0, len(digest), 8)]
+        self._keys = [int.from_bytes(digest[start : start + 8], "little") for start in range(0, len(digest), 8)]
         self._half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
 
     def __call__(self, index: int) -> int:

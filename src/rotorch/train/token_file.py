@@ -132,8 +132,9 @@ class TokenFile:
         except OSError as error:
             raise DamagedTokenFile(f"token file '{path}': cannot read: {error.strerror}") from error
         except (ValueError, TypeError, KeyError) as error:
-            raise DamagedTokenFile(f"token file '{path}': damaged ({error}). "
-                                   "Prepare the corpus again to rebuild it") from error
+            raise DamagedTokenFile(
+                f"token file '{path}': damaged ({error}). Prepare the corpus again to rebuild it"
+            ) from error
         ids = np.memmap(path, dtype, mode="r", offset=HEADER_BYTES, shape=(header.num_tokens,))
         return cls(path=path, header=header, ids=ids)
 
@@ -143,8 +144,9 @@ class TokenFile:
         return f"{self.header.num_tokens}-{self.header.crc32:08x}"
 
 
-def write_token_file(path: Path, *, arrays: Iterable[npt.NDArray[Any]],
-                     header: Callable[[int, int], TokenHeader]) -> None:
+def write_token_file(
+    path: Path, *, arrays: Iterable[npt.NDArray[Any]], header: Callable[[int, int], TokenHeader]
+) -> None:
     """Writes a token file so that at every moment `path` is either absent, the old file, or the whole new one.
 
     The caller holds `building(path)`. If anything is raised, by `arrays` and `header` too, nothing is left behind.
@@ -176,8 +178,10 @@ def write_token_file(path: Path, *, arrays: Iterable[npt.NDArray[Any]],
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ConfigError(f"token cache '{path.parent}': no room left on the disk after {num_tokens} tokens. "
-                              "Free some, or write cache_dir=... on another disk") from error
+            raise ConfigError(
+                f"token cache '{path.parent}': no room left on the disk after {num_tokens} tokens. "
+                "Free some, or write cache_dir=... on another disk"
+            ) from error
         if isinstance(error, OSError):
             raise ConfigError(f"token cache '{path.parent}': cannot write: {error.strerror}") from error
         raise
@@ -197,8 +201,10 @@ def building(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = path.with_suffix(".lock").open("ab")
     except OSError as error:
-        raise ConfigError(f"token cache '{path.parent}': cannot write: {error.strerror}. "
-                          "Write cache_dir=... with a directory that can be written") from error
+        raise ConfigError(
+            f"token cache '{path.parent}': cannot write: {error.strerror}. "
+            "Write cache_dir=... with a directory that can be written"
+        ) from error
     with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -97,7 +97,7 @@ class ByteTokens(Tokens):
     def encode_pieces(self, pieces: Iterable[tuple[bytes, bool]]) -> Iterator[npt.NDArray[Any]]:
         for data, ends_document in pieces:
             ids = np.full(len(data) + ends_document, self.end_id, self.dtype)
-            ids[:len(data)] = np.frombuffer(data, np.uint8)
+            ids[: len(data)] = np.frombuffer(data, np.uint8)
             yield ids
 
     def num_bytes(self, ids: npt.NDArray[Any]) -> int:
@@ -127,8 +127,10 @@ class VocabularyTokens(Tokens):
         try:
             content = file.read_bytes()
         except FileNotFoundError as error:
-            raise ConfigError(f"tokenizer '{path}': no such file: '{file}'. Write a tokenizer.json, "
-                              "a directory that holds one, or 'bytes'") from error
+            raise ConfigError(
+                f"tokenizer '{path}': no such file: '{file}'. Write a tokenizer.json, "
+                "a directory that holds one, or 'bytes'"
+            ) from error
         except OSError as error:
             raise ConfigError(f"tokenizer '{file}': cannot read: {error.strerror}") from error
         try:
@@ -152,14 +154,19 @@ class VocabularyTokens(Tokens):
             if eos_token not in self._vocabulary:
                 eos_token = next((token for token in _END_TOKENS if token in self._vocabulary), None)
         if eos_token is None:
-            _log.warning("tokenizer %s: no end-of-text token found: documents are joined without one. "
-                         "Write eos_token=... to name it", file)
+            _log.warning(
+                "tokenizer %s: no end-of-text token found: documents are joined without one. "
+                "Write eos_token=... to name it",
+                file,
+            )
             return None
         if eos_token not in self._vocabulary:
             special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values()]
-            raise ConfigError(f"tokenizer '{file}': eos_token '{eos_token}' is not one of its tokens"
-                              f"{nearest(eos_token, known=self._vocabulary)}; its special tokens are "
-                              f"{', '.join(special[:8]) or 'none'}. Write one that it has")
+            raise ConfigError(
+                f"tokenizer '{file}': eos_token '{eos_token}' is not one of its tokens"
+                f"{nearest(eos_token, known=self._vocabulary)}; its special tokens are "
+                f"{', '.join(special[:8]) or 'none'}. Write one that it has"
+            )
         return self._vocabulary[eos_token]
 
     def encode(self, text: str) -> list[int]:
@@ -234,8 +241,9 @@ def open_tokens(tokens: str | os.PathLike[str] = BYTES, *, eos_token: str | None
     name = os.fspath(tokens)
     if name == BYTES:
         if eos_token is not None:
-            raise ConfigError(f"tokens 'bytes' with eos_token '{eos_token}': bytes end a document with id 256. "
-                              "Leave eos_token out")
+            raise ConfigError(
+                f"tokens 'bytes' with eos_token '{eos_token}': bytes end a document with id 256. Leave eos_token out"
+            )
         return ByteTokens()
     if not name:
         raise ConfigError("tokens '': no path given. Write 'bytes' or the path of a tokenizer.json")
@@ -253,8 +261,10 @@ def check_vocabulary(tokens_vocab: int, *, model_vocab: int) -> None:
         ConfigError: If the model's is smaller.
     """
     if tokens_vocab > model_vocab:
-        raise ConfigError(f"vocabulary: the tokens need {tokens_vocab} ids, the model has {model_vocab}. "
-                          f"Write vocab_size = {tokens_vocab} or more in the model's config, or use other tokens")
+        raise ConfigError(
+            f"vocabulary: the tokens need {tokens_vocab} ids, the model has {model_vocab}. "
+            f"Write vocab_size = {tokens_vocab} or more in the model's config, or use other tokens"
+        )
 
 
 def _texts(pieces: Iterable[tuple[bytes, bool]]) -> Iterator[tuple[str, bool]]:

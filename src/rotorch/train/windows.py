@@ -61,8 +61,9 @@ class TokenWindows:
     `len(windows)` is the number of windows.
     """
 
-    def __init__(self, ids: npt.NDArray[Any], *, sequence_length: int, ranges: Sequence[range], seed: int,
-                 tokens: Tokens) -> None:
+    def __init__(
+        self, ids: npt.NDArray[Any], *, sequence_length: int, ranges: Sequence[range], seed: int, tokens: Tokens
+    ) -> None:
         """Prefer `train_and_held_out`, which chooses the ranges.
 
         Args:
@@ -89,7 +90,7 @@ class TokenWindows:
         part = bisect.bisect_right(self._starts, index) - 1
         length = self.sequence_length + 1
         start = self._ranges[part][index - self._starts[part]] * length
-        return np.asarray(self._ids[start:start + length], np.int64)
+        return np.asarray(self._ids[start : start + length], np.int64)
 
     def window(self, sample: int) -> npt.NDArray[np.int64]:
         """The ids of sample number `sample` of the run (0, 1, 2, ... without end), shape [sequence_length + 1]."""
@@ -101,8 +102,9 @@ class TokenWindows:
         first = step * global_batch
         return _to_batch([self.window(sample) for sample in range(first, first + global_batch)])
 
-    def micro_batches(self, step: int, *, global_batch: int, micro_batch: int, batch_rank: int = 0,
-                      num_batch_ranks: int = 1) -> Iterator[Batch]:
+    def micro_batches(
+        self, step: int, *, global_batch: int, micro_batch: int, batch_rank: int = 0, num_batch_ranks: int = 1
+    ) -> Iterator[Batch]:
         """What one rank reads in a step. Communicates nothing.
 
         Args:
@@ -127,8 +129,9 @@ class TokenWindows:
         starts = range(first, first + micro_batch * accumulation, micro_batch)
         return (_to_batch([self.window(start + row) for row in range(micro_batch)]) for start in starts)
 
-    def evaluation_batches(self, *, micro_batch: int, batch_rank: int = 0, num_batch_ranks: int = 1,
-                           max_windows: int | None = None) -> Iterator[HeldOutBatch]:
+    def evaluation_batches(
+        self, *, micro_batch: int, batch_rank: int = 0, num_batch_ranks: int = 1, max_windows: int | None = None
+    ) -> Iterator[HeldOutBatch]:
         """All windows once, in file order, dealt out over the ranks. Communicates nothing.
 
         Every rank gets the same number of batches, as collectives in the forward pass need; where windows run out,
@@ -147,18 +150,27 @@ class TokenWindows:
         per_round = micro_batch * num_batch_ranks
         for round_start in range(0, num_windows, per_round):
             start = round_start + batch_rank * micro_batch
-            windows = [self.stored(index) for index in chosen[start:start + micro_batch]]
+            windows = [self.stored(index) for index in chosen[start : start + micro_batch]]
             num_bytes = sum(self.num_bytes(window) for window in windows)
-            yield HeldOutBatch(batch=_to_batch(windows, num_rows=micro_batch, sequence_length=self.sequence_length),
-                               num_targets=len(windows) * self.sequence_length, num_bytes=num_bytes)
+            yield HeldOutBatch(
+                batch=_to_batch(windows, num_rows=micro_batch, sequence_length=self.sequence_length),
+                num_targets=len(windows) * self.sequence_length,
+                num_bytes=num_bytes,
+            )
 
     def num_bytes(self, window: npt.NDArray[Any]) -> int:
         """Bytes of text that a window's targets, all ids but its first, stand for; end-of-document is 0 bytes."""
         return self._tokens.num_bytes(window[1:])
 
 
-def train_and_held_out(file: TokenFile, *, tokens: Tokens, sequence_length: int, seed: int,
-                       held_out_fraction: float = DEFAULT_HELD_OUT_FRACTION) -> tuple[TokenWindows, TokenWindows]:
+def train_and_held_out(
+    file: TokenFile,
+    *,
+    tokens: Tokens,
+    sequence_length: int,
+    seed: int,
+    held_out_fraction: float = DEFAULT_HELD_OUT_FRACTION,
+) -> tuple[TokenWindows, TokenWindows]:
     """Cuts a token file into windows to train on and windows held out.
 
     The cut depends on nothing but the arguments, not on the seed and not on the ranks; every rank calls it alone.
@@ -178,14 +190,19 @@ def train_and_held_out(file: TokenFile, *, tokens: Tokens, sequence_length: int,
         ConfigError: If the file is too short, the fraction out of range, or `tokens` did not make the file.
     """
     if tokens.digest != file.header.tokens_digest:
-        raise ConfigError(f"token file '{file.path}': made with tokens '{file.header.tokens}', opened with "
-                          f"'{tokens.name}'. Open it with the same tokenizer, or prepare the corpus again")
-    check_length(len(file.ids), sequence_length=sequence_length, held_out_fraction=held_out_fraction,
-                 source=file.header.source)
+        raise ConfigError(
+            f"token file '{file.path}': made with tokens '{file.header.tokens}', opened with "
+            f"'{tokens.name}'. Open it with the same tokenizer, or prepare the corpus again"
+        )
+    check_length(
+        len(file.ids), sequence_length=sequence_length, held_out_fraction=held_out_fraction, source=file.header.source
+    )
     num_windows = len(file.ids) // (sequence_length + 1)
     train, held_out = split_windows(num_windows, held_out_fraction=held_out_fraction)
-    return (TokenWindows(file.ids, sequence_length=sequence_length, ranges=train, seed=seed, tokens=tokens),
-            TokenWindows(file.ids, sequence_length=sequence_length, ranges=held_out, seed=seed, tokens=tokens))
+    return (
+        TokenWindows(file.ids, sequence_length=sequence_length, ranges=train, seed=seed, tokens=tokens),
+        TokenWindows(file.ids, sequence_length=sequence_length, ranges=held_out, seed=seed, tokens=tokens),
+    )
 
 
 def split_windows(num_windows: int, *, held_out_fraction: float) -> tuple[list[range], list[range]]:
@@ -232,9 +249,10 @@ def check_length(num_tokens: int, *, sequence_length: int, held_out_fraction: fl
     num_windows = 2 if held_out_fraction else 1
     what = "a training and a held-out window" if held_out_fraction else "one window"
     fits = num_tokens // num_windows - 1
-    raise ConfigError(f"corpus '{source}': {num_tokens} tokens, but {what} of sequence_length {sequence_length} need "
-                      f"{needed}. Write " + (f"sequence_length = {fits} or less, or " if fits >= 1 else "")
-                      + "a longer corpus")
+    raise ConfigError(
+        f"corpus '{source}': {num_tokens} tokens, but {what} of sequence_length {sequence_length} need "
+        f"{needed}. Write " + (f"sequence_length = {fits} or less, or " if fits >= 1 else "") + "a longer corpus"
+    )
 
 
 def num_accumulated(global_batch: int, *, micro_batch: int, num_batch_ranks: int) -> int:
@@ -244,13 +262,17 @@ def num_accumulated(global_batch: int, *, micro_batch: int, num_batch_ranks: int
         ConfigError: If a size is below 1 or they do not divide.
     """
     if min(global_batch, micro_batch, num_batch_ranks) < 1:
-        raise ConfigError(f"batch: global_batch {global_batch}, micro_batch {micro_batch}, batch ranks "
-                          f"{num_batch_ranks}: write 1 or more for each")
+        raise ConfigError(
+            f"batch: global_batch {global_batch}, micro_batch {micro_batch}, batch ranks "
+            f"{num_batch_ranks}: write 1 or more for each"
+        )
     per_pass = micro_batch * num_batch_ranks
     if global_batch % per_pass:
         near = max(1, round(global_batch / per_pass)) * per_pass
-        raise ConfigError(f"batch: global_batch {global_batch} is not micro_batch {micro_batch} x accumulation x "
-                          f"{num_batch_ranks} batch ranks. Write global_batch = {near}")
+        raise ConfigError(
+            f"batch: global_batch {global_batch} is not micro_batch {micro_batch} x accumulation x "
+            f"{num_batch_ranks} batch ranks. Write global_batch = {near}"
+        )
     return global_batch // per_pass
 
 
@@ -263,8 +285,9 @@ def bits_per_byte(sum_nats: float, *, num_bytes: int) -> float:
     return sum_nats / math.log(2) / num_bytes if num_bytes else math.nan
 
 
-def _to_batch(windows: Sequence[npt.NDArray[np.int64]], *, num_rows: int | None = None,
-              sequence_length: int | None = None) -> Batch:
+def _to_batch(
+    windows: Sequence[npt.NDArray[np.int64]], *, num_rows: int | None = None, sequence_length: int | None = None
+) -> Batch:
     """Stacks windows; rows beyond the last window are input 0 with labels of -100."""
     num_rows = len(windows) if num_rows is None else num_rows
     length = len(windows[0]) - 1 if sequence_length is None else sequence_length
