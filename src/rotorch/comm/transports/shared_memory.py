@@ -185,6 +185,8 @@ class SharedMemoryRing(Ring):
         return GradientBuffer(self._gradients[visit.index][item], self.fresh[item] and visit.step == 0)
 
     def pass_on(self, item: int, visit: Visit) -> None:
+        with self._fence:  # one cycle orders the gradient's stores before it, the next one the turn's after it
+            pass
         with self._fence:
             self._turns[visit.index][item] = visit.turn + 1
 
