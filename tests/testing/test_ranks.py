@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -124,7 +125,7 @@ def test_a_warning_is_an_error_in_a_rank_too():
 
 
 def test_what_ranks_print_is_not_lost(capfd):
-    run_ranks(lambda: print(f"said by {dist.get_rank()}"), num_ranks=2)
+    run_ranks(lambda: sys.stdout.write(f"said by {dist.get_rank()}\n"), num_ranks=2)
     assert sorted(capfd.readouterr().out.split("\n"))[1:] == ["said by 0", "said by 1"]
 
 
