@@ -18,7 +18,9 @@ def _beside_mem_tracker(task):
     contender = Independent(task, shares=[0])
     contender.forward_backward(0)
     contender.update()
+    gc.collect()
     found = measure_tensors(contender, step=1)
+    gc.collect()
     tracker = MemTracker()
     tracker.track_external(contender.module, contender.optimizer)
     with tracker:
