@@ -95,7 +95,9 @@ def test_late_ranks_are_named_and_all_are_ended():
             time.sleep(600)
 
     heard, tell = os.pipe()
-    with pytest.raises(RankFailure, match=r"^ranks \[1\] of 2 have not finished after 3 s"):
+    with pytest.raises(
+        RankFailure, match=r"(?s)^ranks \[1\] of 2 have not finished after 3 s\nrank 1 is at\n.*in late"
+    ):
         run_ranks(late, tell, num_ranks=2, timeout_s=3)
     os.close(tell)
     pids = [int(pid) for pid in os.read(heard, 1000).split()]

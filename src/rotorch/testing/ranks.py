@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -34,25 +35,25 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_
         timeout_s: after this long all ranks are killed.
 
     Raises:
-        RankFailure: with the traceback of the rank that raised first, or the signal that ended one, or who is late;
-            all others are killed.
+        RankFailure: with the traceback of the rank that raised first, or the signal that ended one, or who is late and
+            where; all others are killed.
     """
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="rotorch-ranks-") as directory:
-        store = str(Path(directory) / "store")
+        folder = Path(directory)
         pipes: list[Connection] = []
         processes: list[Any] = []
         try:
             for rank in range(num_ranks):
                 receiver, sender = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank_main, args=(function, args, rank, num_ranks, store, sender, timeout_s), daemon=True
+                    target=_rank_main, args=(function, args, rank, num_ranks, folder, sender, timeout_s), daemon=True
                 )
                 process.start()
                 sender.close()
                 pipes.append(receiver)
                 processes.append(process)
-            return _collect(pipes, processes, timeout_s=timeout_s)
+            return _collect(pipes, processes, folder=folder, timeout_s=timeout_s)
         finally:
             for process in processes:
                 if process.is_alive():
@@ -63,15 +64,22 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_
 
 
 def _rank_main(
-    function: Callable[..., Any], args: Any, rank: int, num_ranks: int, store: str, sender: Connection, timeout_s: float
+    function: Callable[..., Any],
+    args: Any,
+    rank: int,
+    num_ranks: int,
+    folder: Path,
+    sender: Connection,
+    timeout_s: float,
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)
     parent = os.getppid()
+    faulthandler.register(signal.SIGUSR1, file=_stack_file(folder, rank).open("w"), all_threads=False)
     try:
         dist.init_process_group(
             "gloo",
-            store=dist.FileStore(store, num_ranks),
+            store=dist.FileStore(str(folder / "store"), num_ranks),
             rank=rank,
             world_size=num_ranks,
             timeout=timedelta(seconds=timeout_s),
@@ -97,14 +105,30 @@ def _wait_for_all(parent: int) -> None:
         time.sleep(0.02)
 
 
-def _collect(pipes: list[Connection], processes: list[Any], *, timeout_s: float) -> list[Any]:
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack.{rank}"
+
+
+def _where(ranks: Iterable[int], processes: list[Any], *, folder: Path, patience_s: float = 0.5) -> str:
+    """Asks ranks that still run where they are, and returns the innermost lines of each."""
+    for rank in ranks:
+        os.kill(processes[rank].pid, signal.SIGUSR1)
+    time.sleep(patience_s)
+    lines = {rank: _stack_file(folder, rank).read_text("utf-8").splitlines()[1:9] for rank in ranks}
+    return "\n".join(f"rank {rank} is at\n" + "\n".join(found) for rank, found in lines.items())
+
+
+def _collect(pipes: list[Connection], processes: list[Any], *, folder: Path, timeout_s: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     pending = dict(enumerate(pipes))
     deadline = time.monotonic() + timeout_s
     while pending:
         ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:
-            raise RankFailure(f"ranks {sorted(pending)} of {len(pipes)} have not finished after {timeout_s:.0f} s")
+            where = _where(sorted(pending), processes, folder=folder)
+            raise RankFailure(
+                f"ranks {sorted(pending)} of {len(pipes)} have not finished after {timeout_s:.0f} s\n{where}"
+            )
         # A rank that fails takes others with it, which then raise as well. All that is there by now is read, since the
         # cause is sent before its consequences; a rank that died without a word comes before both.
         failures: list[tuple[float, str]] = []
