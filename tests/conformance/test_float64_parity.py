@@ -10,7 +10,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 @pytest.mark.parametrize(("layout", "model"), more())
 def test_float64_parity(tiny, layout, model):
-    report = verify(tiny(model), parallel=layout, layers=2, timeout_s=120)
+    report = verify(tiny(model), parallel=layout, layers=2, timeout_s=300)
     assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
     assert report.max_rel_err_loss <= BAR
     assert report.max_rel_err_grad <= BAR

@@ -453,7 +453,7 @@ INVARIANTS: dict[str, Invariant] = {
 }
 
 
-def examine(case: Case, *, parallel: str, scratch: Path, timeout_s: float = 120.0) -> dict[str, list[str]]:
+def examine(case: Case, *, parallel: str, scratch: Path, timeout_s: float = 300.0) -> dict[str, list[str]]:
     """Runs all of `INVARIANTS` on forked ranks; returns what is wrong with each, the rank first. One process calls it.
 
     An exception that all ranks raise alike is a problem of the invariant that raised it, and the next one starts with a
