@@ -79,13 +79,13 @@ def launch(
     with (
         _quiet_elastic(),
         tempfile.TemporaryDirectory(prefix="rotorch-") as directory,
-        _own_shared_memory(),
+        _own_shared_memory() as shared_memory,
         _forward_stop(watch),
     ):
         group = _Group(file=f"{directory}/ranks", num_ranks=num_ranks, backend=backend, timeout_s=timeout_s)
         arguments = (work, watch.board, group, os.getpid(), traceback_dir)
         try:
-            result = _run_agent(watch, arguments, num_ranks=num_ranks, directory=directory)
+            result = _run_agent(watch, arguments, num_ranks=num_ranks, directory=directory, shared_memory=shared_memory)
         except SignalException as error:
             raise RankFailure(f"the launcher was ended by {error.sigval.name}") from None
         if result.is_failed():
@@ -96,16 +96,23 @@ def launch(
 class _Agent(LocalElasticAgent):
     """torch's elastic agent for one machine, which looks how its ranks end before it reaps them."""
 
-    def __init__(self, *args: Any, watch: Watch, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, watch: Watch, shared_memory: Path | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._watch = watch
+        self._shared_memory = shared_memory
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._watch.look({worker.global_rank: worker.id for worker in worker_group.workers})
+        if self._shared_memory is not None and all(status.step for status in self._watch.board.all()):
+            with contextlib.suppress(OSError):
+                self._shared_memory.rmdir()  # all ranks have built: nothing is in it now, nor if we are killed
+            self._shared_memory = None
         return super()._monitor_workers(worker_group)
 
 
-def _run_agent(watch: Watch, arguments: tuple[Any, ...], *, num_ranks: int, directory: str) -> RunResult:
+def _run_agent(
+    watch: Watch, arguments: tuple[Any, ...], *, num_ranks: int, directory: str, shared_memory: Path | None
+) -> RunResult:
     """Starts the ranks and returns when they are done; raises what `watch` says when one failed."""
     rendezvous = get_rendezvous_handler(
         RendezvousParameters(
@@ -128,7 +135,8 @@ def _run_agent(watch: Watch, arguments: tuple[Any, ...], *, num_ranks: int, dire
         monitor_interval=_LOOK_EVERY_S,
         local_addr="127.0.0.1",
     )
-    agent = _Agent(spec=spec, logs_specs=DefaultLogsSpecs(log_dir=directory), start_method="fork", watch=watch)
+    logs = DefaultLogsSpecs(log_dir=directory)
+    agent = _Agent(spec=spec, logs_specs=logs, start_method="fork", watch=watch, shared_memory=shared_memory)
     # The first: see [Note: fork]. The second: the other signals are ours.
     with _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", TORCHELASTIC_SIGNALS_TO_HANDLE="SIGHUP,SIGQUIT"):
         try:
@@ -263,20 +271,20 @@ def _forward_stop(watch: Watch) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_shared_memory() -> Iterator[None]:
-    """Gives the ranks a directory for shared memory that goes with the run.
+def _own_shared_memory() -> Iterator[Path | None]:
+    """Gives the ranks a directory for shared memory that goes with the run; yields it, None if there is none.
 
     Ranks unlink their files as soon as all have opened them; one that is killed before that leaves its file.
     """
     parent = shared_memory_directory()
     if not os.access(parent, os.W_OK):
-        yield  # then there is none to be had, and the ranks will say so
+        yield None  # the ranks will say so
         return
     with (
-        tempfile.TemporaryDirectory(prefix="rotorch-", dir=parent) as directory,
+        tempfile.TemporaryDirectory(prefix="rotorch-", dir=parent, ignore_cleanup_errors=True) as directory,
         _environment(ROTORCH_SHARED_MEMORY_DIR=directory),
     ):
-        yield
+        yield Path(directory)
 
 
 @contextlib.contextmanager
