@@ -49,7 +49,8 @@ def table() -> list[tuple[str, str]]:
                 pairs += [(layout, model) for model in (MODELS if size == 2 or layout == kind else MODELS[:1])]
         for chosen in options(strategy):
             # On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1.
-            pairs.append((format_parallel([strategy(size=3, **chosen)]), "llama"))
+            size = {"size": 3} if "size" in strategy.model_fields else {}
+            pairs.append((format_parallel([strategy(**size, **chosen)]), "llama"))
     for outer, inner in sorted(COMPOSES):
         pairs += [(f"{of_size(outer, 2)},{of_size(inner, 2)}", model) for model in MODELS]
     return pairs

@@ -35,6 +35,8 @@ from rotorch.strategies import (
             (RTP(size=3, recompute="none", transport="send_receive"),),
         ),
         ("rtp=2[]", (RTP(size=2),)),
+        ("single[recompute=block]", (Single(recompute="block"),)),
+        ("ddp=2,fsdp=2[recompute=block]", (DDP(size=2), FSDP(size=2, recompute="block"))),
     ],
 )
 def test_reads(text, strategies):
@@ -43,9 +45,9 @@ def test_reads(text, strategies):
 
 SIZES = st.integers(1, 512)
 SINGLES = st.one_of(
-    st.just(Single()),
+    st.builds(Single, recompute=st.sampled_from(["none", "block"])),
     st.builds(DDP, size=SIZES),
-    st.builds(FSDP, size=SIZES, reshard=st.booleans()),
+    st.builds(FSDP, size=SIZES, reshard=st.booleans(), recompute=st.sampled_from(["none", "block"])),
     st.builds(
         RTP,
         size=SIZES,
@@ -81,7 +83,12 @@ def test_what_is_written_reads_back(strategies):
         ("rtp=2[recompte=slice]", "rtp has no option 'recompte' (did you mean 'recompute'?)"),
         ("rtp=2[size=3]", "rtp has no option 'size'"),
         ("rtp=2[recompute]", "rtp has no option 'recompute'"),
-        ("ddp=2[x=1]", "ddp has no option 'x'. It has none"),
+        ("ddp=2[x=1]", "ddp has no option 'x'. It has: recompute"),
+        (
+            "ddp=2[recompute=block],rtp=2",
+            "ddp: recompute=block around 'rtp=2': the strategy inside runs the model, so it decides what is computed "
+            "again. Write ddp=2 and the option inside the brackets of rtp",
+        ),
         ("rtp=2[recompute=all]", "recompute"),
         ("fsdp=2[reshard=maybe]", "reshard"),
         ("ddp=2;rtp=2", "'ddp=2;rtp=2' needs a positive number"),

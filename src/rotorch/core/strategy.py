@@ -43,6 +43,10 @@ class Strategy(BaseModel, ABC):
         """Raises `ConfigError` if this strategy cannot hold the model; says which unit and what to write instead."""
         return None
 
+    def check_around(self, inner: Strategy) -> None:
+        """Raises `ConfigError` if this strategy, as its options are, cannot wrap `inner`."""
+        return None
+
     @property
     def num_ranks(self) -> int:
         size = 1
@@ -53,3 +57,12 @@ class Strategy(BaseModel, ABC):
     @abstractmethod
     def __str__(self) -> str:
         """The `--parallel` text that parses back to this strategy."""
+
+    def _options_text(self) -> str:
+        """The options that are not at their defaults, as `[name=value,...]`; nothing if all are."""
+        options = []
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if not field.is_required() and value != field.default:
+                options.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+        return f"[{','.join(options)}]" if options else ""

@@ -48,6 +48,7 @@ def check_composition(strategies: Sequence[Strategy]) -> None:
         if (outer.kind, inner.kind) not in COMPOSES:
             known = ", ".join(f"{o}=..,{i}=.." for o, i in sorted(COMPOSES))
             raise ConfigError(f"parallel: '{outer},{inner}' cannot be composed. Compositions that work: {known}")
+        outer.check_around(inner)
 
 
 def format_parallel(strategies: Sequence[Strategy]) -> str:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.comm.collectives import all_reduce_each
 from rotorch.core.spec import ModelSpec
+from rotorch.models.blocks import recompute_blocks
 from rotorch.parallel_model import Holding
 from rotorch.shard.replicas import Replicas
 from rotorch.strategies.ddp.plan import DDP
@@ -129,4 +130,6 @@ def apply(
     """Holds `module` whole on every rank of `mesh`, or replicates what `inner` holds."""
     if inner is not None:
         return ReplicatedHolding(inner, mesh=mesh)
+    if strategy.recompute == "block":
+        recompute_blocks(module, strategy=strategy.kind)
     return DDPHolding(module, spec=spec, mesh=mesh, device=device)

@@ -22,10 +22,11 @@ Deviations
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
+from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Unit
 from rotorch.core.strategy import Strategy
@@ -33,10 +34,17 @@ from rotorch.core.traffic import all_reduce
 
 
 class DDP(Strategy):
-    """`size` replicas of the model, or of what the strategy inside holds. Written `ddp=2`."""
+    """`size` replicas of the model, or of what the strategy inside holds. Written `ddp=2`.
+
+    Attributes:
+        size: number of replicas.
+        recompute: what backward computes again: nothing, or every repeated block from its inputs (activation
+            checkpointing). Over another strategy that one decides.
+    """
 
     kind: ClassVar[str] = "ddp"
     size: PositiveInt
+    recompute: Literal["none", "block"] = "none"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -52,5 +60,12 @@ class DDP(Strategy):
             transfers=(all_reduce(unit.num_bytes, axis="ddp", size=self.size),),
         )
 
+    def check_around(self, inner: Strategy) -> None:
+        if self.recompute != "none":
+            raise ConfigError(
+                f"ddp: recompute={self.recompute} around '{inner}': the strategy inside runs the model, so it decides "
+                f"what is computed again. Write ddp={self.size} and the option inside the brackets of {inner.kind}"
+            )
+
     def __str__(self) -> str:
-        return f"ddp={self.size}"
+        return f"ddp={self.size}{self._options_text()}"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import ModelSpec, Weight
+from rotorch.models.blocks import recompute_blocks, repeated_blocks
 from rotorch.parallel_model import Holding
 from rotorch.shard.held import HeldWeight, Piece
 from rotorch.shard.sites import find_sites
@@ -29,7 +30,9 @@ class FSDPHolding(Holding):
         self._broken_off = False
         self.loss_scale = float(mesh.size())  # fully_shard averages; the rule here is to sum
         on_meta = any(p.is_meta for p in module.parameters())
-        for block in _blocks(module):
+        if strategy.recompute == "block":
+            recompute_blocks(module, strategy=strategy.kind)
+        for block in repeated_blocks(module):
             fully_shard(block, mesh=mesh, reshard_after_forward=strategy.reshard)
         fully_shard(module, mesh=mesh, reshard_after_forward=strategy.reshard)
         if on_meta:
@@ -76,17 +79,6 @@ class FSDPHolding(Holding):
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-def _blocks(module: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model.
-
-    The children of its outermost module lists, or the module's own children if it has none.
-    """
-    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
-    inner = {id(c) for outer in lists for c in outer.modules() if c is not outer}
-    blocks = [block for each in lists if id(each) not in inner for block in each]
-    return [b for b in blocks if any(True for _ in b.parameters())]
 
 
 def _row_pieces(weight: Weight, *, num_ranks: int, position: int, rows: int) -> tuple[Piece, ...]:

@@ -22,7 +22,7 @@ Deviations
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
@@ -44,12 +44,15 @@ class FSDP(Strategy):
     Attributes:
         size: number of ranks.
         reshard: free a block's gathered weights after its forward (and gather them again for backward).
+        recompute: what backward computes again: nothing, or every repeated block from its inputs (activation
+            checkpointing); gathers nothing more.
     """
 
     kind: ClassVar[str] = "fsdp"
     cuts_weights: ClassVar[bool] = True
     size: PositiveInt
     reshard: bool = True
+    recompute: Literal["none", "block"] = "none"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -73,4 +76,4 @@ class FSDP(Strategy):
         return Layout(resident_bytes=resident, transient_bytes=4 * unit.num_bytes, transfers=tuple(transfers))
 
     def __str__(self) -> str:
-        return f"fsdp={self.size}" + ("" if self.reshard else "[reshard=false]")
+        return f"fsdp={self.size}{self._options_text()}"

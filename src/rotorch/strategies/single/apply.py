@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.core.spec import ModelSpec
+from rotorch.models.blocks import recompute_blocks
 from rotorch.parallel_model import Holding
 from rotorch.shard.replicas import Replicas
 from rotorch.strategies.single.plan import Single
@@ -42,4 +43,6 @@ class SingleHolding(Holding):
 
 def apply(module: nn.Module, *, strategy: Single, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> Holding:
     """Holds `module` whole."""
+    if strategy.recompute == "block":
+        recompute_blocks(module, strategy=strategy.kind)
     return SingleHolding(module, spec=spec, mesh=mesh, device=device)

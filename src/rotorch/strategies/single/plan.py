@@ -18,7 +18,7 @@ Deviations
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Unit
@@ -26,9 +26,15 @@ from rotorch.core.strategy import Strategy
 
 
 class Single(Strategy):
-    """One process holds everything. Written `single`."""
+    """One process holds everything. Written `single`, or `single[recompute=block]`.
+
+    Attributes:
+        recompute: what backward computes again: nothing, or every repeated block from its inputs (activation
+            checkpointing).
+    """
 
     kind: ClassVar[str] = "single"
+    recompute: Literal["none", "block"] = "none"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -42,4 +48,4 @@ class Single(Strategy):
         return Layout(resident_bytes=unit.num_bytes)
 
     def __str__(self) -> str:
-        return "single"
+        return f"single{self._options_text()}"

@@ -1,0 +1,48 @@
+"""The repeated blocks of a model: what libraries gather whole, and what activation checkpointing computes again."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from rotorch.core.errors import ConfigError
+
+
+def repeated_blocks(module: nn.Module) -> list[nn.Module]:
+    """The members of a model's outermost module lists that have weights; [] for a model without any list."""
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
+    inner = {id(c) for outer in lists for c in outer.modules() if c is not outer}
+    blocks = [block for each in lists if id(each) not in inner for block in each]
+    return [b for b in blocks if any(True for _ in b.parameters())]
+
+
+def recompute_blocks(module: nn.Module, *, strategy: str) -> None:
+    """Lets every repeated block keep only its inputs in forward; backward runs the block again. In place.
+
+    This is `torch.utils.checkpoint`, not reentrant, around a block's forward. Hooks of the block stay outside of it:
+    those of `fully_shard` gather its weights once in backward, not once more for the second forward.
+
+    Args:
+        module: the model.
+        strategy: kind of the strategy that asks, for the error.
+
+    Raises:
+        ConfigError: the model has no repeated blocks.
+    """
+    blocks = repeated_blocks(module)
+    if not blocks:
+        raise ConfigError(
+            f"{strategy}: recompute=block: {type(module).__name__} has no nn.ModuleList of blocks. Write recompute=none"
+        )
+    for block in blocks:
+        block.forward = partial(_run_again_in_backward, block.forward)  # type: ignore[method-assign]
+
+
+def _run_again_in_backward(forward: Any, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
