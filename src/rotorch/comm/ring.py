@@ -92,6 +92,10 @@ class Ring(ABC):
     def home_weights(self, item: int) -> Tensor:
         """This rank's own slice of an item, flat; valid for the life of the ring."""
 
+    def whole_weights(self, item: int) -> Tensor | None:
+        """All slices of an item one after another, flat, where every rank can read them in place; None if it cannot."""
+        return None
+
     @abstractmethod
     def home_gradients(self, item: int) -> Tensor:
         """The gradient of this rank's own slice, flat; complete after `finish`."""

@@ -1,9 +1,14 @@
 """The ring over shared memory: ranks on one host map each other's slices and read them in place. Nothing moves.
 
-[Note: one file per rank]
-    A rank's weights, gradients and turn counters lie in one file in a memory file system, allocated in full (so that
-    a full disk is an error here and not a crash later), mapped by all ranks of the ring, and unlinked at once: when
-    the last process is gone, so is the memory.
+[Note: one file]
+    All weights, gradients and turn counters lie in one file in a memory file system, which all ranks of the ring map.
+    Each rank allocates what is its own (so that a full disk is an error here and not a crash later, and pages lie in
+    the memory next to their owner's processor). The file is unlinked at once: when the last process is gone, so is
+    the memory.
+
+[Note: side by side]
+    An item's slices lie one after another, so that all of them together are one tensor: whoever can read a weight
+    where it lies may read it whole, and need not take its slices one by one. Gradients lie rank by rank.
 
 [Note: turns]
     Gradients are added in the owner's memory. A slice's turn counter says how many visits it has had in this step;
@@ -16,6 +21,8 @@ machines that do not.
 
 from __future__ import annotations
 
+import errno
+import itertools
 import mmap
 import os
 import platform
@@ -23,6 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import barrier, gather_objects
+from rotorch.comm.collectives import gather_objects
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.core.errors import RankFailure
 from rotorch.core.quantities import format_bytes
@@ -55,6 +63,57 @@ def _host() -> str:
     return f"{platform.node()}:{boot.read_text().strip() if boot.exists() else ''}"
 
 
+@dataclass(frozen=True)
+class _Extent:
+    """Bytes of the file."""
+
+    start: int
+    num_bytes: int
+
+
+class _Plan:
+    """What lies where in the file (see [Note: one file] and [Note: side by side]).
+
+    Attributes:
+        turns: where each rank's counters start.
+        wholes: each item's slices, one after another.
+        gradients: each rank's gradients, all items.
+        num_bytes: of the file.
+    """
+
+    def __init__(self, numels: Sequence[Sequence[int]], *, size: int, itemsize: int) -> None:
+        self._numels, self._itemsize = numels, itemsize
+        self._step = max(1, _ALIGNMENT // itemsize)
+        header = -(-max(8 * len(numels), 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.turns = [rank * header for rank in range(size)]
+        self._header, end = header, size * header
+        self.wholes = []
+        for numel in numels:
+            self.wholes.append(_Extent(end, sum(numel) * itemsize))
+            end += self._aligned(sum(numel)) * itemsize
+        self.gradients = []
+        for rank in range(size):
+            num_bytes = sum(self._aligned(numel[rank]) for numel in numels) * itemsize
+            self.gradients.append(_Extent(end, num_bytes))
+            end += num_bytes
+        self.num_bytes = end
+
+    def _aligned(self, numel: int) -> int:
+        return -(-numel // self._step) * self._step
+
+    def gradient_starts(self, rank: int) -> list[int]:
+        """Where each item starts in a rank's gradients, in elements."""
+        return list(itertools.accumulate((self._aligned(n[rank]) for n in self._numels), initial=0))[:-1]
+
+    def owned(self, rank: int) -> list[_Extent]:
+        """What a rank allocates: its counters, its slices, its gradients."""
+        slices = [
+            _Extent(whole.start + sum(n[:rank]) * self._itemsize, n[rank] * self._itemsize)
+            for whole, n in zip(self.wholes, self._numels, strict=True)
+        ]
+        return [_Extent(self.turns[rank], self._header), *slices, self.gradients[rank]]
+
+
 class SharedMemoryRing(Ring):
     """See the module's notes. All ranks of `mesh` must make it together.
 
@@ -74,80 +133,83 @@ class SharedMemoryRing(Ring):
         self._base = 0
         self._rounds = [0] * len(self.numels)
         self._fence = threading.Lock()
-        self._starts = [self._layout(rank) for rank in range(self.size)]
-        path, reason = self._create() if mesh.size() > 1 else (None, "")
-        offers = gather_objects((_host(), path, reason), mesh=mesh)
-        try:
-            reasons = [why for _, _, why in offers if why]
-            if reasons:
-                raise SharedMemoryUnavailable(reasons[0])
-            if len({host for host, _, _ in offers}) > 1:
-                raise SharedMemoryUnavailable("the ranks are on several hosts")
-            self._maps = [self._open(offer_path, rank) for rank, (_, offer_path, _) in enumerate(offers)]
-        finally:
-            barrier(mesh=mesh)  # every rank has mapped every file, or given up
-            if path is not None:
-                Path(path).unlink(missing_ok=True)
-        flats = [torch.frombuffer(m, dtype=torch.uint8) for m in self._maps]
-        self._turns = [np.frombuffer(m, dtype=np.int64, count=len(self.numels)) for m in self._maps]
-        self._all_weights = [self._region(flats[rank], rank, region=0) for rank in range(self.size)]
-        self._all_gradients = [self._region(flats[rank], rank, region=1) for rank in range(self.size)]
-        self._weights = [self._parts(self._all_weights[rank], rank) for rank in range(self.size)]
-        self._gradients = [self._parts(self._all_gradients[rank], rank) for rank in range(self.size)]
+        self._plan = _Plan(self.numels, size=self.size, itemsize=dtype.itemsize)
+        self._map = self._share(mesh)
+        flat = torch.frombuffer(self._map, dtype=torch.uint8)
+        plan = self._plan
+        self._turns = [
+            np.frombuffer(self._map, dtype=np.int64, count=len(self.numels), offset=start) for start in plan.turns
+        ]
+        self._wholes = [self._typed(flat, extent) for extent in plan.wholes]
+        self._weights = [whole.split(numel) for whole, numel in zip(self._wholes, self.numels, strict=True)]
+        self._all_gradients = [self._typed(flat, extent) for extent in plan.gradients]
+        self._gradients = [self._parts(rank) for rank in range(self.size)]
 
     # ------------------------------------------------------------- memory
 
-    def _layout(self, rank: int) -> list[int]:
-        """Where each item starts in a rank's weights (and gradients), in elements; the total comes last."""
-        step = max(1, _ALIGNMENT // self.dtype.itemsize)
-        starts, total = [], 0
-        for numel in self.numels:
-            starts.append(total)
-            total += -(-numel[rank] // step) * step
-        return [*starts, total]
-
-    def _header_bytes(self) -> int:
-        return -(-max(8 * len(self.numels), 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-
-    def _file_bytes(self, rank: int) -> int:
-        return self._header_bytes() + 2 * self._starts[rank][-1] * self.dtype.itemsize
+    def _share(self, mesh: DeviceMesh) -> mmap.mmap:
+        """Makes the file, maps it on all ranks, and unlinks it."""
+        if self.size == 1:  # private memory will do
+            return mmap.mmap(-1, self._plan.num_bytes)
+        path, reason = self._create() if self.position == 0 else (None, "")
+        try:
+            first, *_ = offers = gather_objects((_host(), path, reason), mesh=mesh)
+            if first[2]:
+                raise SharedMemoryUnavailable(first[2])
+            if len({host for host, _, _ in offers}) > 1:
+                raise SharedMemoryUnavailable("the ranks are on several hosts")
+            mapped, reason = self._open(first[1])
+            reasons = [why for why in gather_objects(reason, mesh=mesh) if why]
+            if reasons or mapped is None:
+                raise SharedMemoryUnavailable(reasons[0])
+            return mapped
+        finally:
+            if path is not None:
+                Path(path).unlink(missing_ok=True)
 
     def _create(self) -> tuple[str | None, str]:
-        """Makes this rank's file, in full. Returns its path, or why it could not be made."""
-        directory, size = shared_memory_directory(), self._file_bytes(self.position)
-        path = None
+        """Makes the file, empty yet. Returns its path, or why it could not be made."""
+        directory, size, path = shared_memory_directory(), self._plan.num_bytes, None
         try:
             descriptor, path = tempfile.mkstemp(prefix="rotorch-", dir=directory)
             try:
-                os.posix_fallocate(descriptor, 0, size)
+                os.ftruncate(descriptor, size)
             finally:
                 os.close(descriptor)
         except OSError as error:
             if path is not None:
                 Path(path).unlink(missing_ok=True)
-            return None, f"{format_bytes(size)} for each rank do not fit into {directory}: {error.strerror}"
+            return None, f"{format_bytes(size)} cannot be made in {directory}: {error.strerror}"
         return path, ""
 
-    def _open(self, path: str | None, rank: int) -> mmap.mmap:
-        size = self._file_bytes(rank)
-        if path is None:  # a ring of one: private memory will do
-            return mmap.mmap(-1, size)
+    def _open(self, path: str) -> tuple[mmap.mmap | None, str]:
+        """Allocates what is this rank's own, and maps the file. Returns the map, or why there is none."""
+        extents = self._plan.owned(self.position)
         try:
             with open(path, "r+b") as file:
-                return mmap.mmap(file.fileno(), size)
+                for extent in extents:
+                    if extent.num_bytes:
+                        os.posix_fallocate(file.fileno(), extent.start, extent.num_bytes)
+                return mmap.mmap(file.fileno(), self._plan.num_bytes), ""
         except OSError as error:
-            raise SharedMemoryUnavailable(f"cannot map rank {rank}'s memory: {error.strerror}") from None
+            if error.errno == errno.ENOSPC:
+                size = format_bytes(self._plan.num_bytes)
+                return None, f"{size} do not fit into {shared_memory_directory()}: {error.strerror}"
+            return None, f"rank {self.position} cannot map {format_bytes(self._plan.num_bytes)}: {error.strerror}"
 
-    def _region(self, flat: Tensor, rank: int, *, region: int) -> Tensor:
-        size = self._starts[rank][-1] * self.dtype.itemsize
-        start = self._header_bytes() + region * size
-        return flat[start : start + size].view(self.dtype)
+    def _typed(self, flat: Tensor, extent: _Extent) -> Tensor:
+        return flat[extent.start : extent.start + extent.num_bytes].view(self.dtype)
 
-    def _parts(self, flat: Tensor, rank: int) -> list[Tensor]:
-        return [flat[s : s + n[rank]] for s, n in zip(self._starts[rank], self.numels, strict=False)]
+    def _parts(self, rank: int) -> list[Tensor]:
+        """The items' parts of a rank's gradients."""
+        starts, flat = self._plan.gradient_starts(rank), self._all_gradients[rank]
+        return [flat[start : start + n[rank]] for start, n in zip(starts, self.numels, strict=True)]
 
     def home_weights(self, item: int) -> Tensor:
-        return self._weights[self.position][item]
+        return self._weights[item][self.position]
+
+    def whole_weights(self, item: int) -> Tensor:
+        return self._wholes[item]
 
     def home_gradients(self, item: int) -> Tensor:
         return self._gradients[self.position][item]
@@ -168,7 +230,7 @@ class SharedMemoryRing(Ring):
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         for step, index in enumerate(self.order(backward=backward)):
             turn = self._base + self._rounds[item] * self.size + step
-            yield Visit(index, self._weights[index][item] if fetch else None, step, turn)
+            yield Visit(index, self._weights[item][index] if fetch else None, step, turn)
         if backward:
             self._rounds[item] += 1
             self.fresh[item] = False
