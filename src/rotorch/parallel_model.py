@@ -98,6 +98,11 @@ class Holding(ABC):
         """After `weights[..].local` were written from outside (initialised, loaded)."""
         return None
 
+    @property
+    def transport(self) -> str | None:
+        """What carries slices from rank to rank, where there is a choice."""
+        return None
+
     def close(self) -> None:
         """Frees what the process group or the operating system holds for it. All ranks."""
         return None

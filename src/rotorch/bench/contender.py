@@ -1,24 +1,28 @@
-"""Who takes part in a bench: a model under a layout, or a replica that works alone (the limit)."""
+"""Who takes part in a bench: a model under a layout, under another library (`peers/`), or replicas that work alone."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rotorch.bench.peers import PEERS
 from rotorch.bench.task import Task
 from rotorch.comm.collectives import all_reduce_sum
+from rotorch.mesh import pick_device
+from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
-from rotorch.parallel_model import Holding, causal_lm_loss, count_targets
+from rotorch.parallel_model import causal_lm_loss, count_targets
 from rotorch.parallelize import parallelize
 from rotorch.run_config import OptimizerSection
-from rotorch.shard.materialize import on_meta
+from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.materialize import initialise, on_meta, take_recipes
 from rotorch.shard.sites import find_sites
 from rotorch.train.optim import clip_gradients, make_optimizer, squared_norm_share
 
@@ -112,55 +116,80 @@ class UnderLayout(Contender):
 
     @property
     def transport(self) -> str | None:
-        return _transport(self.model.holding)
+        return self.model.holding.transport
 
 
-class Independent(Contender):
-    """A replica of the whole model, trained on some shares of the data alone: plain torch, nothing sent."""
+class PlainLoop(Contender):
+    """Training as people write it around a module, wrapped by any library that leaves averaged gradients in `.grad`.
 
-    def __init__(self, task: Task, *, shares: Sequence[int]) -> None:
+    Args:
+        task: what to train.
+        module: the model; the optimizer gets its parameters.
+        shares: which of `num_shares` equal shares of a global batch this rank trains on.
+        num_shares: how many there are; by default one per rank.
+        callee: what to call in place of `module`.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        module: nn.Module,
+        shares: Sequence[int],
+        num_shares: int | None = None,
+        callee: nn.Module | None = None,
+    ) -> None:
         self._task = task
         self._shares = shares
-        with on_meta():
-            module = build(task)
-        model = parallelize(module, "single", device=task.device).materialize(seed=task.seed)  # a group of one
-        self._device = model.device
-        for name, sites in find_sites(module).items():
-            parameter = nn.Parameter(model.weights[name].local)
-            for site in sites:
-                site.put(parameter)
+        self._num_shares = task.num_ranks if num_shares is None else num_shares
+        self._device = pick_device(task.device)
+        self._callee = module if callee is None else callee
         self.module = module
-        self.optimizer = _adamw(module, settings=task.optimizer)
+        self.optimizer = adamw(module, settings=task.optimizer)
 
     def forward_backward(self, step: int) -> float:
-        task = self._task
-        shares = [task.batches(step, share=share, num_shares=task.num_ranks) for share in self._shares]
-        batches = _on([batch for share in shares for batch in share], device=self._device)
+        """As `Contender` says, but returns the loss per target token of this rank's shares: ranks do not add up."""
+        batches = self._batches(step)
         num_targets = sum(count_targets(batch) for batch in batches)
         total = 0.0
-        for batch in batches:
-            dtype = task.autocast_dtype
-            with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
-                loss = causal_lm_loss(self.module, batch, num_targets)
-            loss.backward()
-            total += float(loss.detach())
+        for number, batch in enumerate(batches):
+            with self._micro_batch(last=number == len(batches) - 1):
+                total += self._pass(batch, num_targets=num_targets)
         return total
 
     def weights(self) -> list[Tensor]:
-        return [parameter.detach() for parameter in self.module.parameters()]
+        return [local_part(parameter.detach()) for parameter in self.module.parameters()]
 
     def gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        return [local_part(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
 
     def clip(self) -> None:
-        clip_norm = self._task.optimizer.clip_norm
-        if clip_norm:
-            gradients = self.gradients()
-            norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in gradients]
-            norm = math.sqrt(float(torch.stack(norms).double().square().sum()))
-            if norm > clip_norm:
-                for grad in gradients:
-                    grad.mul_(clip_norm / norm)
+        if self._task.optimizer.clip_norm:
+            nn.utils.clip_grad_norm_(self.module.parameters(), self._task.optimizer.clip_norm)
+
+    def _batches(self, step: int) -> list[dict[str, Tensor]]:
+        """This rank's micro-batches, on its device."""
+        shares = [self._task.batches(step, share=share, num_shares=self._num_shares) for share in self._shares]
+        return _on([batch for share in shares for batch in share], device=self._device)
+
+    def _micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
+        """Around the forward and backward of a micro-batch."""
+        return nullcontext()
+
+    def _pass(self, batch: dict[str, Tensor], *, num_targets: int) -> float:
+        """Forward and backward of one micro-batch; its losses, summed, over `num_targets`."""
+        dtype = self._task.autocast_dtype
+        with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
+            loss = causal_lm_loss(self._callee, batch, num_targets)
+        loss.backward()
+        return float(loss.detach())
+
+
+class Independent(PlainLoop):
+    """A replica of the whole model, trained on some shares of the data alone: plain torch, nothing sent."""
+
+    def __init__(self, task: Task, *, shares: Sequence[int]) -> None:
+        super().__init__(task, module=whole_model(task), shares=shares)
 
 
 def make_contender(task: Task, *, row: str, rank: int) -> Contender:
@@ -169,6 +198,8 @@ def make_contender(task: Task, *, row: str, rank: int) -> Contender:
         return Independent(task, shares=[rank])
     if row == REFERENCE:
         return Independent(task, shares=range(task.num_ranks))
+    if row in PEERS:
+        return PEERS[row].load()(task, rank=rank, **PEERS[row].options)
     return UnderLayout(task, parallel=row)
 
 
@@ -180,7 +211,24 @@ def build(task: Task) -> nn.Module:
     return module.train()
 
 
-def _adamw(module: nn.Module, *, settings: OptimizerSection) -> torch.optim.AdamW:
+def whole_model(task: Task) -> nn.Module:
+    """Builds the task's model with its first weights, all of them, as plain parameters: the values of every row."""
+    with on_meta():
+        module = build(task)
+    recipes, device, held = take_recipes(module), pick_device(task.device), {}
+    sites = find_sites(module)
+    empty = {name: torch.empty_like(p, device=device) for name, p in module.named_parameters()}
+    for weight in describe(module).weights:
+        parameter = nn.Parameter(empty[weight.name])
+        whole = cut_pieces(weight, num_slices=1, index=0)
+        held[weight.name] = HeldWeight(weight, parameter.detach(), whole, parameter)
+        for site in sites[weight.name]:
+            site.put(parameter)
+    initialise(held, recipes=recipes, seed=task.seed)
+    return module.to(device)
+
+
+def adamw(module: nn.Module, *, settings: OptimizerSection) -> torch.optim.AdamW:
     """What `make_optimizer` makes for a `ParallelModel`, over plain parameters."""
     decayed = [p for p in module.parameters() if p.dim() >= 2]
     others = [p for p in module.parameters() if p.dim() < 2]
@@ -192,15 +240,6 @@ def _adamw(module: nn.Module, *, settings: OptimizerSection) -> torch.optim.Adam
         eps=settings.eps,
         fused=True,
     )
-
-
-def _transport(holding: Holding) -> str | None:
-    """The name of what carries the slices of a ring, also of one inside another strategy; None where there is none."""
-    ring = getattr(holding, "ring", None)
-    if ring is not None:
-        return ring.name
-    inside = (_transport(value) for value in vars(holding).values() if isinstance(value, Holding))
-    return next((name for name in inside if name), None)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -111,6 +111,10 @@ class ReplicatedHolding(Holding):
     def gradients(self) -> list[Tensor]:
         return self._inner.gradients()
 
+    @property
+    def transport(self) -> str | None:
+        return self._inner.transport
+
     def values_changed(self) -> None:
         self._inner.values_changed()
 

@@ -169,6 +169,10 @@ class RTPHolding(Holding):
         whole = [h.local_grad for h in self.replicas.held.values() if h.local_grad is not None]
         return [self.ring.all_home_gradients, *whole]
 
+    @property
+    def transport(self) -> str | None:
+        return self.ring.name
+
     def close(self) -> None:
         self.ring.close()
 

@@ -1,0 +1,125 @@
+"""Other libraries as rows of a bench: one table of their names. Importing it loads none of them, nor torch.
+
+A peer is a `Contender` in a file of its library's name. What is the same for all: the model, its first weights, the
+batch, AdamW and its numbers, precision, threads. What is the library's: who holds what, and what is sent when. Ranks load
+a peer's library themselves, so that it cannot touch the other rows.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from rotorch.core.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """One way to train that people use.
+
+    Attributes:
+        about: what it does, in a line.
+        contender: `file:class` below this package.
+        library: package that it is made with, as it is imported and installed.
+        sharded: whether it claims that the ranks hold each matrix once between them; the bench checks that.
+        options: further arguments of the class.
+        environment: variables that the library reads when it is imported on ranks without an accelerator.
+    """
+
+    about: str
+    contender: str
+    library: str = "torch"
+    sharded: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def installed(self) -> bool:
+        """Whether its library can be imported here."""
+        return importlib.util.find_spec(self.library) is not None
+
+    @property
+    def library_version(self) -> str:
+        """Version of its library."""
+        return version(self.library)
+
+    def load(self) -> type[Any]:
+        """Returns its `Contender` class; loads torch, but not the library."""
+        file, _, name = self.contender.partition(":")
+        return getattr(importlib.import_module(f"{__name__}.{file}"), name)
+
+
+PEERS: dict[str, Peer] = {
+    "torch-ddp": Peer(
+        about="torch DistributedDataParallel, gradients as views of its buckets",
+        contender="torch_ddp:TorchDDP",
+        sharded=False,
+    ),
+    "fsdp2": Peer(
+        about="torch fully_shard on every block and on the root",
+        contender="fsdp2:FSDP2",
+    ),
+    "fsdp2-recompute": Peer(
+        about="fsdp2 with activation checkpointing of every block",
+        contender="fsdp2:FSDP2",
+        options={"recompute": True},
+    ),
+    "fsdp2-per-weight": Peer(
+        about="torch fully_shard on every module that has weights of its own",
+        contender="fsdp2:FSDP2",
+        options={"per_weight": True},
+    ),
+    "tp": Peer(
+        about="torch DTensor tensor parallel by the model's own plan, with sequence and loss parallel; one batch for all",
+        contender="tensor_parallel:TensorParallel",
+    ),
+    "deepspeed-zero3": Peer(
+        about="DeepSpeed ZeRO-3, its settings as they come",
+        contender="deepspeed_zero3:DeepSpeedZero3",
+        library="deepspeed",
+        environment={"DS_ACCELERATOR": "cpu"},
+    ),
+    "deepspeed-zero3-lean": Peer(
+        about="DeepSpeed ZeRO-3 that keeps no weight gathered (live parameters 1, reuse distance 0, persistence 0)",
+        contender="deepspeed_zero3:DeepSpeedZero3",
+        library="deepspeed",
+        options={"lean": True},
+        environment={"DS_ACCELERATOR": "cpu"},
+    ),
+    "accelerate-fsdp2": Peer(
+        about="Accelerate with its FSDP2 plugin, on CPU ranks set by hand",
+        contender="accelerate_fsdp2:AccelerateFSDP2",
+        library="accelerate",
+    ),
+}
+
+
+def find_peer(name: str) -> Peer:
+    """Returns a peer that is installed.
+
+    Raises:
+        ConfigError: there is none of that name, or its library is not installed.
+    """
+    if name not in PEERS:
+        raise ConfigError(
+            f"bench: unknown peer {name!r}{nearest(name, known=PEERS)}. Peers: {', '.join(PEERS)}. A layout of rotorch's "
+            "own goes to --parallel"
+        )
+    peer = PEERS[name]
+    if not peer.installed:
+        raise ConfigError(f"bench: --peer {name}: {how_to_install(peer)}")
+    return peer
+
+
+def how_to_install(peer: Peer) -> str:
+    """What to do about a library that is missing, in a line."""
+    return f"{peer.library} is not installed. Write: pip install 'rotorch[peers]'"
+
+
+def help_text() -> str:
+    """All peers, for `rotorch bench --help`."""
+    return "; ".join(f"{name}: {peer.about}" for name, peer in PEERS.items())
