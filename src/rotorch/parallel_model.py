@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier
+from rotorch.comm.observe import Observer
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
@@ -102,6 +103,14 @@ class Holding(ABC):
     def transport(self) -> str | None:
         """What carries slices from rank to rank, where there is a choice."""
         return None
+
+    def slots(self) -> list[Tensor]:
+        """Buffers that slices of a ring pass through; they are there from step to step."""
+        return []
+
+    def observed(self, observer: Observer) -> AbstractContextManager[None]:
+        """Tells `observer` what this rank computes with and what it waits for, within the block. This rank only."""
+        return nullcontext()
 
     def close(self) -> None:
         """Frees what the process group or the operating system holds for it. All ranks."""

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from rotorch.bench.peers import PEERS
 from rotorch.bench.task import Task
 from rotorch.comm.collectives import all_reduce_sum
+from rotorch.comm.observe import Observer
 from rotorch.mesh import pick_device
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
@@ -71,6 +72,14 @@ class Contender(ABC):
         """What carries slices from rank to rank, where there is a choice."""
         return None
 
+    def slots(self) -> list[Tensor]:
+        """Buffers that slices of a ring pass through."""
+        return []
+
+    def observed(self, observer: Observer) -> AbstractContextManager[None]:
+        """Tells `observer` what only the contender knows (a ring's visits and waits), within the block."""
+        return nullcontext()
+
     def optimizer_state(self) -> list[Tensor]:
         """This rank's part of the optimizer's state."""
         values = chain.from_iterable(state.values() for state in self.optimizer.state.values())
@@ -117,6 +126,12 @@ class UnderLayout(Contender):
     @property
     def transport(self) -> str | None:
         return self.model.holding.transport
+
+    def slots(self) -> list[Tensor]:
+        return self.model.holding.slots()
+
+    def observed(self, observer: Observer) -> AbstractContextManager[None]:
+        return self.model.holding.observed(observer)
 
 
 class PlainLoop(Contender):

@@ -14,9 +14,13 @@
     nothing.
 
 [Note: categories]
-    weights, gradients, optimizer: what the contender says they are, with the whole of a storage that they share.
-    activations: made by a forward pass and still alive when its backward begins: what autograd keeps.
-    other: all else: communication buffers, gathered weights, temporaries, buffers of the module, the batch.
+    weights, gradients, optimizer, slots: what the contender says they are, with the whole of a storage that they
+        share. Slots are the buffers that slices of a ring pass through.
+    logits: made by the model's head (its output, or what is made within `LOGITS` of `ops/loss.py`), and what an
+        operation makes of those with as many columns: casts, soft-maxes, gradients.
+    activations: of the rest, made by a forward pass and still alive when its backward begins: what autograd keeps.
+    other: all else: gathered weights, gradients of activations, temporaries, buffers of the module, the batch.
+        `TensorMemory.other` says which operations made it.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ from __future__ import annotations
 import bisect
 import gc
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +41,20 @@ from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import TorchDispatchMode, in_backward, storage_key, tree_flatten
 from rotorch.bench.contender import Contender, local_part
+from rotorch.ops.loss import LOGITS_BLOCK
 
-WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, OTHER = CATEGORIES = (
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, SLOTS, LOGITS, OTHER = CATEGORIES = (
     "weights",
     "gradients",
     "optimizer",
     "activations",
+    "slots",
+    "logits",
     "other",
 )
 
+_FOUND = "there before the step"
+_NAMED_OTHERS = 6
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -58,11 +67,15 @@ class TensorMemory:
         resident: bytes at rest by category (weights, gradients, optimizer).
         peak_bytes: most bytes alive at one moment of a step, all categories.
         peak: the same moment, by category.
+        other: what is "other" at that moment, by what made it ("backward aten.mm"); the largest few.
+        slots_bytes: of the buffers that slices pass through, which are there from step to step.
     """
 
     resident: dict[str, int]
     peak_bytes: int
     peak: dict[str, int]
+    other: dict[str, int] = field(default_factory=dict)
+    slots_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -74,7 +87,7 @@ def measure_tensors(contender: Contender, *, step: int) -> TensorMemory:
     """Runs one step of `contender` and measures it. Steps before it have filled the optimizer's state."""
     gc.collect()
     live = LiveStorages()
-    with live:
+    with live, _head_named(contender.module, live):
         contender.forward_backward(step)
         owned = {
             WEIGHTS: contender.weights(),
@@ -84,9 +97,29 @@ def measure_tensors(contender: Contender, *, step: int) -> TensorMemory:
         for category, tensors in owned.items():
             live.name(tensors, category=category)
         resident = {category: owned_bytes(tensors) for category, tensors in owned.items()}
-        del owned, tensors
+        slots = contender.slots()
+        live.name(slots, category=SLOTS)
+        slots_bytes = owned_bytes(slots)
+        del owned, tensors, slots
         contender.update()
-    return TensorMemory(resident, *live.peak())
+    return TensorMemory(resident, *live.peak(), live.other_at_peak(), slots_bytes)
+
+
+@contextmanager
+def _head_named(module: nn.Module, live: LiveStorages) -> Iterator[None]:
+    """Calls logits what a Hugging Face model's head returns, where that is a plain tensor."""
+
+    def name(_: nn.Module, __: Any, output: Any) -> None:
+        if type(output) in _PLAIN:
+            live.name([output], category=LOGITS)
+
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    handle = head.register_forward_hook(name) if isinstance(head, nn.Module) else None
+    try:
+        yield
+    finally:
+        if handle is not None:
+            handle.remove()
 
 
 def owned_bytes(tensors: Iterable[Tensor]) -> int:
@@ -110,6 +143,7 @@ class _Storage:
     Attributes:
         nbytes: its size now.
         made: whether an operation returned it; else it was found.
+        maker: the phase and operation that made it.
         category: what it is for.
         in_forward: whether a forward pass made it that has had no backward yet.
         reference: tells when it dies.
@@ -117,6 +151,7 @@ class _Storage:
 
     nbytes: int
     made: bool
+    maker: str = _FOUND
     category: str = OTHER
     in_forward: bool = False
     reference: Any = None
@@ -132,6 +167,8 @@ class LiveStorages(TorchDispatchMode):
         self._mapped: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self._mappings = SharedMappings()
         self._backward = False
+        self._regions: list[str] = []
+        """Names of the `record_function` blocks that are open."""
         self._until_exit = ExitStack()
 
     def __enter__(self) -> LiveStorages:
@@ -147,12 +184,16 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own dispatch comes back here with plain tensors
+        if func.namespace == "profiler":
+            self._notice_region(func, args)
+            return func(*args, **(kwargs or {}))
         self._notice_phase()
-        for tensor in _tensors((args, kwargs)):
+        given = list(_tensors((args, kwargs)))
+        for tensor in given:
             self._see(tensor, made=False)
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
-            self._see(tensor, made=True)
+            self._see(tensor, made=True, func=func, given=given)
         return result
 
     def name(self, tensors: Iterable[Tensor], *, category: str) -> None:
@@ -168,17 +209,28 @@ class LiveStorages(TorchDispatchMode):
 
     def peak(self) -> tuple[int, dict[str, int]]:
         """Returns the most bytes that were alive at one moment, and that moment by category."""
+        moment = {category: _union(self._mapped[category]) for category in CATEGORIES}
+        for storage, change in self._until_peak():
+            moment[storage.category] += change
+        return sum(moment.values()), moment
+
+    def other_at_peak(self) -> dict[str, int]:
+        """What is in no category at that moment, by what made it; the largest first."""
+        others: Counter[str] = Counter()
+        for storage, change in self._until_peak():
+            if storage.category == OTHER:
+                others[storage.maker] += change
+        return {maker: num_bytes for maker, num_bytes in others.most_common(_NAMED_OTHERS) if num_bytes}
+
+    def _until_peak(self) -> list[tuple[_Storage, int]]:
+        """The changes that lead to the highest moment."""
         changes = self._ordered()
         now, highest, at = 0, 0, 0
         for index, (_, change) in enumerate(changes):
             now += change
             if now > highest:
                 highest, at = now, index + 1
-        moment = {category: _union(self._mapped[category]) for category in CATEGORIES}
-        mapped = sum(moment.values())
-        for storage, change in changes[:at]:
-            moment[storage.category] += change
-        return highest + mapped, moment
+        return changes[:at]
 
     def _ordered(self) -> list[tuple[_Storage, int]]:
         """All changes in the order of time; what was found and outlived the step comes first."""
@@ -198,7 +250,26 @@ class LiveStorages(TorchDispatchMode):
                 storage.in_forward = False
         self._backward = backward
 
-    def _see(self, tensor: Tensor, *, made: bool) -> None:
+    def _notice_region(self, func: Any, args: Any) -> None:
+        if "enter" in func._schema.name:
+            self._regions.append(str(args[0]))
+        elif self._regions:
+            self._regions.pop()
+
+    def _is_logits(self, tensor: Tensor, given: Sequence[Tensor]) -> bool:
+        """Whether an operation made logits: in their own block, or of logits with as many columns."""
+        if LOGITS_BLOCK in self._regions:
+            return True
+        return tensor.dim() > 0 and any(
+            source.dim() > 0 and source.shape[-1] == tensor.shape[-1] and self._category(source) == LOGITS
+            for source in given
+        )
+
+    def _category(self, tensor: Tensor) -> str | None:
+        known = self._alive.get(storage_key(tensor))
+        return None if known is None else known.category
+
+    def _see(self, tensor: Tensor, *, made: bool, func: Any = None, given: Sequence[Tensor] = ()) -> None:
         if tensor.device.type == "meta" or tensor.layout is not torch.strided:
             return
         key = storage_key(tensor)
@@ -208,6 +279,10 @@ class LiveStorages(TorchDispatchMode):
         if self._mappings.contains(storage):
             return  # a view of one, if an operation returns it
         new = _Storage(storage.nbytes(), made, in_forward=made and not self._backward)
+        if made:
+            new.maker = f"{'backward' if self._backward else 'forward'} {func}"
+            if self._is_logits(tensor, given):
+                new.category = LOGITS
         new.reference = weakref.ref(storage, lambda _: self._died(key))
         self._alive[key] = new
         self._changes.append((new, new.nbytes))

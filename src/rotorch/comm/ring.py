@@ -148,6 +148,10 @@ class Ring(ABC):
         """Ends a step: everything sent has left, everything due has come."""
         self.catch_up()
 
+    def slots(self) -> list[Tensor]:
+        """The buffers that visiting slices and their gradients pass through, for the memory ledger."""
+        return []
+
     def close(self) -> None:
         """Gives memory back."""
         return None

@@ -16,11 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
 
 from rotorch._torch_private import wrapper_tensor
 from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
 from rotorch.ops.rotate import AutocastState, RotatingUnit
 from rotorch.ops.stand_in import StandIn
+
+LOGITS_BLOCK = "rotorch.logits"
+"""Name of the profiler's blocks in which logits are made: profiles and the memory ledger tell them by it."""
 
 Elementwise = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 """An operation on logits that treats every element alike: (function, further arguments, keyword arguments)."""
@@ -95,7 +99,8 @@ class DeferredLogits(StandIn):
         """Computes the logits, whole."""
         if self.written is not None:
             return self.written
-        return _replay(rotate_linear(self.unit, self.hidden), self.chain)
+        with record_function(LOGITS_BLOCK):
+            return _replay(rotate_linear(self.unit, self.hidden), self.chain)
 
 
 def _writes(func: Any) -> bool:
@@ -234,7 +239,8 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 
 def _slice_logits(unit: RotatingUnit, visit: Any, x_BD: Tensor) -> Tensor:
     weight, *bias = (w.detach().to(x_BD.dtype) for w in unit.weights(visit))
-    return torch.addmm(bias[0], x_BD, weight.t()) if bias else torch.mm(x_BD, weight.t())
+    with record_function(LOGITS_BLOCK):
+        return torch.addmm(bias[0], x_BD, weight.t()) if bias else torch.mm(x_BD, weight.t())
 
 
 def _targets_in_slice(unit: RotatingUnit, index: int, target_B: Tensor) -> tuple[Tensor, Tensor]:

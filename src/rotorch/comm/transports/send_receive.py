@@ -136,6 +136,9 @@ class SendReceiveRing(Ring):
     def all_home_gradients(self) -> Tensor:
         return self._home_gradients
 
+    def slots(self) -> list[Tensor]:
+        return [*self._slots, *self._gradient_slots]
+
     # ------------------------------------------------------------- weights
 
     def start(self, *, fresh: Sequence[bool]) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.comm.collectives import all_reduce_each
+from rotorch.comm.observe import Observer
 from rotorch.core.spec import ModelSpec
 from rotorch.models.blocks import recompute_blocks
 from rotorch.parallel_model import Holding
@@ -114,6 +115,12 @@ class ReplicatedHolding(Holding):
     @property
     def transport(self) -> str | None:
         return self._inner.transport
+
+    def slots(self) -> list[Tensor]:
+        return self._inner.slots()
+
+    def observed(self, observer: Observer) -> AbstractContextManager[None]:
+        return self._inner.observed(observer)
 
     def values_changed(self) -> None:
         self._inner.values_changed()

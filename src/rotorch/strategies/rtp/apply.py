@@ -17,7 +17,7 @@ norms are lent whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
+from rotorch.comm.observe import Observer, observe_ring
 from rotorch.comm.ring import Visit
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError
@@ -172,6 +173,12 @@ class RTPHolding(Holding):
     @property
     def transport(self) -> str | None:
         return self.ring.name
+
+    def slots(self) -> list[Tensor]:
+        return self.ring.slots()
+
+    def observed(self, observer: Observer) -> AbstractContextManager[None]:
+        return observe_ring(self.ring, observer, names=[rotating.unit.name for rotating in self.units])
 
     def close(self) -> None:
         self.ring.close()

@@ -1,0 +1,174 @@
+"""Who computes and who waits: a rank tells an observer what it does and what is under way, for pictures of a step.
+
+Nothing here runs unless somebody observes: `observe_ring` and `observe_waits` put wrappers in place for the time of a
+block and take them away again, so the ring and torch.distributed pay nothing otherwise.
+
+[Note: what a ring waits for]
+    All time that `visits` takes to give the next slice is waiting for a slice, and all time in `gradient` and `pass_on`
+    is waiting for a gradient, whatever the transport does there: waits, posts messages, copies. It is what computing
+    would not need. Additions that were kept back (`Ring.add_late`) and are made there count as waiting too.
+
+[Note: under way]
+    A message is under way from when it is posted until somebody has waited for it: it may have come earlier, but nobody
+    knew. Shared memory has no messages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch.distributed as dist
+
+from rotorch.comm.ring import Ring, Visit
+from rotorch.core.quantities import format_bytes
+
+_SHORTEST_WAIT_S = 5e-6
+"""Shorter ones are what looking takes."""
+
+
+class Doing(StrEnum):
+    """What a span of time was spent with."""
+
+    VISIT = "visit"  # computing with a slice
+    SLICE = "slice"  # waiting for one
+    GRADIENT = "gradient"  # waiting for a gradient, or handing it on
+    COLLECTIVE = "collective"  # waiting for any other operation of torch.distributed
+    FETCH = "fetch"  # a slice is under way
+    HOP = "hop"  # a gradient is under way
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class Span:
+    """From `start_s` to `end_s` on `time.perf_counter`, which on Linux all processes of a machine share."""
+
+    doing: Doing
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Observer:
+    """Collects the spans of one rank.
+
+    Attributes:
+        spans: in the order in which they ended.
+    """
+
+    spans: list[Span] = field(default_factory=list)
+    _waiting: Doing | None = None
+
+    def note(self, doing: Doing, name: str, *, since_s: float) -> None:
+        """Something has ended."""
+        self.spans.append(Span(doing, name, since_s, time.perf_counter()))
+
+    @contextmanager
+    def during(self, doing: Doing, name: str) -> Iterator[None]:
+        """Notes the time of a block."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.note(doing, name, since_s=start_s)
+
+    def wait(self, doing: Doing, name: str, call: Callable[[], Any]) -> Any:
+        """Returns what `call` returns, and notes its time as waiting; waits inside of it are part of it."""
+        if self._waiting is not None:
+            return call()
+        self._waiting, start_s = doing, time.perf_counter()
+        try:
+            return call()
+        finally:
+            self._waiting = None
+            if time.perf_counter() - start_s > _SHORTEST_WAIT_S:
+                self.note(doing, name, since_s=start_s)
+
+    @property
+    def waiting(self) -> Doing | None:
+        """What is waited for at this moment."""
+        return self._waiting
+
+
+@contextmanager
+def observe_ring(ring: Ring, observer: Observer, *, names: Sequence[str]) -> Iterator[None]:
+    """Tells `observer` of every visit and wait of `ring` within the block (see [Note: what a ring waits for]).
+
+    Args:
+        ring: whose visits.
+        observer: is told.
+        names: of the ring's items.
+    """
+    visits, gradient, pass_on = ring.visits, ring.gradient, ring.pass_on
+
+    def observed_visits(item: int, *, backward: bool, **how: Any) -> Iterator[Visit]:
+        inner, phase = visits(item, backward=backward, **how), "backward" if backward else "forward"
+        while True:
+            visit = observer.wait(Doing.SLICE, names[item], lambda: next(inner, None))
+            if visit is None:
+                return
+            start_s = time.perf_counter()
+            try:
+                yield visit
+            finally:
+                observer.note(Doing.VISIT, f"{names[item]} slice {visit.index} {phase}", since_s=start_s)
+
+    def observed_gradient(item: int, visit: Visit, **how: Any) -> Any:
+        name = f"{names[item]} slice {visit.index}"
+        return observer.wait(Doing.GRADIENT, name, lambda: gradient(item, visit, **how))
+
+    def observed_pass_on(item: int, visit: Visit) -> None:
+        name = f"{names[item]} slice {visit.index}"
+        observer.wait(Doing.GRADIENT, name, lambda: pass_on(item, visit))
+
+    wrappers = {"visits": observed_visits, "gradient": observed_gradient, "pass_on": observed_pass_on}
+    vars(ring).update(wrappers)
+    try:
+        yield
+    finally:
+        for name in wrappers:
+            del vars(ring)[name]
+
+
+@contextmanager
+def observe_waits(observer: Observer) -> Iterator[None]:
+    """Tells `observer` of every wait of this process for torch.distributed from Python, and of messages under way.
+
+    Waits inside of C++ (torch's DDP at the end of backward) do not pass here.
+    """
+    wait, batch = dist.Work.wait, dist.batch_isend_irecv
+    under_way: dict[int, tuple[Any, Doing, str, float]] = {}
+    """Of each receive: its work (kept, so that its id stays its own), what it brings, and since when."""
+
+    def observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        done = observer.wait(Doing.COLLECTIVE, "collective", lambda: wait(work, *args, **kwargs))
+        _, doing, name, posted_s = under_way.pop(id(work), (None, None, "", 0.0))
+        if doing is not None:
+            observer.note(doing, name, since_s=posted_s)
+        return done
+
+    def observed_batch(operations: list[dist.P2POp]) -> list[Any]:
+        posted_s, works = time.perf_counter(), batch(operations)
+        if observer.waiting in _BRINGS and len(works) == len(operations):
+            doing = _BRINGS[observer.waiting]
+            for operation, work in zip(operations, works, strict=True):
+                if operation.op is dist.irecv:
+                    size = format_bytes(operation.tensor.nbytes)
+                    under_way[id(work)] = (work, doing, f"{size} from {operation.group_peer}", posted_s)
+        return works
+
+    dist.Work.wait, dist.batch_isend_irecv = observed_wait, observed_batch
+    try:
+        yield
+    finally:
+        dist.Work.wait, dist.batch_isend_irecv = wait, batch
+
+
+_BRINGS = {Doing.SLICE: Doing.FETCH, Doing.GRADIENT: Doing.HOP}
