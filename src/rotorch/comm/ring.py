@@ -6,6 +6,11 @@
     chain, and the weights never leave home. Only gradients hop from neighbour to neighbour, because they add up on
     the way.
 
+[Note: precision]
+    Slices at home and all gradients have the ring's `dtype`. Visiting slices may have another one, `wire_dtype`, in
+    which they are computed with: float32 at home, bfloat16 on the way. Then this rank's own slice too passes through a
+    buffer, since a second copy of it that stays would take half as much memory again.
+
 Order of visits on rank r of n: forward (r - i) mod n, own slice first; backward (r + 1 + j) mod n, own slice last, so
 that the gradient of slice k is touched by ranks k-1, k-2, ..., k in this order and is complete when its home has
 added its part.
@@ -67,7 +72,8 @@ class Ring(ABC):
         size: ranks on the ring.
         position: this rank's.
         numels: elements of each slice: `numels[item][index]`.
-        dtype: of all slices and gradients.
+        dtype: of all slices at home and of gradients.
+        wire_dtype: of visiting slices, if it is another one (see [Note: precision]).
     """
 
     moves_weights: bool
@@ -79,11 +85,20 @@ class Ring(ABC):
     name: str
     """Of the transport, for `doctor` and reports."""
 
-    def __init__(self, *, size: int, position: int, numels: Sequence[Sequence[int]], dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        *,
+        size: int,
+        position: int,
+        numels: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
         self.size = size
         self.position = position
         self.numels = [tuple(n) for n in numels]
         self.dtype = dtype
+        self.wire_dtype = wire_dtype or dtype
         self.fresh = [True] * len(self.numels)
         """Per item: whether nothing has been added to its gradients in this step."""
         self._late: list[LateAddition] = []
@@ -147,6 +162,22 @@ class Ring(ABC):
     def finish(self) -> None:
         """Ends a step: everything sent has left, everything due has come."""
         self.catch_up()
+
+    def stays(self, visit: Visit) -> bool:
+        """Whether the memory that a visit's weights lie in holds them for the rest of the step, so views may be kept."""
+        return not self.moves_weights or (visit.index == self.position and self.wire_dtype == self.dtype)
+
+    def come_home(self, *, after: BaseException | None = None) -> None:
+        """After a pass: slices that it has moved away return. All ranks.
+
+        Args:
+            after: what broke the pass off, if anything did. Then the ranks first find out whether all of them have
+                come here from the same place; only then slices can return.
+
+        Raises:
+            RankFailure: slices cannot return, since not all ranks are here. The ring is of no use any more.
+        """
+        return None
 
     def slots(self) -> list[Tensor]:
         """The buffers that visiting slices and their gradients pass through, for the memory ledger."""

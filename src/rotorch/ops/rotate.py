@@ -335,8 +335,7 @@ class _Resident:
 
 def _forget_weights(unit: RotatingUnit, visit: Visit, resident: _Resident) -> Any:
     """See [Note: kept graphs and moving slices]."""
-    own_slice = visit.index == unit.ring.position
-    if unit.recompute or own_slice or not unit.ring.moves_weights or visit.weights is None:
+    if unit.recompute or visit.weights is None or unit.ring.stays(visit):
         return nullcontext()
     slot, start = storage_key(visit.weights), visit.weights.storage_offset()
 
