@@ -196,8 +196,12 @@ class PlainLoop(Contender):
         dtype = self._task.autocast_dtype
         with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
             loss = causal_lm_loss(self._callee, batch, num_targets)
-        loss.backward()
+        self._backward(loss)
         return float(loss.detach())
+
+    def _backward(self, loss: Tensor) -> None:
+        """Leaves what the loss adds to the gradients."""
+        loss.backward()
 
 
 class Independent(PlainLoop):

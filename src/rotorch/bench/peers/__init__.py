@@ -1,8 +1,8 @@
 """Other libraries as rows of a bench: one table of their names. Importing it loads none of them, nor torch.
 
 A peer is a `Contender` in a file of its library's name. What is the same for all: the model, its first weights, the
-batch, AdamW and its numbers, precision, threads. What is the library's: who holds what, and what is sent when. Ranks load
-a peer's library themselves, so that it cannot touch the other rows.
+batch, AdamW and its numbers, precision, threads. What is the library's: who holds what, and what is sent when. Ranks
+load a peer's library themselves, so that it cannot touch the other rows.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ PEERS: dict[str, Peer] = {
         options={"per_weight": True},
     ),
     "tp": Peer(
-        about="torch DTensor tensor parallel by the model's own plan, with sequence and loss parallel; one batch for all",
+        about="torch DTensor tensor parallel by the model's plan, sequence and loss parallel; one batch for all ranks",
         contender="tensor_parallel:TensorParallel",
     ),
     "deepspeed-zero3": Peer(
-        about="DeepSpeed ZeRO-3, its settings as they come",
+        about="DeepSpeed ZeRO-3, buckets and thresholds by the hidden size, as Hugging Face's Trainer sets them",
         contender="deepspeed_zero3:DeepSpeedZero3",
         library="deepspeed",
         environment={"DS_ACCELERATOR": "cpu"},
     ),
     "deepspeed-zero3-lean": Peer(
-        about="DeepSpeed ZeRO-3 that keeps no weight gathered (live parameters 1, reuse distance 0, persistence 0)",
+        about="DeepSpeed ZeRO-3 that keeps no weight gathered: live parameters 1, reuse distance 0, persistence 0",
         contender="deepspeed_zero3:DeepSpeedZero3",
         library="deepspeed",
         options={"lean": True},
@@ -106,8 +106,8 @@ def find_peer(name: str) -> Peer:
     """
     if name not in PEERS:
         raise ConfigError(
-            f"bench: unknown peer {name!r}{nearest(name, known=PEERS)}. Peers: {', '.join(PEERS)}. A layout of rotorch's "
-            "own goes to --parallel"
+            f"bench: unknown peer {name!r}{nearest(name, known=PEERS)}. Peers: {', '.join(PEERS)}; "
+            "layouts of rotorch go to --parallel"
         )
     peer = PEERS[name]
     if not peer.installed:

@@ -1,0 +1,46 @@
+"""torch's `fully_shard` (FSDP2): around every block as its documentation says, or around every weight."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from rotorch.bench.contender import PlainLoop, whole_model
+from rotorch.bench.task import Task
+from rotorch.mesh import pick_device
+from rotorch.models.blocks import recompute_blocks, repeated_blocks
+from rotorch.shard.sites import find_sites
+
+
+class FSDP2(PlainLoop):
+    """Weights rest cut along their first dim; a group of them is gathered whole for its forward and its backward.
+
+    Args:
+        task: what to train.
+        rank: this one.
+        recompute: activation checkpointing of every block.
+        per_weight: one group per module that has weights of its own, instead of one per block.
+    """
+
+    def __init__(self, task: Task, *, rank: int, recompute: bool = False, per_weight: bool = False) -> None:
+        module = whole_model(task)
+        mesh = init_device_mesh(pick_device(task.device).type, (task.num_ranks,))
+        if recompute:
+            recompute_blocks(module, strategy="fsdp2")
+        if (
+            per_weight
+        ):  # torch warns of what a model might do to a layer's output in place; the losses say that it does not
+            warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+        for group in _owners(module) if per_weight else repeated_blocks(module):
+            fully_shard(group, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        super().__init__(task, module=module, shares=[rank])
+
+
+def _owners(module: nn.Module) -> list[nn.Module]:
+    """Modules with weights of their own. Those that share one with another module (tied) are left to the root."""
+    tied = {id(site.module) for sites in find_sites(module).values() if len(sites) > 1 for site in sites}
+    return [m for m in module.modules() if list(m.parameters(recurse=False)) and id(m) not in tied]
