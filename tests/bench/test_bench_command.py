@@ -102,6 +102,26 @@ def test_the_peak_is_the_sum_of_its_parts(rows):
     assert rows["rtp=2[transport=shared_memory]"]["peak_bytes_per_rank"] < rows["ddp=2"]["peak_bytes_per_rank"]
 
 
+def test_the_ledger_is_what_the_layouts_say(rows):
+    for name, row in rows.items():
+        ledger = row["ledger"]
+        assert ledger["measured"] == row["peak_by_category"]
+        assert sum(ledger["other_made_by"].values()) <= ledger["measured"]["other"]
+        if name == "limit":
+            assert ledger["predicted"] is None
+            continue
+        for category in ("weights", "gradients", "optimizer", "slots"):
+            assert ledger["at_rest"][category] == ledger["predicted"][category], (name, category)
+        assert ledger["predicted"]["activations"] is None
+
+
+def test_the_ledger_names_logits_and_slots(rows):
+    largest_slice = 4 * max(V * H // 2, (2 * H * H + 2 * H * KV) // 2, 3 * H * F // 2)
+    assert rows["rtp=2[transport=send_receive]"]["ledger"]["measured"]["slots"] == 4 * largest_slice
+    assert rows["rtp=2[transport=shared_memory]"]["ledger"]["measured"]["slots"] == 0
+    assert rows["single"]["ledger"]["measured"]["logits"] >= 2 * 4 * 2 * 2 * 16 * V
+
+
 def test_nothing_is_left_running(measured):
     assert not children()
 

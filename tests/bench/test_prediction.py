@@ -28,6 +28,19 @@ def test_a_ring_sends_weights_twice_and_gradients_once():
     assert found.sent_bytes == {"send": 3 * P * 3 // 4, "all_reduce": 2 * R * 3 // 4}
 
 
+def test_the_ledger_counts_gradients_moments_counters_and_slots():
+    found, largest = of("rtp=4[transport=send_receive]").ledger, P // 4
+    held = largest + R
+    assert (found["weights"], found["gradients"], found["optimizer"]) == (held, held, 2 * held + 4 * 3)
+    assert found["slots"] == 4 * largest == of("ddp=2,rtp=4[transport=send_receive]", rank=7).ledger["slots"]
+    assert of("rtp=4[transport=shared_memory]").ledger["slots"] == of("fsdp=4").ledger["slots"] == 0
+    assert [category for category, num_bytes in found.items() if num_bytes is None] == [
+        "activations",
+        "logits",
+        "other",
+    ]
+
+
 def test_replicas_of_a_ring_reduce_what_the_ring_left():
     inner, outer = of("rtp=2[transport=send_receive]"), of("ddp=3,rtp=2[transport=send_receive]", rank=5)
     assert outer.weights_bytes == inner.weights_bytes == P // 2 + R

@@ -2,11 +2,14 @@ import gc
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.profiler import record_function
 
 from rotorch._torch_private import in_backward
 from rotorch.bench.contender import Independent
 from rotorch.bench.tensor_memory import LiveStorages, SharedMappings, measure_tensors, owned_bytes
+from rotorch.ops.loss import LOGITS_BLOCK
 from rotorch.testing.ranks import run_ranks
 
 
@@ -35,7 +38,8 @@ def test_the_peak_is_what_torch_s_own_tracker_finds(task):
     assert found.peak_bytes == pytest.approx(theirs["Total"] + before, abs=16)
     assert found.peak["weights"] == theirs["_MemRefType.PARAM"]
     assert found.peak["optimizer"] == theirs["_MemRefType.OPT"]
-    assert found.peak["activations"] == theirs["_MemRefType.ACT"]
+    # Logits that are kept count there as activations, their gradients as temporaries.
+    assert 0 < theirs["_MemRefType.ACT"] - found.peak["activations"] < found.peak["logits"]
     assert sum(found.peak.values()) == found.peak_bytes
 
 
@@ -72,6 +76,24 @@ def test_activations_are_what_backward_finds():
         moment["activations"] == 512 * 8 * 4 + 2 * 4
     )  # tanh's output, the loss, and the gradient of 1 that backward starts from
     assert moment["weights"] == 8 * 8 * 4
+
+
+def test_logits_are_what_the_head_makes_and_what_is_made_of_them():
+    hidden, weight = torch.randn(16, 8, requires_grad=True), torch.randn(100, 8, requires_grad=True)
+    targets = torch.arange(16)
+    with LiveStorages() as live:
+        with record_function(LOGITS_BLOCK):
+            logits = F.linear(hidden, weight)
+        scores = torch.log_softmax(logits.float() * 2, dim=-1)
+        loss = F.nll_loss(scores, targets)
+        kept = live.peak()[1]["logits"]
+        del logits
+        loss.backward()
+    total, moment = live.peak()
+    assert kept == 3 * 16 * 100 * 4  # the product, its double, and its soft-max
+    assert moment["logits"] == kept  # at the highest moment two kept ones and a gradient, or two gradients and one
+    others = live.other_at_peak()
+    assert sum(moment.values()) == total and all("forward" in m or "backward" in m or "before" in m for m in others)
 
 
 def test_a_storage_that_is_emptied_and_refilled_is_followed():

@@ -11,6 +11,9 @@ from rotorch.core.layout import Layout, combine_layouts
 from rotorch.core.spec import ModelSpec, Unit, Weight
 from rotorch.core.strategy import Strategy
 
+_ADAMW_COUNTER_BYTES = 4
+"""AdamW keeps its number of steps beside each parameter."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -19,12 +22,33 @@ class Prediction:
     Attributes:
         weights_bytes: weights at rest; gradients are as large.
         transient_bytes: beyond that, in a pass.
+        slots_bytes: of these, buffers that slices pass through, there from step to step.
+        num_weights: how many parameters it holds (parts of).
         sent_bytes: per kind of transfer, in one step of one micro-batch.
     """
 
     weights_bytes: int
     transient_bytes: int
+    slots_bytes: int
+    num_weights: int
     sent_bytes: dict[str, int]
+
+    @property
+    def ledger(self) -> dict[str, int | None]:
+        """Bytes by category of `tensor_memory.py`; None where there is no formula.
+
+        What autograd saves, and how much of the logits exists at the highest moment of a step, depends on the model's
+        code: a formula would be a guess.
+        """
+        return {
+            "weights": self.weights_bytes,
+            "gradients": self.weights_bytes,
+            "optimizer": 2 * self.weights_bytes + _ADAMW_COUNTER_BYTES * self.num_weights,
+            "activations": None,
+            "slots": self.slots_bytes,
+            "logits": None,
+            "other": None,
+        }
 
     @property
     def total_sent_bytes(self) -> int:
@@ -39,7 +63,8 @@ def predict(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int) -> Pr
     sent: dict[str, int] = defaultdict(int)
     for transfer in total.transfers:
         sent[str(transfer.kind)] += transfer.sent_bytes
-    return Prediction(total.resident_bytes, total.transient_bytes, dict(sent))
+    num_weights = len(spec.weights)
+    return Prediction(total.resident_bytes, total.transient_bytes, total.slots_bytes, num_weights, dict(sent))
 
 
 def _layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequence[int]) -> Layout:
@@ -50,7 +75,8 @@ def _layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequence[i
         itemsize = unit.weights[0].itemsize
         held = Weight(unit.name, (layout.resident_bytes // itemsize,), itemsize)
         around = strategy.layout(replace(unit, weights=(held,)), position=position)
-        layout = Layout(around.resident_bytes, layout.transient_bytes, layout.transfers + around.transfers)
+        transfers = layout.transfers + around.transfers
+        layout = Layout(around.resident_bytes, layout.transient_bytes, transfers, layout.slots_bytes)
     return layout
 
 

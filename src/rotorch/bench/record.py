@@ -2,8 +2,9 @@
 
 Fields that other tools rely on: `machine`, `model`, `tokens_per_step`, `rows` and `limit`, whose entries have
 `parallel`, `nproc`, `tokens_per_s`, `step_s_median`, `step_s_all`, `peak_bytes_per_rank`, `resident_bytes_per_rank`,
-`sent_bytes_per_rank`, `loss_last`. A figure "per rank" is that of the rank with the most; `..._by_rank` has all. A row
-that failed has `error`, one whose losses are wrong has `invalid`.
+`sent_bytes_per_rank`, `loss_last`. A figure "per rank" is that of the rank with the most; `..._by_rank` has all;
+`ledger` has its bytes by category, measured and predicted. A row that failed has `error`, one whose losses are wrong
+has `invalid`.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
         found["transport"] = row.transport
     if row.times is not None and row.times.rounds:
         found |= _time_record(row.times, task=task, limit=limit)
+    heaviest_prediction = max(row.predictions, key=lambda p: p.weights_bytes, default=None)
     if row.tensors and row.heaviest is not None:
         peaks, residents = [t.peak_bytes for t in row.tensors], [t.resident_bytes for t in row.tensors]
         found |= {
@@ -117,6 +119,7 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
             "resident_bytes_by_rank": residents,
             "peak_by_category": row.heaviest.peak,
             "resident_by_category": row.heaviest.resident,
+            "ledger": ledger(row.heaviest, predicted=heaviest_prediction.ledger if heaviest_prediction else None),
         }
     if row.traffic:
         most = max(row.traffic, key=lambda t: sum(t.sent_bytes.values()))
@@ -128,12 +131,11 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
         }
     if row.process:
         found["process"] = {f"{name}_bytes_by_rank": by_rank for name, by_rank in row.process_bytes().items()}
-    if row.predictions:
-        most_predicted = max(row.predictions, key=lambda p: p.weights_bytes)
+    if heaviest_prediction is not None:
         found["layout"] = {
-            "weights_bytes": most_predicted.weights_bytes,
-            "resident_bytes": 4 * most_predicted.weights_bytes,  # weights, gradients, two moments
-            "transient_bytes": most_predicted.transient_bytes,
+            "weights_bytes": heaviest_prediction.weights_bytes,
+            "resident_bytes": 4 * heaviest_prediction.weights_bytes,  # weights, gradients, two moments
+            "transient_bytes": heaviest_prediction.transient_bytes,
             "sent_bytes": max(p.total_sent_bytes for p in row.predictions),
         }
     if row.verdict is not None:
@@ -143,6 +145,20 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
     if row.error:
         found["error"] = row.error
     return found
+
+
+def ledger(measured: TensorMemory, *, predicted: Mapping[str, int | None] | None) -> dict[str, Any]:
+    """Where a rank's bytes are, measured at the highest moment of a step and at rest, and predicted by the Layouts.
+
+    `predicted` has null where no formula says it; `other_made_by` names the operations behind "other".
+    """
+    return {
+        "measured": measured.peak,
+        "at_rest": {**measured.resident, "slots": measured.slots_bytes},
+        "predicted": None if predicted is None else dict(predicted),
+        "other_share": measured.peak["other"] / measured.peak_bytes,
+        "other_made_by": measured.other,
+    }
 
 
 def _time_record(times: Times, *, task: Task, limit: Times | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The bench as people read it: two tables, and a line for whatever is wrong."""
+"""The bench as people read it: three tables, and a line for whatever is wrong."""
 
 from __future__ import annotations
 
@@ -16,8 +16,12 @@ from rotorch.core.quantities import format_count
 _NONE = "-"
 _MEMORY_CAPTION = (
     "MiB of the rank with the most. rest: weights, gradients and optimizer state, exactly, and by the Layouts; peak: "
-    "tensors at the highest moment of a step, and what they are (what autograd keeps: saved); process: at its peak, as "
-    "the kernel counts it, shared pages once"
+    "tensors at the highest moment of a step; process: at its peak, as the kernel counts it, shared pages once"
+)
+_LEDGER_CAPTION = (
+    "MiB of the rank with the most. peak: what the tensors of the highest moment of a step are (gradients may be freed "
+    "then, and not made yet); saved: what autograd keeps; slots: what slices of a ring pass through; other: the rest, "
+    "also in percent; rest: between backward and the optimizer; Layout: what the formulas say, where there is one"
 )
 _SHORT = {GRADIENTS: "grads", OPTIMIZER: "optim", ACTIVATIONS: "saved"}
 
@@ -25,7 +29,7 @@ _SHORT = {GRADIENTS: "grads", OPTIMIZER: "optim", ACTIVATIONS: "saved"}
 def render(record: Mapping[str, Any]) -> RenderableType:
     """The tables of a whole record (see `record.make_record`)."""
     rows = [row for row in (record["limit"], *record["rows"]) if row]
-    parts: list[RenderableType] = [_speed(rows, record=record), _memory(rows)]
+    parts: list[RenderableType] = [_speed(rows, record=record), _memory(rows), _ledger(rows)]
     for row in rows:
         for kind in ("error", "invalid"):
             if kind in row:
@@ -63,19 +67,31 @@ def _speed(rows: Sequence[Mapping[str, Any]], *, record: Mapping[str, Any]) -> T
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("rest", "Layout", "peak", *(_SHORT.get(name, name) for name in CATEGORIES), "process")
+    columns = ("rest", "Layout", "peak", "process")
     table = _table("memory per rank", columns=columns, caption=_MEMORY_CAPTION)
     for row in rows:
-        at_peak = row.get("peak_by_category", {})
         _add(
             table,
             row,
             _mebibytes(row.get("resident_bytes_per_rank")),
             _mebibytes(row.get("layout", {}).get("resident_bytes")),
             _mebibytes(row.get("peak_bytes_per_rank")),
-            *(_mebibytes(at_peak.get(category)) for category in CATEGORIES),
             _mebibytes(max(row.get("process", {}).get("peak_bytes_by_rank", []), default=None)),
         )
+    return table
+
+
+def _ledger(rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = ("", *(_SHORT.get(name, name) for name in CATEGORIES), "%")
+    table = _table("memory ledger per rank", columns=columns, caption=_LEDGER_CAPTION)
+    for row in rows:
+        for number, (line, title) in enumerate((("measured", "peak"), ("at_rest", "rest"), ("predicted", "Layout"))):
+            found = row.get("ledger", {}).get(line)
+            if found is None:
+                continue
+            share = f"{100 * row['ledger']['other_share']:.1f}" if line == "measured" else ""
+            cells = [_mebibytes(found.get(category)) for category in CATEGORIES]
+            _add(table, row if number == 0 else {**row, "parallel": ""}, title, *cells, share)
     return table
 
 

@@ -18,12 +18,14 @@ class Layout:
     Attributes:
         resident_bytes: weights that this rank holds at rest.
         transient_bytes: what its forward and backward need beyond that at their peak (slots, gathered copies).
+        slots_bytes: of these, buffers that are there from step to step, for slices to pass through.
         transfers: what this rank sends in one step of one micro-batch.
     """
 
     resident_bytes: int
     transient_bytes: int = 0
     transfers: tuple[Transfer, ...] = field(default=())
+    slots_bytes: int = 0
 
     def sent_bytes(self, *, kind: Kind | None = None) -> int:
         return sum(t.sent_bytes for t in self.transfers if kind is None or t.kind is kind)
@@ -34,10 +36,11 @@ def combine_layouts(layouts: Iterable[Layout]) -> Layout:
 
     Residents and traffic add up, transients share their buffers (the largest counts).
     """
-    resident, transient = 0, 0
+    resident, transient, slots = 0, 0, 0
     transfers: list[Transfer] = []
     for layout in layouts:
         resident += layout.resident_bytes
         transient = max(transient, layout.transient_bytes)
+        slots = max(slots, layout.slots_bytes)
         transfers.extend(layout.transfers)
-    return Layout(resident, transient, tuple(transfers))
+    return Layout(resident, transient, tuple(transfers), slots)

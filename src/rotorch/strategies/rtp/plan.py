@@ -89,7 +89,8 @@ class RTP(Strategy):
                 (n - 1) * (unit.reads_in_backward + unit.uses),
             ),
         )
-        return Layout(resident_bytes=home, transient_bytes=4 * largest, transfers=transfers)
+        slots = 4 * largest  # two for weights, two for gradients, shared by all units
+        return Layout(resident_bytes=home, transient_bytes=slots, transfers=transfers, slots_bytes=slots)
 
     def check(self, spec: ModelSpec) -> None:
         if self.size > 1 and not spec.cut_units:
