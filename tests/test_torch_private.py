@@ -4,6 +4,7 @@ import ast
 import inspect
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,8 +14,12 @@ from rotorch._torch_private import (
     TRUNCATED_NORMAL,
     TorchDispatchMode,
     fake_store,
+    group_size,
     in_backward,
     storage_key,
+    symmetric_backend,
+    symmetric_empty,
+    symmetric_rendezvous,
     tree_flatten,
     tree_unflatten,
     wrapper_tensor,
@@ -112,3 +117,35 @@ def test_a_fake_group_has_any_size_and_does_nothing():
         assert (dist.get_rank(), dist.get_world_size(), tensor.tolist()) == (5, 1000, [1.0, 1.0])
     finally:
         dist.destroy_process_group()
+
+
+def test_a_group_is_found_by_its_name():
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=4)
+    try:
+        assert group_size(dist.group.WORLD.group_name) == 4
+        assert group_size(dist.new_group([0, 2]).group_name) == 2
+    finally:
+        dist.destroy_process_group()
+
+
+def test_symmetric_memory_is_where_it_was_and_not_for_cpu(tmp_path):
+    assert symmetric_backend(torch.device("cpu")) is None
+    with pytest.raises(RuntimeError, match="does not support device type cpu"):
+        symmetric_empty(4, dtype=torch.float32, device=torch.device("cpu"))
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="does not support device type cpu"):
+            symmetric_rendezvous(torch.empty(4), dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_handle_of_symmetric_memory_has_what_rings_call():
+    handle = torch._C._distributed_c10d._SymmetricMemory
+    for name in ("rank", "get_buffer", "get_signal_pad", "put_signal", "wait_signal", "barrier"):
+        assert hasattr(handle, name), name
+    # Arguments by position, as the bindings say: buffers count elements, channels come after the rank.
+    documented = {name: getattr(handle, name).__doc__ for name in ("get_buffer", "get_signal_pad", "put_signal")}
+    assert "rank: " in documented["get_buffer"] and "storage_offset: " in documented["get_buffer"]
+    assert documented["get_signal_pad"].index("dtype: ") < documented["get_signal_pad"].index("storage_offset: ")
+    assert documented["put_signal"].index("dst_rank: ") < documented["put_signal"].index("channel: ")

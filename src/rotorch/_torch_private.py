@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -27,12 +28,26 @@ __all__ = [
     "TRUNCATED_NORMAL",
     "TorchDispatchMode",
     "fake_store",
+    "group_size",
     "in_backward",
     "storage_key",
+    "symmetric_backend",
+    "symmetric_empty",
+    "symmetric_rendezvous",
     "tree_flatten",
     "tree_unflatten",
     "wrapper_tensor",
 ]
+
+
+def group_size(name: str) -> int:
+    """Number of ranks of a process group by its name.
+
+    Reason: operations that DTensor issues name their group; no public function finds one by its name.
+    """
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return _resolve_process_group(name).size()
 
 
 def storage_key(of: Tensor | torch.UntypedStorage) -> int:
@@ -67,3 +82,27 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def symmetric_backend(device: torch.device) -> str | None:
+    """The backend of torch's symmetric memory for a device ("CUDA", "NVSHMEM", "NCCL"); None if there is none.
+
+    Reason (of this and the next two): torch offers memory that several GPUs map only in a module with an underscore.
+    """
+    from torch.distributed._symmetric_memory import get_backend
+
+    return get_backend(device)
+
+
+def symmetric_empty(numel: int, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocates a flat tensor that peers can map. The same `numel` on all ranks."""
+    from torch.distributed._symmetric_memory import empty
+
+    return empty(numel, dtype=dtype, device=device)
+
+
+def symmetric_rendezvous(tensor: Tensor, group: dist.ProcessGroup) -> Any:
+    """Maps the tensors of all ranks of `group`, which all call it; returns torch's handle to them."""
+    from torch.distributed._symmetric_memory import rendezvous
+
+    return rendezvous(tensor, group)

@@ -1,8 +1,12 @@
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch.comm.transports import make_ring
+from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
+from rotorch.testing.peer_memory import FakePeerMemory
 
 
 @pytest.fixture(scope="session")
@@ -11,9 +15,13 @@ def ring():
     return make
 
 
-def make(transport, *, numels):
+def make(transport, *, numels, schedule="random"):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-    made = make_ring(transport, mesh=mesh, numels=numels, dtype=torch.float64, device=torch.device("cpu"))
+    options = dict(mesh=mesh, numels=numels, dtype=torch.float64, device=torch.device("cpu"))
+    if transport == "symmetric_memory":  # without GPUs
+        made = SymmetricMemoryRing(**options, make_memory=partial(FakePeerMemory, schedule=schedule), timeout_s=20.0)
+    else:
+        made = make_ring(transport, **options)
     for item, sizes in enumerate(numels):
         made.home_weights(item).copy_(slice_values(item, made.position, numel=sizes[made.position]))
     torch.distributed.barrier()

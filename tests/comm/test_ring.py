@@ -11,7 +11,7 @@ from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind
 from rotorch.testing.ranks import run_ranks
 
-TRANSPORTS = ("shared_memory", "send_receive")
+TRANSPORTS = ("shared_memory", "send_receive", "symmetric_memory")
 
 
 class Abandoned(Exception):

@@ -1,0 +1,66 @@
+"""What a step does next, guessed from what the step before did: so that fetches can run ahead across units.
+
+[Note: the step before]
+    The units of a model are visited in an order that only the model's code knows, but it is the same in every step. So
+    the passes of a step are written down, and the first fetch of the next unit can start during the last slice of this
+    one. The guess costs nothing if it is wrong: what came too early is dropped, and fetched on demand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One call of `Ring.visits`."""
+
+    item: int
+    backward: bool
+    fetch: bool
+
+
+class Passes:
+    """The passes of this step so far, and those to be expected; steps with and without gradients apart.
+
+    Args:
+        size: ranks on the ring.
+    """
+
+    def __init__(self, *, size: int) -> None:
+        self._size = size
+        self._now: list[Pass] = []
+        self._before: dict[bool, list[Pass]] = {}
+        self._as_before = True
+        """Whether this step has gone the way of the one before it so far."""
+        self._training = False
+
+    def start(self) -> None:
+        """Begins a step; what the last one did becomes what is expected."""
+        if self._now:
+            self._before[self._training] = self._now
+        self._now, self._as_before, self._training = [], True, torch.is_grad_enabled()
+
+    def enter(self, this: Pass) -> None:
+        """Notes that a pass begins."""
+        number, expected = len(self._now), self._before.get(self._training, [])
+        self._as_before = self._as_before and number < len(expected) and expected[number] == this
+        self._now.append(this)
+
+    def next_fetch(self, this: Pass, step: int) -> tuple[Pass, int] | None:
+        """The fetch after visit `step` of the pass last entered: the next visit's, or the first of a pass to come.
+
+        A rank fetches all slices but its own, which is the first in forward and the last in backward.
+        """
+        if self._size == 1:
+            return None
+        if this.fetch and step + 1 < self._size - this.backward:
+            return this, step + 1
+        if not self._as_before:
+            return None
+        for expected in self._before.get(self._training, [])[len(self._now) :]:
+            if expected.fetch:
+                return expected, 0 if expected.backward else 1
+        return None

@@ -1,0 +1,249 @@
+"""Memory of other ranks' GPUs as this rank sees it, and the lanes on which copies, sums and signals run by themselves.
+
+What a ring over symmetric memory needs of a device, and what gives it: torch's symmetric memory with its CUDA backend.
+`rotorch.testing.peer_memory` gives the same over files that CPU ranks map, and checks the order of all that happens.
+
+[Note: windows]
+    A window is memory of which every rank has an equally large one, mapped by all. Reading and writing a peer's window
+    is a copy between addresses of this device (over NVLink, PCIe, or within a GPU that ranks share), which a copy
+    engine makes while the multiprocessors compute.
+
+[Note: lanes]
+    A lane is a stream: what it is given happens in order, later than it is given. Lanes know of each other only what
+    they are told: `after(mark)` holds back what follows until all before the mark has happened. A signal is the same
+    from rank to rank. The host waits for none of it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch._torch_private import symmetric_backend, symmetric_empty, symmetric_rendezvous
+from rotorch.comm.collectives import any_rank, gather_objects
+
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+"""Environment variable of torch: 1 lets several ranks share a GPU, for tests and to measure memory, not for speed."""
+
+
+class PeerMemoryUnavailable(Exception):
+    """Why ranks cannot reach each other's memory here."""
+
+
+class Mark(Protocol):
+    """A place in the sequence of a lane."""
+
+
+class Lane(Protocol):
+    """A sequence of its own of copies, sums and signals (see [Note: lanes]). Channels keep signals apart."""
+
+    def mark(self) -> Any:
+        """Marks all that was given to this lane so far."""
+
+    def after(self, mark: Any) -> None:
+        """Holds back what this lane is given from now on until all before `mark` has happened."""
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        """Copies between flat tensors of one dtype and size."""
+
+    def add(self, to: Tensor, source: Tensor) -> None:
+        """Adds `source` to `to`."""
+
+    def signal(self, peer: int, *, channel: int) -> None:
+        """Tells rank `peer` of the ring that all before this has happened. Its last signal must have been taken."""
+
+    def wait_signal(self, peer: int, *, channel: int) -> None:
+        """Holds back what follows until `peer` has signalled, and takes the signal."""
+
+
+class PeerMemory(Protocol):
+    """This rank's window, those of its peers, and the lanes.
+
+    Attributes:
+        window: this rank's own, flat.
+        compute: the lane on which the model computes.
+        fetches: a lane for copies that bring weights.
+        hops: a lane for what gradients do.
+    """
+
+    window: Tensor
+    compute: Lane
+    fetches: Lane
+    hops: Lane
+
+    def of_peer(self, rank: int, start: int, numel: int) -> Tensor:
+        """Elements of the window of rank `rank` of the ring, flat."""
+
+    def empty(self, numel: int) -> Tensor:
+        """Memory of this rank alone that all lanes may use."""
+
+    def clear(self, channels: range) -> None:
+        """On the compute lane: takes whatever signals this rank has got on these channels."""
+
+    def barrier(self) -> None:
+        """On the compute lane: holds back what follows until all ranks have come here."""
+
+    def reached(self, mark: Any, *, timeout_s: float) -> bool:
+        """Waits on the host until all before `mark` has happened; False if that takes too long."""
+
+
+class CudaLane:
+    """A CUDA stream, or whichever is current."""
+
+    def __init__(self, handle: Any, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
+        self._handle, self._device, self._own = handle, device, stream
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        return self._own or torch.cuda.current_stream(self._device)
+
+    def mark(self) -> torch.cuda.Event:
+        return self.stream.record_event()
+
+    def after(self, mark: torch.cuda.Event) -> None:
+        self.stream.wait_event(mark)
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            to.copy_(source, non_blocking=True)  # flat and of one dtype: a memcpy, which a copy engine does
+
+    def add(self, to: Tensor, source: Tensor) -> None:
+        with torch.cuda.stream(self.stream):
+            to.add_(source)
+
+    def signal(self, peer: int, *, channel: int) -> None:
+        with torch.cuda.stream(self.stream):
+            self._handle.put_signal(peer, channel)
+
+    def wait_signal(self, peer: int, *, channel: int) -> None:
+        with torch.cuda.stream(self.stream):
+            self._handle.wait_signal(peer, channel)  # without a timeout, which would end the CUDA context
+
+
+class CudaPeerMemory:
+    """Windows by `torch.distributed._symmetric_memory`. All ranks of `mesh` must make it together.
+
+    Args:
+        mesh: the ring.
+        device: of this rank.
+        numel: elements of each window; the same on all ranks.
+        dtype: of the windows.
+
+    Raises:
+        PeerMemoryUnavailable: on all ranks alike.
+    """
+
+    def __init__(self, *, mesh: DeviceMesh, device: torch.device, numel: int, dtype: torch.dtype) -> None:
+        reason = why_no_peer_memory(mesh=mesh, device=device)
+        if reason:
+            raise PeerMemoryUnavailable(reason)
+        self._device, self._dtype, self._size = device, dtype, mesh.size()
+        try:
+            self.window = symmetric_empty(numel, dtype=dtype, device=device)
+        except RuntimeError as error:  # out of memory, or a driver that cannot share memory
+            reason = str(error).splitlines()[0]
+        if any_rank(bool(reason), mesh=mesh):  # before anyone waits for the others' windows
+            raise PeerMemoryUnavailable(reason or "another rank of the ring has no room for its window")
+        try:
+            self._handle = symmetric_rendezvous(self.window, mesh.get_group())
+        except RuntimeError as error:  # a driver or a container that lets no memory be shared
+            reason = str(error).splitlines()[0]
+        if any_rank(bool(reason), mesh=mesh):
+            raise PeerMemoryUnavailable(reason or "another rank of the ring cannot map its peers' windows")
+        self._rank = self._handle.rank
+        self.compute = CudaLane(self._handle, device)
+        self.fetches, self.hops = (
+            CudaLane(self._handle, device, torch.cuda.Stream(device, priority=-1)) for _ in range(2)
+        )
+
+    def of_peer(self, rank: int, start: int, numel: int) -> Tensor:
+        return self._handle.get_buffer(rank, (numel,), self._dtype, start)
+
+    def empty(self, numel: int) -> Tensor:
+        made = torch.empty(numel, dtype=self._dtype, device=self._device)
+        for lane in (self.fetches, self.hops):
+            made.record_stream(lane.stream)  # when it is freed, not before they are done with it
+        return made
+
+    def clear(self, channels: range) -> None:
+        pad = self._handle.get_signal_pad(  # one 32-bit flag per channel and sender
+            self._rank, (self._size * len(channels),), torch.int32, self._size * channels.start
+        )
+        pad.zero_()
+
+    def barrier(self) -> None:
+        with torch.cuda.stream(self.compute.stream):
+            self._handle.barrier(0)
+
+    def reached(self, mark: torch.cuda.Event, *, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while not mark.query():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(1e-4)
+        return True
+
+
+# ------------------------------------------------------------- where it works
+
+
+@dataclass(frozen=True)
+class _Seat:
+    """Where a rank sits."""
+
+    host: str
+    device: int
+    uuid: str
+    reason: str
+
+
+def why_no_windows(device: torch.device) -> str:
+    """Why this process cannot have windows on `device`; empty if nothing is known that speaks against it.
+
+    Reads properties, reserves nothing.
+    """
+    if device.type != "cuda":
+        return f"it is for CUDA devices, not for {device.type}"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    backend = symmetric_backend(device)
+    if backend is None:
+        return "this build of torch has no symmetric memory for CUDA"
+    if backend != "CUDA":
+        return f"torch's symmetric memory is set to the backend {backend}; unset TORCH_SYMMMEM or write CUDA"
+    return ""
+
+
+def why_no_peer_memory(*, mesh: DeviceMesh, device: torch.device) -> str:
+    """Why the ranks of `mesh` cannot reach each other's memory, the same on all of them; empty if they can.
+
+    All ranks of the mesh must call it.
+    """
+    reason = why_no_windows(device)
+    uuid = "" if reason else str(torch.cuda.get_device_properties(device).uuid)
+    index = (device.index if device.index is not None else torch.cuda.current_device()) if not reason else -1
+    seats = gather_objects(_Seat(platform.node(), index, uuid, reason), mesh=mesh)
+    why = next((seat.reason for seat in seats if seat.reason), "") or _why_apart(seats)
+    if not why:
+        others = {seat.device for seat in seats} - {index}
+        far = sorted(other for other in others if not torch.cuda.can_device_access_peer(device, other))
+        why = f"cuda:{index} has no peer access to cuda:{far[0]}" if far else ""
+    return next((found for found in gather_objects(why, mesh=mesh) if found), "")
+
+
+def _why_apart(seats: list[_Seat]) -> str:
+    """What in the places of ranks speaks against windows."""
+    if len({seat.host for seat in seats}) > 1:
+        return "the ranks are on several hosts"
+    if len({seat.device for seat in seats}) == len(seats) or os.environ.get(OVERLAPPING) == "1":
+        return ""
+    if len({seat.uuid for seat in seats}) == len(seats):
+        return "each rank sees its own GPU only (CUDA_VISIBLE_DEVICES); let every rank see all of them"
+    return f"ranks share a GPU; {OVERLAPPING}=1 allows it, for tests"

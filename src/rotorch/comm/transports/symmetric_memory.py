@@ -1,0 +1,272 @@
+"""The ring over symmetric memory: ranks whose GPUs reach each other's memory; copy engines move slices and gradients.
+
+Has not run on a GPU yet: its order of events is held by tests over `rotorch.testing.peer_memory`.
+
+[Note: fetches]
+    Home slices lie in a window that every rank maps. A fetch copies a slice from its home into one of two slots, on a
+    lane of its own, while the slice before it is computed with; also across units (see passes.py). Nobody is asked and
+    nobody is told: weights are read-only from the barrier in `start`, which comes after every rank's optimizer, to the
+    end of the step. A slot is filled again when the compute that was given before the fetch was posted is through
+    with it. One's own slice is used where it lies.
+
+[Note: hops]
+    A rank makes its part of a slice's gradient in a buffer of its own, at once and without adding. The sum of the ranks
+    before it arrives in its inbox, in the window. On a third lane both are added and copied into the next rank's inbox:
+
+        compute:  make part k -> buffer 0      make part k+1 -> buffer 1      make part k+2 -> buffer 0 ...
+        hops:                    wait for the sum of k in the inbox            (may the hop be through?)
+                                 buffer 0 += inbox; signal back: inbox is free
+                                 wait for the next rank's inbox to be free
+                                 copy buffer 0 to it; signal: the sum has come
+
+    So a hop has the compute of two slices to hide behind: the one during which the sum arrives and the one during which
+    it is passed on. The part of one's own slice is made in the home gradient, to which the inbox is added.
+
+[Note: nobody waits for a later one]
+    In visit j a rank waits for the sum that the rank before it sent in visit j-1, and for the next rank to have taken
+    in its visit j what it was sent in visit j-1. All waits lead to earlier visits: however far ranks are apart, and
+    wherever a host stops (to load a kernel, say), nothing waits in a circle.
+
+[Note: abandoned steps]
+    A step that all ranks leave halfway may leave signals behind that nobody takes. Every second step uses the same
+    channels, and a rank takes what is left on them before the barrier of `start`, after which others may signal again.
+
+A neighbour that never signals would keep this rank's GPU waiting for ever; the host notices at the next `start`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.comm.transports.passes import Pass, Passes
+from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemory
+from rotorch.core.errors import RankFailure
+
+_ALIGNMENT = 256  # bytes between the starts of slices: what matrix products and copy engines like
+_SIGNALS = 2  # channels of a step: the sum has come; the inbox is free
+
+
+@dataclass
+class _Fetch:
+    """A fetch under way: which pass and step it is for, the slot it fills, and where it is through."""
+
+    target: Pass
+    step: int
+    slot: int
+    mark: Any
+
+
+class SymmetricMemoryRing(Ring):
+    """See the module's notes. All ranks of `mesh` must make it together.
+
+    Args:
+        mesh: the ring's ranks.
+        numels: elements of each slice, `numels[item][index]`.
+        dtype: of all slices and gradients.
+        device: of this rank.
+        timeout_s: after this long, hops of the last step count as lost.
+        make_memory: makes the windows.
+
+    Raises:
+        PeerMemoryUnavailable: on all ranks alike.
+    """
+
+    moves_weights = True
+    adds_late = False  # parts are made at once, and added on a lane of their own
+    name = "symmetric_memory"
+
+    def __init__(
+        self,
+        *,
+        mesh: DeviceMesh,
+        numels: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        timeout_s: float = 600.0,
+        make_memory: Callable[..., PeerMemory] = CudaPeerMemory,
+    ) -> None:
+        super().__init__(size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype)
+        n, r = self.size, self.position
+        self._timeout_s = timeout_s
+        starts = [self._layout(rank) for rank in range(n)]
+        largest = max((max(sizes) for sizes in self.numels), default=0) if n > 1 else 0
+        inbox = max(ends[-1] for ends in starts)  # windows are equally large, whatever ranks are home to
+        self._memory = memory = make_memory(mesh=mesh, device=device, numel=max(inbox + largest, 1), dtype=dtype)
+        self._homes = [
+            [memory.of_peer(rank, start, sizes[rank]) for start, sizes in zip(starts[rank], self.numels, strict=False)]
+            for rank in range(n)
+        ]
+        """Every rank's home slices: `[rank][item]`."""
+        self._weights = [memory.window[s : s + sizes[r]] for s, sizes in zip(starts[r], self.numels, strict=False)]
+        self._inbox = memory.window[inbox : inbox + largest]
+        self._next_inbox = memory.of_peer((r - 1) % n, inbox, largest)
+        self._home_gradients = memory.empty(starts[r][-1])
+        self._gradients = [
+            self._home_gradients[s : s + sizes[r]] for s, sizes in zip(starts[r], self.numels, strict=False)
+        ]
+        self._slots = [memory.empty(largest) for _ in range(2)]
+        self._parts = [memory.empty(largest) for _ in range(2)]
+        self._passes = Passes(size=n)
+        self._in_flight: _Fetch | None = None
+        self._num_fetches = self._num_parts = self._num_steps = 0
+        self._held: set[int] = set()
+        """Slots whose slice is visiting."""
+        now = memory.compute.mark()
+        self._slot_free = [now, now]
+        """Per slot: where compute is through with it."""
+        self._part_free = [now, now]
+        """Per part: where it has been copied away."""
+        self._home_summed: dict[int, Any] = {}
+        """Per item: where the inbox has been added to its home gradient."""
+        self._inbox_is_free = True
+        """Whether the next rank's inbox is free without asking."""
+
+    def _layout(self, rank: int) -> list[int]:
+        """Where each item starts in a rank's window, in elements; the end comes last."""
+        step = max(1, _ALIGNMENT // self.dtype.itemsize)
+        starts = [0]
+        for sizes in self.numels:
+            starts.append(starts[-1] + -(-sizes[rank] // step) * step)
+        return starts
+
+    def home_weights(self, item: int) -> Tensor:
+        return self._weights[item]
+
+    def home_gradients(self, item: int) -> Tensor:
+        return self._gradients[item]
+
+    @property
+    def all_home_gradients(self) -> Tensor:
+        return self._home_gradients
+
+    def slots(self) -> list[Tensor]:
+        return [*self._slots, *self._parts, self._inbox]
+
+    # ------------------------------------------------------------- a step
+
+    def start(self, *, fresh: Sequence[bool]) -> None:
+        super().start(fresh=fresh)
+        memory = self._memory
+        hops = memory.hops.mark()
+        if not memory.reached(hops, timeout_s=self._timeout_s):
+            raise RankFailure(
+                f"ring position {self.position} waited {self._timeout_s:.0f} s for gradients of the last step: "
+                "a neighbour on the ring is late or gone"
+            )
+        self._passes.start()
+        self._in_flight = None  # dropped: a pass without gradients ends without `finish`, an abandoned step anywhere
+        self._held.clear()
+        self._num_steps += 1
+        memory.compute.after(hops)
+        memory.compute.after(memory.fetches.mark())
+        if self.size > 1:
+            memory.clear(self._channels())  # see [Note: abandoned steps]
+            memory.barrier()  # every rank's weights are as its optimizer left them
+        now = memory.compute.mark()
+        memory.fetches.after(now)
+        memory.hops.after(now)
+        self._slot_free, self._part_free, self._home_summed = [now, now], [now, now], {}
+        self._inbox_is_free = True
+
+    def _channels(self) -> range:
+        """Channel 0 is the barrier's."""
+        first = 1 + _SIGNALS * (self._num_steps % 2)
+        return range(first, first + _SIGNALS)
+
+    def finish(self) -> None:
+        super().finish()
+        self._memory.compute.after(self._memory.hops.mark())
+
+    def close(self) -> None:
+        self._in_flight = None
+        for lane in (self._memory.fetches, self._memory.hops):
+            self._memory.reached(lane.mark(), timeout_s=self._timeout_s)
+
+    # ------------------------------------------------------------- weights
+
+    def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
+        this = Pass(item, backward, fetch)
+        self._passes.enter(this)
+        for step, index in enumerate(self.order(backward=backward)):
+            slot, weights = self._arrive(this, step, index) if fetch else (None, None)
+            ahead = self._passes.next_fetch(this, step)
+            if ahead is not None and self._in_flight is None:
+                self._in_flight = self._post(*ahead)
+            try:
+                yield Visit(index, weights, step)
+            finally:
+                if slot is not None:
+                    self._slot_free[slot] = self._memory.compute.mark()
+                    self._held.discard(slot)
+        if backward:
+            self.fresh[item] = False
+
+    def _arrive(self, this: Pass, step: int, index: int) -> tuple[int | None, Tensor]:
+        """Returns slice `index` and the slot that it is in; compute that follows finds it there."""
+        if index == self.position:
+            return None, self._weights[this.item]
+        flight, self._in_flight = self._in_flight, None
+        if flight is None or (flight.target, flight.step) != (this, step):
+            flight = self._post(this, step)  # nothing came, or for a pass that this step does not make
+        self._memory.compute.after(flight.mark)
+        self._held.add(flight.slot)
+        return flight.slot, self._slots[flight.slot][: self.numels[this.item][index]]
+
+    def _post(self, target: Pass, step: int) -> _Fetch:
+        """Starts the copy of one slice from its home into the next slot."""
+        slot = self._num_fetches % 2
+        self._num_fetches += 1
+        if slot in self._held:
+            raise AssertionError(f"slot {slot} is filled while its slice is visiting")
+        source, lane = self.order(backward=target.backward)[step], self._memory.fetches
+        home = self._homes[source][target.item]
+        lane.after(self._slot_free[slot])
+        if home.numel():
+            lane.copy(self._slots[slot][: home.numel()], home)
+        return _Fetch(target, step, slot, lane.mark())
+
+    # ------------------------------------------------------------- gradients
+
+    def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer:
+        """Where this rank's part of a slice's gradient is made; never waits for the ranks before it."""
+        compute = self._memory.compute
+        if visit.index == self.position:
+            if item in self._home_summed:
+                compute.after(self._home_summed.pop(item))
+            return GradientBuffer(self._gradients[item], self.fresh[item])
+        part = self._num_parts % 2
+        compute.after(self._part_free[part])
+        return GradientBuffer(self._parts[part][: self.numels[item][visit.index]], True)
+
+    def pass_on(self, item: int, visit: Visit) -> None:
+        if self.size == 1:
+            return
+        n, r, hops = self.size, self.position, self._memory.hops
+        here, numel = visit.index == r, self.numels[item][visit.index]
+        to, source = (r - 1) % n, (r + 1) % n
+        part = self._num_parts % 2
+        buffer = self._gradients[item] if here else self._parts[part][:numel]
+        came, free = self._channels()
+        hops.after(self._memory.compute.mark())
+        if numel and visit.step > 0:
+            hops.wait_signal(source, channel=came)
+            hops.add(buffer, self._inbox[:numel])
+            hops.signal(source, channel=free)
+        if numel and not here:
+            if not self._inbox_is_free:
+                hops.wait_signal(to, channel=free)
+            hops.copy(self._next_inbox[:numel], buffer)
+            hops.signal(to, channel=came)
+            self._inbox_is_free = False
+        if here:
+            self._home_summed[item] = hops.mark()
+        else:
+            self._part_free[part] = hops.mark()
+            self._num_parts += 1
