@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from rotorch.bench.record import Row, make_record
 from rotorch.bench.rounds import take_turns
 from rotorch.bench.table import render
 from rotorch.bench.task import NUM_BATCHES, Task, check_shares, task_from_run
+from rotorch.bench.trace_files import RowTrace, file_stem, summary, write_traces
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
@@ -36,6 +36,7 @@ OK, DOES_NOT_HOLD, RANK_FAILED = 0, 1, 3
 """Exit codes; 2, the input was wrong, is `ConfigError`."""
 
 _PROFILED_STEPS = 3
+_TRACED_STEPS = 3
 _MEMORY_STEPS = 2
 
 Layouts = dict[str, tuple[Strategy, ...]]
@@ -50,6 +51,7 @@ class BenchOptions:
         steps: steps of a row per turn.
         process_memory: also start every row afresh to measure its processes (about ten seconds a row).
         profile_dir: also write torch's profile of rank 0 of each row into this directory.
+        trace_dir: also write into this directory, of each row, who computes and who waits in some further steps.
         timeout_s: a row whose ranks give no answer for this long has failed.
     """
 
@@ -57,6 +59,7 @@ class BenchOptions:
     steps: int = 5
     process_memory: bool = True
     profile_dir: Path | None = None
+    trace_dir: Path | None = None
     timeout_s: float = 600.0
 
 
@@ -209,6 +212,8 @@ def _check_options(options: BenchOptions, *, json_file: Path | None) -> None:
         raise ConfigError(
             f"bench: cannot write {str(json_file)!r}: its directory is missing, or it is one. Write a file's path"
         )
+    if options.trace_dir is not None and options.trace_dir.exists() and not options.trace_dir.is_dir():
+        raise ConfigError(f"bench: trace: {str(options.trace_dir)!r} is a file. Write the path of a directory")
 
 
 def _reference_losses(task: Task, *, options: BenchOptions, advanced: Callable[[str], None]) -> list[float]:
@@ -245,8 +250,11 @@ def _time(rows: dict[str, Row], *, task: Task, options: BenchOptions, advanced: 
             try:
                 rows[name].tensors = ranks.ask("tensors")
                 rows[name].traffic = ranks.ask("traffic")
+                if options.trace_dir is not None:
+                    trace = RowTrace(name, ranks.ask("trace", count=_TRACED_STEPS))
+                    rows[name].timeline = summary(trace, files=write_traces(trace, directory=options.trace_dir))
                 if options.profile_dir is not None:
-                    file = options.profile_dir / f"{re.sub(r'[^A-Za-z0-9]+', '-', name).strip('-')}.txt"
+                    file = options.profile_dir / f"{file_stem(name)}.txt"
                     ranks.ask("profile", count=_PROFILED_STEPS, file=str(file))
                 alive.pop(name).stop()
             except RankFailure as failure:

@@ -28,6 +28,7 @@ from rotorch.bench.process_memory import ProcessMemory, read_process_memory, res
 from rotorch.bench.profile import profile_steps
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import TensorMemory, measure_tensors
+from rotorch.bench.trace import RankTrace, trace_steps
 from rotorch.comm.meter import Meter
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import STRATEGIES
@@ -170,6 +171,11 @@ class _Rank:
         contender = self._made()
         steps = [self._next() for _ in range(count)]
         profile_steps(contender, steps=steps, file=file if self._place.rank == 0 else None)
+
+    def trace(self, count: int) -> RankTrace:
+        """Runs `count` steps, all ranks starting each together, and returns what this rank did."""
+        contender = self._made()
+        return trace_steps(contender, steps=[self._next() for _ in range(count)], meet=self._wait_for_all)
 
     def stop(self) -> None:
         """Frees what is shared with other ranks."""

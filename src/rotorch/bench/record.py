@@ -63,6 +63,7 @@ class Row:
         tensors, traffic: by rank.
         process: by rank: before the model was built, and after some steps.
         predictions: of the Layouts, by rank; none for the limit.
+        timeline: what ranks spent traced steps with, and the files of it (see `trace_files.py`).
         error: why it failed.
     """
 
@@ -76,6 +77,7 @@ class Row:
     traffic: list[Traffic] = field(default_factory=list)
     process: list[tuple[ProcessMemory, ProcessMemory]] = field(default_factory=list)
     predictions: list[Prediction] = field(default_factory=list)
+    timeline: dict[str, Any] | None = None
     error: str | None = None
 
     @property
@@ -138,6 +140,8 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
             "transient_bytes": heaviest_prediction.transient_bytes,
             "sent_bytes": max(p.total_sent_bytes for p in row.predictions),
         }
+    if row.timeline is not None:
+        found["timeline"] = row.timeline
     if row.verdict is not None:
         found["loss_max_rel_err"] = row.verdict.max_rel_err
         if row.verdict.reason:

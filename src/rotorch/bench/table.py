@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rotorch.bench.tensor_memory import ACTIVATIONS, CATEGORIES, GRADIENTS, OPTIMIZER
+from rotorch.bench.trace import SHARES
 from rotorch.core.quantities import format_count
 
 _NONE = "-"
@@ -23,6 +24,10 @@ _LEDGER_CAPTION = (
     "then, and not made yet); saved: what autograd keeps; slots: what slices of a ring pass through; other: the rest, "
     "also in percent; rest: between backward and the optimizer; Layout: what the formulas say, where there is one"
 )
+_TIMELINE_CAPTION = (
+    "percent of traced steps: computing; waiting for a slice of weights, for a gradient that rides home, for "
+    "collectives; optimizer; other: making the batch, ranks that begin or end later"
+)
 _SHORT = {GRADIENTS: "grads", OPTIMIZER: "optim", ACTIVATIONS: "saved"}
 
 
@@ -30,6 +35,8 @@ def render(record: Mapping[str, Any]) -> RenderableType:
     """The tables of a whole record (see `record.make_record`)."""
     rows = [row for row in (record["limit"], *record["rows"]) if row]
     parts: list[RenderableType] = [_speed(rows, record=record), _memory(rows), _ledger(rows)]
+    if any("timeline" in row for row in rows):
+        parts.append(_timeline(rows))
     for row in rows:
         for kind in ("error", "invalid"):
             if kind in row:
@@ -92,6 +99,16 @@ def _ledger(rows: Sequence[Mapping[str, Any]]) -> Table:
             share = f"{100 * row['ledger']['other_share']:.1f}" if line == "measured" else ""
             cells = [_mebibytes(found.get(category)) for category in CATEGORIES]
             _add(table, row if number == 0 else {**row, "parallel": ""}, title, *cells, share)
+    return table
+
+
+def _timeline(rows: Sequence[Mapping[str, Any]]) -> Table:
+    columns = ("rank", "compute", "slice", "gradient", "coll.", "optim", "other")
+    table = _table("who computes and who waits", columns=columns, caption=_TIMELINE_CAPTION)
+    for row in rows:
+        for rank, parts in enumerate(row.get("timeline", {}).get("shares_by_rank", [])):
+            cells = [f"{100 * parts[share]:.1f}" for share in SHARES]
+            _add(table, row if rank == 0 else {**row, "parallel": ""}, str(rank), *cells)
     return table
 
 

@@ -132,6 +132,9 @@ def bench(
     steps: Annotated[int, typer.Option(help="Steps per turn")] = 5,
     process_memory: Annotated[bool, typer.Option(help="Also measure processes, started afresh")] = True,
     profile: Annotated[Path | None, typer.Option(metavar="DIR", help="Write torch's profiles to DIR")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write timelines to DIR: who computes and who waits")
+    ] = None,
     at_least: Annotated[
         list[str] | None, typer.Option(help='A bar, e.g. "rtp=2 >= 1.05 * ddp=2"; else exit code 1')
     ] = None,
@@ -140,7 +143,9 @@ def bench(
     """Measures layouts side by side: speed, memory, bytes sent."""
     from rotorch.bench.command import BenchOptions, bench_command
 
-    options = BenchOptions(rounds=rounds, steps=steps, process_memory=process_memory, profile_dir=profile)
+    options = BenchOptions(
+        rounds=rounds, steps=steps, process_memory=process_memory, profile_dir=profile, trace_dir=trace
+    )
     return bench_command(
         run_file,
         parallel=parallel,

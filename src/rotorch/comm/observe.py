@@ -40,6 +40,7 @@ class Doing(StrEnum):
     COLLECTIVE = "collective"  # waiting for any other operation of torch.distributed
     FETCH = "fetch"  # a slice is under way
     HOP = "hop"  # a gradient is under way
+    BLOCK = "block"  # the forward of one of the model's repeated blocks
     FORWARD = "forward"
     BACKWARD = "backward"
     OPTIMIZER = "optimizer"

@@ -1,0 +1,195 @@
+"""A few steps of a row as spans of time: what each rank computes with, what it waits for, what is under way.
+
+[Note: phases]
+    Forward is the model's own forward, loss included; backward is `Tensor.backward`; both are told by hooks, whatever
+    library runs them. What a ring and torch.distributed wait for is told by `comm/observe.py`. torch's DDP waits for
+    its all-reduces in C++, at the end of backward: there all time after the last gradient counts as a collective.
+
+[Note: shares]
+    Where spans lie over one another the more telling one counts: waiting for a slice or a gradient, then collectives,
+    the optimizer, and computing (forward and backward, what is left of them). "other" is the rest of the step: making
+    the batch, and waiting for ranks that have not started or not finished yet.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotorch.bench.contender import Contender
+from rotorch.comm.observe import Doing, Observer, Span, observe_waits
+from rotorch.models.blocks import repeated_blocks
+
+COMPUTE, OTHER = "compute", "other"
+SHARES = (COMPUTE, "waiting for a slice", "waiting for a gradient", "collectives", "optimizer", OTHER)
+_PRIORITY = (
+    ("waiting for a slice", {Doing.SLICE}),
+    ("waiting for a gradient", {Doing.GRADIENT}),
+    ("collectives", {Doing.COLLECTIVE}),
+    ("optimizer", {Doing.OPTIMIZER}),
+    (COMPUTE, {Doing.FORWARD, Doing.BACKWARD}),
+)
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank did.
+
+    Attributes:
+        spans: of all traced steps, in the order in which they ended.
+        steps: start and end of each step, in seconds of the clock that all ranks share.
+    """
+
+    spans: list[Span]
+    steps: list[Interval]
+
+
+def trace_steps(contender: Contender, *, steps: Sequence[int], meet: Callable[[], Any]) -> RankTrace:
+    """Runs `steps` and returns what this rank did. All ranks; `meet` returns when all have called it."""
+    observer, times = Observer(), []
+    with observe_waits(observer), contender.observed(observer), _phases(contender.module, observer):
+        for step in steps:
+            meet()
+            start_s = time.perf_counter()
+            contender.forward_backward(step)
+            _finish()
+            with observer.during(Doing.OPTIMIZER, "optimizer"):
+                contender.update()
+                _finish()
+            times.append((start_s, time.perf_counter()))
+    return RankTrace(observer.spans, times)
+
+
+def together(traces: Sequence[RankTrace]) -> list[Interval]:
+    """Steps of all ranks: each from the first rank's start to the last one's end."""
+    return [
+        (min(start for start, _ in step), max(end for _, end in step))
+        for step in zip(*(trace.steps for trace in traces), strict=True)
+    ]
+
+
+def shares(trace: RankTrace, *, steps: Sequence[Interval]) -> dict[str, float]:
+    """What part of the time of `steps` a rank spent with each of `SHARES`; all add up to 1 (see [Note: shares])."""
+    found = dict.fromkeys(SHARES, 0.0)
+    total = sum(end - start for start, end in steps)
+    for window in steps:
+        covered: list[Interval] = []
+        before = 0.0
+        for share, doings in _PRIORITY:
+            covered += [_clip(span, window) for span in trace.spans if span.doing in doings]
+            now = _length(covered)
+            found[share] += (now - before) / total
+            before = now
+        found[OTHER] += (window[1] - window[0] - before) / total
+    return found
+
+
+def _clip(span: Span, window: Interval) -> Interval:
+    start, end = max(span.start_s, window[0]), min(span.end_s, window[1])
+    return start, max(start, end)
+
+
+def _length(intervals: Sequence[Interval]) -> float:
+    """Of the union."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+@contextmanager
+def _phases(module: nn.Module, observer: Observer) -> Iterator[None]:
+    """Notes forward, backward, and the forward of every block (see [Note: phases])."""
+    names = {id(child): name for name, child in module.named_modules()}
+    gradients = _LastGradient()
+    with ExitStack() as until_end:
+        until_end.enter_context(_forward_noted(module, observer, Doing.FORWARD, "forward"))
+        handle = module.register_forward_pre_hook(lambda *_: gradients.follow(module))
+        until_end.callback(handle.remove)
+        for block in repeated_blocks(module):
+            until_end.enter_context(_forward_noted(block, observer, Doing.BLOCK, f"{names[id(block)]} forward"))
+        until_end.enter_context(_backward_noted(observer, gradients))
+        yield
+
+
+@contextmanager
+def _forward_noted(module: nn.Module, observer: Observer, doing: Doing, name: str) -> Iterator[None]:
+    starts: list[float] = []
+    before = module.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()), prepend=True)
+
+    def ended(*_: Any) -> None:
+        if starts:
+            observer.note(doing, name, since_s=starts.pop())
+
+    after = module.register_forward_hook(ended, always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+
+
+@contextmanager
+def _backward_noted(observer: Observer, gradients: _LastGradient) -> Iterator[None]:
+    original = Tensor.backward
+
+    def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        with observer.during(Doing.BACKWARD, "backward"):
+            try:
+                return original(tensor, *args, **kwargs)
+            finally:
+                if gradients.complete and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+                    observer.note(Doing.COLLECTIVE, "sums of gradients", since_s=gradients.last_s)
+                gradients.forget()
+
+    Tensor.backward = backward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.backward = original  # type: ignore[method-assign]
+
+
+@dataclass
+class _LastGradient:
+    """When the last of all gradients of a backward pass was there, where every parameter gets one by itself."""
+
+    last_s: float = 0.0
+    _missing: int = 1
+    _handles: list[Any] = field(default_factory=list)
+
+    @property
+    def complete(self) -> bool:
+        return self._missing == 0
+
+    def follow(self, module: nn.Module) -> None:
+        """Before a forward pass."""
+        self.forget()
+        parameters = list(module.parameters())
+        self._missing = len(parameters)
+        for parameter in parameters:
+            if type(parameter) is nn.Parameter and parameter.requires_grad:
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._came))
+
+    def _came(self, _: Tensor) -> None:
+        self.last_s = time.perf_counter()
+        self._missing -= 1
+
+    def forget(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._missing = [], 1
+
+
+def _finish() -> None:
+    """Waits for what was started on an accelerator."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()

@@ -1,0 +1,249 @@
+"""Traces as files: one for Perfetto (or chrome://tracing), one page to zoom into, one picture.
+
+In all of them a rank has the same lanes: what it does (computing, waiting, the optimizer), slices under way to it, and
+gradients under way to it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from rotorch.bench.trace import COMPUTE, OTHER, Interval, RankTrace, shares, together
+from rotorch.comm.observe import Doing, Span
+
+DOES, FETCHES, HOPS = LANES = ("does", "slice under way", "gradient under way")
+
+_LANE_OF = {Doing.FETCH: FETCHES, Doing.HOP: HOPS}  # all else: DOES
+_COLOURS = {
+    Doing.FORWARD: "#cfe3f5",
+    Doing.BACKWARD: "#d9ead3",
+    Doing.BLOCK: "#a9cdea",
+    Doing.VISIT: "#4a90c4",
+    Doing.SLICE: "#d62728",
+    Doing.GRADIENT: "#ff7f0e",
+    Doing.COLLECTIVE: "#9467bd",
+    Doing.OPTIMIZER: "#7f7f7f",
+    Doing.FETCH: "#e8a0a0",
+    Doing.HOP: "#f5c58c",
+}
+_LABELS = {
+    Doing.FORWARD: "forward",
+    Doing.BACKWARD: "backward",
+    Doing.BLOCK: "forward of a block",
+    Doing.VISIT: "computing with a slice",
+    Doing.SLICE: "waiting for a slice",
+    Doing.GRADIENT: "waiting for a gradient",
+    Doing.COLLECTIVE: "waiting for a collective",
+    Doing.OPTIMIZER: "optimizer",
+    Doing.FETCH: "slice under way",
+    Doing.HOP: "gradient under way",
+}
+_INWARDS = tuple(_COLOURS)
+"""Drawn in this order, so that what is inside of something lies on it."""
+
+
+@dataclass(frozen=True)
+class RowTrace:
+    """All ranks of one row.
+
+    Attributes:
+        row: "limit", or `--parallel` text.
+        ranks: what each did.
+    """
+
+    row: str
+    ranks: list[RankTrace]
+
+    @property
+    def steps(self) -> list[Interval]:
+        """Of all ranks together."""
+        return together(self.ranks)
+
+    @property
+    def shares_by_rank(self) -> list[dict[str, float]]:
+        """See `trace.shares`."""
+        return [shares(rank, steps=self.steps) for rank in self.ranks]
+
+    @property
+    def headline(self) -> list[str]:
+        """One line per rank: what its time went to, in percent; what took nothing is left out."""
+        return [
+            f"rank {number}: " + ", ".join(f"{name} {100 * part:.1f} %" for name, part in found.items() if part >= 5e-4)
+            for number, found in enumerate(self.shares_by_rank)
+        ]
+
+
+def file_stem(row: str) -> str:
+    """A row's name as part of a file's name."""
+    return re.sub(r"[^A-Za-z0-9]+", "-", row).strip("-")
+
+
+def write_traces(trace: RowTrace, *, directory: Path) -> dict[str, str]:
+    """Writes the three files of a row into `directory`; returns their paths by kind."""
+    directory.mkdir(parents=True, exist_ok=True)
+    stem = file_stem(trace.row)
+    paths = {
+        "perfetto": directory / f"{stem}.trace.json",
+        "page": directory / f"{stem}.html",
+        "picture": directory / f"{stem}.svg",
+    }
+    paths["perfetto"].write_text(json.dumps({"traceEvents": list(_events(trace)), "displayTimeUnit": "ms"}))
+    paths["page"].write_text(_page(trace), "utf-8")
+    paths["picture"].write_text(_picture(trace), "utf-8")
+    return {kind: str(path) for kind, path in paths.items()}
+
+
+# ---------------------------------------------------------------- Perfetto
+
+
+def _events(trace: RowTrace) -> Iterator[dict[str, Any]]:
+    """Chrome's trace events: a process per rank, a thread per lane, times in microseconds from the first step on."""
+    zero = trace.steps[0][0]
+    for rank, found in enumerate(trace.ranks):
+        yield {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"{trace.row} rank {rank}"}}
+        yield {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}}
+        lanes: dict[str, int] = {}
+        for lane, span in _laned(found.spans):
+            if lane not in lanes:
+                lanes[lane] = len(lanes)
+                yield {"name": "thread_name", "ph": "M", "pid": rank, "tid": lanes[lane], "args": {"name": lane}}
+            yield {
+                "name": span.name,
+                "cat": str(span.doing),
+                "ph": "X",
+                "ts": 1e6 * (span.start_s - zero),
+                "dur": 1e6 * (span.end_s - span.start_s),
+                "pid": rank,
+                "tid": lanes[lane],
+            }
+
+
+def _laned(spans: Sequence[Span]) -> Iterator[tuple[str, Span]]:
+    """Each span with its lane; messages that are under way at the same time get lanes of their own."""
+    free_s: dict[str, list[float]] = {FETCHES: [], HOPS: []}
+    for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
+        lane = _LANE_OF.get(span.doing, DOES)
+        if lane != DOES:
+            ends = free_s[lane]
+            number = next((i for i, end in enumerate(ends) if end <= span.start_s), len(ends))
+            ends[number:] = [span.end_s, *ends[number + 1 :]]
+            lane = lane if number == 0 else f"{lane} ({number + 1})"
+        yield lane, span
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def _typical(trace: RowTrace) -> Interval:
+    """The step of median length."""
+    return sorted(trace.steps, key=lambda step: step[1] - step[0])[len(trace.steps) // 2]
+
+
+def _drawn(trace: RowTrace) -> Iterator[tuple[int, str, Span, float, float]]:
+    """Of one step, in the order of drawing: rank, lane, span, and its start and length in milliseconds."""
+    start, end = _typical(trace)
+    for doing in _INWARDS:
+        for rank, found in enumerate(trace.ranks):
+            for span in found.spans:
+                if span.doing is doing and span.end_s > start and span.start_s < end:
+                    since, until = max(span.start_s, start), min(span.end_s, end)
+                    yield rank, _LANE_OF.get(doing, DOES), span, 1e3 * (since - start), 1e3 * (until - since)
+
+
+def _used_lanes(trace: RowTrace) -> list[str]:
+    used = {_LANE_OF.get(span.doing, DOES) for rank in trace.ranks for span in rank.spans}
+    return [lane for lane in LANES if lane in used]
+
+
+def _title(trace: RowTrace) -> str:
+    start, end = _typical(trace)
+    return f"{trace.row}: who computes and who waits, one step of {1e3 * (end - start):.1f} ms"
+
+
+def _page(trace: RowTrace) -> str:
+    """A page of its own, to zoom and to point at."""
+    import plotly.graph_objects as go
+
+    rows = [f"rank {rank} {lane}" for rank in range(len(trace.ranks)) for lane in _used_lanes(trace)]
+    drawn = list(_drawn(trace))
+    figure = go.Figure()
+    for doing in _INWARDS:
+        mine = [part for part in drawn if part[2].doing is doing]
+        if mine:
+            figure.add_bar(
+                name=_LABELS[doing],
+                orientation="h",
+                y=[f"rank {rank} {lane}" for rank, lane, *_ in mine],
+                base=[start for *_, start, _ in mine],
+                x=[length for *_, length in mine],
+                width=0.85,
+                marker={"color": _COLOURS[doing], "line": {"width": 0}},
+                customdata=[span.name for _, _, span, *_ in mine],
+                hovertemplate="%{customdata}<br>from %{base:.3f} ms for %{x:.3f} ms<extra>%{fullData.name}</extra>",
+            )
+    title = "<br>".join([f"<b>{escape(_title(trace))}</b>", *map(escape, trace.headline)])
+    figure.update_layout(
+        barmode="overlay",
+        title={"text": title, "font": {"size": 14}, "yref": "container", "y": 0.97, "yanchor": "top"},
+        margin={"t": 70 + 22 * len(trace.ranks)},
+        xaxis={"title": "ms"},
+        yaxis={"categoryorder": "array", "categoryarray": rows[::-1]},
+        height=170 + (22 + 42 * len(_used_lanes(trace))) * len(trace.ranks),
+        plot_bgcolor="white",
+    )
+    return figure.to_html(include_plotlyjs=True, full_html=True)
+
+
+_WIDTH, _LEFT, _ROW, _THIN, _GAP, _LINE = 1200, 70, 22, 7, 8, 16
+
+
+def _picture(trace: RowTrace) -> str:
+    """The same as one SVG file."""
+    start, end = _typical(trace)
+    scale = (_WIDTH - _LEFT - 10) / (1e3 * (end - start))
+    lanes, tops, top = _used_lanes(trace), {}, _LINE * (2 + len(trace.ranks)) + 10
+    for rank in range(len(trace.ranks)):
+        for lane in lanes:
+            tops[rank, lane] = top
+            top += (_ROW if lane == DOES else _THIN) + 1
+        top += _GAP
+    shapes = [_text(10, _LINE, _title(trace), weight="bold")]
+    shapes += [_text(10, _LINE * (2 + n), line) for n, line in enumerate(trace.headline)]
+    shapes += [_text(10, tops[rank, lanes[0]] + 15, f"rank {rank}") for rank in range(len(trace.ranks))]
+    for rank, lane, span, since, length in _drawn(trace):
+        height = _ROW if lane == DOES else _THIN
+        shapes.append(
+            f'<rect x="{_LEFT + scale * since:.2f}" y="{tops[rank, lane]}" width="{max(scale * length, 0.2):.2f}" '
+            f'height="{height}" fill="{_COLOURS[span.doing]}"><title>{escape(span.name)}, '
+            f"{_LABELS[span.doing]}: {length:.3f} ms</title></rect>"
+        )
+    seen = {span.doing for rank in trace.ranks for span in rank.spans}
+    across = _LEFT
+    for doing in (d for d in _INWARDS if d in seen):
+        shapes.append(f'<rect x="{across}" y="{top + 6}" width="12" height="12" fill="{_COLOURS[doing]}"/>')
+        shapes.append(_text(across + 16, top + 16, _LABELS[doing]))
+        across += 30 + 6.2 * len(_LABELS[doing])
+    height = top + 30
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
+        'font-family="sans-serif" font-size="12">\n'
+        f'<rect width="{_WIDTH}" height="{height}" fill="white"/>\n' + "\n".join(shapes) + "\n</svg>\n"
+    )
+
+
+def _text(x: float, y: float, text: str, *, weight: str = "normal") -> str:
+    return f'<text x="{x}" y="{y}" font-weight="{weight}">{escape(text)}</text>'
+
+
+def summary(trace: RowTrace, *, files: dict[str, str]) -> dict[str, Any]:
+    """What the record says of a trace."""
+    return {"num_steps": len(trace.steps), "shares_by_rank": trace.shares_by_rank, "files": files}
+
+
+__all__ = ["COMPUTE", "OTHER", "RowTrace", "file_stem", "summary", "write_traces"]
