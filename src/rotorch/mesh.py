@@ -15,6 +15,13 @@ from rotorch.core.strategy import Strategy
 from rotorch.strategies import format_parallel, num_ranks
 
 
+def device_type(name: str = "auto") -> str:
+    """Returns the kind of device that `pick_device` picks, without touching it: a process may fork afterwards."""
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.device_count() else "cpu"
+
+
 def pick_device(name: str = "auto") -> torch.device:
     """Returns the device that this rank computes on: `cpu`, or `cuda` with this rank's local index.
 

@@ -52,6 +52,8 @@ def parallelize(
     for strategy in strategies:
         strategy.check(spec)
     on = pick_device(device) if isinstance(device, str) else device
+    for strategy in strategies:
+        strategy.check_device(on.type)
     mesh = make_mesh(strategies, device=on)
     recipes = take_recipes(module)
     if getattr(module, "config", None) is not None and hasattr(module.config, "use_cache"):

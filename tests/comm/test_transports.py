@@ -10,7 +10,8 @@ import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from rotorch.comm.transports import make_ring
+import rotorch
+from rotorch.comm.transports import make_ring, peer_memory
 from rotorch.comm.transports.send_receive import SendReceiveRing
 from rotorch.comm.transports.shared_memory import SharedMemoryRing, SharedMemoryUnavailable
 from rotorch.core.errors import ConfigError, RankFailure
@@ -19,7 +20,7 @@ from rotorch.testing.ranks import run_ranks
 NUMELS = [[6, 4], [3, 3]]
 
 
-def choose(transport, *, needs=None):
+def choose(transport, *, device="cpu"):
     """Makes a ring and tells its transport, or the error, and what was logged."""
     records: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -27,7 +28,7 @@ def choose(transport, *, needs=None):
     logging.getLogger("rotorch").addHandler(handler)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     try:
-        ring = make_ring(transport, mesh=mesh, numels=NUMELS, dtype=torch.float32, device=torch.device("cpu"))
+        ring = make_ring(transport, mesh=mesh, numels=NUMELS, dtype=torch.float32, device=torch.device(device))
     except ConfigError as error:
         return str(error), records
     return ring.name, records
@@ -94,6 +95,69 @@ def test_several_hosts_send_messages():
 def test_shared_memory_is_not_for_other_devices():
     with pytest.raises(ConfigError, match="works between CPU ranks"):
         make_ring("shared_memory", mesh=None, numels=NUMELS, dtype=torch.float32, device=torch.device("meta"))
+
+
+def test_symmetric_memory_is_not_for_cpu_ranks_before_anything_starts():
+    for parallel in ("rtp=2[transport=symmetric_memory]", "ddp=2,rtp=2[transport=symmetric_memory]"):
+        with pytest.raises(ConfigError, match=r"symmetric_memory works between CUDA ranks, not on cpu\. Write transp"):
+            rotorch.parallelize(torch.nn.Linear(2, 2), parallel, plan={"weight": "colwise"}, device="cpu")
+        assert not dist.is_initialized()
+    with pytest.raises(ConfigError, match="works between CUDA ranks, not on cpu"):
+        choose_without_ranks("symmetric_memory")
+
+
+def choose_without_ranks(transport):
+    return make_ring(transport, mesh=None, numels=NUMELS, dtype=torch.float32, device=torch.device("cpu"))
+
+
+SEATS = {
+    "": [peer_memory._Seat("a", 0, "x", ""), peer_memory._Seat("a", 1, "y", "")],
+    "the ranks are on several hosts": [peer_memory._Seat("a", 0, "x", ""), peer_memory._Seat("b", 0, "y", "")],
+    "each rank sees its own GPU only": [peer_memory._Seat("a", 0, "x", ""), peer_memory._Seat("a", 0, "y", "")],
+    "ranks share a GPU; TORCH_SYMM_MEM_ALLOW": [peer_memory._Seat("a", 0, "x", ""), peer_memory._Seat("a", 0, "x", "")],
+}
+
+
+@pytest.mark.parametrize("reason", SEATS)
+def test_where_ranks_sit_decides_on_symmetric_memory(reason, monkeypatch):
+    monkeypatch.delenv(peer_memory.OVERLAPPING, raising=False)
+    found = peer_memory._why_apart(SEATS[reason])
+    assert found.startswith(reason) and bool(found) == bool(reason)
+    monkeypatch.setenv(peer_memory.OVERLAPPING, "1")
+    assert bool(peer_memory._why_apart(SEATS[reason])) == ("hosts" in reason)
+
+
+def without_a_gpu():
+    mesh = init_device_mesh("cpu", (2,))
+    return peer_memory.why_no_peer_memory(mesh=mesh, device=torch.device("cpu"))
+
+
+def test_all_ranks_hear_why_there_is_no_symmetric_memory():
+    assert run_ranks(without_a_gpu, num_ranks=2) == ["it is for CUDA devices, not for cpu"] * 2
+
+
+def fallen_back(reason):
+    """What a ring for CUDA becomes where windows cannot be made; the tensors are made on CPU."""
+    import rotorch.comm.transports as module
+
+    def unavailable(**_):
+        raise peer_memory.PeerMemoryUnavailable(reason)
+
+    module.SymmetricMemoryRing = unavailable
+    known = module.SendReceiveRing
+    module.SendReceiveRing = lambda **how: known(**{**how, "device": torch.device("cpu")})
+    return choose("auto", device="cuda"), choose("symmetric_memory", device="cuda")
+
+
+def test_without_symmetric_memory_a_ring_on_cuda_falls_back_with_one_warning():
+    first, second = run_ranks(fallen_back, "no way", num_ranks=2)
+    assert first[0] == (
+        "send_receive",
+        ["rtp: no symmetric memory (no way); slices travel by send and receive instead"],
+    )
+    assert second[0] == ("send_receive", [])
+    assert first[1][0] == second[1][0]
+    assert "transport=symmetric_memory is not possible: no way. Write transport=auto" in first[1][0]
 
 
 def mapped(directory):

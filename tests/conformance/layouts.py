@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import typing
 
+from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.strategies import COMPOSES, STRATEGIES, format_parallel
 
@@ -25,7 +26,8 @@ def of_size(kind: str, size: int) -> str | None:
 def options(strategy: type[Strategy]) -> list[dict[str, object]]:
     """Every combination of a strategy's options that have finitely many values, except all defaults.
 
-    "auto" is left out: it stands for one of the others, and the layouts without options have it.
+    "auto" is left out: it stands for one of the others, and the layouts without options have it. What needs a GPU (the
+    strategy refuses the device "cpu") is left out too: tests/gpu has it.
     """
     defaults = {name: field.default for name, field in strategy.model_fields.items() if not field.is_required()}
     choices: dict[str, list[object]] = {}
@@ -36,7 +38,17 @@ def options(strategy: type[Strategy]) -> list[dict[str, object]]:
         elif typing.get_origin(kind) is typing.Literal:
             choices[name] = [value for value in typing.get_args(kind) if value != "auto"]
     every = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
-    return [chosen for chosen in every if any(value != defaults[name] for name, value in chosen.items())]
+    other = (chosen for chosen in every if any(value != defaults[name] for name, value in chosen.items()))
+    return [chosen for chosen in other if works_on_cpu(strategy, chosen)]
+
+
+def works_on_cpu(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
+    size = {"size": 2} if "size" in strategy.model_fields else {}
+    try:
+        strategy(**size, **chosen).check_device("cpu")
+    except ConfigError:
+        return False
+    return True
 
 
 def table() -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from rotorch.bench.trace_files import RowTrace, file_stem, summary, write_traces
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
-from rotorch.mesh import check_world_size
+from rotorch.mesh import check_world_size, device_type
 from rotorch.models.describe import describe
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
@@ -191,6 +191,7 @@ def check_model(task: Task, *, layouts: Layouts) -> ModelSpec:
     for strategies in layouts.values():
         for strategy in strategies:
             strategy.check(spec)
+            strategy.check_device(device_type(task.device))
     return spec
 
 

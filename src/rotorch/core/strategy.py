@@ -43,6 +43,10 @@ class Strategy(BaseModel, ABC):
         """Raises `ConfigError` if this strategy cannot hold the model; says which unit and what to write instead."""
         return None
 
+    def check_device(self, device_type: str) -> None:
+        """Raises `ConfigError` if this strategy, as its options are, cannot work on "cpu" or "cuda"."""
+        return None
+
     def check_around(self, inner: Strategy) -> None:
         """Raises `ConfigError` if this strategy, as its options are, cannot wrap `inner`."""
         return None

@@ -150,6 +150,7 @@ def verify(
     spec = describe(module)
     for strategy in strategies:
         strategy.check(spec)
+        strategy.check_device("cpu")
     directory = model_path if has_weights(model_path) and layers is None else None
     if directory is None:
         reference = initialised_reference(config, spec=spec, recipes=take_recipes(module), seed=seed)

@@ -87,7 +87,7 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
     out = Path(config.train.out)
     check_out(out, resume=resume, command=command)
-    check_device(config)
+    check_device(config, strategies=strategies)
     model_config = read_model_config(config)
     check_sequence(config, model_config=model_config)
     check_init(config)
@@ -131,10 +131,17 @@ def check_out(out: Path, *, resume: bool, command: str) -> None:
         raise ConfigError(f"train.out: {out} is not empty, and is no run of rotorch. Write another train.out=...")
 
 
-def check_device(config: RunConfig) -> None:
-    """The device is there. Does not touch it: forked ranks could not use CUDA any more."""
+def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
+    """The device is there, and the strategies work on it.
+
+    Does not touch it: forked ranks could not use CUDA any more.
+    """
     import torch
 
+    from rotorch.mesh import device_type
+
+    for strategy in strategies:
+        strategy.check_device(device_type(config.train.device))
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda', but torch sees no CUDA device. Write train.device=cpu or auto")
 

@@ -21,6 +21,7 @@ Cost (unit of P bytes, n ranks)
     memory sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing moves over
     shared memory hides      a fetch hides behind the compute of the slice before it, a gradient's hop behind that of
     the next slice
+    Over symmetric memory a third buffer for gradients, the inbox, and a hop hides behind the compute of two slices.
 
 Deviations
     Slices are taken from their home instead of being handed on: the same order and volume, but weights never leave
@@ -49,15 +50,16 @@ class RTP(Strategy):
         recompute: what backward computes again. "none": nothing, logits are kept; "head": the logits, the largest
             tensor of a step, which then never exist whole; "slice": logits and the interior of every unit, a slice at
             a time.
-        transport: how slices travel. "auto" takes shared memory when all ranks of the ring are on one host and it is
-            large enough, else point-to-point messages.
+        transport: how slices travel. "auto" takes shared memory when all ranks of the ring are CPU ranks of one host
+            and it is large enough, symmetric memory when they are GPUs of one host that reach each other's memory, else
+            point-to-point messages.
     """
 
     kind: ClassVar[str] = "rtp"
     cuts_weights: ClassVar[bool] = True
     size: PositiveInt
     recompute: Literal["none", "head", "slice"] = "head"
-    transport: Literal["auto", "shared_memory", "send_receive"] = "auto"
+    transport: Literal["auto", "shared_memory", "symmetric_memory", "send_receive"] = "auto"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -89,8 +91,17 @@ class RTP(Strategy):
                 (n - 1) * (unit.reads_in_backward + unit.uses),
             ),
         )
-        slots = 4 * largest  # two for weights, two for gradients, shared by all units
+        # Two for weights, two for gradients, and the inbox of symmetric memory; shared by all units.
+        slots = (5 if self.transport == "symmetric_memory" else 4) * largest
         return Layout(resident_bytes=home, transient_bytes=slots, transfers=transfers, slots_bytes=slots)
+
+    def check_device(self, device_type: str) -> None:
+        needed = {"shared_memory": "cpu", "symmetric_memory": "cuda"}.get(self.transport, device_type)
+        if device_type != needed:
+            raise ConfigError(
+                f"rtp: transport={self.transport} works between {needed.upper()} ranks, not on {device_type}. "
+                "Write transport=auto"
+            )
 
     def check(self, spec: ModelSpec) -> None:
         if self.size > 1 and not spec.cut_units:
