@@ -1,4 +1,4 @@
-"""What carries a ring: shared memory on one host, point-to-point messages between any ranks; and which to take."""
+"""What carries a ring: memory that ranks share, on CPUs or GPUs of one host, or messages between any ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import any_rank
 from rotorch.comm.ring import Ring
+from rotorch.comm.transports.peer_memory import PeerMemoryUnavailable
 from rotorch.comm.transports.send_receive import SendReceiveRing
 from rotorch.comm.transports.shared_memory import SharedMemoryRing, SharedMemoryUnavailable
+from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
 from rotorch.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -29,16 +31,26 @@ def make_ring(
 
     Args:
         mesh: the ring's ranks.
-        transport: "auto", "shared_memory" or "send_receive". "auto" takes shared memory on CPU if every rank can, and
-            says why if not.
+        transport: "auto", "shared_memory", "symmetric_memory" or "send_receive". "auto" takes shared memory on CPU, and
+            symmetric memory on CUDA, if every rank can, and says why if not.
         numels: elements of each slice, `numels[item][index]`.
         dtype: of all slices.
         device: where slices lie.
 
     Raises:
-        ConfigError: "shared_memory" was asked for and cannot be had.
+        ConfigError: the transport that was asked for cannot be had.
     """
-    if transport != "send_receive" and device.type == "cpu":
+    if transport in ("auto", "symmetric_memory") and device.type == "cuda" and mesh.size() > 1:
+        try:
+            return SymmetricMemoryRing(mesh=mesh, numels=numels, dtype=dtype, device=device)
+        except PeerMemoryUnavailable as error:
+            if transport == "symmetric_memory":
+                raise ConfigError(
+                    f"rtp: transport=symmetric_memory is not possible: {error}. Write transport=auto"
+                ) from None
+            if mesh.get_local_rank() == 0:
+                logger.warning("rtp: no symmetric memory (%s); slices travel by send and receive instead", error)
+    if transport in ("auto", "shared_memory") and device.type == "cpu":
         ring, reason = None, ""
         try:
             ring = SharedMemoryRing(mesh=mesh, numels=numels, dtype=dtype)
@@ -53,6 +65,10 @@ def make_ring(
             raise ConfigError(f"rtp: transport=shared_memory is not possible: {reason}. Write transport=auto")
         if mesh.get_local_rank() == 0:
             logger.warning("rtp: no shared memory (%s); slices travel by send and receive instead", reason)
+    elif transport == "symmetric_memory" and device.type != "cuda":
+        raise ConfigError(
+            f"rtp: transport=symmetric_memory works between CUDA ranks, not on {device.type}. Write transport=auto"
+        )
     elif transport == "shared_memory":
         raise ConfigError(
             f"rtp: transport=shared_memory works between CPU ranks, not on {device.type}. Write transport=auto"
