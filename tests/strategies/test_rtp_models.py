@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import rotorch
 from rotorch._torch_private import TorchDispatchMode, in_backward, tree_flatten
 from rotorch.comm.meter import Meter
-from rotorch.comm.transports import send_receive
+from rotorch.comm.transports import messages
 from rotorch.core.spec import UnitKind
 from rotorch.core.traffic import Kind
 from rotorch.models.hf import causal_lm, load_config
@@ -80,7 +80,7 @@ def test_defect_1_attention_runs_on_the_visiting_slice(tiny):
 
 def watched(path):
     """Every exchange of a step: no memory is sent and received into at once."""
-    init, overlaps, under_way = send_receive._Exchange.__init__, [], []
+    init, overlaps, under_way = messages.Exchange.__init__, [], []
 
     def bytes_of(tensor):
         start = tensor.data_ptr()
@@ -95,7 +95,7 @@ def watched(path):
                 both = range(max(sends.start, receives.start), min(sends.stop, receives.stop))
                 overlaps.append(len(both))
 
-    send_receive._Exchange.__init__ = watch
+    messages.Exchange.__init__ = watch
     compare(path, OVER_MESSAGES, all_gradients)
     return len(overlaps), max(overlaps)
 

@@ -8,8 +8,13 @@ At each step every rank sends its home slice to one reader and receives one.
         the last slice of this one. Two slots are filled in turn. If a step goes another way than the one before it,
         all ranks see it alike; they drop what came too early and fetch on demand.
 
-Weights and gradients travel in groups of their own, so neither waits for the other or for anyone's collectives; a
-send is never posted without the receive of the same hop.
+[Note: on the wire]
+    Slices may travel, and visit, in another form than they have at home (`wire`): then what is sent is made in one
+    buffer, once per pass, and one's own slice visits as the others see it: in forward in that buffer; in backward,
+    where the buffer may be on its way with the next unit already, in the slot that is free. Messages that must be
+    unpacked need no second slot: when one is unpacked, the next may come.
+
+Weights and gradients travel in groups of their own, so neither waits for the other or for anyone's collectives.
 """
 
 from __future__ import annotations
@@ -24,7 +29,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
-from rotorch.core.errors import RankFailure
+from rotorch.comm.transports.messages import Exchange
+from rotorch.comm.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -36,46 +42,6 @@ class _Pass:
     fetch: bool
 
 
-class _Exchange:
-    """One send and one receive under way (an empty slice needs neither); each is waited for once."""
-
-    def __init__(self, *, send: Tensor, to: int, receive: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
-        wanted = [
-            dist.P2POp(operation, tensor, group=group, group_peer=peer)
-            for operation, tensor, peer in ((dist.isend, send, to), (dist.irecv, receive, source))
-            if tensor.numel()
-        ]
-        works = dist.batch_isend_irecv(wanted) if wanted else []
-        if len(works) < len(wanted):  # NCCL: one handle for the whole batch
-            self._sent, self._received = [], works
-        else:
-            self._sent = works[: 1 if send.numel() else 0]
-            self._received = works[len(self._sent) :]
-
-    def has_received(self) -> bool:
-        return all(work.is_completed() for work in self._received)
-
-    def wait_received(self) -> None:
-        _wait(self._received)
-        self._received = []
-
-    def wait_sent(self) -> None:
-        _wait(self._sent)
-        self._sent = []
-
-    def wait(self) -> None:
-        self.wait_received()
-        self.wait_sent()
-
-
-def _wait(works: list[dist.Work]) -> None:
-    try:
-        for work in works:
-            work.wait()
-    except RuntimeError as error:  # timed out, or the connection was closed
-        raise RankFailure(f"a neighbour on the ring is late or gone: {str(error).splitlines()[0]}") from error
-
-
 @dataclass
 class _Fetch:
     """A fetch under way: which pass and step it is for, and the slot it fills."""
@@ -83,11 +49,20 @@ class _Fetch:
     target: _Pass
     step: int
     slot: int
-    exchange: _Exchange
+    exchange: Exchange
 
 
 class SendReceiveRing(Ring):
-    """See the module's notes. All ranks of `mesh` must make it together."""
+    """See the module's notes. All ranks of `mesh` must make it together.
+
+    Args:
+        mesh: the ring's ranks.
+        numels: elements of each slice, `numels[item][index]`.
+        dtype: of slices at home and of gradients.
+        device: where they lie.
+        wire: how slices travel; by default as they are at home.
+        timeout_s: a neighbour that is later than this counts as gone.
+    """
 
     moves_weights = True
     adds_late = False  # a slot must be free for the next unit
@@ -100,9 +75,13 @@ class SendReceiveRing(Ring):
         numels: Sequence[Sequence[int]],
         dtype: torch.dtype,
         device: torch.device,
+        wire: Wire | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype)
+        self._wire = wire = wire or Wire(home_dtype=dtype, dtype=dtype)
+        super().__init__(
+            size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype, wire_dtype=wire.dtype
+        )
         ranks, timeout = mesh.mesh.tolist(), timedelta(seconds=timeout_s)
         self._weight_group, self._gradient_group = (
             dist.new_group(ranks, timeout=timeout, use_local_synchronization=True) if self.size > 1 else None
@@ -113,10 +92,16 @@ class SendReceiveRing(Ring):
         self._home_gradients = torch.empty(sum(home), dtype=dtype, device=device)
         self._weights = self._home_weights.split(home)
         self._gradients = self._home_gradients.split(home)
-        largest = max((max(n) for n in self.numels), default=0) if self.size > 1 else 0
-        self._slots = [torch.empty(largest, dtype=dtype, device=device) for _ in range(2)]
-        self._gradient_slots = [torch.empty(largest, dtype=dtype, device=device) for _ in range(2)]
-        self._hops: list[_Exchange | None] = [None, None]
+        largest = max((max(n) for n in self.numels), default=0)
+        length, travels = wire.length(largest), self.size > 1
+        num_slots = (1 if wire.packs else 2) if travels or not wire.as_at_home else 0
+        self._slots = [torch.empty(length, dtype=wire.message_dtype, device=device) for _ in range(num_slots)]
+        self._unpacked = torch.empty(largest if wire.packs else 0, dtype=wire.dtype, device=device)
+        self._message = torch.empty(0 if wire.as_at_home else length, dtype=wire.message_dtype, device=device)
+        """What is sent, where that is not the home slice itself."""
+        self._message_item: int | None = None
+        self._gradient_slots = [torch.empty(largest if travels else 0, dtype=dtype, device=device) for _ in range(2)]
+        self._hops: list[Exchange | None] = [None, None]
         """Per gradient slot: the hop that sends its contents (and receives into the other slot)."""
         self._num_fetches = 0
         self._in_flight: _Fetch | None = None
@@ -137,18 +122,20 @@ class SendReceiveRing(Ring):
         return self._home_gradients
 
     def slots(self) -> list[Tensor]:
-        return [*self._slots, *self._gradient_slots]
+        return [b for b in (*self._slots, self._unpacked, self._message, *self._gradient_slots) if b.numel()]
 
     # ------------------------------------------------------------- weights
 
     def start(self, *, fresh: Sequence[bool]) -> None:
         super().start(fresh=fresh)
         self._drain()  # a pass without gradients ends without `finish`, an abandoned step in the middle
+        self._message_item = None  # the optimizer has changed it
         self._passes = []
         self._as_before = True
         self._training = torch.is_grad_enabled()
 
     def finish(self) -> None:
+        super().finish()
         self._drain()
 
     def close(self) -> None:
@@ -183,8 +170,9 @@ class SendReceiveRing(Ring):
 
     def _arrive(self, this: _Pass, step: int, index: int) -> Tensor:
         """Returns slice `index`, waiting for it if need be."""
+        numel = self.numels[this.item][index]
         if index == self.position:
-            return self._weights[this.item]
+            return self._weights[this.item] if self._wire.as_at_home else self._own(this)
         flight = self._in_flight
         if flight is not None and (flight.target, flight.step) != (this, step):
             flight.exchange.wait()  # this step goes another way than the one before: what came is not wanted
@@ -193,7 +181,37 @@ class SendReceiveRing(Ring):
             flight = self._post(this, step)
         self._in_flight = None
         flight.exchange.wait()
-        return self._slots[flight.slot][: self.numels[this.item][index]]
+        message = self._slots[flight.slot][: self._wire.length(numel)]
+        if not self._wire.packs:
+            return message
+        self._wire.unpack(message, self._unpacked[:numel])
+        return self._unpacked[:numel]
+
+    def _own(self, this: _Pass) -> Tensor:
+        """This rank's own slice as the others see it (see [Note: on the wire])."""
+        home = self._weights[this.item]
+        if self._wire.packs:
+            out = self._unpacked
+        elif this.backward:
+            last = self._num_fetches - 1
+            out = self._slots[last % 2 if self._in_flight is None else 1 - self._in_flight.slot]
+        else:
+            return self._outgoing(this.item)
+        self._wire.visit(home, out[: home.numel()])
+        return out[: home.numel()]
+
+    def _outgoing(self, item: int) -> Tensor:
+        """What this rank sends of an item: its slice at home, or the message made of it."""
+        home = self._weights[item]
+        if self._wire.as_at_home:
+            return home
+        message = self._message[: self._wire.length(home.numel())]
+        if self._message_item != item:
+            if self._in_flight is not None:
+                self._in_flight.exchange.wait_sent()
+            self._wire.pack(home, message)
+            self._message_item = item
+        return message
 
     def _next_fetch(self, this: _Pass, step: int) -> tuple[_Pass, int] | None:
         """The fetch after (this, step): the next step's, or the first one of the pass that is expected next."""
@@ -215,13 +233,13 @@ class SendReceiveRing(Ring):
         n, r = self.size, self.position
         source = self.order(backward=target.backward)[step]
         reader = (r - 1 - step) % n if target.backward else (r + step) % n
-        slot = self._num_fetches % 2
+        slot = self._num_fetches % len(self._slots)
         self._num_fetches += 1
-        numel = self.numels[target.item][source]
-        exchange = _Exchange(
-            send=self._weights[target.item],
+        length = self._wire.length(self.numels[target.item][source])
+        exchange = Exchange(
+            send=self._outgoing(target.item),
             to=reader,
-            receive=self._slots[slot][:numel],
+            receive=self._slots[slot][:length],
             source=source,
             group=self._weight_group,
         )
@@ -259,7 +277,7 @@ class SendReceiveRing(Ring):
         slot, other = step % 2, (step + 1) % 2
         self._release(other)
         arriving = (visit.index + 1) % n
-        self._hops[slot] = _Exchange(
+        self._hops[slot] = Exchange(
             send=self._gradient_slots[slot][: self.numels[item][visit.index]],
             to=(r - 1) % n,
             receive=self._gradient_slots[other][: self.numels[item][arriving]],

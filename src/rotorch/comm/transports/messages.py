@@ -1,0 +1,145 @@
+"""Point-to-point messages between neighbours on a ring: two buffers that are exchanged, or one whose contents change.
+
+A send is never posted without the receive of the same hop, and no memory is sent and received into at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rotorch.core.errors import RankFailure
+from rotorch.core.messages import CHUNK_BYTES, bounce_bytes
+
+
+class Exchange:
+    """One send and one receive under way (an empty slice needs neither); each is waited for once."""
+
+    def __init__(self, *, send: Tensor, to: int, receive: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+        wanted = [
+            dist.P2POp(operation, tensor, group=group, group_peer=peer)
+            for operation, tensor, peer in ((dist.isend, send, to), (dist.irecv, receive, source))
+            if tensor.numel()
+        ]
+        works = dist.batch_isend_irecv(wanted) if wanted else []
+        if len(works) < len(wanted):  # NCCL: one handle for the whole batch
+            self._sent, self._received = [], works
+        else:
+            self._sent = works[: 1 if send.numel() else 0]
+            self._received = works[len(self._sent) :]
+
+    def has_received(self) -> bool:
+        """Whether it is known, without waiting, that the message has come (gloo never knows)."""
+        return all(work.is_completed() for work in self._received)
+
+    def wait_received(self) -> None:
+        _wait(self._received)
+        self._received = []
+
+    def wait_sent(self) -> None:
+        _wait(self._sent)
+        self._sent = []
+
+    def wait(self) -> None:
+        self.wait_received()
+        self.wait_sent()
+
+
+def _wait(works: list[dist.Work]) -> None:
+    try:
+        for work in works:
+            work.wait()
+    except RuntimeError as error:  # timed out, or the connection was closed
+        raise RankFailure(f"a neighbour on the ring is late or gone: {str(error).splitlines()[0]}") from error
+
+
+class Bounce:
+    """Where chunks arrive that replace what a buffer holds, until the buffer's own have left.
+
+    Args:
+        largest: elements of the largest slice.
+        dtype: of slices.
+        device: where it lies.
+    """
+
+    def __init__(self, largest: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        num_bytes = largest * dtype.itemsize
+        self.chunk_numel = min(largest, CHUNK_BYTES // dtype.itemsize)
+        self.memory = torch.empty(bounce_bytes(num_bytes) // dtype.itemsize, dtype=dtype, device=device)
+        self.chunks = self.memory.split(self.chunk_numel) if largest else ()
+
+
+class Hop:
+    """What a buffer holds goes to one neighbour, and what the other neighbour's holds takes its place.
+
+    Chunk by chunk: a chunk arrives in the bounce, and is copied into the buffer when the buffer's own chunk has left.
+    The first chunks are on their way from the beginning; the buffer may be read until `wait`.
+
+    Args:
+        buffer: flat, at least as large as what comes and what goes.
+        send_numel: elements that go to the rank at position `to`.
+        receive_numel: elements that come from the one at `source`.
+        bounce: where they arrive; of nobody else while this hop is under way.
+        group: of the ring.
+    """
+
+    def __init__(
+        self,
+        buffer: Tensor,
+        *,
+        send_numel: int,
+        to: int,
+        receive_numel: int,
+        source: int,
+        bounce: Bounce,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self._buffer, self._bounce = buffer, bounce
+        self._send_numel, self._to = send_numel, to
+        self._receive_numel, self._source, self._group = receive_numel, source, group
+        self._posted: deque[tuple[int, Exchange]] = deque()
+        self._next = 0
+        for _ in bounce.chunks:
+            self._post()
+
+    def _extent(self, chunk: int, numel: int) -> slice:
+        size = self._bounce.chunk_numel
+        return slice(min(chunk * size, numel), min((chunk + 1) * size, numel))
+
+    def _post(self) -> None:
+        """Starts the exchange of the next chunk, if there is one."""
+        goes, comes = self._extent(self._next, self._send_numel), self._extent(self._next, self._receive_numel)
+        if goes.start < goes.stop or comes.start < comes.stop:
+            exchange = Exchange(
+                send=self._buffer[goes],
+                to=self._to,
+                receive=self._arrival(self._next),
+                source=self._source,
+                group=self._group,
+            )
+            self._posted.append((self._next, exchange))
+            self._next += 1
+
+    def _arrival(self, chunk: int) -> Tensor:
+        """Where a chunk arrives."""
+        comes = self._extent(chunk, self._receive_numel)
+        return self._bounce.chunks[chunk % len(self._bounce.chunks)][: comes.stop - comes.start]
+
+    def wait(self) -> None:
+        """Returns when the buffer holds what came."""
+        while self._posted:
+            chunk, exchange = self._posted.popleft()
+            exchange.wait()
+            self._buffer[self._extent(chunk, self._receive_numel)].copy_(self._arrival(chunk))
+            self._post()
+
+    def drop(self) -> None:
+        """Lets what is on its way come and forgets it: the buffer keeps what it holds, as it does on all other ranks.
+
+        All ranks, if none of them has waited for the hop.
+        """
+        while self._posted:
+            self._posted.popleft()[1].wait()

@@ -1,0 +1,45 @@
+"""How a slice travels: as it is at home, in the dtype that it is computed with, or packed (`fp8.py`)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Wire:
+    """Slices travel in the dtype in which they visit, `dtype`; at home they have `home_dtype`.
+
+    Attributes:
+        home_dtype: of a slice at home.
+        dtype: of a visiting slice.
+        message_dtype: of the messages that carry it.
+        packs: whether a message is something else than a visiting slice, and is unpacked when it has come.
+    """
+
+    packs = False
+
+    def __init__(self, *, home_dtype: torch.dtype, dtype: torch.dtype) -> None:
+        self.home_dtype = home_dtype
+        self.dtype = dtype
+        self.message_dtype = dtype
+
+    @property
+    def as_at_home(self) -> bool:
+        """Whether a message is the slice itself, so that nothing needs to be copied before it is sent."""
+        return self.message_dtype == self.home_dtype
+
+    def length(self, numel: int) -> int:
+        """Elements of the message that carries a slice of `numel` elements."""
+        return numel
+
+    def pack(self, home: Tensor, message: Tensor) -> None:
+        """Writes the message that carries a slice: `home [numel]` into `message [length(numel)]`."""
+        message.copy_(home)
+
+    def unpack(self, message: Tensor, out: Tensor) -> None:
+        """Writes the slice that a message carries: `message [length(numel)]` into `out [numel]`."""
+        out.copy_(message)
+
+    def visit(self, home: Tensor, out: Tensor) -> None:
+        """Writes into `out [numel]` what any other rank computes with for this slice, without a message."""
+        out.copy_(home)
