@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.comm.meter import Meter
@@ -91,3 +93,25 @@ def unknown_operation():
 def test_what_it_has_no_rule_for_it_says():
     for sent, _, unknown, _ in run_ranks(unknown_operation, num_ranks=2):
         assert (sent, unknown) == ({}, {"broadcast_": 1})
+
+
+def redistributions():
+    n = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (n,))
+    whole = torch.ones(40 * n, 10)
+    part = DTensor.from_local(whole[:40], mesh, [Shard(0)], run_check=False)
+    sums = DTensor.from_local(whole, mesh, [Partial()], run_check=False)
+    return {
+        "all_gather": metered(lambda: part.full_tensor()),
+        "all_reduce": metered(lambda: sums.full_tensor()),
+        "reduce_scatter": metered(lambda: sums.redistribute(placements=[Shard(0)]).to_local() + 0),
+    }
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_what_dtensor_sends_is_counted(n):
+    for found in run_ranks(redistributions, num_ranks=n):
+        assert found["all_gather"][0] == {Kind.ALL_GATHER: 1600 * (n - 1)}
+        assert found["all_reduce"][0] == {Kind.ALL_REDUCE: 2 * 1600 * (n - 1)}
+        assert found["reduce_scatter"][0] == {Kind.REDUCE_SCATTER: 1600 * (n - 1)}
+        assert all(sum(f[1].values()) == 1 and f[2] == {} for f in found.values())

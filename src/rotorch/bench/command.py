@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rotorch.bench.bar import Bar, parse_bar
 from rotorch.bench.contender import LIMIT, REFERENCE, build
-from rotorch.bench.gate import GATE_STEPS, judge, says_little
+from rotorch.bench.gate import GATE_STEPS, Verdict, judge, judge_sharding, may_hold, says_little
+from rotorch.bench.peers import PEERS, find_peer
 from rotorch.bench.prediction import Prediction, predict
 from rotorch.bench.rank import load_code
 from rotorch.bench.ranks import RowRanks
@@ -66,7 +67,8 @@ class BenchOptions:
 def bench_command(
     run: str | Path,
     *,
-    parallel: Sequence[str],
+    parallel: Sequence[str] = (),
+    peers: Sequence[str] = (),
     overrides: Sequence[str] = (),
     nproc: int | None = None,
     options: BenchOptions | None = None,
@@ -79,6 +81,7 @@ def bench_command(
     Args:
         run: the run's TOML file.
         parallel: one `--parallel` text per row.
+        peers: names of other libraries' rows, as `rotorch.bench.peers` lists them.
         overrides: `key=value` for the run.
         nproc: ranks of every row; by default what the layouts need.
         options: how to measure.
@@ -93,11 +96,11 @@ def bench_command(
         ConfigError: before any rank is started.
     """
     options, console = options or BenchOptions(), console or Console()
-    layouts, nproc = read_layouts(parallel, nproc=nproc)
-    bars = [parse_bar(text, rows=[LIMIT, *layouts]) for text in at_least]
+    layouts, nproc = read_layouts(parallel, peers=peers, nproc=nproc)
+    bars = [parse_bar(text, rows=[LIMIT, *layouts, *peers]) for text in at_least]
     _check_options(options, json_file=json_file)
     task = task_from_run(load_run_config(run, overrides=overrides), name=Path(run).stem, num_ranks=nproc)
-    record = bench(task, layouts=layouts, bars=bars, options=options, console=console)
+    record = bench(task, layouts=layouts, peers=peers, bars=bars, options=options, console=console)
     console.print(render(record))
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=1) + "\n")
@@ -108,19 +111,23 @@ def bench(
     task: Task,
     *,
     layouts: Layouts,
+    peers: Sequence[str] = (),
     bars: Sequence[Bar] = (),
     options: BenchOptions | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """Measures `layouts` on `task` and returns the record (see `record.py`).
+    """Measures `layouts` and `peers` on `task` and returns the record (see `record.py`).
 
     Raises:
-        ConfigError: if a strategy cannot hold the model; before any rank is started.
+        ConfigError: if a strategy or a peer cannot hold the model; before any rank is started.
     """
     options = options or BenchOptions()
     spec = check_model(task, layouts=layouts)
+    for name in peers:
+        find_peer(name).load().check(task)
     load_code(task)
     rows = {LIMIT: Row(LIMIT, task.num_ranks)} | {name: Row(name, num_ranks(s)) for name, s in layouts.items()}
+    rows |= {name: Row(name, task.num_ranks, peer=PEERS[name]) for name in peers}
     num_turns = len(rows) * (options.rounds + 2 + options.process_memory) + 1
     with _progress(console or Console(quiet=True), total=num_turns) as advanced:
         reference = _reference_losses(task, options=options, advanced=advanced)
@@ -132,8 +139,7 @@ def bench(
                     _measure_process(row, task=task, options=options)
     for row in rows.values():
         if row.times is not None:
-            losses = row.times.losses[:GATE_STEPS]
-            row.verdict = judge(losses, reference=reference, precision=task.precision, alone=row.name == LIMIT)
+            row.verdict = _judge(row, task=task, spec=spec, strategies=layouts.get(row.name), reference=reference)
     if task.accumulation == 1:  # Layouts speak of one micro-batch
         for name, strategies in layouts.items():
             rows[name].predictions = _predictions(spec, strategies=strategies, transport=rows[name].transport)
@@ -156,20 +162,27 @@ def exit_code(record: dict[str, Any]) -> int:
     return DOES_NOT_HOLD if any("invalid" in row for row in rows) or not all(b["ok"] for b in record["bars"]) else OK
 
 
-def read_layouts(parallel: Sequence[str], *, nproc: int | None) -> tuple[Layouts, int]:
-    """Parses `--parallel` texts and finds the number of ranks that they share; `single` fits any number.
+def read_layouts(parallel: Sequence[str], *, peers: Sequence[str] = (), nproc: int | None) -> tuple[Layouts, int]:
+    """Parses `--parallel` texts and finds the number of ranks that rows share; `single` and peers fit any number.
 
     Raises:
-        ConfigError: nothing to measure, a text twice, or sizes that do not multiply to `nproc`.
+        ConfigError: nothing to measure, a row twice, a peer that is not there, or sizes that do not multiply to
+            `nproc`.
     """
-    if not parallel:
-        raise ConfigError("bench: no layout given. Write for example --parallel ddp=2 --parallel rtp=2")
+    if not parallel and not peers:
+        raise ConfigError("bench: no layout given. Write for example --parallel ddp=2 --parallel rtp=2 --peer fsdp2")
+    for number, name in enumerate(peers):
+        find_peer(name)
+        if name in peers[:number]:
+            raise ConfigError(f"bench: --peer {name} is given twice. Write it once")
     layouts: Layouts = {}
     for text in parallel:
         if text in layouts:
             raise ConfigError(f"bench: --parallel {text!r} is given twice. Write it once")
         layouts[text] = parse_parallel(text)
     spread = [strategies for strategies in layouts.values() if num_ranks(strategies) > 1]
+    if nproc is None and not spread and peers:
+        raise ConfigError("bench: peers take any number of ranks. Say how many: --nproc 2")
     if nproc is None:
         nproc = num_ranks(spread[0]) if spread else 1
     if nproc < 1:
@@ -193,6 +206,25 @@ def check_model(task: Task, *, layouts: Layouts) -> ModelSpec:
             strategy.check(spec)
             strategy.check_device(device_type(task.device))
     return spec
+
+
+def _judge(
+    row: Row, *, task: Task, spec: ModelSpec, strategies: Sequence[Strategy] | None, reference: Sequence[float]
+) -> Verdict:
+    """Whether a row's losses are right and its ranks hold no more weights than it claims."""
+    losses = row.times.losses[:GATE_STEPS] if row.times is not None else []
+    shares, alone = row.peer is not None, row.name == LIMIT
+    verdict = judge(losses, reference=reference, precision=task.precision, alone=alone, shares=shares)
+    if verdict.reason is not None or not row.held_elements:
+        return verdict
+    if strategies is not None:
+        held_bytes = sum(p.weights_bytes for p in _predictions(spec, strategies=strategies, transport=row.transport))
+        at_most = held_bytes // spec.weights[0].itemsize
+    elif row.peer is not None and row.peer.sharded:
+        at_most = may_hold(spec, num_ranks=row.num_ranks)
+    else:
+        return verdict
+    return replace(verdict, reason=judge_sharding(row.held_elements, at_most=at_most, whole=spec.num_parameters))
 
 
 def _predictions(spec: ModelSpec, *, strategies: Sequence[Strategy], transport: str | None) -> list[Prediction]:
@@ -247,6 +279,7 @@ def _time(rows: dict[str, Row], *, task: Task, options: BenchOptions, advanced: 
         times = take_turns(alive, num_rounds=options.rounds, num_steps=options.steps, failed=failed, advanced=advanced)
         for name, ranks in list(alive.items()):
             rows[name].times = times[name]
+            rows[name].held_elements = ranks.ask("held_elements")
             advanced(f"tensors and traffic: {name}")
             try:
                 rows[name].tensors = ranks.ask("tensors")

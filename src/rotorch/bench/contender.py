@@ -89,6 +89,11 @@ class Contender(ABC):
         """Frees what it shares with other ranks. All ranks."""
         return None
 
+    @staticmethod
+    def check(task: Task) -> None:
+        """Raises `ConfigError` if it cannot train the task. Before any rank is started."""
+        return None
+
 
 class UnderLayout(Contender):
     """A model under `rotorch.parallelize`."""

@@ -1,12 +1,16 @@
-"""Whether rows do the same work: their losses against those of one process that trains on the whole global batch.
+"""Whether rows do the same work, and as they claim.
 
-Some libraries degrade silently, so that every rank trains alone, or a gradient is missing: fast, and worth nothing.
+Losses are held against those of one process that trains on the whole global batch, and what ranks hold against what a
+row says that it cuts. Some libraries degrade silently, so that every rank trains alone, a gradient is missing, or
+nothing is cut: fast, and worth nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from rotorch.core.spec import ModelSpec
 
 GATE_STEPS = 5
 TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-3}
@@ -26,7 +30,14 @@ class Verdict:
     reason: str | None = None
 
 
-def judge(losses: Sequence[Sequence[float]], *, reference: Sequence[float], precision: str, alone: bool) -> Verdict:
+def judge(
+    losses: Sequence[Sequence[float]],
+    *,
+    reference: Sequence[float],
+    precision: str,
+    alone: bool = False,
+    shares: bool = False,
+) -> Verdict:
     """Compares a row's first losses with the reference's.
 
     Args:
@@ -34,13 +45,13 @@ def judge(losses: Sequence[Sequence[float]], *, reference: Sequence[float], prec
         reference: per step, the loss of one process with the global batch.
         precision: decides the tolerance.
         alone: whether each rank trains on its own (the limit): then the mean of the first step's losses is compared,
-            since
-            the ranks' weights differ afterwards.
+            since the ranks' weights differ afterwards.
+        shares: whether each rank returns the loss of its own share of the batch: then the mean over ranks is compared.
     """
     tolerance = TOLERANCES[precision]
     worst = 0.0
     for step, (mine, right) in enumerate(zip(losses, reference, strict=False)):
-        found = [sum(mine) / len(mine)] if alone else mine
+        found = [sum(mine) / len(mine)] if alone or shares else mine
         error = max(abs(loss - right) / abs(right) if loss == loss else float("inf") for loss in found)
         worst = max(worst, error)
         if error > tolerance:
@@ -49,6 +60,32 @@ def judge(losses: Sequence[Sequence[float]], *, reference: Sequence[float], prec
         if alone:
             break
     return Verdict(worst)
+
+
+def judge_sharding(held: Sequence[int], *, at_most: int, whole: int) -> str | None:
+    """Whether ranks hold no more weights between them than a row claims; what is wrong, or None.
+
+    Args:
+        held: elements of weights at rest, by rank.
+        at_most: elements that all of them together may hold.
+        whole: elements of the model.
+    """
+    if whole <= sum(held) <= at_most:
+        return None
+    return (
+        f"ranks hold {sum(held) / whole:.2f} times the model's weights between them, {list(held)} elements of {whole}; "
+        f"at most {at_most / whole:.2f} times was claimed"
+    )
+
+
+def may_hold(spec: ModelSpec, *, num_ranks: int) -> int:
+    """Elements of weights that ranks may hold between them which claim to cut a model.
+
+    Each matrix once; vectors (norms, biases), which nobody needs to cut, on every rank and once more in parts; and
+    padding, of less than one element a weight and rank.
+    """
+    vectors = sum(weight.numel for weight in spec.weights if len(weight.shape) < 2)
+    return spec.num_parameters + num_ranks * (vectors + len(spec.weights))
 
 
 def says_little(reference: Sequence[float], *, precision: str, num_batches: int) -> bool:

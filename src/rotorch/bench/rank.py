@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rotorch.bench.contender import LIMIT, REFERENCE, Contender, build, make_contender
+from rotorch.bench.peers import PEERS
 from rotorch.bench.process_memory import ProcessMemory, read_process_memory, reset_peak
 from rotorch.bench.profile import profile_steps
 from rotorch.bench.task import Task
@@ -42,7 +43,7 @@ class Place:
     """Where a rank stands.
 
     Attributes:
-        row: "limit", or `--parallel` text.
+        row: "limit", `--parallel` text, or a peer's name.
         rank: 0-based.
         num_ranks: of the row.
         store: file through which the row's ranks find each other.
@@ -128,7 +129,7 @@ class _Rank:
         self._wait_for_all = wait_for_all or (lambda: None)
         self._step = 0
         _join(place)
-        self._before = _baseline(task)
+        self._before = _baseline(task, row=place.row)
         self._task, self._place = task, place
         self._contender: Contender | None = None
 
@@ -141,6 +142,10 @@ class _Rank:
         """Runs `count` steps, all ranks starting each together."""
         gc.collect()
         return [self._timed_step() for _ in range(count)]
+
+    def held_elements(self) -> int:
+        """How many elements of weights this rank holds at rest."""
+        return sum(weight.numel() for weight in self._made().weights())
 
     def tensors(self) -> TensorMemory:
         """Runs one step and measures its tensors."""
@@ -248,9 +253,11 @@ def load_code(task: Task) -> None:
     optimizer.step()
 
 
-def _baseline(task: Task) -> ProcessMemory:
+def _baseline(task: Task, *, row: str) -> ProcessMemory:
     """Memory of the process when all code is loaded and warm, and nothing is built."""
     load_code(task)
+    if row in PEERS:
+        PEERS[row].load_library(on_cpu=not torch.cuda.is_available())
     gc.freeze()  # what is loaded stays: to go through it again and again costs more than a small model's step
     warm = torch.ones(_WARM_FEATURES, _WARM_FEATURES)
     warm @ warm

@@ -3,8 +3,9 @@
 Fields that other tools rely on: `machine`, `model`, `tokens_per_step`, `rows` and `limit`, whose entries have
 `parallel`, `nproc`, `tokens_per_s`, `step_s_median`, `step_s_all`, `peak_bytes_per_rank`, `resident_bytes_per_rank`,
 `sent_bytes_per_rank`, `loss_last`. A figure "per rank" is that of the rank with the most; `..._by_rank` has all;
-`ledger` has its bytes by category, measured and predicted. A row that failed has `error`, one whose losses are wrong
-has `invalid`.
+`ledger` has its bytes by category, measured and predicted. A row that failed has `error`; one whose losses are wrong,
+or whose ranks hold more weights than it claims, has `invalid`. Rows of other libraries have their name in `parallel`,
+and `library` and `library_version`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import psutil
 
 from rotorch.bench.contender import LIMIT
 from rotorch.bench.gate import GATE_STEPS, TOLERANCES, Verdict
+from rotorch.bench.peers import Peer
 from rotorch.bench.prediction import Prediction
 from rotorch.bench.process_memory import MALLOC_ENVIRONMENT, ProcessMemory
 from rotorch.bench.rank import Traffic
@@ -39,7 +41,8 @@ METHOD = (
     "limit: as many ranks, each a replica in plain torch with its own share of the data, nothing sent.",
     f"Random tokens, {NUM_BATCHES} global batches in turn; AdamW(fused=True) in every row, constant learning rate, no "
     "dropout.",
-    f"Gate: the first {GATE_STEPS} losses against one process with the whole global batch.",
+    f"Gate: the first {GATE_STEPS} losses against one process with the whole global batch; and the weights that ranks "
+    "hold between them against what the row says that it cuts.",
     "peak_bytes and resident_bytes: exact bytes of tensors, each rank counting the weights and gradients that it is "
     "home to; resident is weights + gradients + optimizer state; peak is the highest moment of a step.",
     "process: the kernel's figures above the process's own before the model was built, shared pages divided among "
@@ -54,7 +57,7 @@ class Row:
     """All that is known of one row; what could not be measured is missing.
 
     Attributes:
-        name: "limit", or `--parallel` text.
+        name: "limit", `--parallel` text, or a peer's name.
         num_ranks: how many ranks it has.
         threads: that each rank computes with.
         transport: what carries slices, where there is a choice.
@@ -65,6 +68,8 @@ class Row:
         predictions: of the Layouts, by rank; none for the limit.
         timeline: what ranks spent traced steps with, and the files of it (see `trace_files.py`).
         error: why it failed.
+        peer: the other library's way to train that it is; None for rotorch's own.
+        held_elements: of weights at rest, by rank.
     """
 
     name: str
@@ -79,6 +84,8 @@ class Row:
     predictions: list[Prediction] = field(default_factory=list)
     timeline: dict[str, Any] | None = None
     error: str | None = None
+    peer: Peer | None = None
+    held_elements: list[int] = field(default_factory=list)
 
     @property
     def problem(self) -> str | None:
@@ -107,6 +114,8 @@ class Row:
 def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
     """One row as JSON."""
     found: dict[str, Any] = {"parallel": row.name, "nproc": row.num_ranks, "threads_per_rank": row.threads}
+    if row.peer is not None:
+        found |= {"library": row.peer.library, "library_version": row.peer.library_version}
     if row.transport is not None:
         found["transport"] = row.transport
     if row.times is not None and row.times.rounds:
@@ -123,6 +132,8 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
             "resident_by_category": row.heaviest.resident,
             "ledger": ledger(row.heaviest, predicted=heaviest_prediction.ledger if heaviest_prediction else None),
         }
+    if row.held_elements:
+        found["weight_elements_by_rank"] = row.held_elements
     if row.traffic:
         most = max(row.traffic, key=lambda t: sum(t.sent_bytes.values()))
         found |= {

@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 
 from rotorch import __version__
+from rotorch.bench import peers
 from rotorch.core.errors import ConfigError, RankFailure
 
 DONE, CHECK_FAILED, WRONG_INPUT, RANK_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
@@ -125,8 +126,11 @@ def verify(
 @app.command("bench")
 def bench(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The model and its batch")],
-    parallel: Annotated[list[str], typer.Option("--parallel", help="A layout to measure; several times")],
     overrides: Overrides = None,
+    parallel: Annotated[list[str] | None, typer.Option("--parallel", help="A layout to measure; several times")] = None,
+    peer: Annotated[
+        list[str] | None, typer.Option("--peer", help=f"Another library's row; several times. {peers.help_text()}")
+    ] = None,
     nproc: Nproc = None,
     rounds: Annotated[int, typer.Option(help="How often every layout gets its turn")] = 5,
     steps: Annotated[int, typer.Option(help="Steps per turn")] = 5,
@@ -148,7 +152,8 @@ def bench(
     )
     return bench_command(
         run_file,
-        parallel=parallel,
+        parallel=parallel or (),
+        peers=peer or (),
         overrides=overrides or (),
         nproc=nproc,
         options=options,

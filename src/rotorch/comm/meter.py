@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rotorch._torch_private import TorchDispatchMode, tree_flatten
+from rotorch._torch_private import TorchDispatchMode, group_size, tree_flatten
 from rotorch.core.traffic import Kind
 
 _KINDS = {
@@ -27,9 +27,19 @@ _KINDS = {
     "reduce_scatter_": Kind.REDUCE_SCATTER,
     "reduce_scatter_tensor_coalesced_": Kind.REDUCE_SCATTER,
 }
+_FUNCTIONAL_KINDS = {
+    "all_reduce": Kind.ALL_REDUCE,
+    "all_reduce_": Kind.ALL_REDUCE,
+    "all_reduce_coalesced": Kind.ALL_REDUCE,
+    "all_gather_into_tensor": Kind.ALL_GATHER,
+    "all_gather_into_tensor_coalesced": Kind.ALL_GATHER,
+    "reduce_scatter_tensor": Kind.REDUCE_SCATTER,
+    "reduce_scatter_tensor_coalesced": Kind.REDUCE_SCATTER,
+}
+"""The same operations as DTensor issues them: their input first, their group by its name last."""
 
 
-_SENDS_NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_"}
+_SENDS_NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}
 _NAMESPACES = {"c10d", "_c10d_functional", "symm_mem"}
 
 
@@ -59,11 +69,11 @@ class Meter(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own dispatch issues the operations, and comes back here with each
         if func.namespace in _NAMESPACES:
-            self._count(func._schema.name.removeprefix("c10d::"), args)
+            self._count(func._schema.name.partition("::")[2], args, functional=func.namespace == "_c10d_functional")
         return func(*args, **(kwargs or {}))
 
-    def _count(self, name: str, args: Any) -> None:
-        kind = _KINDS.get(name)
+    def _count(self, name: str, args: Any, *, functional: bool) -> None:
+        kind = (_FUNCTIONAL_KINDS if functional else _KINDS).get(name)
         if kind is None:
             if name not in _SENDS_NOTHING:
                 self.not_counted[name] += 1
@@ -71,9 +81,14 @@ class Meter(TorchDispatchMode):
         # In every one of these schemas the last tensors before the process group are what this rank contributes;
         # gathers come
         # as (output, input), reductions in place, and the group's size is only in the group object.
-        group = next((a for a in args if hasattr(a, "size") and not isinstance(a, Tensor) and hasattr(a, "rank")), None)
-        size = group.size() if group is not None else _boxed_size(args)
-        payload = args[1] if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) else args[0]
+        if functional:
+            size, payload = group_size(args[-1]), args[0]
+        else:
+            group = next(
+                (a for a in args if hasattr(a, "size") and not isinstance(a, Tensor) and hasattr(a, "rank")), None
+            )
+            size = group.size() if group is not None else _boxed_size(args)
+            payload = args[1] if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) else args[0]
         num_bytes = sum(t.numel() * t.element_size() for t in tree_flatten(payload)[0] if isinstance(t, Tensor))
         if num_bytes < self.smallest_counted_bytes:
             return

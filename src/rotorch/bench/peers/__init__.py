@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -27,7 +28,7 @@ class Peer:
         library: package that it is made with, as it is imported and installed.
         sharded: whether it claims that the ranks hold each matrix once between them; the bench checks that.
         options: further arguments of the class.
-        environment: variables that the library reads when it is imported on ranks without an accelerator.
+        environment: variables that the library reads when it is imported, on ranks without an accelerator.
     """
 
     about: str
@@ -46,6 +47,12 @@ class Peer:
     def library_version(self) -> str:
         """Version of its library."""
         return version(self.library)
+
+    def load_library(self, *, on_cpu: bool) -> None:
+        """Imports its library; only in a process that runs nothing else."""
+        if on_cpu:
+            os.environ.update(self.environment)
+        importlib.import_module(self.library)
 
     def load(self) -> type[Any]:
         """Returns its `Contender` class; loads torch, but not the library."""

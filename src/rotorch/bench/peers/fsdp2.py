@@ -30,9 +30,7 @@ class FSDP2(PlainLoop):
         mesh = init_device_mesh(pick_device(task.device).type, (task.num_ranks,))
         if recompute:
             recompute_blocks(module, strategy="fsdp2")
-        if (
-            per_weight
-        ):  # torch warns of what a model might do to a layer's output in place; the losses say that it does not
+        if per_weight:  # of what a model might do in place to a layer's output; the losses say that it does not
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
         for group in _owners(module) if per_weight else repeated_blocks(module):
             fully_shard(group, mesh=mesh)

@@ -1,0 +1,222 @@
+import dataclasses
+import io
+import json
+
+import pytest
+from bench_cases import TINY, write_run
+from rich.console import Console
+
+import rotorch.bench.peers as peers_module
+from rotorch.bench.command import BenchOptions, bench, bench_command, exit_code, read_layouts
+from rotorch.bench.contender import PlainLoop, whole_model
+from rotorch.bench.gate import judge, judge_sharding, may_hold
+from rotorch.bench.peers import PEERS, Peer, find_peer, help_text
+from rotorch.bench.peers.tensor_parallel import TensorParallel, parallel_styles
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
+
+ONCE = BenchOptions(rounds=1, steps=3, process_memory=False)
+H, F, V, L = TINY["hidden_size"], TINY["intermediate_size"], TINY["vocab_size"], TINY["num_hidden_layers"]
+KV = H // TINY["num_attention_heads"] * TINY["num_key_value_heads"]
+NORMS = H * (2 * L + 1)
+MATRICES = 2 * V * H + L * (2 * H * H + 2 * H * KV + 3 * H * F)
+WEIGHTS = 4 * (MATRICES + NORMS)
+GPT = {
+    "model_type": "gpt_neox",
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "max_position_embeddings": 32,
+    "use_parallel_residual": False,
+    "tie_word_embeddings": False,
+}
+OF_TORCH = [name for name, peer in PEERS.items() if peer.library == "torch"]
+OF_OTHERS = [name for name, peer in PEERS.items() if peer.library != "torch"]
+
+
+def measure(task, peers, *, parallel=()):
+    layouts, _ = read_layouts(parallel, peers=peers, nproc=task.num_ranks)
+    record = bench(task, layouts=layouts, peers=peers, options=ONCE)
+    return record, {row["parallel"]: row for row in record["rows"]}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """One run of torch's peers beside a layout: exit code, record, what was printed."""
+    directory = tmp_path_factory.mktemp("peers")
+    printed = io.StringIO()
+    code = bench_command(
+        write_run(directory),
+        parallel=["rtp=2"],
+        peers=OF_TORCH,
+        options=ONCE,
+        json_file=directory / "bench.json",
+        at_least=["rtp=2 >= 0.000001 * fsdp2"],
+        console=Console(file=printed, width=160),
+    )
+    return code, json.loads((directory / "bench.json").read_text()), printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def rows(measured):
+    return {row["parallel"]: row for row in measured[1]["rows"]}
+
+
+def test_torchs_peers_train_as_one_process(measured, rows):
+    code, record, printed = measured
+    assert code == 0, printed
+    assert list(rows) == ["rtp=2", *OF_TORCH] and record["bars"][0]["ok"] is True
+    for name in OF_TORCH:
+        row = rows[name]
+        assert row["loss_max_rel_err"] < 1e-5, name
+        assert row["losses"] == pytest.approx(record["reference_losses"], rel=1e-5)
+        assert row["library"] == "torch" and row["library_version"].startswith("2.")
+        assert not {"error", "invalid"} & set(row) and name in printed
+    assert "library" not in rows["rtp=2"]
+
+
+def test_peers_hold_what_they_say(rows):
+    assert rows["torch-ddp"]["weight_elements_by_rank"] == [WEIGHTS // 4] * 2
+    for name in ("fsdp2", "fsdp2-recompute", "fsdp2-per-weight"):
+        assert rows[name]["resident_by_category"]["weights"] == WEIGHTS // 2
+        assert rows[name]["weight_elements_by_rank"] == [WEIGHTS // 8] * 2
+    assert rows["tp"]["weight_elements_by_rank"] == [MATRICES // 2 + NORMS] * 2
+    assert rows["fsdp2-recompute"]["peak_bytes_per_rank"] < rows["fsdp2"]["peak_bytes_per_rank"]
+    assert rows["fsdp2-per-weight"]["peak_bytes_per_rank"] < rows["fsdp2"]["peak_bytes_per_rank"]
+
+
+def test_peers_send_what_they_should(rows):
+    assert rows["torch-ddp"]["sent_by_kind"] == {"all_reduce": WEIGHTS}
+    for name in ("fsdp2", "fsdp2-recompute", "fsdp2-per-weight"):
+        assert rows[name]["sent_by_kind"]["reduce_scatter"] == WEIGHTS // 2
+    # Forward: attention's and the MLP's input and the head's are gathered; backward gathers what forward scattered.
+    activations = 4 * H * 16 * 4  # float32 of the whole global batch: 4 samples of 16 tokens
+    sent = rows["tp"]["sent_by_kind"]
+    assert sent["all_gather"] == (2 * L + 1 + 2 * L + 1) * activations // 2
+    assert sent["reduce_scatter"] == (2 * L + 1 + 2 * L + 1) * activations // 2
+    assert sent["all_reduce"] > 0  # norms, and the loss's maximum and sum
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_gpt_models_on_four_ranks(task, accumulation):
+    task = dataclasses.replace(task, model=GPT, num_ranks=4, accumulation=accumulation)
+    record, rows = measure(task, ["torch-ddp", "fsdp2-per-weight", "tp"])
+    assert exit_code(record) == 0
+    assert all(row["loss_max_rel_err"] < 1e-5 for row in rows.values())
+
+
+def test_clipping_is_the_same_for_all(task):
+    optimizer = task.optimizer.model_copy(update={"clip_norm": 0.1})
+    record, rows = measure(dataclasses.replace(task, optimizer=optimizer), ["torch-ddp", "fsdp2", "tp"])
+    assert exit_code(record) == 0
+    assert all(row["loss_max_rel_err"] < 1e-5 for row in rows.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_OTHERS)
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_other_libraries_train_as_one_process(task, name, accumulation):
+    if not PEERS[name].installed:
+        pytest.skip(f"{PEERS[name].library} is not installed")
+    record, rows = measure(dataclasses.replace(task, accumulation=accumulation), [name])
+    assert exit_code(record) == 0, record
+    assert rows[name]["loss_max_rel_err"] < 1e-5 and rows[name]["library"] == PEERS[name].library
+    # DeepSpeed keeps norms gathered beside their parts.
+    assert WEIGHTS // 4 <= sum(rows[name]["weight_elements_by_rank"]) <= WEIGHTS // 4 + 2 * NORMS
+
+
+# ---- rows that are not what they say --------------------------------------------------------------------------------
+
+
+class Replicated(PlainLoop):
+    """What a sharding library is that has degraded to replicas with averaged gradients."""
+
+    def __init__(self, task, *, rank):
+        module = whole_model(task)
+        super().__init__(task, module=module, shares=range(task.num_ranks))
+
+
+class Alone(PlainLoop):
+    """What a library is that lets every rank train alone."""
+
+    def __init__(self, task, *, rank):
+        super().__init__(task, module=whole_model(task), shares=[rank])
+
+
+@pytest.mark.parametrize(
+    ("contender", "sharded", "says"),
+    [
+        ("Replicated", True, "ranks hold 2.00 times the model's weights"),
+        ("Alone", False, "loss of step"),
+        ("Alone", True, "loss of step"),
+    ],
+)
+def test_a_row_that_degrades_silently_is_invalid(task, monkeypatch, contender, sharded, says):
+    peer = Peer(about="broken", contender=f"broken:{contender}", sharded=sharded)
+    monkeypatch.setitem(PEERS, "broken", peer)
+    monkeypatch.setattr(Peer, "load", lambda self: globals()[self.contender.partition(":")[2]])
+    record, rows = measure(task, ["broken"])
+    assert says in rows["broken"]["invalid"]
+    assert exit_code(record) == 1
+
+
+def test_replicas_that_claim_nothing_are_valid(task, monkeypatch):
+    monkeypatch.setitem(PEERS, "honest", Peer(about="", contender="honest:Replicated", sharded=False))
+    monkeypatch.setattr(Peer, "load", lambda self: Replicated)
+    assert exit_code(measure(task, ["honest"])[0]) == 0
+
+
+def test_ranks_may_hold_vectors_each_and_matrices_once():
+    weights = (Weight("w", (10, 10), 4), Weight("norm", (10,), 4))
+    spec = ModelSpec("m", (Unit("all", UnitKind.REPLICATED, Combine.NONE, weights),))
+    assert may_hold(spec, num_ranks=2) == 110 + 2 * (10 + 2)
+    assert judge_sharding([60, 60], at_most=134, whole=110) is None
+    assert "2.00 times" in judge_sharding([110, 110], at_most=134, whole=110)
+    assert "0.91 times" in judge_sharding([50, 50], at_most=134, whole=110)  # some are missing
+
+
+def test_losses_of_shares_are_held_to_their_mean_at_every_step():
+    reference = [4.0, 4.2, 3.0]
+    good = judge([[3.9, 4.1], [4.3, 4.1], [3.0, 3.0]], reference=reference, precision="float32", shares=True)
+    assert good.reason is None
+    bad = judge([[3.9, 4.1], [4.3, 4.1], [3.1, 3.0]], reference=reference, precision="float32", shares=True)
+    assert "step 3" in bad.reason
+
+
+# ---- what is asked for wrongly --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"peers": ["fsdp3"], "nproc": 2}, "unknown peer 'fsdp3'.*did you mean 'fsdp2'"),
+        ({"peers": ["fsdp2", "fsdp2"], "nproc": 2}, "twice"),
+        ({"peers": ["fsdp2"]}, "--nproc 2"),
+        ({"peers": ["tp"], "nproc": 4}, r"4 ranks do not divide the 2 groups .* of 'model.layers.0.self_attn"),
+        ({"peers": ["tp"], "nproc": 3}, "3 ranks do not divide data.sequence_length = 16.*sequence_length=18"),
+    ],
+)
+def test_bad_input_starts_nothing(tmp_path, monkeypatch, arguments, says):
+    monkeypatch.setattr("rotorch.bench.command.RowRanks", None)
+    with pytest.raises(ConfigError, match=says):
+        bench_command(write_run(tmp_path), console=Console(quiet=True), **arguments)
+
+
+def test_a_peer_that_is_not_installed_is_a_line_that_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(peers_module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"deepspeed is not installed. Write: pip install 'rotorch\[peers\]'"):
+        find_peer("deepspeed-zero3")
+
+
+def test_tied_and_uncut_weights_are_refused_by_tensor_parallel(task):
+    with pytest.raises(ConfigError, match="tied"):
+        TensorParallel.check(dataclasses.replace(task, model={**TINY, "tie_word_embeddings": True}))
+    qwen = {**TINY, "model_type": "qwen3", "head_dim": 8}
+    with pytest.raises(ConfigError, match=r"'model\.layers\.0\.self_attn\.q_norm' has no style"):
+        parallel_styles(whole_model(dataclasses.replace(task, model=qwen)))
+
+
+def test_every_peer_is_in_the_help():
+    assert all(f"{name}: " in help_text() for name in PEERS)
