@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from rotorch._torch_private import storage_key
 from rotorch.comm.ring import Ring, Visit
 from rotorch.core.spec import Unit
+from rotorch.ops.random_state import RandomState
 from rotorch.shard.flat import FlatSlices
 
 RunSlice = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
@@ -212,7 +213,7 @@ class _Kept:
 
     weights: list[Tensor]
     end: GradientEdge | None
-    rng_state: Tensor | None
+    random: RandomState | None
 
 
 class _RotateModule(torch.autograd.Function):
@@ -228,13 +229,13 @@ class _RotateModule(torch.autograd.Function):
         total = _Sum()
         for visit in unit.visits(backward=False):
             weights = unit.weights(visit)
-            rng_state = torch.get_rng_state() if unit.recompute else None
+            random = RandomState.now(weights[0]) if unit.recompute else None
             keep_graph, forget = torch.set_grad_enabled(not unit.recompute), _forget_weights(unit, visit, ctx.resident)
             with keep_graph, forget, ctx.autocast.again():
                 output = run(weights, leaves)
             total.add(output)
             end = None if unit.recompute else get_gradient_edge(output)
-            ctx.kept[visit.index] = _Kept(weights, end, rng_state)
+            ctx.kept[visit.index] = _Kept(weights, end, random)
             del output
         if total.value is None:
             raise AssertionError(f"{unit.unit.name}: every slice is empty")
@@ -254,7 +255,7 @@ class _RotateModule(torch.autograd.Function):
             weights, end = kept.weights, kept.end
             if end is None:
                 weights = unit.weights(visit)
-                with torch.enable_grad(), ctx.autocast.again(), _random_state(kept.rng_state):
+                with torch.enable_grad(), ctx.autocast.again(), _again(kept.random):
                     end = get_gradient_edge(ctx.run(weights, leaves))
             ctx.resident.weights = visit.weights
             unit.receiver = SliceGradient(unit, visit, wait=False)
@@ -274,6 +275,10 @@ class _RotateModule(torch.autograd.Function):
         unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = None
         given = iter(total.value for total in sums)
         return (None, None, None, *(next(given) if x.requires_grad else None for x in leaves))
+
+
+def _again(random: RandomState | None) -> Any:
+    return nullcontext() if random is None else random.again()
 
 
 def _leaves(inputs: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
@@ -298,20 +303,6 @@ class AutocastState:
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
-
-
-@contextmanager
-def _random_state(state: Tensor | None) -> Iterator[None]:
-    """Runs with an earlier random state (dropout draws the same mask again), then goes on as before."""
-    if state is None:
-        yield
-        return
-    now = torch.get_rng_state()
-    torch.set_rng_state(state)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(now)
 
 
 @dataclass(frozen=True)
