@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rotorch import __version__
+from rotorch.comm.transports.peer_memory import OVERLAPPING, why_no_windows
 from rotorch.comm.transports.shared_memory import shared_memory_directory
 from rotorch.core.quantities import format_bytes
 
@@ -64,13 +65,44 @@ def _backends() -> dict[str, str]:
 
 
 def _transports() -> dict[str, str]:
-    """How slices can travel under rtp, and why not."""
-    free = _shared_memory_free()
-    shared = f"yes, up to {format_bytes(free)}" if free else f"no: {shared_memory_directory()} is missing or full"
+    """How slices can travel under rtp between ranks of this machine, and why not; `transport=auto` takes the first."""
     return {
-        "shared_memory": shared,
+        "shared_memory": _shared_memory(),
+        "symmetric_memory": _symmetric_memory(),
         "send_receive": "yes, over gloo" + (" and nccl" if torch.cuda.is_available() else ""),
     }
+
+
+def _shared_memory() -> str:
+    directory, free = shared_memory_directory(), _shared_memory_free()
+    if not directory.is_dir():
+        return f"no: {directory} is no directory"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return f"no: {directory} cannot be written"
+    return f"yes, on cpu, up to {format_bytes(free)} in {directory}" if free else f"no: {directory} is full"
+
+
+def _symmetric_memory() -> str:
+    """Between GPUs that reach each other's memory."""
+    number = torch.cuda.device_count()
+    reason = why_no_windows(torch.device("cuda", 0) if number else torch.device("cuda"))
+    if reason:
+        return f"no: {reason}"
+    if number == 1:
+        shares = os.environ.get(OVERLAPPING) == "1"
+        return (
+            f"yes, between ranks that share cuda:0 ({OVERLAPPING}=1)"
+            if shares
+            else (f"no: there is one GPU only; {OVERLAPPING}=1 lets ranks share it, for tests")
+        )
+    apart = [(i, j) for i in range(number) for j in range(number) if i != j and not _reaches(i, j)]
+    if apart:
+        return f"not between all: cuda:{apart[0][0]} has no peer access to cuda:{apart[0][1]}"
+    return f"yes, on cuda, between all {number} GPUs"
+
+
+def _reaches(one: int, other: int) -> bool:
+    return torch.cuda.can_device_access_peer(one, other)
 
 
 def _shared_memory_free() -> int:

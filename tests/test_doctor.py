@@ -1,0 +1,54 @@
+"""What `rotorch doctor` says of transports, on machines of several kinds."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rotorch.cli import doctor
+from rotorch.comm.transports.peer_memory import OVERLAPPING
+
+
+def transports():
+    return doctor.examine()["transports"]
+
+
+def test_shared_memory_lies_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+    assert transports()["shared_memory"].startswith("yes, on cpu") and str(tmp_path) in transports()["shared_memory"]
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path / "missing"))
+    assert transports()["shared_memory"] == f"no: {tmp_path / 'missing'} is no directory"
+
+
+def test_shared_memory_that_is_full_or_closed_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=0))
+    assert transports()["shared_memory"] == f"no: {tmp_path} is full"
+    monkeypatch.setattr(doctor.os, "access", lambda *_: False)
+    assert transports()["shared_memory"] == f"no: {tmp_path} cannot be written"
+
+
+def test_symmetric_memory_needs_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert transports()["symmetric_memory"] == "no: torch sees no CUDA device"
+
+
+@pytest.mark.parametrize(
+    ("number", "overlapping", "apart", "expected"),
+    [
+        (1, "0", (), f"no: there is one GPU only; {OVERLAPPING}=1 lets ranks share it, for tests"),
+        (1, "1", (), f"yes, between ranks that share cuda:0 ({OVERLAPPING}=1)"),
+        (4, "0", (), "yes, on cuda, between all 4 GPUs"),
+        (4, "0", (1, 3), "not between all: cuda:1 has no peer access to cuda:3"),
+    ],
+)
+def test_symmetric_memory_between_gpus(number, overlapping, apart, expected, monkeypatch):
+    monkeypatch.setenv(OVERLAPPING, overlapping)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: number)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: (i, j) != apart)
+    monkeypatch.setattr(doctor, "why_no_windows", lambda device: "")
+    assert doctor._symmetric_memory() == expected
+    monkeypatch.setattr(doctor, "why_no_windows", lambda device: "of this")
+    assert doctor._symmetric_memory() == "no: of this"
