@@ -1,5 +1,7 @@
 import io
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from bench_cases import TINY, children, write_run
@@ -33,7 +35,7 @@ def measured(tmp_path_factory):
     code = bench_command(
         write_run(directory),
         parallel=["single", "ddp=2", "fsdp=2", "rtp=2[transport=shared_memory]", "rtp=2[transport=send_receive]"],
-        options=QUICK,
+        options=replace(QUICK, trace_dir=directory / "traces"),
         json_file=directory / "bench.json",
         at_least=["ddp=2 >= 0.000001 * limit"],
         console=Console(file=printed, width=160),
@@ -120,6 +122,14 @@ def test_the_ledger_names_logits_and_slots(rows):
     assert rows["rtp=2[transport=send_receive]"]["ledger"]["measured"]["slots"] == 4 * largest_slice
     assert rows["rtp=2[transport=shared_memory]"]["ledger"]["measured"]["slots"] == 0
     assert rows["single"]["ledger"]["measured"]["logits"] >= 2 * 4 * 2 * 2 * 16 * V
+
+
+def test_every_row_is_traced(measured, rows):
+    for name, row in rows.items():
+        parts, files = row["timeline"]["shares_by_rank"], row["timeline"]["files"]
+        assert len(parts) == row["nproc"] and all(sum(p.values()) == pytest.approx(1.0) for p in parts), name
+        assert all(Path(file).stat().st_size for file in files.values())
+    assert "who computes and who waits" in measured[2]
 
 
 def test_nothing_is_left_running(measured):

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from rotorch.bench.trace import COMPUTE, OTHER, Interval, RankTrace, shares, together
+from rotorch.bench.trace import Interval, RankTrace, shares, together
 from rotorch.comm.observe import Doing, Span
 
 DOES, FETCHES, HOPS = LANES = ("does", "slice under way", "gradient under way")
@@ -97,6 +97,11 @@ def write_traces(trace: RowTrace, *, directory: Path) -> dict[str, str]:
     paths["page"].write_text(_page(trace), "utf-8")
     paths["picture"].write_text(_picture(trace), "utf-8")
     return {kind: str(path) for kind, path in paths.items()}
+
+
+def summary(trace: RowTrace, *, files: dict[str, str]) -> dict[str, Any]:
+    """What the record says of a trace."""
+    return {"num_steps": len(trace.steps), "shares_by_rank": trace.shares_by_rank, "files": files}
 
 
 # ---------------------------------------------------------------- Perfetto
@@ -201,6 +206,8 @@ def _page(trace: RowTrace) -> str:
 
 
 _WIDTH, _LEFT, _ROW, _THIN, _GAP, _LINE = 1200, 70, 22, 7, 8, 16
+_LABEL, _PER_LINE = 200, 5
+_EDGED, _EDGE = {Doing.BLOCK, Doing.VISIT}, ' stroke="white" stroke-width="0.5"'
 
 
 def _picture(trace: RowTrace) -> str:
@@ -220,16 +227,16 @@ def _picture(trace: RowTrace) -> str:
         height = _ROW if lane == DOES else _THIN
         shapes.append(
             f'<rect x="{_LEFT + scale * since:.2f}" y="{tops[rank, lane]}" width="{max(scale * length, 0.2):.2f}" '
-            f'height="{height}" fill="{_COLOURS[span.doing]}"><title>{escape(span.name)}, '
+            f'height="{height}" fill="{_COLOURS[span.doing]}"{_EDGE if span.doing in _EDGED else ""}>'
+            f"<title>{escape(span.name)}, "
             f"{_LABELS[span.doing]}: {length:.3f} ms</title></rect>"
         )
     seen = {span.doing for rank in trace.ranks for span in rank.spans}
-    across = _LEFT
-    for doing in (d for d in _INWARDS if d in seen):
-        shapes.append(f'<rect x="{across}" y="{top + 6}" width="12" height="12" fill="{_COLOURS[doing]}"/>')
-        shapes.append(_text(across + 16, top + 16, _LABELS[doing]))
-        across += 30 + 6.2 * len(_LABELS[doing])
-    height = top + 30
+    for number, doing in enumerate(d for d in _INWARDS if d in seen):
+        across, down = _LEFT + number % _PER_LINE * _LABEL, top + number // _PER_LINE * 18 + 6
+        shapes.append(f'<rect x="{across}" y="{down}" width="12" height="12" fill="{_COLOURS[doing]}"/>')
+        shapes.append(_text(across + 16, down + 10, _LABELS[doing]))
+    height = top + 48
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         'font-family="sans-serif" font-size="12">\n'
@@ -239,11 +246,3 @@ def _picture(trace: RowTrace) -> str:
 
 def _text(x: float, y: float, text: str, *, weight: str = "normal") -> str:
     return f'<text x="{x}" y="{y}" font-weight="{weight}">{escape(text)}</text>'
-
-
-def summary(trace: RowTrace, *, files: dict[str, str]) -> dict[str, Any]:
-    """What the record says of a trace."""
-    return {"num_steps": len(trace.steps), "shares_by_rank": trace.shares_by_rank, "files": files}
-
-
-__all__ = ["COMPUTE", "OTHER", "RowTrace", "file_stem", "summary", "write_traces"]
