@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rotorch._torch_private import (
     TorchDispatchMode,
     fake_store,
     group_size,
+    group_timeout,
     in_backward,
     storage_key,
     symmetric_backend,
@@ -149,3 +151,23 @@ def test_a_handle_of_symmetric_memory_has_what_rings_call():
     assert "rank: " in documented["get_buffer"] and "storage_offset: " in documented["get_buffer"]
     assert documented["get_signal_pad"].index("dtype: ") < documented["get_signal_pad"].index("storage_offset: ")
     assert documented["put_signal"].index("dst_rank: ") < documented["put_signal"].index("channel: ")
+
+
+def test_a_group_tells_how_long_it_waits(tmp_path):
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    try:
+        cpu = torch.device("cpu")
+        assert group_timeout(dist.group.WORLD, device=cpu) == timedelta(seconds=77)
+        shorter = dist.new_group([0], timeout=timedelta(seconds=5))
+        assert group_timeout(shorter, device=cpu) == timedelta(seconds=5)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_fake_group_says_something_of_how_long_it_waits():
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=4)
+    try:
+        assert group_timeout(dist.group.WORLD, device=torch.device("cpu")) > timedelta(0)
+    finally:
+        dist.destroy_process_group()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "TorchDispatchMode",
     "fake_store",
     "group_size",
+    "group_timeout",
     "in_backward",
     "storage_key",
     "symmetric_backend",
@@ -48,6 +50,15 @@ def group_size(name: str) -> int:
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     return _resolve_process_group(name).size()
+
+
+def group_timeout(group: dist.ProcessGroup, *, device: torch.device) -> timedelta:
+    """After how long operations of a process group on a device's tensors fail.
+
+    Reason: a group made beside another one should wait as long, and no public name tells how long that is.
+    """
+    options = getattr(group._get_backend(device), "options", None)  # torch's fake backend has none, and never waits
+    return getattr(options, "_timeout", timedelta(minutes=10))
 
 
 def storage_key(of: Tensor | torch.UntypedStorage) -> int:

@@ -40,7 +40,8 @@ def parallelize(
         plan: name patterns to roles, for modules that declare none: `{"layers.*.up": "colwise", "layers.*.down":
             "rowwise"}`.
         loss: how a batch becomes a loss; the default is what Hugging Face causal language models compute.
-        autocast_dtype: run forward passes under `torch.autocast` with this dtype.
+        autocast_dtype: run forward passes under `torch.autocast` with this dtype. Weights at rest and gradients keep
+            the module's own; slices that go round travel and are computed with in this one.
 
     Raises:
         ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that
@@ -49,6 +50,8 @@ def parallelize(
     strategies = parse_parallel(parallel) if isinstance(parallel, str) else tuple(parallel)
     check_composition(strategies)
     spec = describe(module, plan=plan)
+    autocast = None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch.")
+    strategies = tuple(strategy.at_precision(autocast) for strategy in strategies)
     for strategy in strategies:
         strategy.check(spec)
     on = pick_device(device) if isinstance(device, str) else device

@@ -10,6 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch._torch_private import group_timeout
+
+_ALONE_S = 600.0  # one rank waits for nobody
+
 
 def _groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
     """The groups that together reach every rank of the mesh: the world where it is the world, else one per axis."""
@@ -78,6 +82,11 @@ def gather_objects(value: Any, *, mesh: DeviceMesh) -> list[Any]:
     gathered: list[Any] = [None] * mesh.size()
     dist.all_gather_object(gathered, value, group=mesh.get_group())
     return gathered
+
+
+def group_timeout_s(mesh: DeviceMesh, *, device: torch.device) -> float:
+    """After how many seconds a rank of a one-axis mesh gives up waiting for another one: what its group was given."""
+    return _ALONE_S if mesh.size() == 1 else group_timeout(mesh.get_group(), device=device).total_seconds()
 
 
 def barrier(*, mesh: DeviceMesh) -> None:

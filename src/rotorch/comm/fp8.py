@@ -8,7 +8,7 @@
 
 [Note: error]
     e4m3 keeps 3 bits after the leading one: an element is off by at most 1/16 of itself, or, if it is smaller than
-    2^-6 of its scale, by at most 2^-10 of the scale (half of the smallest number, 2^-9). The scale is the block's largest
+    2^-6 of its scale, by at most 2^-10 of the scale (half of the smallest number, 2^-9). A scale is its block's largest
     magnitude / 448. Rounding to the visiting dtype comes on top.
 
 [Note: home is never rounded]

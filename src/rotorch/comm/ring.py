@@ -164,7 +164,7 @@ class Ring(ABC):
         self.catch_up()
 
     def stays(self, visit: Visit) -> bool:
-        """Whether the memory that a visit's weights lie in holds them for the rest of the step, so views may be kept."""
+        """Whether the memory of a visit's weights holds them for the rest of the step, so that views may be kept."""
         return not self.moves_weights or (visit.index == self.position and self.wire_dtype == self.dtype)
 
     def come_home(self, *, after: BaseException | None = None) -> None:

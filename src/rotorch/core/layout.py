@@ -20,12 +20,14 @@ class Layout:
         transient_bytes: what its forward and backward need beyond that at their peak (slots, gathered copies).
         slots_bytes: of these, buffers that are there from step to step, for slices to pass through.
         transfers: what this rank sends in one step of one micro-batch.
+        padding_bytes: what its weights at rest take beyond themselves: room for larger slices that take their place.
     """
 
     resident_bytes: int
     transient_bytes: int = 0
     transfers: tuple[Transfer, ...] = field(default=())
     slots_bytes: int = 0
+    padding_bytes: int = 0
 
     def sent_bytes(self, *, kind: Kind | None = None) -> int:
         return sum(t.sent_bytes for t in self.transfers if kind is None or t.kind is kind)
@@ -34,13 +36,14 @@ class Layout:
 def combine_layouts(layouts: Iterable[Layout]) -> Layout:
     """Layout of several units together.
 
-    Residents and traffic add up, transients share their buffers (the largest counts).
+    Residents, their padding and traffic add up, transients share their buffers (the largest counts).
     """
-    resident, transient, slots = 0, 0, 0
+    resident, transient, slots, padding = 0, 0, 0, 0
     transfers: list[Transfer] = []
     for layout in layouts:
         resident += layout.resident_bytes
         transient = max(transient, layout.transient_bytes)
         slots = max(slots, layout.slots_bytes)
+        padding += layout.padding_bytes
         transfers.extend(layout.transfers)
-    return Layout(resident, transient, tuple(transfers), slots)
+    return Layout(resident, transient, tuple(transfers), slots, padding)

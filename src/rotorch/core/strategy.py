@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
@@ -50,6 +50,14 @@ class Strategy(BaseModel, ABC):
     def check_around(self, inner: Strategy) -> None:
         """Raises `ConfigError` if this strategy, as its options are, cannot wrap `inner`."""
         return None
+
+    def at_precision(self, autocast: str | None) -> Self:
+        """This strategy for passes under autocast with a dtype ("bfloat16"), or without: what follows from it is set.
+
+        Raises:
+            ConfigError: an option contradicts it.
+        """
+        return self
 
     @property
     def num_ranks(self) -> int:

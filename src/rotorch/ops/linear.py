@@ -110,7 +110,7 @@ def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
     for visit in unit.visits(backward=False):
         tokens, local = _in_slice(ids_B, slice_rows(unit, visit.index))
         found += tokens.numel()
-        y_BD.index_copy_(0, tokens, unit.weights(visit)[0].detach().index_select(0, local))
+        y_BD.index_copy_(0, tokens, unit.weights(visit)[0].detach().index_select(0, local).to(y_BD.dtype))
     if found < ids_B.numel():
         raise IndexError(f"token ids from {int(ids.min())} to {int(ids.max())} in a vocabulary of {num_rows}")
     return y_BD.view(*ids.shape, y_BD.shape[-1])

@@ -8,12 +8,15 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import any_rank
+from rotorch.comm.collectives import any_rank, group_timeout_s
+from rotorch.comm.fp8 import Fp8Wire
 from rotorch.comm.ring import Ring
+from rotorch.comm.transports.hopping import HoppingRing
 from rotorch.comm.transports.peer_memory import PeerMemoryUnavailable
 from rotorch.comm.transports.send_receive import SendReceiveRing
 from rotorch.comm.transports.shared_memory import SharedMemoryRing, SharedMemoryUnavailable
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
+from rotorch.comm.wire import Wire
 from rotorch.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -26,6 +29,9 @@ def make_ring(
     numels: Sequence[Sequence[int]],
     dtype: torch.dtype,
     device: torch.device,
+    wire_dtype: torch.dtype | None = None,
+    fp8: bool = False,
+    buffering: str = "out_of_place",
 ) -> Ring:
     """Makes the ring of a one-axis mesh. All its ranks call it and get the same transport.
 
@@ -34,15 +40,20 @@ def make_ring(
         transport: "auto", "shared_memory", "symmetric_memory" or "send_receive". "auto" takes shared memory on CPU, and
             symmetric memory on CUDA, if every rank can, and says why if not.
         numels: elements of each slice, `numels[item][index]`.
-        dtype: of all slices.
+        dtype: of all slices at home, and of gradients.
         device: where slices lie.
+        wire_dtype: of visiting slices, if another one. Over symmetric memory they visit as they are at home.
+        fp8: messages carry slices in eight bits.
+        buffering: of messages: "out_of_place", or "in_place" (see hopping.py). Where slices are read from their homes'
+            memory there is nothing to buffer.
 
     Raises:
         ConfigError: the transport that was asked for cannot be had.
     """
     if transport in ("auto", "symmetric_memory") and device.type == "cuda" and mesh.size() > 1:
         try:
-            return SymmetricMemoryRing(mesh=mesh, numels=numels, dtype=dtype, device=device)
+            timeout_s = group_timeout_s(mesh, device=device)
+            return SymmetricMemoryRing(mesh=mesh, numels=numels, dtype=dtype, device=device, timeout_s=timeout_s)
         except PeerMemoryUnavailable as error:
             if transport == "symmetric_memory":
                 raise ConfigError(
@@ -53,7 +64,13 @@ def make_ring(
     if transport in ("auto", "shared_memory") and device.type == "cpu":
         ring, reason = None, ""
         try:
-            ring = SharedMemoryRing(mesh=mesh, numels=numels, dtype=dtype)
+            ring = SharedMemoryRing(
+                mesh=mesh,
+                numels=numels,
+                dtype=dtype,
+                wire_dtype=wire_dtype,
+                timeout_s=group_timeout_s(mesh, device=device),
+            )
         except SharedMemoryUnavailable as error:
             reason = str(error)
         if not any_rank(ring is None, mesh=mesh) and ring is not None:
@@ -73,4 +90,7 @@ def make_ring(
         raise ConfigError(
             f"rtp: transport=shared_memory works between CPU ranks, not on {device.type}. Write transport=auto"
         )
-    return SendReceiveRing(mesh=mesh, numels=numels, dtype=dtype, device=device)
+    over_messages = HoppingRing if buffering == "in_place" else SendReceiveRing
+    wire = (Fp8Wire if fp8 else Wire)(home_dtype=dtype, dtype=wire_dtype or dtype)
+    timeout_s = group_timeout_s(mesh, device=device)
+    return over_messages(mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, timeout_s=timeout_s)

@@ -10,6 +10,10 @@
     An item's slices lie one after another, so that all of them together are one tensor: whoever can read a weight
     where it lies may read it whole, and need not take its slices one by one. Gradients lie rank by rank.
 
+[Note: another precision]
+    If slices are computed with in another dtype than they have at home, a visit converts its slice into a slot of this
+    rank, also its own: each home could keep a converted copy for all instead, but that would stay all the time.
+
 [Note: turns]
     Gradients are added in the owner's memory. A slice's turn counter says how many visits it has had in this step;
     the rank whose turn it is adds and increments. Each step has its own base, written by the owner once its optimizer
@@ -126,9 +130,23 @@ class SharedMemoryRing(Ring):
     name = "shared_memory"
 
     def __init__(
-        self, *, mesh: DeviceMesh, numels: Sequence[Sequence[int]], dtype: torch.dtype, timeout_s: float = 600.0
+        self,
+        *,
+        mesh: DeviceMesh,
+        numels: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        wire_dtype: torch.dtype | None = None,
+        timeout_s: float = 600.0,
     ) -> None:
-        super().__init__(size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype)
+        super().__init__(
+            size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype, wire_dtype=wire_dtype
+        )
+        converts = self.wire_dtype != self.dtype
+        self.moves_weights = converts
+        largest = max((max(n) for n in self.numels), default=0)
+        self._slot = torch.empty(largest if converts else 0, dtype=self.wire_dtype)
+        self._in_slot: tuple[int, int] | None = None
+        """Which item's which slice the slot holds, as weights are in this step."""
         self._timeout_s = timeout_s
         self._base = 0
         self._rounds = [0] * len(self.numels)
@@ -218,22 +236,37 @@ class SharedMemoryRing(Ring):
     def all_home_gradients(self) -> Tensor:
         return self._all_gradients[self.position]
 
+    def slots(self) -> list[Tensor]:
+        return [self._slot] if self._slot.numel() else []
+
     # ------------------------------------------------------------- rotation
 
     def start(self, *, fresh: Sequence[bool]) -> None:
         super().start(fresh=fresh)
         self._base += _STEP
         self._rounds = [0] * len(self.numels)
+        self._in_slot = None
         with self._fence:
             self._turns[self.position][:] = self._base
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         for step, index in enumerate(self.order(backward=backward)):
             turn = self._base + self._rounds[item] * self.size + step
-            yield Visit(index, self._weights[item][index] if fetch else None, step, turn)
+            yield Visit(index, self._visiting(item, index) if fetch else None, step, turn)
         if backward:
             self._rounds[item] += 1
             self.fresh[item] = False
+
+    def _visiting(self, item: int, index: int) -> Tensor:
+        """A slice where it lies, or converted into the slot (see [Note: precision] in `comm/ring.py`)."""
+        weights = self._weights[item][index]
+        if self.wire_dtype == self.dtype:
+            return weights
+        slot = self._slot[: weights.numel()]
+        if self._in_slot != (item, index):  # backward begins with the slice that forward ended with
+            slot.copy_(weights)
+            self._in_slot = (item, index)
+        return slot
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
         turns = self._turns[visit.index]

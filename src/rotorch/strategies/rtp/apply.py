@@ -30,7 +30,7 @@ from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.observe import Observer, observe_ring
 from rotorch.comm.ring import Visit
 from rotorch.comm.transports import make_ring
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.describe import module_declares
 from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
@@ -62,7 +62,14 @@ class RTPHolding(Holding):
         slices = [FlatSlices(u.weights, num_slices=strategy.size) for u in units]
         numels = [s.numels for s in slices]
         self.ring = make_ring(
-            strategy.transport, mesh=mesh, numels=numels, dtype=_one_dtype(units, parameters), device=device
+            strategy.transport,
+            mesh=mesh,
+            numels=numels,
+            dtype=_one_dtype(units, parameters),
+            device=device,
+            wire_dtype=None if strategy.compute is None else getattr(torch, strategy.compute),
+            fp8=strategy.wire == "fp8",
+            buffering=strategy.buffering,
         )
         self.units = [
             RotatingUnit(unit, self.ring, item, flat, strategy.recompute == "slice", _trained(unit, parameters))
@@ -134,6 +141,14 @@ class RTPHolding(Holding):
             for site, stand_in in self._stand_ins:
                 site.put(stand_in)
             yield self._module
+        except BaseException as error:
+            try:
+                self.ring.come_home(after=error)
+            except RankFailure as lost:
+                error.add_note(str(lost))
+            raise
+        else:
+            self.ring.come_home()
         finally:
             self.replicas.take_back()
             for site, name in self._home_sites:

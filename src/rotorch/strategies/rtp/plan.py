@@ -17,11 +17,22 @@ Layout
     vocabulary. Weights that nobody cuts (norms) are whole on every rank; their gradients are all-reduced.
 
 Cost (unit of P bytes, n ranks)
-    resident   P/n transient  two slots of a slice for weights, in backward two more for gradients; none over shared
-    memory sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing moves over
-    shared memory hides      a fetch hides behind the compute of the slice before it, a gradient's hop behind that of
-    the next slice
-    Over symmetric memory a third buffer for gradients, the inbox, and a hop hides behind the compute of two slices.
+    resident   P/n
+    transient  Two slots of a slice for weights, in backward two more for gradients; none over shared memory. Over
+               symmetric memory a third buffer for gradients, the inbox. `buffering=in_place`, over messages: slices
+               replace each other in their homes' memory, so no slot for weights and one for gradients, and two bounces
+               of a few MiB at most; uneven slices need room for the largest one in every home.
+    sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
+               In place, a table that is only looked up, or used twice, hops home once more: P/n.
+    hides      A fetch hides behind the compute of the slice before it, a gradient's hop behind that of the next slice;
+               over symmetric memory, behind that of two. In place, only the first few MiB of a hop do.
+
+Precision
+    Where a pass computes in bfloat16 (`compute`), slices visit and travel in it: half the bytes. Masters, gradients and
+    their hops stay in float32. No rank keeps a copy in bfloat16: over messages there is a third slot, from which slices
+    are sent, over shared memory one, into which a visit converts. In place it is a copy that travels, in one slot, and
+    the masters stay. `wire=fp8`, over messages: slices travel in eight bits, with a scale for every 128 of them
+    (`comm/fp8.py`).
 
 Deviations
     Slices are taken from their home instead of being handed on: the same order and volume, but weights never leave
@@ -31,15 +42,19 @@ Deviations
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from collections.abc import Sequence
+from typing import ClassVar, Literal, Self
 
 from pydantic import PositiveInt
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
+from rotorch.core.messages import bounce_bytes, fp8_bytes, num_chunks
 from rotorch.core.spec import ModelSpec, Unit, UnitKind
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import Kind, Phase, Transfer, all_reduce
+
+_COMPUTE_ITEMSIZE = 2  # of bfloat16 and float16
 
 
 class RTP(Strategy):
@@ -53,6 +68,12 @@ class RTP(Strategy):
         transport: how slices travel. "auto" takes shared memory when all ranks of the ring are CPU ranks of one host
             and it is large enough, symmetric memory when they are GPUs of one host that reach each other's memory, else
             point-to-point messages.
+        buffering: of messages. "out_of_place": the next slice comes while this one is computed with. "in_place": it
+            takes this one's place, which saves the slots and costs overlap. Where ranks share memory there is nothing
+            to save, and both are the same.
+        wire: "fp8": messages carry slices in eight bits; they are computed with in the pass's own precision.
+        compute: the precision in which slices are computed with, if it is not the weights' own: that of the autocast
+            that `parallelize` was given, which fills it in.
     """
 
     kind: ClassVar[str] = "rtp"
@@ -60,6 +81,9 @@ class RTP(Strategy):
     size: PositiveInt
     recompute: Literal["none", "head", "slice"] = "head"
     transport: Literal["auto", "shared_memory", "symmetric_memory", "send_receive"] = "auto"
+    buffering: Literal["out_of_place", "in_place"] = "out_of_place"
+    wire: Literal["fp8"] | None = None
+    compute: Literal["bfloat16", "float16"] | None = None
 
     @property
     def axes(self) -> dict[str, int]:
@@ -76,24 +100,91 @@ class RTP(Strategy):
             return Layout(resident_bytes=unit.num_bytes, transfers=reduced)
         slices = [unit.slice_bytes(num_slices=n, index=k) for k in range(n)]
         home, largest = slices[position], max(slices)
+        slots = self._slots_bytes(largest, itemsize=unit.weights[0].itemsize)
         if self.transport == "shared_memory" or n == 1:
-            return Layout(resident_bytes=home)
-        fetched = home * (n - 1)
+            return Layout(resident_bytes=home, transient_bytes=slots, slots_bytes=slots)
+        messages = [self._message_bytes(s, itemsize=unit.weights[0].itemsize) for s in slices]
+        copies = self._copies_travel(unit.weights[0].itemsize)
+        in_forward, in_backward = self._weights_sent(unit, messages, position=position, copies=copies)
         hopped = sum(slices) - home
+        if self._in_place:
+            chunks = [num_chunks(m) for m in messages]
+            numbers = self._weights_sent(unit, chunks, position=position, copies=copies)
+            hops = sum(map(num_chunks, slices)) - num_chunks(home)
+        else:
+            numbers = ((n - 1) * unit.uses, (n - 1) * unit.reads_in_backward)
+            hops = n - 1
+        in_backward += hopped * unit.uses
         transfers = (
-            Transfer(Kind.SEND, "rtp", Phase.FORWARD, fetched * unit.uses, fetched * unit.uses, (n - 1) * unit.uses),
-            Transfer(
-                Kind.SEND,
-                "rtp",
-                Phase.BACKWARD,
-                fetched * unit.reads_in_backward + hopped * unit.uses,
-                fetched * unit.reads_in_backward + hopped * unit.uses,
-                (n - 1) * (unit.reads_in_backward + unit.uses),
-            ),
+            Transfer(Kind.SEND, "rtp", Phase.FORWARD, in_forward, in_forward, numbers[0]),
+            Transfer(Kind.SEND, "rtp", Phase.BACKWARD, in_backward, in_backward, numbers[1] + hops * unit.uses),
         )
-        # Two for weights, two for gradients, and the inbox of symmetric memory; shared by all units.
-        slots = (5 if self.transport == "symmetric_memory" else 4) * largest
-        return Layout(resident_bytes=home, transient_bytes=slots, transfers=transfers, slots_bytes=slots)
+        padding = largest - home if self._in_place and not copies else 0
+        return Layout(
+            resident_bytes=home,
+            transient_bytes=slots,
+            transfers=transfers,
+            slots_bytes=slots,
+            padding_bytes=padding,
+        )
+
+    @property
+    def _in_place(self) -> bool:
+        return self.buffering == "in_place" and self.transport in ("auto", "send_receive")
+
+    def _copies_travel(self, itemsize: int) -> bool:
+        """Whether what travels is something else than the slice at home."""
+        return (self.compute is not None and itemsize != _COMPUTE_ITEMSIZE) or self.wire is not None
+
+    def _visiting_bytes(self, slice_bytes: int, *, itemsize: int) -> int:
+        return slice_bytes if self.compute is None else slice_bytes // itemsize * _COMPUTE_ITEMSIZE
+
+    def _message_bytes(self, slice_bytes: int, *, itemsize: int) -> int:
+        """What carries a slice."""
+        if self.wire == "fp8":
+            return fp8_bytes(slice_bytes // itemsize)
+        return self._visiting_bytes(slice_bytes, itemsize=itemsize)
+
+    def _slots_bytes(self, largest: int, *, itemsize: int) -> int:
+        """All buffers that slices and gradients pass through, shared by all units."""
+        visiting = self._visiting_bytes(largest, itemsize=itemsize)
+        message = self._message_bytes(largest, itemsize=itemsize)
+        unpacked = visiting if self.wire == "fp8" else 0
+        if self.transport == "shared_memory":
+            return visiting if self._copies_travel(itemsize) else 0
+        if self.size == 1:
+            return 0
+        if self.transport == "symmetric_memory":
+            return 5 * largest  # two for weights, two for gradients, the inbox
+        copies = self._copies_travel(itemsize)
+        if self._in_place:
+            traveller = message if copies else 0
+            return traveller + unpacked + bounce_bytes(message) + largest + bounce_bytes(largest)
+        to_send = message if copies else 0
+        return (1 if self.wire == "fp8" else 2) * message + unpacked + to_send + 2 * largest
+
+    def _weights_sent(self, unit: Unit, sizes: Sequence[int], *, position: int, copies: bool) -> tuple[int, int]:
+        """What this rank sends of a unit's weights in forward and in backward, if slice k takes `sizes[k]`."""
+        n, uses, reads, total = self.size, unit.uses, unit.reads_in_backward, sum(sizes)
+        if not self._in_place:  # its own, to all others
+            return (n - 1) * sizes[position] * uses, (n - 1) * sizes[position] * reads
+        # In place it sends what it holds. Forward ends, and backward begins, with the next rank's slice.
+        next_one, previous = sizes[(position + 1) % n], sizes[(position - 1) % n]
+        if copies:  # one's own is there without a hop
+            return uses * (total - next_one), reads * (total - previous)
+        in_backward = reads * total - sizes[position] if reads else 0
+        return uses * total - (next_one if reads else 0), in_backward
+
+    def at_precision(self, autocast: str | None) -> Self:
+        if self.compute is not None and self.compute != autocast:
+            raise ConfigError(
+                f"rtp: compute={self.compute}, but passes run "
+                f"{'without autocast' if autocast is None else 'under autocast with ' + autocast}. Leave compute out: "
+                "slices are computed with in the precision of the passes (train.precision, or autocast_dtype)"
+            )
+        if autocast not in ("bfloat16", "float16") or self.size == 1 or self.transport == "symmetric_memory":
+            return self
+        return self.model_copy(update={"compute": autocast})
 
     def check_device(self, device_type: str) -> None:
         needed = {"shared_memory": "cpu", "symmetric_memory": "cuda"}.get(self.transport, device_type)
@@ -104,6 +195,11 @@ class RTP(Strategy):
             )
 
     def check(self, spec: ModelSpec) -> None:
+        if self.wire is not None and self.transport != "send_receive":
+            raise ConfigError(
+                f"rtp: wire={self.wire} halves messages, and transport={self.transport} may send none. "
+                f"Write {self.kind}={self.size}[wire={self.wire},transport=send_receive], or leave wire out"
+            )
         if self.size > 1 and not spec.cut_units:
             raise ConfigError(
                 f"rtp: nothing to rotate in {spec.name}: no weight has a role in its tensor-parallel plan. "
