@@ -256,7 +256,7 @@ def message_of(build, layout, plan=PLAN):
 
 
 def test_a_unit_that_returns_a_dict_is_refused():
-    (message,) = run_ranks(message_of, Dicts, "rtp=1", num_ranks=1)
+    (message,) = run_ranks(message_of, Dicts, "rtp=1[recompute=slice]", num_ranks=1)
     assert "'layers.0' returns a dict" in message and "no role" in message
 
 
@@ -293,8 +293,9 @@ def net_of(layer):
 
 @pytest.mark.parametrize("layer", [Residual, PostNorm, Activated])
 def test_a_unit_whose_slices_do_not_add_up_is_refused(layer):
-    for message in run_ranks(message_of, net_of(layer), "rtp=2", num_ranks=2):
+    for message in run_ranks(message_of, net_of(layer), "rtp=2[recompute=slice]", num_ranks=2):
         assert "'layers.0' cannot be cut as the plan says" in message
+    check(net_of(layer), "rtp=2")  # side by side nothing is run on slices
     gathered = {"layers.*.up": "colwise_gather_output", "layers.*.down": "colwise_gather_output"}
     check(net_of(layer), "rtp=2", plan=gathered)
 
@@ -379,8 +380,9 @@ def test_frozen_units_get_no_gradients_and_pass_them_on(prefix):
 
 
 def test_a_unit_that_is_frozen_in_part_is_refused():
-    (message,) = run_ranks(message_of, freeze("layers.0.up"), "rtp=1", num_ranks=1)
+    (message,) = run_ranks(message_of, freeze("layers.0.up"), "rtp=1[recompute=slice]", num_ranks=1)
     assert "'layers.0' is frozen in part" in message
+    check(freeze("layers.0.up"), "rtp=2")  # side by side every weight is on its own
 
 
 class Skips(Net):

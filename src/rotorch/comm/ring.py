@@ -38,12 +38,14 @@ class Visit:
         weights: the slice, flat; only valid until the next visit. None if it was not asked for.
         step: how many visits of this pass came before.
         turn: over shared memory, the turn in which this rank adds to the slice's gradient.
+        fresh: over shared memory, whether the slice's gradient holds nothing when that turn comes.
     """
 
     index: int
     weights: Tensor | None
     step: int
     turn: int = 0
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,9 @@ class Ring(ABC):
 
     adds_late: bool
     """Whether a rank may add its part to its own slice's gradient later than in its visit (see `add_late`)."""
+
+    gives_whole: bool = False
+    """Whether an item's slices lie side by side where every rank can read them (`whole_weights`)."""
 
     name: str
     """Of the transport, for `doctor` and reports."""
@@ -153,6 +158,7 @@ class Ring(ABC):
             self._late.pop(0)(wait=True)
         self._late.append(addition)
 
+    @torch.no_grad()
     def catch_up(self) -> None:
         """Makes what `add_late` noted, waiting if need be."""
         late, self._late = self._late, []

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotorch._torch_private import storage_key
 from rotorch.comm.ring import Ring, Visit
-from rotorch.core.spec import Unit
+from rotorch.core.spec import Range, Unit
 from rotorch.ops.random_state import RandomState
 from rotorch.shard.flat import FlatSlices
 
@@ -61,6 +62,21 @@ class RotatingUnit:
     receiver: SliceGradient | None = None
     _views: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
+    @cached_property
+    def whole(self) -> Tensor | None:
+        """The unit's one weight, whole, where its slices lie side by side (see `ops/side_by_side.py`); else None."""
+        flat = self.ring.whole_weights(self.item)
+        return None if flat is None else self.slices.whole(flat)
+
+    @cached_property
+    def ranges(self) -> list[Range]:
+        """Per slice: its range along the cut dim of the unit's one weight."""
+        (weight,) = self.slices.weights
+        if weight.cut is None:
+            raise AssertionError(f"{weight.name} is not cut")
+        n, size = self.slices.num_slices, weight.shape[weight.cut.dim]
+        return [weight.cut.ranges(size, num_slices=n, index=k)[0] for k in range(n)]
+
     def visits(self, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         """The slices that are not empty, in this rank's order; empty ones pass unseen."""
         for visit in self.ring.visits(self.item, backward=backward, fetch=fetch):
@@ -92,8 +108,8 @@ class RotatingUnit:
 class SliceGradient:
     """Takes the weight gradients of one visiting slice and passes their sum on.
 
-    Products go straight into the travelling buffer if it has come (`wait=False` looks without waiting), so that no
-    weight gradient exists twice; what is computed before it comes is kept and added then.
+    Products go straight into the travelling buffer, so that no weight gradient exists twice. If it has not come yet
+    (`wait=False` looks without waiting), what they are made from is kept, and they are made when it has.
     """
 
     def __init__(self, unit: RotatingUnit, visit: Visit, *, wait: bool) -> None:
@@ -101,7 +117,7 @@ class SliceGradient:
         self._visit = visit
         self._views: list[Tensor] | None = None
         self._fresh = [False] * len(unit.slices.weights)
-        self._early: list[tuple[int, Tensor]] = []
+        self._early: list[Callable[[], None]] = []
         if unit.trained:
             self._look(wait=wait)
 
@@ -114,7 +130,7 @@ class SliceGradient:
     def add(self, number: int, grad: Tensor) -> None:
         """Adds the gradient of weight `number` of the unit."""
         if self._views is None:
-            self._early.append((number, grad))
+            self._early.append(lambda: self.add(number, grad))
         elif self._fresh[number]:
             self._views[number].copy_(grad)
             self._fresh[number] = False
@@ -123,7 +139,9 @@ class SliceGradient:
 
     def add_product(self, number: int, grad_BO: Tensor, x_BI: Tensor) -> None:
         """Adds `grad.T @ x`, the gradient of a linear layer's weight `[O, I]`."""
-        if self._views is None or self._views[number].dtype != grad_BO.dtype:
+        if self._views is None:
+            self._early.append(lambda: self.add_product(number, grad_BO, x_BI))
+        elif self._views[number].dtype != grad_BO.dtype:
             self.add(number, grad_BO.t() @ x_BI)
         else:
             self._views[number].addmm_(grad_BO.t(), x_BI, beta=0 if self._fresh[number] else 1)
@@ -153,8 +171,9 @@ class SliceGradient:
             self._look(wait=wait)
         if self._views is None:
             return False
-        for number, grad in self._early:
-            self.add(number, grad)
+        for addition in self._early:
+            addition()
+        self._early.clear()
         for view, fresh in zip(self._views, self._fresh, strict=True):
             if fresh:
                 view.zero_()

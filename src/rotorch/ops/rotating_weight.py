@@ -1,8 +1,8 @@
 """A weight that goes round, in the place where a module looks for it.
 
 A `RotatingWeight` stands in a module for a weight that no rank holds whole. It has the weight's shape and dtype, and
-answers the functions that use a weight as a whole (`linear`, `embedding`) by rotating. So a layer's own forward runs
-as it is.
+answers the functions that use a weight as a whole (`linear`, `embedding`) by rotating, or as they are where all
+slices lie side by side. So a layer's own forward runs as it is.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rotorch.core.spec import Weight
 from rotorch.ops.linear import rotate_embedding, rotate_linear
 from rotorch.ops.loss import DeferredLogits
 from rotorch.ops.rotate import RotatingUnit
+from rotorch.ops.side_by_side import embedding_side_by_side, linear_side_by_side
 from rotorch.ops.stand_in import StandIn
 
 
@@ -63,9 +64,12 @@ class RotatingWeight(StandIn):
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if not isinstance(weight, RotatingWeight):
         raise ConfigError("rtp: a bias goes round but its weight does not. Give both the same role in the plan")
-    together = isinstance(bias, RotatingWeight)
+    cut_bias = bias.unit if isinstance(bias, RotatingWeight) else None
+    together = cut_bias is weight.unit
     if weight.head and (bias is None or together):
         return DeferredLogits(input, weight.unit, keep=weight.keep_logits)
+    if weight.unit.whole is not None:
+        return linear_side_by_side(weight.unit, input, bias=bias if cut_bias is None else cut_bias)
     output = rotate_linear(weight.unit, input)
     return output if bias is None or together else output + bias
 
@@ -83,4 +87,5 @@ def _embedding(
         raise ConfigError("rtp: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot go round")
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.weight.shape[0]
-    return rotate_embedding(weight.unit, input, padding_idx=padding_idx)
+    embedding = rotate_embedding if weight.unit.whole is None else embedding_side_by_side
+    return embedding(weight.unit, input, padding_idx=padding_idx)

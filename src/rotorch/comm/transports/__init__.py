@@ -27,6 +27,7 @@ def make_ring(
     *,
     mesh: DeviceMesh,
     numels: Sequence[Sequence[int]],
+    numels_side_by_side: Sequence[Sequence[int]] | None = None,
     dtype: torch.dtype,
     device: torch.device,
     wire_dtype: torch.dtype | None = None,
@@ -40,6 +41,7 @@ def make_ring(
         transport: "auto", "shared_memory", "symmetric_memory" or "send_receive". "auto" takes shared memory on CPU, and
             symmetric memory on CUDA, if every rank can, and says why if not.
         numels: elements of each slice, `numels[item][index]`.
+        numels_side_by_side: the same for a ring whose items can be read whole, if whole weights are wanted there.
         dtype: of all slices at home, and of gradients.
         device: where slices lie.
         wire_dtype: of visiting slices, if another one. Over symmetric memory they visit as they are at home.
@@ -64,11 +66,13 @@ def make_ring(
     if transport in ("auto", "shared_memory") and device.type == "cpu":
         ring, reason = None, ""
         try:
+            items = numels if numels_side_by_side is None else numels_side_by_side
             ring = SharedMemoryRing(
                 mesh=mesh,
-                numels=numels,
+                numels=items,
                 dtype=dtype,
                 wire_dtype=wire_dtype,
+                whole=numels_side_by_side is not None,
                 timeout_s=group_timeout_s(mesh, device=device),
             )
         except SharedMemoryUnavailable as error:

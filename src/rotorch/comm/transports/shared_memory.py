@@ -137,6 +137,7 @@ class SharedMemoryRing(Ring):
         dtype: torch.dtype,
         wire_dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
+        whole: bool = False,
     ) -> None:
         super().__init__(
             size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype, wire_dtype=wire_dtype
@@ -147,6 +148,7 @@ class SharedMemoryRing(Ring):
         self._slot = torch.empty(largest if converts else 0, dtype=self.wire_dtype)
         self._in_slot: tuple[int, int] | None = None
         """Which item's which slice the slot holds, as weights are in this step."""
+        self.gives_whole = whole
         self._timeout_s = timeout_s
         self._base = 0
         self._rounds = [0] * len(self.numels)
@@ -226,8 +228,8 @@ class SharedMemoryRing(Ring):
     def home_weights(self, item: int) -> Tensor:
         return self._weights[item][self.position]
 
-    def whole_weights(self, item: int) -> Tensor:
-        return self._wholes[item]
+    def whole_weights(self, item: int) -> Tensor | None:
+        return self._wholes[item] if self.gives_whole else None
 
     def home_gradients(self, item: int) -> Tensor:
         return self._gradients[self.position][item]
@@ -250,12 +252,13 @@ class SharedMemoryRing(Ring):
             self._turns[self.position][:] = self._base
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
-        for step, index in enumerate(self.order(backward=backward)):
-            turn = self._base + self._rounds[item] * self.size + step
-            yield Visit(index, self._visiting(item, index) if fetch else None, step, turn)
-        if backward:
+        first, fresh = self._base + self._rounds[item] * self.size, False
+        if backward:  # now, not at the end of the pass: another pass of this item may begin before (see `add_late`)
+            fresh, self.fresh[item] = self.fresh[item], False
             self._rounds[item] += 1
-            self.fresh[item] = False
+        for step, index in enumerate(self.order(backward=backward)):
+            weights = self._visiting(item, index) if fetch else None
+            yield Visit(index, weights, step, first + step, fresh and step == 0)
 
     def _visiting(self, item: int, index: int) -> Tensor:
         """A slice where it lies, or converted into the slot (see [Note: precision] in `comm/ring.py`)."""
@@ -277,7 +280,7 @@ class SharedMemoryRing(Ring):
             self._wait(turns, item, visit)
         with self._fence:
             pass
-        return GradientBuffer(self._gradients[visit.index][item], self.fresh[item] and visit.step == 0)
+        return GradientBuffer(self._gradients[visit.index][item], visit.fresh)
 
     def pass_on(self, item: int, visit: Visit) -> None:
         with self._fence:  # one cycle orders the gradient's stores before it, the next one the turn's after it

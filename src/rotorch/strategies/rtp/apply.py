@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,7 @@ from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
 from rotorch.ops.slice_linear import slice_linear
 from rotorch.parallel_model import Holding
-from rotorch.shard.flat import FlatSlices
+from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
 from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.shard.replicas import Replicas
 from rotorch.shard.sites import Site, find_sites
@@ -58,19 +59,27 @@ class RTPHolding(Holding):
         self._module = module
         self._mesh = mesh
         parameters, sites = dict(module.named_parameters()), find_sites(module)
-        units = spec.cut_units
-        slices = [FlatSlices(u.weights, num_slices=strategy.size) for u in units]
-        numels = [s.numels for s in slices]
+        heads = _head_weights(module)
+        units, one_by_one = spec.cut_units, _one_by_one(spec.cut_units, sites=sites, heads=heads)
+        slices, side_by_side = (
+            [FlatSlices(u.weights, num_slices=strategy.size, side_by_side=us is one_by_one) for u in us]
+            for us in (units, one_by_one)
+        )
+        wire_dtype = None if strategy.compute is None else getattr(torch, strategy.compute)
+        reads_whole = strategy.recompute != "slice" and wire_dtype is None  # else converted whole, at each use
         self.ring = make_ring(
             strategy.transport,
             mesh=mesh,
-            numels=numels,
+            numels=[s.numels for s in slices],
+            numels_side_by_side=[s.numels for s in side_by_side] if reads_whole else None,
             dtype=_one_dtype(units, parameters),
             device=device,
-            wire_dtype=None if strategy.compute is None else getattr(torch, strategy.compute),
+            wire_dtype=wire_dtype,
             fp8=strategy.wire == "fp8",
             buffering=strategy.buffering,
         )
+        if self.ring.gives_whole:
+            units, slices = one_by_one, side_by_side
         self.units = [
             RotatingUnit(unit, self.ring, item, flat, strategy.recompute == "slice", _trained(unit, parameters))
             for item, (unit, flat) in enumerate(zip(units, slices, strict=True))
@@ -84,7 +93,6 @@ class RTPHolding(Holding):
         self._home_gradients: dict[str, DTensor] = {}
         self._stand_ins: list[tuple[Site, Tensor]] = []
         self._home_sites: list[tuple[Site, str]] = []
-        heads = _head_weights(module)
         for rotating in self.units:
             self._hold(rotating, parameters=parameters, sites=sites)
             if rotating.unit.kind is UnitKind.MODULE:
@@ -329,6 +337,25 @@ def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> to
     if len(dtypes) > 1:
         raise ConfigError(f"rtp: cut weights have several dtypes: {sorted(map(str, dtypes))}. Convert the model to one")
     return dtypes.pop() if dtypes else torch.get_default_dtype()
+
+
+def _one_by_one(units: Sequence[Unit], *, sites: dict[str, tuple[Site, ...]], heads: set[str]) -> list[Unit]:
+    """The units of a ring whose items can be read whole (see `ops/side_by_side.py`).
+
+    A unit of linear layers only becomes a unit for each of its weights and biases. Others rotate: stacked experts,
+    halves that are fused in one matrix, a head with a bias.
+    """
+    found: list[Unit] = []
+    for unit in units:
+        linear = all(type(site.module) is nn.Linear for w in unit.weights for site in sites[w.name])
+        head = any(heads & {w.name, *w.aliases} for w in unit.weights)
+        if linear and not head and all(map(can_lie_side_by_side, unit.weights)):
+            found += [
+                replace(unit, name=w.name, kind=UnitKind.WEIGHT, weights=(w,), added_once=()) for w in unit.weights
+            ]
+        else:
+            found.append(unit)
+    return found
 
 
 def _trained(unit: Unit, parameters: dict[str, nn.Parameter]) -> bool:

@@ -1,0 +1,175 @@
+"""Linear layers and embeddings whose slices lie side by side where every rank can read them: nobody brings any.
+
+In shared memory the slices of a weight lie side by side, so a layer computes with the whole weight as it would in one
+process, and nothing is copied. What still goes round is the gradient: each slice's is added to in its owner's memory
+by one rank after the other, in the order of the ring (see `comm/ring.py`), so it arrives at home complete.
+
+[Note: out of step]
+    A rank whose turn has not come does not wait for it. It notes the addition (with the small tensors that it is made
+    from, not with a gradient) and goes on with backward; the next layer makes it first. So ranks may be one layer
+    apart before one waits for another.
+
+Shapes: B tokens (all leading dims flattened), I input features, O output features, V vocabulary, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rotorch.core.spec import Range
+from rotorch.ops.rotate import RotatingUnit
+
+AddToSlice = Callable[[Tensor, bool, Range], None]
+"""`(gradient of a slice, whether it holds nothing yet, the slice's range along the cut dim)`: adds this rank's part."""
+
+
+def linear_side_by_side(unit: RotatingUnit, x: Tensor, *, bias: RotatingUnit | Tensor | None) -> Tensor:
+    """`x [.., I]` times the unit's whole weight `[O, I]`, plus `bias`, one that is cut too or a plain tensor.
+
+    Returns `[.., O]`. Differentiable in `x`, a plain `bias` and, through the ring, the weights.
+    """
+    cut_bias, plain = (bias, None) if isinstance(bias, RotatingUnit) else (None, bias)
+    if not torch.is_grad_enabled() or not (unit.trained or any(t is not None and t.requires_grad for t in (x, plain))):
+        return F.linear(x, _whole(unit), plain if cut_bias is None else _whole(cut_bias))
+    return _LinearSideBySide.apply(unit, cut_bias, unit.anchor, x, plain)
+
+
+def embedding_side_by_side(unit: RotatingUnit, ids: Tensor, *, padding_idx: int | None) -> Tensor:
+    """Rows of the unit's whole weight `[V, D]` for int64 `ids [..]`: `[.., D]`."""
+    if not torch.is_grad_enabled() or not unit.trained:
+        return F.embedding(ids, _whole(unit))
+    return _EmbeddingSideBySide.apply(unit, padding_idx, unit.anchor, ids)
+
+
+def _whole(unit: RotatingUnit) -> Tensor:
+    if unit.whole is None:
+        raise AssertionError(f"{unit.unit.name} cannot be read in place")
+    return unit.whole
+
+
+class _LinearSideBySide(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, unit: RotatingUnit, cut_bias: RotatingUnit | None, anchor: Tensor, x: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.unit, ctx.cut_bias = unit, cut_bias
+        ctx.save_for_backward(x)
+        return F.linear(x, _whole(unit), bias if cut_bias is None else _whole(cut_bias))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        unit: RotatingUnit = ctx.unit
+        (x,) = ctx.saved_tensors
+        grad_BO, x_BI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        d_bias = dx = turns = None
+        if ctx.needs_input_grad[4] or ctx.cut_bias is not None:
+            d_bias = grad_BO.sum(0)
+        if unit.trained:
+            # The first slice's part before the product for the input: its owner's neighbour is waiting for it.
+            turns = _Turns(unit, _product(unit, grad_BO, x_BI.to(grad.dtype)))
+        if ctx.needs_input_grad[3]:
+            dx = torch.mm(grad_BO, _whole(unit).to(grad.dtype)).view(x.shape).to(x.dtype)
+        if turns is not None:
+            turns.go_on()
+        if ctx.cut_bias is not None and ctx.cut_bias.trained:
+            _Turns(ctx.cut_bias, _part(d_bias)).go_on()
+        return None, None, None, dx, d_bias if ctx.needs_input_grad[4] else None
+
+
+class _EmbeddingSideBySide(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unit: RotatingUnit, padding_idx: int | None, anchor: Tensor, ids: Tensor) -> Tensor:
+        ctx.unit, ctx.padding_idx = unit, padding_idx
+        ctx.save_for_backward(ids)
+        return F.embedding(ids, _whole(unit))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ids_B, grad_BD = ctx.saved_tensors[0].reshape(-1), grad.reshape(-1, grad.shape[-1])
+        if ctx.padding_idx is not None:
+            grad_BD = grad_BD.masked_fill((ids_B == ctx.padding_idx).unsqueeze(1), 0.0)
+
+        def add(slice_RD: Tensor, fresh: bool, rows: Range) -> None:
+            tokens = ((ids_B >= rows.start) & (ids_B < rows.stop)).nonzero().squeeze(1)
+            if fresh:
+                slice_RD.zero_()
+            slice_RD.index_add_(0, ids_B[tokens] - rows.start, grad_BD.index_select(0, tokens).to(slice_RD.dtype))
+
+        _Turns(ctx.unit, add).go_on()
+        return None, None, None, None
+
+
+def _product(unit: RotatingUnit, grad_BO: Tensor, x_BI: Tensor) -> AddToSlice:
+    """Adds `grad.T @ x` of a slice, straight into its place."""
+    along_output = unit.slices.weights[0].cut.dim == 0  # type: ignore[union-attr]
+
+    def add(gradient: Tensor, fresh: bool, part: Range) -> None:
+        grad, x = grad_BO, x_BI
+        if along_output:
+            grad = grad.narrow(1, part.start, part.length)
+        else:
+            x = x.narrow(1, part.start, part.length)
+        if gradient.dtype != grad.dtype:
+            _part_of(gradient, fresh, torch.mm(grad.t(), x))
+        else:
+            gradient.addmm_(grad.t(), x, beta=0 if fresh else 1)
+
+    return add
+
+
+def _part(whole: Tensor) -> AddToSlice:
+    """Adds a slice's part of a whole gradient, cut along dim 0."""
+    return lambda gradient, fresh, part: _part_of(gradient, fresh, whole.narrow(0, part.start, part.length))
+
+
+def _part_of(gradient: Tensor, fresh: bool, part: Tensor) -> None:
+    if fresh:
+        gradient.copy_(part)
+    else:
+        gradient.add_(part)
+
+
+class _Turns:
+    """This rank's additions to the slices of one weight's gradient, each in its turn (see [Note: out of step]).
+
+    Making it takes the first turn, if that has come.
+    """
+
+    def __init__(self, unit: RotatingUnit, add: AddToSlice) -> None:
+        self._unit, self._add = unit, add
+        self._visits = unit.ring.visits(unit.item, backward=True, fetch=False)
+        self._next = next(self._visits, None)
+        self._take(wait=False)
+
+    def go_on(self) -> None:
+        """Takes the other turns as far as they have come; what is left is made later."""
+        if not self._take_all(wait=False):
+            self._unit.ring.add_late(self._take_all)
+
+    def _take_all(self, *, wait: bool) -> bool:
+        while self._next is not None:
+            if not self._take(wait=wait):
+                return False
+        return True
+
+    def _take(self, *, wait: bool) -> bool:
+        unit, visit = self._unit, self._next
+        if visit is None:
+            return True
+        buffer = unit.ring.gradient(unit.item, visit, wait=wait)
+        if buffer is None:
+            return False
+        if unit.slices.numels[visit.index]:
+            (gradient,) = unit.gradients(buffer.flat, index=visit.index)
+            self._add(gradient, buffer.fresh, unit.ranges[visit.index])
+        unit.ring.pass_on(unit.item, visit)
+        self._next = next(self._visits, None)
+        return True
