@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from rotorch import core
+from rotorch.comm import transports
 from rotorch.comm.transports import make_ring
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
 from rotorch.testing.peer_memory import FakePeerMemory
@@ -11,17 +13,29 @@ from rotorch.testing.peer_memory import FakePeerMemory
 
 @pytest.fixture(scope="session")
 def ring():
-    """Makes a ring over all ranks, on a rank: `ring(transport, numels=..)`; every slice holds `slice_values`."""
+    """Makes a ring over all ranks, on a rank: `ring(transport, numels=..)`; every slice holds `slice_values`.
+
+    After the transport: "+in_place"; "+chunks", so small that slices travel in several; "+wire", slices visit in
+    float32, which holds their values exactly.
+    """
     return make
 
 
 def make(transport, *, numels, schedule="random"):
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    transport, *variants = transport.split("+")
+    if "chunks" in variants:  # of two elements in float64
+        core.messages.CHUNK_BYTES = transports.messages.CHUNK_BYTES = 16
     options = dict(mesh=mesh, numels=numels, dtype=torch.float64, device=torch.device("cpu"))
     if transport == "symmetric_memory":  # without GPUs
         made = SymmetricMemoryRing(**options, make_memory=partial(FakePeerMemory, schedule=schedule), timeout_s=20.0)
     else:
-        made = make_ring(transport, **options)
+        made = make_ring(
+            transport,
+            **options,
+            wire_dtype=torch.float32 if "wire" in variants else None,
+            buffering="in_place" if "in_place" in variants else "out_of_place",
+        )
     for item, sizes in enumerate(numels):
         made.home_weights(item).copy_(slice_values(item, made.position, numel=sizes[made.position]))
     torch.distributed.barrier()

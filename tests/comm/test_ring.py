@@ -11,7 +11,17 @@ from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind
 from rotorch.testing.ranks import run_ranks
 
-TRANSPORTS = ("shared_memory", "send_receive", "symmetric_memory")
+TRANSPORTS = (
+    "shared_memory",
+    "shared_memory+wire",
+    "send_receive",
+    "send_receive+wire",
+    "send_receive+in_place",
+    "send_receive+in_place+chunks",
+    "send_receive+in_place+wire",
+    "symmetric_memory",
+)
+"""Variants of a transport: see `conftest.ring`."""
 
 
 class Abandoned(Exception):
@@ -74,7 +84,7 @@ def check_visit(ring, item, visit, *, backward, number, fetch=True):
     assert visit.index == ((r + 1 + number) % n if backward else (r - number) % n)
     assert visit.step == number
     if fetch:
-        assert torch.equal(visit.weights, values(item, visit.index, ring.numels[item][visit.index]))
+        assert torch.equal(visit.weights.double(), values(item, visit.index, ring.numels[item][visit.index]))
     else:
         assert visit.weights is None
 
@@ -103,7 +113,7 @@ def on_ranks(function, transport, n, ring):
 
 def _with_ring(function, transport, n, make):
     ring = make(transport, numels=numels_of(n))
-    assert ring.name == transport
+    assert ring.name == transport.partition("+")[0]
     for item in range(len(ring.numels)):
         ring.home_gradients(item).fill_(float("nan"))  # whatever was there must not be seen
     function(ring)
