@@ -115,6 +115,7 @@ def test_clipping_is_the_same_for_all(task):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize("name", OF_OTHERS)
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_other_libraries_train_as_one_process(task, name, accumulation):

@@ -28,6 +28,8 @@ class Peer:
         library: package that it is made with, as it is imported and installed.
         sharded: whether it claims that the ranks hold each matrix once between them; the bench checks that.
         options: further arguments of the class.
+        loads_later: modules that the library imports when it starts, if they are there. They are loaded with it, so
+            that the memory of a process tells what training takes, not what code does.
         environment: variables that the library reads when it is imported, on ranks without an accelerator.
     """
 
@@ -36,12 +38,13 @@ class Peer:
     library: str = "torch"
     sharded: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    loads_later: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def installed(self) -> bool:
         """Whether its library can be imported here."""
-        return importlib.util.find_spec(self.library) is not None
+        return _is_installed(self.library)
 
     @property
     def library_version(self) -> str:
@@ -52,13 +55,17 @@ class Peer:
         """Imports its library; only in a process that runs nothing else."""
         if on_cpu:
             os.environ.update(self.environment)
-        importlib.import_module(self.library)
+        for name in (self.library, *self.loads_later):
+            if _is_installed(name):
+                importlib.import_module(name)
 
     def load(self) -> type[Any]:
         """Returns its `Contender` class; loads torch, but not the library."""
         file, _, name = self.contender.partition(":")
         return getattr(importlib.import_module(f"{__name__}.{file}"), name)
 
+
+_OF_DEEPSPEED = ("deepspeed.runtime.zero.muon.original_muon", "deepspeed.moe.layer", "deepspeed.module_inject.auto_tp")
 
 PEERS: dict[str, Peer] = {
     "torch-ddp": Peer(
@@ -88,12 +95,14 @@ PEERS: dict[str, Peer] = {
         about="DeepSpeed ZeRO-3, buckets and thresholds by the hidden size, as Hugging Face's Trainer sets them",
         contender="deepspeed_zero3:DeepSpeedZero3",
         library="deepspeed",
+        loads_later=_OF_DEEPSPEED,
         environment={"DS_ACCELERATOR": "cpu"},
     ),
     "deepspeed-zero3-lean": Peer(
         about="DeepSpeed ZeRO-3 that keeps no weight gathered: live parameters 1, reuse distance 0, persistence 0",
         contender="deepspeed_zero3:DeepSpeedZero3",
         library="deepspeed",
+        loads_later=_OF_DEEPSPEED,
         options={"lean": True},
         environment={"DS_ACCELERATOR": "cpu"},
     ),
@@ -101,6 +110,8 @@ PEERS: dict[str, Peer] = {
         about="Accelerate with its FSDP2 plugin, on CPU ranks set by hand",
         contender="accelerate_fsdp2:AccelerateFSDP2",
         library="accelerate",
+        loads_later=("deepspeed",),
+        environment={"DS_ACCELERATOR": "cpu"},
     ),
 }
 
@@ -120,6 +131,10 @@ def find_peer(name: str) -> Peer:
     if not peer.installed:
         raise ConfigError(f"bench: --peer {name}: {how_to_install(peer)}")
     return peer
+
+
+def _is_installed(module: str) -> bool:
+    return importlib.util.find_spec(module.partition(".")[0]) is not None
 
 
 def how_to_install(peer: Peer) -> str:
