@@ -115,6 +115,7 @@ def test_mapped_memory_counts_where_it_is_owned(tmp_path):
     assert not mappings.contains(private.untyped_storage())
     home = ring[512:1024]
     assert owned_bytes([home, home.view(2, 256), ring[1000:1100]]) == 4 * (1100 - 512)
+    assert owned_bytes([ring.view(32, 64)[:, 16:32], ring.view(32, 64)[4:6, 20:40]]) == 4 * (32 * 16 + 2 * 8)
     assert owned_bytes([private[:10], private[5:20]]) == 8192
     with LiveStorages() as live:
         before = live.peak()[0]

@@ -27,6 +27,8 @@ from __future__ import annotations
 
 import bisect
 import gc
+import itertools
+import operator
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -130,7 +132,7 @@ def owned_bytes(tensors: Iterable[Tensor]) -> int:
     for tensor in map(local_part, tensors):
         storage = tensor.untyped_storage()
         if mappings.contains(storage):
-            mapped.append(_extent(tensor))
+            mapped.extend(_extents(tensor))
         else:
             private[storage_key(tensor)] = storage.nbytes()
     return sum(private.values()) + _union(mapped)
@@ -200,7 +202,7 @@ class LiveStorages(TorchDispatchMode):
         """Says what the storages of `tensors` are for, also in the past."""
         for tensor in map(local_part, tensors):
             if self._mappings.contains(tensor.untyped_storage()):
-                self._mapped[category].append(_extent(tensor))
+                self._mapped[category].extend(_extents(tensor))
             else:
                 self._see(tensor, made=False)
                 found = self._alive.get(storage_key(tensor))
@@ -321,11 +323,16 @@ class SharedMappings:
         return index >= 0 and storage.data_ptr() < self._ends[index]
 
 
-def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First and past-the-end address of a contiguous tensor."""
-    if not tensor.is_contiguous():
-        raise AssertionError(f"a tensor of shape {tuple(tensor.shape)} in shared memory is not contiguous")
-    return tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()
+def _extents(tensor: Tensor) -> Iterator[tuple[int, int]]:
+    """First and past-the-end addresses of what a tensor covers, run by run (columns of a weight are one a row)."""
+    run, outer = tensor.element_size(), len(tensor.shape)
+    while outer and (tensor.shape[outer - 1] == 1 or tensor.stride(outer - 1) * tensor.element_size() == run):
+        outer -= 1
+        run *= tensor.shape[outer]
+    steps = [tensor.stride(dim) * tensor.element_size() for dim in range(outer)]
+    for place in itertools.product(*map(range, tensor.shape[:outer])):  # no operations: a dispatch mode would see them
+        start = tensor.data_ptr() + sum(map(operator.mul, place, steps))
+        yield start, start + run
 
 
 def _union(extents: Sequence[tuple[int, int]]) -> int:
