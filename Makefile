@@ -48,11 +48,8 @@ check: setup ## lint, format and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy $(PURE)
 
-bench: ARGS = configs/bench/llama-h384.toml --parallel ddp=2 --parallel fsdp=2 --parallel rtp=2 --nproc 2 \
-              --json benchmarks/results/llama-h384.json
-bench: setup ## time ddp, fsdp and rtp side by side on 2 ranks
-	@mkdir -p benchmarks/results
-	@$(BIN)/rotorch bench $(ARGS)
+bench: setup ## measure our layouts beside other libraries, case by case; make bench ARGS="llama-h384-2ranks-*" for some
+	@$(BIN)/rotorch suite configs/bench/suite.toml $(ARGS)
 
 clean: ## remove .venv, caches and build output (runs/ stays)
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist

@@ -162,6 +162,25 @@ def bench(
     )
 
 
+@app.command("suite")
+def suite(
+    suite_file: Annotated[Path, typer.Argument(metavar="SUITE.toml", help="The cases, e.g. configs/bench/suite.toml")],
+    cases: Annotated[list[str] | None, typer.Argument(metavar="[CASE]...", help="Names or patterns; none: all")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Where results go")] = Path("benchmarks/results"),
+    rounds: Annotated[int | None, typer.Option(min=1, help="In place of the suite's")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="In place of the suite's")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also measure what this source has measured already")] = False,
+    only_list: Annotated[bool, typer.Option("--list", help="Show the cases, and which have a result")] = False,
+) -> int:
+    """Runs many benches: a JSON file for each, and a table and a plot of all. Goes on where it was broken off."""
+    from rotorch.bench.suite_command import list_cases, suite_command
+
+    if only_list:
+        list_cases(suite_file, out=out)
+        return DONE
+    return suite_command(suite_file, cases=cases or (), out=out, rounds=rounds, steps=steps, again=again)
+
+
 @app.command("export")
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run (then its latest)")],

@@ -1,0 +1,72 @@
+"""The results of a suite as one Markdown table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_NONE = "-"
+_COLUMNS = ("case", "row", "tokens/s", "of limit", "peak MiB", "rest MiB", "process MiB", "sent MiB", "losses off by")
+_HEAD = """\
+Made by `rotorch suite`; every figure, the machine and the method are in the JSON files beside this one.
+Compare rows within a case only: they took turns in one run. **of limit**: tokens per second against as many
+ranks that send nothing, the median over rounds. **peak**, **rest**: tensors of the rank with the most, at the highest
+moment of a step, and weights with gradients and optimizer state. **process**: the kernel's figure at the peak.
+**losses off by**: the largest relative difference from one process that trains on the whole global batch.
+"""
+
+
+def to_markdown(records: Mapping[str, Mapping[str, Any]], *, missing: Sequence[str] = ()) -> str:
+    """The table.
+
+    Args:
+        records: what `bench` returned, by case.
+        missing: cases that were not measured.
+    """
+    lines = [_HEAD, f"| {' | '.join(_COLUMNS)} |", f"|{'|'.join('---' for _ in _COLUMNS[:2])}{'|---:' * 7}|"]
+    notes = []
+    for case, record in records.items():
+        for number, row in enumerate([record["limit"], *record["rows"]]):
+            if row:
+                lines.append(f"| {' | '.join([f'**{case}**' if not number else '', *_cells(row)])} |")
+        commit, machine = str(record.get("commit") or "?")[:10], record["machine"]
+        notes.append(
+            f"- {case}: {record['tokens_per_step']} tokens a step, commit {commit}, {machine['cores']} cores "
+            f"({machine['cpu']}), load before {machine['load_average'][0]}"
+        )
+        for row in [record["limit"], *record["rows"]]:
+            notes += [
+                f"  - {row['parallel']}: {kind}: {_last(row[kind])}" for kind in ("error", "invalid") if kind in row
+            ]
+        for bar in record["bars"]:
+            reached = _NONE if bar["reached"] is None else f"{bar['reached']:.3f}"
+            notes.append(f"  - {'holds' if bar['ok'] else 'does not hold'}: `{bar['bar']}` (reached {reached})")
+    lines += ["", *notes]
+    if missing:
+        lines += ["", f"Not measured: {', '.join(missing)}."]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    name = row["parallel"]
+    if row.get("library", "torch") != "torch":
+        name = f"{name} ({row['library_version']})"
+    if "error" in row:
+        return [f"`{name}`", "failed", *[_NONE] * 6]
+    process = max(row.get("process", {}).get("peak_bytes_by_rank", []), default=None)
+    return [
+        f"`{name}`",
+        "invalid" if "invalid" in row else f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else _NONE,
+        f"{row['ratio_to_limit']:.3f}" if "ratio_to_limit" in row and "invalid" not in row else _NONE,
+        *map(_mebibytes, (row.get("peak_bytes_per_rank"), row.get("resident_bytes_per_rank"), process)),
+        _mebibytes(row.get("sent_bytes_per_rank")),
+        f"{row['loss_max_rel_err']:.0e}" if "loss_max_rel_err" in row else _NONE,
+    ]
+
+
+def _mebibytes(value: int | None) -> str:
+    return _NONE if value is None else f"{value / 2**20:.1f}"
+
+
+def _last(text: str) -> str:
+    return text.strip().splitlines()[-1]
