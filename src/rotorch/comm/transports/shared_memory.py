@@ -276,7 +276,6 @@ class SharedMemoryRing(Ring):
         if turns[item] < visit.turn:
             if not wait:
                 return None
-            self.catch_up()  # another rank may be waiting for what this one keeps back
             self._wait(turns, item, visit)
         with self._fence:
             pass
@@ -291,6 +290,7 @@ class SharedMemoryRing(Ring):
     def _wait(self, turns: np.ndarray, item: int, visit: Visit) -> None:
         deadline, yields = time.monotonic() + self._timeout_s, 0
         while turns[item] < visit.turn:
+            self.make_late()  # the one that this rank waits for may itself wait for what this one has kept back
             yields += 1
             if yields < _YIELDS:
                 os.sched_yield()
