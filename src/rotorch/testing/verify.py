@@ -121,6 +121,7 @@ def verify(
     seed: int = 0,
     layers: int | None = None,
     timeout_s: float = 1800.0,
+    device: str = "cpu",
 ) -> VerifyReport:
     """Holds a model under a layout against one process. Starts its own ranks on this machine; call it from one process.
 
@@ -137,6 +138,8 @@ def verify(
         seed: of weights and data.
         layers: keep only the first so many layers; weights are then initialised.
         timeout_s: after this long the ranks are ended.
+        device: "cpu", or "cuda": ranks take the GPUs in turn, several share one where there are fewer, and the calling
+            process must not have touched CUDA before.
 
     Raises:
         ConfigError: the model cannot be read, the layout cannot hold it, or `nproc` does not fit; before any rank
@@ -150,13 +153,15 @@ def verify(
     spec = describe(module)
     for strategy in strategies:
         strategy.check(spec)
-        strategy.check_device("cpu")
+        strategy.check_device(device)
     directory = model_path if has_weights(model_path) and layers is None else None
     if directory is None:
         reference = initialised_reference(config, spec=spec, recipes=take_recipes(module), seed=seed)
     else:
         reference = loaded_reference(directory, config=config)
-    comparison = _Comparison(config=config, strategies=strategies, directory=directory, steps=steps, seed=seed)
+    comparison = _Comparison(
+        config=config, strategies=strategies, directory=directory, steps=steps, seed=seed, device=device
+    )
     found = run_ranks(comparison.run, module, reference, num_ranks=num_ranks(strategies), timeout_s=timeout_s)
     return _report(found, spec=spec, model=model_path, parallel=format_parallel(strategies))
 
@@ -170,10 +175,12 @@ class _Comparison:
     directory: str | None
     steps: int
     seed: int
+    device: str
 
     def run(self, module: nn.Module, reference: nn.Module) -> list[StepErrors]:
         """Runs both sides on this rank; the first entry of the result is the state before the first step."""
-        model = parallelize(module, self.strategies, device="cpu")
+        model = parallelize(module, self.strategies, device=self.device)
+        reference.to(self.device)
         if self.directory is None:
             model.materialize(seed=self.seed)
         else:
@@ -201,6 +208,7 @@ class _Comparison:
             num_tokens=min(_NUM_TOKENS, longest_sequence(self.config) or _NUM_TOKENS),
             vocab_size=self.config.get_text_config().vocab_size,
         )
+        batch = {name: rows.to(self.device) for name, rows in batch.items()}
         mine = share_of(
             batch, share=model.batch_rank, num_shares=model.num_batch_ranks, num_micro_batches=_NUM_MICRO_BATCHES
         )

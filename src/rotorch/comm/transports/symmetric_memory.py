@@ -149,6 +149,11 @@ class SymmetricMemoryRing(Ring):
     def slots(self) -> list[Tensor]:
         return [*self._slots, *self._parts, self._inbox]
 
+    @property
+    def window_bytes(self) -> int:
+        """Of this rank's window: home slices, padded to the rank with the most, and the inbox."""
+        return self._memory.window.numel() * self.dtype.itemsize
+
     # ------------------------------------------------------------- a step
 
     def start(self, *, fresh: Sequence[bool]) -> None:
