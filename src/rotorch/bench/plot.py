@@ -119,9 +119,10 @@ def to_html(records: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _looks(panels: Mapping[str, Sequence[Point]]) -> dict[str, tuple[str, str]]:
-    """Colour and shape of each kind of row, the same in all panels; in the order of their first appearance."""
+    """Colour and shape of each kind of row, the same in all panels."""
     kinds = list(dict.fromkeys(point.kind for points in panels.values() for point in points))
     looks = {}
+    kinds.sort(key=lambda kind: not kind.startswith("rtp"))  # the first colours stand out most
     for number, kind in enumerate(k for k in kinds if k != "limit"):
         looks[kind] = (_COLOURS[number % len(_COLOURS)], _SHAPES[number % len(_SHAPES)])
     return ({"limit": (_GREY, "circle")} if "limit" in kinds else {}) | looks
@@ -134,6 +135,8 @@ def _panel(
     right = _nice(max((p.peak_mib for p in points), default=1.0))
     upper = _nice(max((p.tokens_per_s for p in points), default=1.0))
     yield f'<text x="{x}" y="{y - 8}" font-size="12" font-weight="bold">{escape(case)}</text>'
+    yield f'<text x="{x + _WIDTH}" y="{y + _HEIGHT + 28}" text-anchor="end" fill="{_GREY}">MiB per rank</text>'
+    yield f'<text x="{x}" y="{y - 22}" fill="{_GREY}">tokens/s</text>'
     for step in range(5):
         at_x, at_y = x + step * _WIDTH / 4, y + _HEIGHT - step * _HEIGHT / 4
         yield f'<line x1="{at_x}" y1="{y}" x2="{at_x}" y2="{y + _HEIGHT}" stroke="#e5e5e5"/>'
