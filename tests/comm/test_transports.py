@@ -144,9 +144,11 @@ def fallen_back(reason):
         raise peer_memory.PeerMemoryUnavailable(reason)
 
     module.SymmetricMemoryRing = unavailable
+    refused = choose("auto", device="cuda")[0]
+    module.dist.get_backend = lambda group: "nccl"
     known = module.SendReceiveRing
     module.SendReceiveRing = lambda **how: known(**{**how, "device": torch.device("cpu")})
-    return choose("auto", device="cuda"), choose("symmetric_memory", device="cuda")
+    return choose("auto", device="cuda"), choose("symmetric_memory", device="cuda"), refused
 
 
 def test_without_symmetric_memory_a_ring_on_cuda_falls_back_with_one_warning():
@@ -156,6 +158,7 @@ def test_without_symmetric_memory_a_ring_on_cuda_falls_back_with_one_warning():
         ["rtp: no symmetric memory (no way); slices travel by send and receive instead"],
     )
     assert second[0] == ("send_receive", [])
+    assert first[2] == second[2] and "cannot travel as messages of gloo" in first[2]
     assert first[1][0] == second[1][0]
     assert "transport=symmetric_memory is not possible: no way. Write transport=auto" in first[1][0]
 

@@ -6,13 +6,14 @@ import logging
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import any_rank, group_timeout_s
 from rotorch.comm.fp8 import Fp8Wire
 from rotorch.comm.ring import Ring
 from rotorch.comm.transports.hopping import HoppingRing
-from rotorch.comm.transports.peer_memory import PeerMemoryUnavailable
+from rotorch.comm.transports.peer_memory import OVERLAPPING, PeerMemoryUnavailable
 from rotorch.comm.transports.send_receive import SendReceiveRing
 from rotorch.comm.transports.shared_memory import SharedMemoryRing, SharedMemoryUnavailable
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
@@ -93,6 +94,12 @@ def make_ring(
     elif transport == "shared_memory":
         raise ConfigError(
             f"rtp: transport=shared_memory works between CPU ranks, not on {device.type}. Write transport=auto"
+        )
+    if device.type == "cuda" and mesh.size() > 1 and dist.get_backend(mesh.get_group()) == "gloo":
+        raise ConfigError(
+            "rtp: slices on GPUs cannot travel as messages of gloo, which takes those of CPU tensors only. Write "
+            "device=cpu, give every rank a GPU of its own (then messages go over NCCL), or let ranks share one over "
+            f"symmetric memory ({OVERLAPPING}=1, transport=auto)"
         )
     over_messages = HoppingRing if buffering == "in_place" else SendReceiveRing
     wire = (Fp8Wire if fp8 else Wire)(home_dtype=dtype, dtype=wire_dtype or dtype)
