@@ -165,10 +165,12 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
 def ledger(measured: TensorMemory, *, predicted: Mapping[str, int | None] | None) -> dict[str, Any]:
     """Where a rank's bytes are, measured at the highest moment of a step and at rest, and predicted by the Layouts.
 
+    `highest` has the most of each category, each at its own moment.
     `predicted` has null where no formula says it; `other_made_by` names the operations behind "other".
     """
     return {
         "measured": measured.peak,
+        "highest": measured.highest,
         "at_rest": {**measured.resident, "slots": measured.slots_bytes},
         "predicted": None if predicted is None else dict(predicted),
         "other_share": measured.peak["other"] / measured.peak_bytes,

@@ -69,13 +69,15 @@ class TensorMemory:
         resident: bytes at rest by category (weights, gradients, optimizer).
         peak_bytes: most bytes alive at one moment of a step, all categories.
         peak: the same moment, by category.
-        other: what is "other" at that moment, by what made it ("backward aten.mm"); the largest few.
+        highest: the most of each category that was alive at any moment, each at its own.
+        other: what is "other" at the highest moment, by what made it ("backward aten.mm"); the largest few.
         slots_bytes: of the buffers that slices pass through, which are there from step to step.
     """
 
     resident: dict[str, int]
     peak_bytes: int
     peak: dict[str, int]
+    highest: dict[str, int] = field(default_factory=dict)
     other: dict[str, int] = field(default_factory=dict)
     slots_bytes: int = 0
 
@@ -104,7 +106,7 @@ def measure_tensors(contender: Contender, *, step: int) -> TensorMemory:
         slots_bytes = owned_bytes(slots)
         del owned, tensors, slots
         contender.update()
-    return TensorMemory(resident, *live.peak(), live.other_at_peak(), slots_bytes)
+    return TensorMemory(resident, *live.peak(), live.highest(), live.other_at_peak(), slots_bytes)
 
 
 @contextmanager
@@ -215,6 +217,15 @@ class LiveStorages(TorchDispatchMode):
         for storage, change in self._until_peak():
             moment[storage.category] += change
         return sum(moment.values()), moment
+
+    def highest(self) -> dict[str, int]:
+        """Returns the most bytes of each category that were alive at one moment."""
+        now = {category: _union(self._mapped[category]) for category in CATEGORIES}
+        most = dict(now)
+        for storage, change in self._ordered():
+            now[storage.category] += change
+            most[storage.category] = max(most[storage.category], now[storage.category])
+        return most
 
     def other_at_peak(self) -> dict[str, int]:
         """What is in no category at that moment, by what made it; the largest first."""

@@ -39,7 +39,12 @@ def recompute_blocks(module: nn.Module, *, strategy: str) -> None:
             f"{strategy}: recompute=block: {type(module).__name__} has no nn.ModuleList of blocks. Write recompute=none"
         )
     for block in blocks:
-        block.forward = partial(_run_again_in_backward, block.forward)  # type: ignore[method-assign]
+        recompute(block)
+
+
+def recompute(module: nn.Module) -> None:
+    """Lets a module keep only its inputs in forward; backward runs it again (see `recompute_blocks`). In place."""
+    module.forward = partial(_run_again_in_backward, module.forward)  # type: ignore[method-assign]
 
 
 def _run_again_in_backward(forward: Any, *args: Any, **kwargs: Any) -> Any:

@@ -33,6 +33,7 @@ from rotorch.comm.ring import Visit
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
+from rotorch.models.blocks import recompute
 from rotorch.models.describe import module_declares
 from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
@@ -105,6 +106,9 @@ class RTPHolding(Holding):
                 )
             else:
                 self._stand_in(rotating, sites=sites, heads=heads, keep_logits=strategy.recompute == "none")
+        if strategy.recompute == "slice":
+            for norm in _between_units(module, units, whole=whole):
+                recompute(norm)
         self.weights = {w.name: (self._home | self.replicas.held)[w.name] for w in spec.weights}
 
     def _hold(
@@ -363,6 +367,17 @@ def _trained(unit: Unit, parameters: dict[str, nn.Parameter]) -> bool:
     if len(wanted) > 1:
         raise ConfigError(f"rtp: {unit.name!r} is frozen in part. Freeze all of its weights or none")
     return wanted == {True}
+
+
+def _between_units(module: nn.Module, units: Sequence[Unit], *, whole: Sequence[Weight]) -> list[nn.Module]:
+    """The norms between units: what they keep for backward is several times their input.
+
+    Only modules that have no others inside, and no buffers, which a second forward would change once more.
+    """
+    names = {w.name.rpartition(".")[0] for w in whole}
+    inside = tuple(f"{unit.name}." for unit in units)
+    found = [module.get_submodule(name) for name in sorted(names) if not f"{name}.".startswith(inside)]
+    return [m for m in found if not any(True for _ in m.children()) and not any(True for _ in m.buffers())]
 
 
 def _head_weights(module: nn.Module) -> set[str]:

@@ -64,7 +64,7 @@ class RTP(Strategy):
         size: number of ranks on the ring.
         recompute: what backward computes again. "none": nothing, logits are kept; "head": the logits, the largest
             tensor of a step, which then never exist whole; "slice": logits and the interior of every unit, a slice at
-            a time.
+            a time, and the norms between units.
         transport: how slices travel. "auto" takes shared memory when all ranks of the ring are CPU ranks of one host
             and it is large enough, symmetric memory when they are GPUs of one host that reach each other's memory, else
             point-to-point messages.
