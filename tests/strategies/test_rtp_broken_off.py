@@ -1,0 +1,183 @@
+"""A pass that breaks off: on all ranks nothing is lost; on one alone nobody hangs, nor trains on with half of it.
+
+`weights_are_home_after_an_exception` in rotorch.testing.conformance raises inside forward and backward on all ranks,
+for every layout. Here: in the optimizer, on one rank alone, at different places, and what in-place rings do then.
+"""
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import rotorch
+from rotorch._torch_private import group_timeout
+from rotorch.comm import transports
+from rotorch.core.errors import RankFailure
+from rotorch.models.hf import causal_lm, load_config
+from rotorch.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+MESSAGES = "rtp=3[transport=send_receive]"
+IN_PLACE = "rtp=3[transport=send_receive,buffering=in_place]"
+SHARED = "rtp=3[transport=shared_memory]"
+LAYOUTS = (IN_PLACE, MESSAGES, SHARED)
+
+
+class Planted(Exception):
+    """Raised in the middle of a step, on purpose."""
+
+
+def parallel_model(path, layout, *, timeout_s=None):
+    if timeout_s is not None:
+        transports.group_timeout_s = lambda mesh, device: timeout_s
+    torch.manual_seed(0)
+    config = load_config(path)
+    config.num_hidden_layers = 2
+    return rotorch.parallelize(causal_lm(config), layout, device="cpu")
+
+
+def rows():
+    ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
+    return {"input_ids": ids, "labels": ids}
+
+
+def plant(module, *, in_backward):
+    """Makes a module raise when its output is there, or in the backward of it. Returns what to remove."""
+
+    def fail(*_):
+        raise Planted
+
+    def hook(_module, _args, output):
+        first = output[0] if isinstance(output, tuple) else output
+        if not in_backward:
+            raise Planted
+        first.register_hook(fail)
+
+    return module.register_forward_hook(hook)
+
+
+def values(model):
+    return {name: held.local.clone() for name, held in model.weights.items()}
+
+
+def in_the_optimizer(path, layout):
+    """All ranks raise before the update: weights are home with their values, and the step can be made again."""
+    model = parallel_model(path, layout)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = values(model)
+    loss = float(model.forward_backward(rows()))
+
+    def fail(*_):
+        raise Planted
+
+    handle = optimizer.register_step_pre_hook(fail)
+    with pytest.raises(Planted):
+        optimizer.step()
+    handle.remove()
+    assert all(torch.equal(held.local, before[name]) for name, held in model.weights.items())
+    optimizer.zero_grad()
+    assert float(model.forward_backward(rows())) == loss
+    optimizer.step()
+    assert float(model.forward_backward(rows())) < loss
+    model.close()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_exception_in_the_optimizer_finds_weights_at_home(tiny, layout):
+    run_ranks(in_the_optimizer, tiny("llama"), layout, num_ranks=3)
+
+
+def one_rank(path, layout, in_backward):
+    """Rank 1 raises alone. Returns what each rank met, what its notes say, whether its weights are as they were."""
+    model = parallel_model(path, layout, timeout_s=4.0)
+    model.forward_backward(rows())
+    before, met, notes = values(model), None, []
+    inner = model.module.model.layers[1].mlp.down_proj
+    handle = plant(inner, in_backward=in_backward) if dist.get_rank() == 1 else None
+    try:
+        model.forward_backward(rows())
+    except Exception as error:
+        met, notes = type(error).__name__, getattr(error, "__notes__", [])
+    if handle is not None:
+        handle.remove()
+    home = all(torch.equal(held.local, before[name]) for name, held in model.weights.items())
+    refused = ""
+    if "in_place" in layout:
+        try:
+            model.holding.start()
+        except RankFailure as error:
+            refused = str(error)
+    return met, notes, home, refused
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_if_one_rank_raises_alone_the_others_get_a_rank_failure(tiny, layout, in_backward):
+    found = run_ranks(one_rank, tiny("llama"), layout, in_backward, num_ranks=3, timeout_s=60)
+    assert [met for met, *_ in found] == ["RankFailure", "Planted", "RankFailure"]
+    for _, notes, home, refused in found:
+        if layout == IN_PLACE:  # slices were on their way: said at once, and the ring does not go on with them
+            assert any("Restart from a checkpoint" in note for note in notes)
+            assert "buffering=in_place" in refused and "Restart from a checkpoint" in refused
+        else:
+            assert home and notes == []
+
+
+def different_places(path):
+    """Rank 1 raises one unit later than the others."""
+    model = parallel_model(path, IN_PLACE, timeout_s=8.0)
+    model.forward_backward(rows())
+    blocks = model.module.model.layers
+    plant(blocks[1].self_attn if dist.get_rank() == 1 else blocks[1].input_layernorm, in_backward=False)
+    try:
+        model.forward_backward(rows())
+    except Exception as error:
+        return type(error).__name__, getattr(error, "__notes__", [])
+
+
+def test_ranks_that_leave_at_different_places_do_not_mix_slices(tiny):
+    found = run_ranks(different_places, tiny("llama"), num_ranks=3, timeout_s=60)
+    assert [met for met, _ in found] == ["Planted", "RankFailure", "Planted"]
+    assert all(any("Restart from a checkpoint" in note for note in notes) for _, notes in found)
+
+
+def evaluations(path):
+    """Slices return after passes that no backward follows, also from one that breaks off."""
+    model = parallel_model(path, IN_PLACE)
+    before = values(model)
+
+    def are_home():
+        return all(torch.equal(held.local, before[name]) for name, held in model.weights.items())
+
+    loss = model.evaluate([rows(), rows()]).loss
+    assert are_home()
+    logits = model.next_token_logits(torch.arange(5).unsqueeze(0))
+    assert are_home()
+    handle = plant(model.module.model.layers[1].mlp.down_proj, in_backward=False)
+    for broken in (lambda: model.evaluate(rows()), lambda: model.next_token_logits(torch.arange(5).unsqueeze(0))):
+        with pytest.raises(Planted):
+            broken()
+        assert are_home()
+    handle.remove()
+    assert model.evaluate([rows(), rows()]).loss == loss
+    assert torch.equal(model.next_token_logits(torch.arange(5).unsqueeze(0)), logits)
+    model.close()
+
+
+def test_evaluation_brings_slices_home(tiny):
+    run_ranks(evaluations, tiny("llama"), num_ranks=3)
+
+
+def waits(path, layout):
+    model = parallel_model(path, layout)
+    ring = model.holding.ring
+    groups = [g for g in (getattr(ring, "_weight_group", None), getattr(ring, "_gradient_group", None)) if g]
+    limits = [group_timeout(g, device=torch.device("cpu")) for g in groups]
+    model.close()
+    return getattr(ring, "_timeout_s", None), [limit.total_seconds() for limit in limits]
+
+
+def test_a_ring_waits_as_long_as_the_job_does(tiny):
+    assert run_ranks(waits, tiny("llama"), MESSAGES, num_ranks=3, timeout_s=77) == [(None, [77.0, 77.0])] * 3
+    assert run_ranks(waits, tiny("llama"), IN_PLACE, num_ranks=3, timeout_s=77) == [(None, [77.0, 77.0])] * 3
+    assert run_ranks(waits, tiny("llama"), SHARED, num_ranks=3, timeout_s=77) == [(77.0, [])] * 3
