@@ -142,7 +142,9 @@ def bench(
             row.verdict = _judge(row, task=task, spec=spec, strategies=layouts.get(row.name), reference=reference)
     if task.accumulation == 1:  # Layouts speak of one micro-batch
         for name, strategies in layouts.items():
-            rows[name].predictions = _predictions(spec, strategies=strategies, transport=rows[name].transport)
+            rows[name].predictions = _predictions(
+                spec, task=task, strategies=strategies, transport=rows[name].transport
+            )
     times = {name: row.times for name, row in rows.items() if row.times is not None and row.problem is None}
     checked = []
     for bar in bars:
@@ -203,7 +205,7 @@ def check_model(task: Task, *, layouts: Layouts) -> ModelSpec:
         spec = describe(build(task))
     for strategies in layouts.values():
         for strategy in strategies:
-            strategy.check(spec)
+            strategy.at_precision(task.autocast).check(spec)
             strategy.check_device(device_type(task.device))
     return spec
 
@@ -218,7 +220,8 @@ def _judge(
     if verdict.reason is not None or not row.held_elements:
         return verdict
     if strategies is not None:
-        held_bytes = sum(p.weights_bytes for p in _predictions(spec, strategies=strategies, transport=row.transport))
+        predictions = _predictions(spec, task=task, strategies=strategies, transport=row.transport)
+        held_bytes = sum(p.weights_bytes for p in predictions)
         at_most = held_bytes // spec.weights[0].itemsize
     elif row.peer is not None and row.peer.sharded:
         at_most = may_hold(spec, num_ranks=row.num_ranks)
@@ -227,13 +230,15 @@ def _judge(
     return replace(verdict, reason=judge_sharding(row.held_elements, at_most=at_most, whole=spec.num_parameters))
 
 
-def _predictions(spec: ModelSpec, *, strategies: Sequence[Strategy], transport: str | None) -> list[Prediction]:
-    """What the Layouts say, by rank, with the transport that "auto" came to."""
+def _predictions(
+    spec: ModelSpec, *, task: Task, strategies: Sequence[Strategy], transport: str | None
+) -> list[Prediction]:
+    """What the Layouts say, by rank, with the task's precision and the transport that "auto" came to."""
     as_run = [
         strategy.model_copy(update={"transport": transport})
         if getattr(strategy, "transport", None) == "auto"
         else strategy
-        for strategy in strategies
+        for strategy in (s.at_precision(task.autocast) for s in strategies)
     ]
     return [predict(spec, strategies=as_run, rank=rank) for rank in range(num_ranks(strategies))]
 

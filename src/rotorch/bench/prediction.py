@@ -25,6 +25,7 @@ class Prediction:
         slots_bytes: of these, buffers that slices pass through, there from step to step.
         num_weights: how many parameters it holds (parts of).
         sent_bytes: per kind of transfer, in one step of one micro-batch.
+        padding_bytes: what weights take beyond themselves.
     """
 
     weights_bytes: int
@@ -32,6 +33,7 @@ class Prediction:
     slots_bytes: int
     num_weights: int
     sent_bytes: dict[str, int]
+    padding_bytes: int = 0
 
     @property
     def ledger(self) -> dict[str, int | None]:
@@ -41,7 +43,7 @@ class Prediction:
         code: a formula would be a guess.
         """
         return {
-            "weights": self.weights_bytes,
+            "weights": self.weights_bytes + self.padding_bytes,
             "gradients": self.weights_bytes,
             "optimizer": 2 * self.weights_bytes + _ADAMW_COUNTER_BYTES * self.num_weights,
             "activations": None,
@@ -63,8 +65,14 @@ def predict(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int) -> Pr
     sent: dict[str, int] = defaultdict(int)
     for transfer in total.transfers:
         sent[str(transfer.kind)] += transfer.sent_bytes
-    num_weights = len(spec.weights)
-    return Prediction(total.resident_bytes, total.transient_bytes, total.slots_bytes, num_weights, dict(sent))
+    return Prediction(
+        weights_bytes=total.resident_bytes,
+        transient_bytes=total.transient_bytes,
+        slots_bytes=total.slots_bytes,
+        num_weights=len(spec.weights),
+        sent_bytes=dict(sent),
+        padding_bytes=total.padding_bytes,
+    )
 
 
 def _layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequence[int]) -> Layout:
@@ -76,7 +84,7 @@ def _layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequence[i
         held = Weight(unit.name, (layout.resident_bytes // itemsize,), itemsize)
         around = strategy.layout(replace(unit, weights=(held,)), position=position)
         transfers = layout.transfers + around.transfers
-        layout = Layout(around.resident_bytes, layout.transient_bytes, transfers, layout.slots_bytes)
+        layout = replace(layout, resident_bytes=around.resident_bytes, transfers=transfers)
     return layout
 
 

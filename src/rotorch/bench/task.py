@@ -74,6 +74,11 @@ class Task:
         return {**vars(self), "optimizer": self.optimizer.model_dump(mode="json")}
 
     @property
+    def autocast(self) -> str | None:
+        """The name of the dtype that passes run in under autocast; None if they do not."""
+        return None if self.precision == "float32" else self.precision
+
+    @property
     def autocast_dtype(self) -> torch.dtype | None:
         """What forward passes are cast to."""
         return torch.bfloat16 if self.precision == "bfloat16" else None

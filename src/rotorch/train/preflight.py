@@ -140,8 +140,9 @@ def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
 
     from rotorch.mesh import device_type
 
+    autocast = None if config.train.precision == "float32" else config.train.precision
     for strategy in strategies:
-        strategy.check_device(device_type(config.train.device))
+        strategy.at_precision(autocast).check_device(device_type(config.train.device))
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda', but torch sees no CUDA device. Write train.device=cpu or auto")
 
