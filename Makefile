@@ -18,10 +18,10 @@ PURE = $(wildcard src/rotorch/core src/rotorch/planner src/rotorch/run_config.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test check bench clean
+.PHONY: help setup train test test-gpu check bench bench-gpu clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.installed ## make .venv with everything in it (again only when pyproject.toml or constraints.txt changed)
 
@@ -43,6 +43,9 @@ train: setup ## train the demo on 2 ranks; make train ARGS="my.toml --nproc 4" f
 test: setup ## run the tests; make test ARGS="-k rotate" for some of them
 	@$(BIN)/python -m pytest $(ARGS)
 
+test-gpu: setup ## run the tests that need a GPU, which ranks share
+	@$(BIN)/python -m pytest tests/gpu $(ARGS)
+
 check: setup ## lint, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -50,6 +53,9 @@ check: setup ## lint, format and types
 
 bench: setup ## measure our layouts beside other libraries, case by case; make bench ARGS="llama-h384-2ranks-*" for some
 	@$(BIN)/rotorch suite configs/bench/suite.toml $(ARGS)
+
+bench-gpu: setup ## what rotation holds, computes and costs on one GPU; without one it says so and does nothing
+	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 clean: ## remove .venv, caches and build output (runs/ stays)
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
