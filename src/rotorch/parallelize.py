@@ -10,6 +10,7 @@ from torch import nn
 
 from rotorch.core.strategy import Strategy
 from rotorch.mesh import make_mesh, pick_device
+from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
 from rotorch.parallel_model import Holding, LossFn, ParallelModel, causal_lm_loss
@@ -25,6 +26,7 @@ def parallelize(
     plan: Plan | None = None,
     loss: LossFn = causal_lm_loss,
     autocast_dtype: torch.dtype | None = None,
+    compile: bool = False,
 ) -> ParallelModel:
     """Spreads `module` over the ranks of this job. All ranks call it, with the same arguments.
 
@@ -42,6 +44,8 @@ def parallelize(
         loss: how a batch becomes a loss; the default is what Hugging Face causal language models compute.
         autocast_dtype: run forward passes under `torch.autocast` with this dtype. Weights at rest and gradients keep
             the module's own; slices that go round travel and are computed with in this one.
+        compile: run blocks (under rtp: attentions and MLPs, a slice at a time) by torch.compile, one graph for all of
+            a kind. The first step takes long.
 
     Raises:
         ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that
@@ -57,6 +61,8 @@ def parallelize(
     on = pick_device(device) if isinstance(device, str) else device
     for strategy in strategies:
         strategy.check_device(on.type)
+    if compile:
+        check_compiler(on.type)
     mesh = make_mesh(strategies, device=on)
     recipes = take_recipes(module)
     if getattr(module, "config", None) is not None and hasattr(module.config, "use_cache"):
@@ -65,8 +71,8 @@ def parallelize(
     for strategy in reversed(strategies):
         apply = importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply").apply
         axes = tuple(strategy.axes)
-        inner = {} if holding is None else {"inner": holding}
-        holding = apply(module, strategy=strategy, spec=spec, mesh=mesh[axes], device=on, **inner)
+        inside = {"compiled": compile} if holding is None else {"inner": holding}
+        holding = apply(module, strategy=strategy, spec=spec, mesh=mesh[axes], device=on, **inside)
     if holding is None:
         raise AssertionError("check_composition lets no empty list through")
     for buffer_holder in module.modules():

@@ -102,6 +102,7 @@ class TrainSection(_Section):
         global_batch: samples of all ranks per optimizer step; must be micro batch x accumulation x batch ranks.
         seed: decides initial weights, order of the data and the sample.
         precision: "float32", or "bfloat16" (autocast: weights stay float32).
+        compile: run blocks by torch.compile; the first step takes long.
         device: "auto", "cpu" or "cuda".
         eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.
         eval_windows: held-out samples per evaluation.
@@ -118,6 +119,7 @@ class TrainSection(_Section):
     global_batch: PositiveInt | None = None
     seed: NonNegativeInt = 0
     precision: Literal["float32", "bfloat16"] = "float32"
+    compile: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: NonNegativeInt = 0
     eval_windows: PositiveInt = 128

@@ -17,6 +17,7 @@ from rotorch.bench.task import Task
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.observe import Observer
 from rotorch.mesh import pick_device
+from rotorch.models.compiled import compile_blocks
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.parallel_model import causal_lm_loss, count_targets
@@ -102,7 +103,9 @@ class UnderLayout(Contender):
         self._task = task
         with on_meta():
             module = build(task)
-        self.model = parallelize(module, parallel, device=task.device, autocast_dtype=task.autocast_dtype)
+        self.model = parallelize(
+            module, parallel, device=task.device, autocast_dtype=task.autocast_dtype, compile=task.compile
+        )
         self.model.materialize(seed=task.seed)
         self.module = self.model.module
         self.optimizer = make_optimizer(self.model, settings=task.optimizer)
@@ -249,6 +252,8 @@ def whole_model(task: Task) -> nn.Module:
         for site in sites[weight.name]:
             site.put(parameter)
     initialise(held, recipes=recipes, seed=task.seed)
+    if task.compile:
+        compile_blocks(module)
     return module.to(device)
 
 

@@ -43,6 +43,7 @@ class Task:
         sequence_length: tokens per sample.
         seed: of the first weights and of the data.
         precision: "float32", or "bfloat16" (autocast).
+        compile: whether blocks run by torch.compile.
         optimizer: AdamW's numbers and clipping; the learning rate is constant.
         device: "auto", "cpu" or "cuda".
     """
@@ -56,6 +57,7 @@ class Task:
     sequence_length: int
     seed: int = 0
     precision: str = "float32"
+    compile: bool = False
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     device: str = "cpu"
 
@@ -119,6 +121,7 @@ def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
         sequence_length=run.data.sequence_length,
         seed=run.train.seed,
         precision=run.train.precision,
+        compile=run.train.compile,
         optimizer=run.optimizer,
         device=run.train.device,
     )

@@ -30,6 +30,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 Parallel = Annotated[str, typer.Option("--parallel", help="Layout, outermost first: ddp=2,rtp=4")]
 Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks to start; by default what the layout needs")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. train.steps=100")]
+Compile = Annotated[bool, typer.Option("--compile", help="Run blocks by torch.compile; the first step takes long")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to FILE, too")]
 
 
@@ -86,6 +87,7 @@ def train(
     parallel: Annotated[
         str | None, typer.Option("--parallel", help="Layout in place of the file's: ddp=2,rtp=4")
     ] = None,
+    compile_blocks: Compile = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")] = False,
     json_file: Json = None,
 ) -> None:
@@ -94,6 +96,7 @@ def train(
     from rotorch.strategies import parse_parallel
 
     changes = [*(overrides or ()), *([f"parallel.layout={parallel}"] if parallel else ())]
+    changes += ["train.compile=true"] if compile_blocks else []
     config = load_run_config(run_file, overrides=changes)
     parse_parallel(config.parallel.layout)  # before seconds are spent on loading torch
     check_json(json_file)
@@ -132,6 +135,7 @@ def bench(
         list[str] | None, typer.Option("--peer", help=f"Another library's row; several times. {peers.help_text()}")
     ] = None,
     nproc: Nproc = None,
+    compile_blocks: Compile = False,
     rounds: Annotated[int, typer.Option(help="How often every layout gets its turn")] = 5,
     steps: Annotated[int, typer.Option(help="Steps per turn")] = 5,
     process_memory: Annotated[bool, typer.Option(help="Also measure processes, started afresh")] = True,
@@ -154,7 +158,7 @@ def bench(
         run_file,
         parallel=parallel or (),
         peers=peer or (),
-        overrides=overrides or (),
+        overrides=[*(overrides or ()), *(["train.compile=true"] if compile_blocks else ())],
         nproc=nproc,
         options=options,
         json_file=json_file,

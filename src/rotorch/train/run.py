@@ -159,6 +159,7 @@ def build(run: CheckedRun) -> TrainState:
         run.strategies,
         device=device,
         autocast_dtype=torch.bfloat16 if config.train.precision == "bfloat16" else None,
+        compile=config.train.compile,
     )
     if config.model.init == "random":
         model.materialize(seed=config.train.seed)

@@ -46,7 +46,8 @@ class TrainState:
 
     Attributes:
         model: the model; its weights are saved piece by piece.
-        optimizer: any `torch.optim` optimizer over `model.parameters()` or local parts, or None to leave its state alone.
+        optimizer: any `torch.optim` optimizer over `model.parameters()` or their local parts, or None to leave its
+            state alone.
         step: optimizer steps done.
         tokens: target tokens trained on so far, over all ranks.
         seed: the run's seed.

@@ -18,6 +18,7 @@ from rotorch.comm.collectives import all_reduce_each
 from rotorch.comm.observe import Observer
 from rotorch.core.spec import ModelSpec
 from rotorch.models.blocks import recompute_blocks
+from rotorch.models.compiled import compile_blocks
 from rotorch.parallel_model import Holding
 from rotorch.shard.replicas import Replicas
 from rotorch.strategies.ddp.plan import DDP
@@ -136,11 +137,14 @@ def apply(
     spec: ModelSpec,
     mesh: DeviceMesh,
     device: torch.device,
+    compiled: bool = False,
     inner: Holding | None = None,
 ) -> Holding:
     """Holds `module` whole on every rank of `mesh`, or replicates what `inner` holds."""
     if inner is not None:
         return ReplicatedHolding(inner, mesh=mesh)
+    if compiled:
+        compile_blocks(module)
     if strategy.recompute == "block":
         recompute_blocks(module, strategy=strategy.kind)
     return DDPHolding(module, spec=spec, mesh=mesh, device=device)

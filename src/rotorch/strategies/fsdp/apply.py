@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import ModelSpec, Weight
 from rotorch.models.blocks import recompute_blocks, repeated_blocks
+from rotorch.models.compiled import compile_blocks
 from rotorch.parallel_model import Holding
 from rotorch.shard.held import HeldWeight, Piece
 from rotorch.shard.sites import find_sites
@@ -90,6 +91,16 @@ def _row_pieces(weight: Weight, *, num_ranks: int, position: int, rows: int) -> 
     return (Piece(offsets, (rows, *weight.shape[1:])),)
 
 
-def apply(module: nn.Module, *, strategy: FSDP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> Holding:
+def apply(
+    module: nn.Module,
+    *,
+    strategy: FSDP,
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compiled: bool = False,
+) -> Holding:
     """Shards `module` over `mesh`."""
+    if compiled:
+        compile_blocks(module)
     return FSDPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device)

@@ -34,28 +34,44 @@ from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.blocks import recompute
+from rotorch.models.compiled import compiled_forward
 from rotorch.models.describe import module_declares
 from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
 from rotorch.ops.slice_linear import slice_linear
 from rotorch.parallel_model import Holding
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
-from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.held import HeldWeight, cut_pieces, refuse_unfrozen
 from rotorch.shard.replicas import Replicas
 from rotorch.shard.sites import Site, find_sites
 from rotorch.strategies.rtp.plan import RTP
 
 
-def apply(module: nn.Module, *, strategy: RTP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> Holding:
+def apply(
+    module: nn.Module,
+    *,
+    strategy: RTP,
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compiled: bool = False,
+) -> Holding:
     """Cuts `module` over the ring of `mesh`."""
-    return RTPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device)
+    return RTPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device, compiled=compiled)
 
 
 class RTPHolding(Holding):
     """One rank's slices, its ring, and the weights that are whole on every rank."""
 
     def __init__(
-        self, module: nn.Module, *, strategy: RTP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device
+        self,
+        module: nn.Module,
+        *,
+        strategy: RTP,
+        spec: ModelSpec,
+        mesh: DeviceMesh,
+        device: torch.device,
+        compiled: bool = False,
     ) -> None:
         self._module = module
         self._mesh = mesh
@@ -67,7 +83,8 @@ class RTPHolding(Holding):
             for us in (units, one_by_one)
         )
         wire_dtype = None if strategy.compute is None else getattr(torch, strategy.compute)
-        reads_whole = strategy.recompute != "slice" and wire_dtype is None  # else converted whole, at each use
+        # Of another precision they would be converted whole, at each use; a graph gives gradients of all its weights.
+        reads_whole = strategy.recompute != "slice" and wire_dtype is None and not compiled
         self.ring = make_ring(
             strategy.transport,
             mesh=mesh,
@@ -103,6 +120,7 @@ class RTPHolding(Holding):
                     sites=sites,
                     replicas=self.replicas,
                     proven=module_declares(module),
+                    compiled=compiled,
                 )
             else:
                 self._stand_in(rotating, sites=sites, heads=heads, keep_logits=strategy.recompute == "none")
@@ -168,6 +186,10 @@ class RTPHolding(Holding):
 
     def start(self) -> None:
         self.replicas.start()
+        for rotating in self.units:
+            if not rotating.trained:
+                for weight in rotating.unit.weights:
+                    refuse_unfrozen(self._home[weight.name])
         self.ring.start(fresh=[self._nothing_accumulated(unit) for unit in self.units])
 
     def _nothing_accumulated(self, rotating: RotatingUnit) -> bool:
@@ -226,18 +248,20 @@ class RotatedModule:
         sites: dict[str, tuple[Site, ...]],
         replicas: Replicas,
         proven: bool,
+        compiled: bool,
     ) -> None:
         unit = rotating.unit
         self._proven = proven
         self._rotating = rotating
-        self._dense_forward = module.forward
+        self._dense_forward = compiled_forward(module) if compiled else module.forward
         self._weight_sites = [sites[w.name][0] for w in unit.weights]
         self._replicas = replicas
         self._whole = unit.replicated
         self._whole_sites = [sites[name] for name in unit.replicated]
         self._added_once = unit.added_once
         self._visiting: list[Tensor] = []
-        rotating.linear_weights = self._take_over_linears()
+        # A graph has products of its own: it gives the gradients of a slice's weights as autograd does.
+        rotating.linear_weights = frozenset() if compiled else self._take_over_linears()
         module.forward = self.forward  # type: ignore[method-assign]
 
     def _take_over_linears(self) -> frozenset[int]:

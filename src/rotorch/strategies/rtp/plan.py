@@ -140,7 +140,9 @@ class RTP(Strategy):
         return slice_bytes if self.compute is None else slice_bytes // itemsize * _COMPUTE_ITEMSIZE
 
     def _message_bytes(self, slice_bytes: int, *, itemsize: int) -> int:
-        """What carries a slice."""
+        """What carries a slice. Over symmetric memory that is its reader, who converts it on the way."""
+        if self.transport == "symmetric_memory":
+            return slice_bytes
         if self.wire == "fp8":
             return fp8_bytes(slice_bytes // itemsize)
         return self._visiting_bytes(slice_bytes, itemsize=itemsize)
@@ -155,7 +157,7 @@ class RTP(Strategy):
         if self.size == 1:
             return 0
         if self.transport == "symmetric_memory":
-            return 5 * largest  # two for weights, two for gradients, the inbox
+            return 2 * visiting + 3 * largest  # two for weights; two for gradients, and the inbox
         copies = self._copies_travel(itemsize)
         if self._in_place:
             traveller = message if copies else 0
@@ -182,7 +184,7 @@ class RTP(Strategy):
                 f"{'without autocast' if autocast is None else 'under autocast with ' + autocast}. Leave compute out: "
                 "slices are computed with in the precision of the passes (train.precision, or autocast_dtype)"
             )
-        if autocast not in ("bfloat16", "float16") or self.size == 1 or self.transport == "symmetric_memory":
+        if autocast not in ("bfloat16", "float16") or self.size == 1:
             return self
         return self.model_copy(update={"compute": autocast})
 

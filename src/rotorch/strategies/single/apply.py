@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.core.spec import ModelSpec
 from rotorch.models.blocks import recompute_blocks
+from rotorch.models.compiled import compile_blocks
 from rotorch.parallel_model import Holding
 from rotorch.shard.replicas import Replicas
 from rotorch.strategies.single.plan import Single
@@ -41,8 +42,18 @@ class SingleHolding(Holding):
         self._replicas.attach()
 
 
-def apply(module: nn.Module, *, strategy: Single, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> Holding:
+def apply(
+    module: nn.Module,
+    *,
+    strategy: Single,
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compiled: bool = False,
+) -> Holding:
     """Holds `module` whole."""
+    if compiled:
+        compile_blocks(module)
     if strategy.recompute == "block":
         recompute_blocks(module, strategy=strategy.kind)
     return SingleHolding(module, spec=spec, mesh=mesh, device=device)

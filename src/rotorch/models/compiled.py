@@ -1,0 +1,48 @@
+"""Forwards by torch.compile: one graph for all modules of a class, so for all blocks, and for all slices of a block."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotorch.core.errors import ConfigError
+from rotorch.models.blocks import repeated_blocks
+
+
+def check_compiler(device_type: str) -> None:
+    """Raises `ConfigError` if there is nothing that turns torch.compile's code for the CPU into machine code."""
+    names = [os.environ[name] for name in ("CXX",) if name in os.environ] or ["g++", "clang++"]
+    if device_type == "cpu" and not any(map(shutil.which, names)):
+        raise ConfigError(
+            f"compile: no C++ compiler ({' or '.join(names)} was looked for). Install one, name one by the environment "
+            "variable CXX, or leave compile out"
+        )
+
+
+def compile_blocks(module: nn.Module) -> None:
+    """Compiles the forward of every repeated block, in place. Hooks of the block stay outside of it."""
+    for block in repeated_blocks(module):
+        block.forward = compiled_forward(block)  # type: ignore[method-assign]
+
+
+def compiled_forward(module: nn.Module) -> Callable[..., Any]:
+    """Returns the module's forward, compiled at its first call for the shapes that come.
+
+    Weights are inputs of the graph, so modules of one class share it, and so do weights that are put into one module
+    one after another. Other shapes (of a slice that is larger than others) make a graph of their own.
+    """
+    own = type(module).forward
+    if getattr(module.forward, "__func__", None) is not own:  # somebody gave this one a forward of its own
+        return torch.compile(module.forward, dynamic=False)
+    return functools.partial(_of_class(own), module)
+
+
+@functools.cache
+def _of_class(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(forward, dynamic=False)
