@@ -210,3 +210,24 @@ def test_options_are_written_as_they_are_read():
     (strategy,) = parse_parallel("rtp=3")
     assert str(strategy.at_precision("bfloat16")) == "rtp=3[compute=bfloat16]"
     assert strategy.at_precision(None) is strategy
+
+
+def unfrozen(path, layout, name):
+    torch.manual_seed(0)
+    module = causal_lm(load_config(path))
+    module.get_parameter(name).requires_grad_(False)
+    model = rotorch.parallelize(module, layout, device="cpu")
+    model.forward_backward(rows(0))
+    assert model.weights[name].local_grad is None
+    model.module.get_parameter(name).requires_grad_(True)
+    try:
+        model.forward_backward(rows(0))
+    except ConfigError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("layout", ["rtp=2[transport=send_receive]", "rtp=2", "ddp=2"])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.norm.weight"])
+def test_a_weight_that_is_unfrozen_later_is_refused_and_not_left_without_a_gradient(tiny, layout, name):
+    for message in run_ranks(unfrozen, tiny("llama"), layout, name, num_ranks=2):
+        assert message is not None and name in message and "Unfreeze weights before parallelize" in message

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import wrapper_tensor
+from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Weight
 
 
@@ -134,6 +135,15 @@ class HeldWeight:
         """This rank's part of the gradient as a plain tensor, or None."""
         grad = self.parameter.grad
         return grad.to_local() if isinstance(grad, DTensor) else grad
+
+
+def refuse_unfrozen(held: HeldWeight) -> None:
+    """Raises `ConfigError` for a weight that was frozen when the model was spread, and should get a gradient now."""
+    if held.parameter.requires_grad:
+        raise ConfigError(
+            f"{held.name!r} was frozen when the model was parallelized, and has requires_grad=True now: it would get "
+            "no gradient. Unfreeze weights before parallelize"
+        )
 
 
 class Pieces(Tensor):

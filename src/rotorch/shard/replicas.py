@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.spec import Weight
-from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.held import HeldWeight, cut_pieces, refuse_unfrozen
 from rotorch.shard.sites import Site, find_sites
 
 
@@ -99,7 +99,14 @@ class Replicas:
                 site.put(self.held[each].parameter)
 
     def start(self) -> None:
-        """Before a step: gradients that the user has not cleared are set aside, to be added at the end."""
+        """Before a step: gradients that the user has not cleared are set aside, to be added at the end.
+
+        Raises:
+            ConfigError: a weight that was frozen requires a gradient now.
+        """
+        for name, twin in self.twins.items():
+            if not twin.requires_grad:
+                refuse_unfrozen(self.held[name])
         self._carried = {
             name: held.local_grad.clone()  # type: ignore[union-attr]
             for name, held in self.held.items()
@@ -111,7 +118,11 @@ class Replicas:
             self._at_rest = {}
 
     def reduce(self) -> None:
-        """Sums the twins' gradients over the axis, all in one message. All ranks of the axis."""
+        """Sums the twins' gradients over the axis, all in one message. All ranks of the axis.
+
+        A weight that this rank's passes did not use counts as zeros, since others may have used it; so if none has, its
+        gradient is zero and not None, as under torch's DDP.
+        """
         if self._mesh.size() == 1:
             return
         trained = [t for t in self.twins.values() if t.requires_grad]
