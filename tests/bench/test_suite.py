@@ -208,6 +208,11 @@ def test_files_that_no_suite_wrote_are_no_results(tmp_path, text):
         ('"ddp={n}"]', '"ddp=3"]', "needs 3 = 3 ranks, but there are 2"),
         ("* limit", "* tp", "no row 'tp'"),
         ("sequence_length = 8", "sequence_length = 64", "longer than the 32 positions"),
+        (
+            "8, micro_batch = 1 }]",
+            '9, micro_batch = 1 }]\npeers = ["tp"]',
+            "2 ranks do not divide data.sequence_length = 9",
+        ),
     ],
 )
 def test_bad_suites_start_nothing(tmp_path, monkeypatch, old, new, says):

@@ -122,9 +122,7 @@ def bench(
         ConfigError: if a strategy or a peer cannot hold the model; before any rank is started.
     """
     options = options or BenchOptions()
-    spec = check_model(task, layouts=layouts)
-    for name in peers:
-        find_peer(name).load().check(task)
+    spec = check_model(task, layouts=layouts, peers=peers)
     load_code(task)
     rows = {LIMIT: Row(LIMIT, task.num_ranks)} | {name: Row(name, num_ranks(s)) for name, s in layouts.items()}
     rows |= {name: Row(name, task.num_ranks, peer=PEERS[name]) for name in peers}
@@ -194,8 +192,8 @@ def read_layouts(parallel: Sequence[str], *, peers: Sequence[str] = (), nproc: i
     return layouts, nproc
 
 
-def check_model(task: Task, *, layouts: Layouts) -> ModelSpec:
-    """Builds the model on meta and asks every strategy whether it can hold it.
+def check_model(task: Task, *, layouts: Layouts, peers: Sequence[str] = ()) -> ModelSpec:
+    """Builds the model on meta and asks every strategy and every peer whether it can hold it.
 
     Raises:
         ConfigError: if one cannot, or batches do not divide.
@@ -207,6 +205,8 @@ def check_model(task: Task, *, layouts: Layouts) -> ModelSpec:
         for strategy in strategies:
             strategy.at_precision(task.autocast).check(spec)
             strategy.check_device(device_type(task.device))
+    for name in peers:
+        find_peer(name).load().check(task)
     return spec
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rotorch.bench.bar import parse_bar
-from rotorch.bench.command import OK, RANK_FAILED, BenchOptions, bench, exit_code, read_layouts
+from rotorch.bench.command import OK, RANK_FAILED, BenchOptions, bench, check_model, exit_code, read_layouts
 from rotorch.bench.contender import LIMIT
 from rotorch.bench.plot import to_html, to_svg
 from rotorch.bench.suite import Case, load_suite, read_result, select
@@ -98,7 +98,9 @@ def _prepare(case: Case) -> Any:
     layouts, nproc = read_layouts(case.rows.parallel, peers=case.rows.peers, nproc=case.nproc)
     bars = [parse_bar(text, rows=[LIMIT, *layouts, *case.rows.peers]) for text in case.rows.at_least]
     run = load_run_config(case.run, overrides=case.overrides)
-    return layouts, bars, task_from_run(run, name=case.run.stem, num_ranks=nproc)
+    task = task_from_run(run, name=case.run.stem, num_ranks=nproc)
+    check_model(task, layouts=layouts, peers=case.rows.peers)
+    return layouts, bars, task
 
 
 def _measure(case: Case, *, console: Console) -> dict[str, Any]:
