@@ -27,13 +27,13 @@ def make(transport, *, numels, schedule="random"):
     if "chunks" in variants:  # of two elements in float64
         core.messages.CHUNK_BYTES = transports.messages.CHUNK_BYTES = 16
     options = dict(mesh=mesh, numels=numels, dtype=torch.float64, device=torch.device("cpu"))
+    options["wire_dtype"] = torch.float32 if "wire" in variants else None
     if transport == "symmetric_memory":  # without GPUs
         made = SymmetricMemoryRing(**options, make_memory=partial(FakePeerMemory, schedule=schedule), timeout_s=20.0)
     else:
         made = make_ring(
             transport,
             **options,
-            wire_dtype=torch.float32 if "wire" in variants else None,
             buffering="in_place" if "in_place" in variants else "out_of_place",
         )
     for item, sizes in enumerate(numels):

@@ -20,6 +20,7 @@ TRANSPORTS = (
     "send_receive+in_place+chunks",
     "send_receive+in_place+wire",
     "symmetric_memory",
+    "symmetric_memory+wire",
 )
 """Variants of a transport: see `conftest.ring`."""
 

@@ -41,15 +41,15 @@ SCHEDULES = {
 }
 
 
-def on_ranks(function, n, make, schedule="random", faults=()):
-    return run_ranks(_with_ring, function, n, make, schedule, faults, num_ranks=n, timeout_s=60)
+def on_ranks(function, n, make, schedule="random", faults=(), variant=""):
+    return run_ranks(_with_ring, function, n, make, schedule, faults, variant, num_ranks=n, timeout_s=60)
 
 
-def _with_ring(function, n, make, schedule, faults):
+def _with_ring(function, n, make, schedule, faults, variant):
     for lane, method in faults:
         _forget(lane, method)
     pick = SCHEDULES.get(schedule, lambda rank: schedule)
-    ring = make("symmetric_memory", numels=numels_of(n), schedule=pick(dist.get_rank()))
+    ring = make("symmetric_memory" + variant, numels=numels_of(n), schedule=pick(dist.get_rank()))
     for item in range(len(ring.numels)):
         ring.home_gradients(item).fill_(float("nan"))
     with ring._memory.watched():
@@ -65,6 +65,12 @@ def _with_ring(function, n, make, schedule, faults):
 @pytest.mark.parametrize("steps", STEPS, ids=lambda f: f.__name__)
 def test_steps_whatever_runs_first(steps, schedule, ring):
     on_ranks(steps, 3, ring, schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_slices_that_are_converted_on_the_way_whatever_runs_first(schedule, ring):
+    """One's own slice passes through a slot too."""
+    on_ranks(test_ring.several_steps, 3, ring, schedule, variant="+wire")
 
 
 # ------------------------------------------------------------- what is left out is found
@@ -195,6 +201,25 @@ def test_passes_to_come_are_those_of_the_step_before():
         passes.enter(one)
         assert passes.next_fetch(one, 2) is None  # nothing is known of steps without gradients
     assert Passes(size=1).next_fetch(one, 0) is None
+
+
+def test_own_slices_are_fetched_too_where_they_are_converted():
+    passes, one, two = Passes(size=3, own=True), Pass(0, False, True), Pass(1, True, True)
+    passes.start()
+    passes.enter(one)
+    passes.enter(two)
+    assert [passes.next_fetch(two, step) for step in range(3)] == [(two, 1), (two, 2), None]
+    passes.start()
+    passes.enter(one)
+    assert [passes.next_fetch(one, step) for step in range(3)] == [(one, 1), (one, 2), (two, 0)]
+    passes.start()
+    passes.enter(one)
+    passes.enter(two)
+    passes.enter(one)
+    passes.start()
+    passes.enter(one)
+    passes.enter(two)
+    assert passes.next_fetch(two, 2) == (one, 0)
 
 
 def late():

@@ -5,12 +5,19 @@ be under way is found (`rotorch.testing.peer_memory`). What CUDA does is tested 
 """
 
 import pytest
+import torch
 
+import rotorch
 from rotorch.comm.meter import Meter
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
 from rotorch.core.errors import RankFailure
+from rotorch.core.layout import combine_layouts
+from rotorch.models.hf import causal_lm, load_config
 from rotorch.strategies.rtp import apply
+from rotorch.strategies.rtp.plan import RTP
+from rotorch.testing.parity import parallel_losses
 from rotorch.testing.peer_memory import FakeLane, FakePeerMemory
+from rotorch.testing.ranks import run_ranks
 from rotorch.testing.verify import BAR, verify
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -22,14 +29,16 @@ def over_symmetric_memory(monkeypatch):
     with Meter():
         pass
 
-    def make_ring(transport, *, mesh, numels, dtype, device, **_):
-        ring = SymmetricMemoryRing(mesh=mesh, numels=numels, dtype=dtype, device=device, make_memory=FakePeerMemory)
+    def make_ring(transport, *, mesh, numels, dtype, device, wire_dtype=None, **_):
+        options = dict(mesh=mesh, numels=numels, dtype=dtype, device=device, wire_dtype=wire_dtype)
+        ring = SymmetricMemoryRing(**options, make_memory=FakePeerMemory)
         watching = ring._memory.watched()
         watching.__enter__()
         ring.watching = watching
         return ring
 
     monkeypatch.setattr(apply, "make_ring", make_ring)
+    monkeypatch.setattr(RTP, "check_device", lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +58,29 @@ def test_float64_parity(parallel, model, tiny):
     assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
     assert report.max_rel_err_loss <= BAR
     assert report.max_rel_err_grad <= BAR
+
+
+def account(path, autocast_dtype):
+    """Losses of three steps, and what slots take beside what the Layouts say."""
+    config = load_config(path)
+    config.num_hidden_layers = 2
+    with rotorch.on_meta():
+        module = causal_lm(config).train()
+    layout = "rtp=3[transport=symmetric_memory]"
+    model = rotorch.parallelize(module, layout, device="cpu", autocast_dtype=autocast_dtype).materialize(seed=3)
+    losses = list(parallel_losses(model, num_steps=3, vocab_size=config.vocab_size))
+    ring, strategy = model.holding.ring, model.strategies[0]
+    said = combine_layouts(strategy.layout(unit, position=ring.position) for unit in model.spec.units)
+    ring.watching.__exit__(None, None, None)
+    return losses, sum(slot.nbytes for slot in ring.slots()), said.slots_bytes, {slot.dtype for slot in ring.slots()}
+
+
+def test_slots_take_what_the_layouts_say_and_slices_visit_in_the_precision_of_the_pass(tiny):
+    full, half = (run_ranks(account, tiny("llama"), dtype, num_ranks=3) for dtype in (None, torch.bfloat16))
+    for (losses, taken, said, dtypes), (rounded, taken_16, said_16, dtypes_16) in zip(full, half, strict=True):
+        assert (taken, taken_16) == (said, said_16) and taken_16 < taken
+        assert dtypes == {torch.float32} and dtypes_16 == {torch.float32, torch.bfloat16}
+        assert rounded == pytest.approx(losses, rel=4 * 2.0**-8)  # four roundings of bfloat16
 
 
 def test_a_copy_that_does_not_wait_for_the_model_is_found(tiny, monkeypatch):

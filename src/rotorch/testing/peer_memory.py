@@ -224,8 +224,8 @@ class FakePeerMemory:
     def of_peer(self, rank: int, start: int, numel: int) -> Tensor:
         return self._windows[rank][start : start + numel]
 
-    def empty(self, numel: int) -> Tensor:
-        made = torch.full((numel,), float("nan"), dtype=self._dtype)
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        made = torch.full((numel,), float("nan"), dtype=dtype)
         self._mine.add(storage_key(made))
         return made
 

@@ -45,7 +45,7 @@ def make_ring(
         numels_side_by_side: the same for a ring whose items can be read whole, if whole weights are wanted there.
         dtype: of all slices at home, and of gradients.
         device: where slices lie.
-        wire_dtype: of visiting slices, if another one. Over symmetric memory they visit as they are at home.
+        wire_dtype: of visiting slices, if another one.
         fp8: messages carry slices in eight bits.
         buffering: of messages: "out_of_place", or "in_place" (see hopping.py). Where slices are read from their homes'
             memory there is nothing to buffer.
@@ -56,7 +56,9 @@ def make_ring(
     if transport in ("auto", "symmetric_memory") and device.type == "cuda" and mesh.size() > 1:
         try:
             timeout_s = group_timeout_s(mesh, device=device)
-            return SymmetricMemoryRing(mesh=mesh, numels=numels, dtype=dtype, device=device, timeout_s=timeout_s)
+            return SymmetricMemoryRing(
+                mesh=mesh, numels=numels, dtype=dtype, device=device, wire_dtype=wire_dtype, timeout_s=timeout_s
+            )
         except PeerMemoryUnavailable as error:
             if transport == "symmetric_memory":
                 raise ConfigError(

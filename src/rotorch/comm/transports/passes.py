@@ -27,10 +27,11 @@ class Passes:
 
     Args:
         size: ranks on the ring.
+        own: a rank's own slice is fetched like the others, since it visits in another precision.
     """
 
-    def __init__(self, *, size: int) -> None:
-        self._size = size
+    def __init__(self, *, size: int, own: bool = False) -> None:
+        self._size, self._own = size, own
         self._now: list[Pass] = []
         self._before: dict[bool, list[Pass]] = {}
         self._as_before = True
@@ -52,15 +53,15 @@ class Passes:
     def next_fetch(self, this: Pass, step: int) -> tuple[Pass, int] | None:
         """The fetch after visit `step` of the pass last entered: the next visit's, or the first of a pass to come.
 
-        A rank fetches all slices but its own, which is the first in forward and the last in backward.
+        A rank's own slice is the first in forward and the last in backward.
         """
         if self._size == 1:
             return None
-        if this.fetch and step + 1 < self._size - this.backward:
+        if this.fetch and step + 1 < (self._size if self._own or not this.backward else self._size - 1):
             return this, step + 1
         if not self._as_before:
             return None
         for expected in self._before.get(self._training, [])[len(self._now) :]:
             if expected.fetch:
-                return expected, 0 if expected.backward else 1
+                return expected, 0 if expected.backward or self._own else 1
         return None

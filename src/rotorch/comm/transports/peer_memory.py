@@ -51,7 +51,7 @@ class Lane(Protocol):
         """Holds back what this lane is given from now on until all before `mark` has happened."""
 
     def copy(self, to: Tensor, source: Tensor) -> None:
-        """Copies between flat tensors of one dtype and size."""
+        """Copies between flat tensors of one size: by copy engine, or, into another dtype, by a kernel."""
 
     def add(self, to: Tensor, source: Tensor) -> None:
         """Adds `source` to `to`."""
@@ -81,7 +81,7 @@ class PeerMemory(Protocol):
     def of_peer(self, rank: int, start: int, numel: int) -> Tensor:
         """Elements of the window of rank `rank` of the ring, flat."""
 
-    def empty(self, numel: int) -> Tensor:
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
         """Memory of this rank alone that all lanes may use."""
 
     def clear(self, channels: range) -> None:
@@ -166,8 +166,8 @@ class CudaPeerMemory:
     def of_peer(self, rank: int, start: int, numel: int) -> Tensor:
         return self._handle.get_buffer(rank, (numel,), self._dtype, start)
 
-    def empty(self, numel: int) -> Tensor:
-        made = torch.empty(numel, dtype=self._dtype, device=self._device)
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        made = torch.empty(numel, dtype=dtype, device=self._device)
         for lane in (self.fetches, self.hops):
             made.record_stream(lane.stream)  # when it is freed, not before they are done with it
         return made

@@ -7,7 +7,9 @@ Has not run on a GPU yet: its order of events is held by tests over `rotorch.tes
     lane of its own, while the slice before it is computed with; also across units (see passes.py). Nobody is asked and
     nobody is told: weights are read-only from the barrier in `start`, which comes after every rank's optimizer, to the
     end of the step. A slot is filled again when the compute that was given before the fetch was posted is through
-    with it. One's own slice is used where it lies.
+    with it. One's own slice is used where it lies. Where slices visit in another precision than they have at home,
+    a kernel converts them on the way instead (own slices too), so no second copy of the weights stays; what crosses
+    the link is then the larger of the two.
 
 [Note: hops]
     A rank makes its part of a slice's gradient in a buffer of its own, at once and without adding. The sum of the ranks
@@ -69,7 +71,8 @@ class SymmetricMemoryRing(Ring):
     Args:
         mesh: the ring's ranks.
         numels: elements of each slice, `numels[item][index]`.
-        dtype: of all slices and gradients.
+        dtype: of all slices at home, and of gradients.
+        wire_dtype: of visiting slices, if another one.
         device: of this rank.
         timeout_s: after this long, hops of the last step count as lost.
         make_memory: makes the windows.
@@ -89,10 +92,12 @@ class SymmetricMemoryRing(Ring):
         numels: Sequence[Sequence[int]],
         dtype: torch.dtype,
         device: torch.device,
+        wire_dtype: torch.dtype | None = None,
         timeout_s: float = 600.0,
         make_memory: Callable[..., PeerMemory] = CudaPeerMemory,
     ) -> None:
-        super().__init__(size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype)
+        position = mesh.get_local_rank()
+        super().__init__(size=mesh.size(), position=position, numels=numels, dtype=dtype, wire_dtype=wire_dtype)
         n, r = self.size, self.position
         self._timeout_s = timeout_s
         starts = [self._layout(rank) for rank in range(n)]
@@ -107,13 +112,15 @@ class SymmetricMemoryRing(Ring):
         self._weights = [memory.window[s : s + sizes[r]] for s, sizes in zip(starts[r], self.numels, strict=False)]
         self._inbox = memory.window[inbox : inbox + largest]
         self._next_inbox = memory.of_peer((r - 1) % n, inbox, largest)
-        self._home_gradients = memory.empty(starts[r][-1])
+        self._home_gradients = memory.empty(starts[r][-1], dtype=dtype)
         self._gradients = [
             self._home_gradients[s : s + sizes[r]] for s, sizes in zip(starts[r], self.numels, strict=False)
         ]
-        self._slots = [memory.empty(largest) for _ in range(2)]
-        self._parts = [memory.empty(largest) for _ in range(2)]
-        self._passes = Passes(size=n)
+        self._converts = self.wire_dtype != dtype
+        visiting = max((max(sizes) for sizes in self.numels), default=0) if self._converts else largest
+        self._slots = [memory.empty(visiting, dtype=self.wire_dtype) for _ in range(2)]
+        self._parts = [memory.empty(largest, dtype=dtype) for _ in range(2)]
+        self._passes = Passes(size=n, own=self._converts)
         self._in_flight: _Fetch | None = None
         self._num_fetches = self._num_parts = self._num_steps = 0
         self._held: set[int] = set()
@@ -215,7 +222,7 @@ class SymmetricMemoryRing(Ring):
 
     def _arrive(self, this: Pass, step: int, index: int) -> tuple[int | None, Tensor]:
         """Returns slice `index` and the slot that it is in; compute that follows finds it there."""
-        if index == self.position:
+        if index == self.position and not self._converts:
             return None, self._weights[this.item]
         flight, self._in_flight = self._in_flight, None
         if flight is None or (flight.target, flight.step) != (this, step):

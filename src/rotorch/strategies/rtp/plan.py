@@ -63,8 +63,9 @@ class RTP(Strategy):
     Attributes:
         size: number of ranks on the ring.
         recompute: what backward computes again. "none": nothing, logits are kept; "head": the logits, the largest
-            tensor of a step, which then never exist whole; "slice": logits and the interior of every unit, a slice at
-            a time, and the norms between units.
+            tensor of a step, which then never exist whole; "slice": logits, norms and the interior of every unit, a
+            slice at a time; "all_but_attention": the same, but what attention gives is kept, which takes the most
+            time and little memory.
         transport: how slices travel. "auto" takes shared memory when all ranks of the ring are CPU ranks of one host
             and it is large enough, symmetric memory when they are GPUs of one host that reach each other's memory, else
             point-to-point messages.
@@ -79,11 +80,16 @@ class RTP(Strategy):
     kind: ClassVar[str] = "rtp"
     cuts_weights: ClassVar[bool] = True
     size: PositiveInt
-    recompute: Literal["none", "head", "slice"] = "head"
+    recompute: Literal["none", "head", "all_but_attention", "slice"] = "head"
     transport: Literal["auto", "shared_memory", "symmetric_memory", "send_receive"] = "auto"
     buffering: Literal["out_of_place", "in_place"] = "out_of_place"
     wire: Literal["fp8"] | None = None
     compute: Literal["bfloat16", "float16"] | None = None
+
+    @property
+    def recomputes_units(self) -> bool:
+        """Whether backward runs units again, a slice at a time."""
+        return self.recompute in ("all_but_attention", "slice")
 
     @property
     def axes(self) -> dict[str, int]:
