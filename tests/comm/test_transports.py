@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import re
+import signal
 
 import pytest
 import torch
@@ -249,3 +250,26 @@ def made_again(transport):
 @pytest.mark.parametrize("transport", ["shared_memory", "send_receive"])
 def test_rings_can_be_made_one_after_another(transport):
     run_ranks(made_again, transport, num_ranks=2)
+
+
+def killed_before_unlinking():
+    import rotorch.comm.transports.shared_memory as module
+
+    def die(*_, **__):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    module.gather_objects = die  # the file is there, and nobody knows yet
+    choose("shared_memory")
+
+
+def test_a_file_that_a_killed_process_left_is_removed_by_the_next_ring(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+    with pytest.raises(RankFailure, match="died"):
+        run_ranks(killed_before_unlinking, num_ranks=2)
+    (left,) = tmp_path.iterdir()
+    mine = tmp_path / f"rotorch-{left.name.split('-')[1]}-{os.getpid()}-x"
+    others = [tmp_path / "rotorch-1-999999-x", tmp_path / "rotorch-notes", mine]  # another space, no process, alive
+    for file in others:
+        file.touch()
+    run_ranks(choose, "shared_memory", num_ranks=2)
+    assert sorted(tmp_path.iterdir()) == sorted(others)

@@ -4,7 +4,8 @@
     All weights, gradients and turn counters lie in one file in a memory file system, which all ranks of the ring map.
     Each rank allocates what is its own (so that a full disk is an error here and not a crash later, and pages lie in
     the memory next to their owner's processor). The file is unlinked at once: when the last process is gone, so is
-    the memory.
+    the memory. Should the process be killed before that, the next ring on this host removes the file: its name tells
+    the process, and in which space of process ids it has this number (containers may share the file system only).
 
 [Note: side by side]
     An item's slices lie one after another, so that all of them together are one tensor: whoever can read a weight
@@ -34,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +67,31 @@ def _host() -> str:
     """Names this running host; containers that share a kernel differ in their host name."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return f"{platform.node()}:{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _file_prefix() -> str:
+    """Begins the names of files whose next part is a process id as this process counts them."""
+    space = Path("/proc/self/ns/pid")
+    return f"rotorch-{space.stat().st_ino if space.exists() else 0}-"
+
+
+def _sweep(directory: Path) -> None:
+    """Removes files of processes that were killed between making one and unlinking it."""
+    for file in directory.glob(f"{_file_prefix()}*"):
+        owner = file.name.removeprefix(_file_prefix()).partition("-")[0]
+        if owner.isdigit() and not _runs(int(owner)):
+            with suppress(OSError):  # somebody else's, or swept by another job at this moment
+                file.unlink()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 @dataclass(frozen=True)
@@ -191,7 +218,8 @@ class SharedMemoryRing(Ring):
         """Makes the file, empty yet. Returns its path, or why it could not be made."""
         directory, size, path = shared_memory_directory(), self._plan.num_bytes, None
         try:
-            descriptor, path = tempfile.mkstemp(prefix="rotorch-", dir=directory)
+            _sweep(directory)
+            descriptor, path = tempfile.mkstemp(prefix=f"{_file_prefix()}{os.getpid()}-", dir=directory)
             try:
                 os.ftruncate(descriptor, size)
             finally:
