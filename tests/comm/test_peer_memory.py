@@ -1,0 +1,182 @@
+"""What torch is asked for over symmetric memory, call by call and stream by stream, with a stand-in for CUDA."""
+
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from rotorch.comm.transports import peer_memory
+from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemoryUnavailable
+from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
+
+DEVICE, SIZE, NUMEL = torch.device("cpu"), 2, 300
+
+
+class Notes(list):
+    """What was called, each with the stream that was current."""
+
+    def __init__(self):
+        super().__init__()
+        self.current = "compute"
+
+    def note(self, *what):
+        self.append((self.current, *what))
+
+
+class Stream:
+    def __init__(self, notes, name):
+        self.notes, self.name = notes, name
+
+    def record_event(self):
+        return f"{self.name} {len(self.notes)}"
+
+    def wait_event(self, event):
+        self.notes.append((self.name, "waits for", event.split()[0]))
+
+
+class Handle:
+    """As torch's, for rank 0 of 2."""
+
+    rank = 0
+
+    def __init__(self, notes, window):
+        self.notes, self.windows = notes, [window, torch.full_like(window, 5.0)]
+        self.pad = torch.ones(SIZE * 32, dtype=torch.int32)
+
+    def get_buffer(self, rank, sizes, dtype, storage_offset=0):
+        (numel,) = sizes
+        return self.windows[rank][storage_offset : storage_offset + numel]
+
+    def get_signal_pad(self, rank, sizes, dtype, storage_offset=0):
+        assert rank == self.rank and dtype == torch.int32
+        return self.pad[storage_offset : storage_offset + sizes[0]]
+
+    def put_signal(self, dst_rank, channel=0, timeout_ms=0):
+        self.notes.note("signal", dst_rank, channel, timeout_ms)
+
+    def wait_signal(self, src_rank, channel=0, timeout_ms=0):
+        self.notes.note("wait", src_rank, channel, timeout_ms)
+
+    def barrier(self, channel=0, timeout_ms=0):
+        self.notes.note("barrier", channel, timeout_ms)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    notes = Notes()
+    names = iter(["fetches", "hops"])
+    made = {}
+
+    @contextmanager
+    def stream(chosen):
+        before, notes.current = notes.current, chosen.name
+        yield
+        notes.current = before
+
+    def rendezvous(tensor, group):
+        assert group == "the ring's group"
+        made["handle"] = Handle(notes, tensor)
+        return made["handle"]
+
+    compute = Stream(notes, "compute")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream(notes, next(names)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: notes.note("used on", stream.name))
+    monkeypatch.setattr(peer_memory, "why_no_peer_memory", lambda mesh, device: "")
+    monkeypatch.setattr(peer_memory, "any_rank", lambda flag, mesh: flag)
+    monkeypatch.setattr(peer_memory, "symmetric_empty", lambda numel, dtype, device: torch.zeros(numel, dtype=dtype))
+    monkeypatch.setattr(peer_memory, "symmetric_rendezvous", rendezvous)
+    return SimpleNamespace(notes=notes, made=made)
+
+
+MESH = SimpleNamespace(size=lambda: SIZE, get_local_rank=lambda: 0, get_group=lambda: "the ring's group")
+
+
+def make():
+    return CudaPeerMemory(mesh=MESH, device=DEVICE, numel=NUMEL, dtype=torch.float32)
+
+
+def test_what_side_streams_use_is_not_given_to_others_before_they_are_done(cuda):
+    memory = make()
+    assert memory.empty(4, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert cuda.notes == [("compute", "used on", "fetches"), ("compute", "used on", "hops")]
+
+
+def test_only_signals_of_the_channels_asked_for_are_cleared(cuda):
+    memory = make()
+    memory.clear(range(3, 5))
+    pad = cuda.made["handle"].pad.view(-1, SIZE)  # per channel, by sender
+    assert pad[3:5].eq(0).all() and pad[:3].eq(1).all() and pad[5:].eq(1).all()
+
+
+def test_each_lane_works_on_its_stream_and_waits_without_a_timeout(cuda):
+    memory = make()
+    for lane in (memory.compute, memory.fetches, memory.hops):
+        lane.signal(1, channel=3)
+        lane.wait_signal(1, channel=4)
+        to, source = torch.zeros(2), torch.ones(2)
+        lane.copy(to, source)
+        lane.add(to, source)
+        assert to.tolist() == [2.0, 2.0]
+    memory.fetches.after(memory.hops.mark())
+    memory.barrier()
+    names = ("compute", "fetches", "hops")
+    assert cuda.notes == [
+        *((name, *what) for name in names for what in (("signal", 1, 3, 0), ("wait", 1, 4, 0))),
+        ("fetches", "waits for", "hops"),
+        ("compute", "barrier", 0, 0),
+    ]
+
+
+def test_the_host_waits_for_an_event_so_long_and_no_longer(cuda):
+    memory = make()
+    asked = iter([False, False, True])
+    assert memory.reached(SimpleNamespace(query=lambda: next(asked)), timeout_s=5.0)
+    assert not memory.reached(SimpleNamespace(query=lambda: False), timeout_s=0.01)
+
+
+@pytest.mark.parametrize("fails", ["symmetric_empty", "symmetric_rendezvous"])
+def test_what_torch_cannot_give_is_said_in_one_line(cuda, monkeypatch, fails):
+    def fail(*_, **__):
+        raise RuntimeError("CUDA driver error: out of memory\nand much more")
+
+    monkeypatch.setattr(peer_memory, fails, fail)
+    with pytest.raises(PeerMemoryUnavailable, match=r"^CUDA driver error: out of memory$"):
+        make()
+
+
+def test_if_another_rank_has_none_this_one_has_none(cuda, monkeypatch):
+    monkeypatch.setattr(peer_memory, "any_rank", lambda flag, mesh: True)
+    with pytest.raises(PeerMemoryUnavailable, match="another rank of the ring has no room"):
+        make()
+
+
+def test_a_step_of_a_ring_of_two_call_by_call(cuda, monkeypatch):
+    monkeypatch.setattr(CudaPeerMemory, "reached", lambda *_, **__: True)
+    ring = SymmetricMemoryRing(mesh=MESH, numels=[[4, 3]], dtype=torch.float32, device=DEVICE)
+    ring.home_weights(0).fill_(1.0)
+    cuda.notes.clear()
+    ring.start(fresh=[True])
+    assert cuda.notes[:3] == [
+        ("compute", "waits for", "hops"),
+        ("compute", "waits for", "fetches"),
+        ("compute", "barrier", 0, 0),
+    ]
+    assert [visit.weights.tolist() for visit in ring.visits(0, backward=False)] == [[1.0] * 4, [5.0] * 3]
+    cuda.notes.clear()
+    for visit in ring.visits(0, backward=True):
+        ring.gradient(0, visit, wait=False).flat.fill_(2.0)
+        ring.pass_on(0, visit)
+    ring.finish()
+    signals = [note for note in cuda.notes if note[1] in ("signal", "wait")]
+    came, free = 3, 4  # channels of every other step; 0 is the barrier's
+    assert signals == [
+        ("hops", "signal", 1, came, 0),  # the other's slice: made, pushed into its inbox
+        ("hops", "wait", 1, came, 0),  # one's own: the other's part is in the inbox
+        ("hops", "signal", 1, free, 0),
+    ]
+    assert cuda.notes[-1] == ("compute", "waits for", "hops")
+    inbox = slice(ring.window_bytes // 4 - 4, None)
+    assert cuda.made["handle"].windows[1][inbox].tolist() == [2.0] * 3 + [5.0]
