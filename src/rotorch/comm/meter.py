@@ -2,7 +2,8 @@
 
 Every transfer of torch.distributed goes through the dispatcher as an operation of the `c10d` namespace, whoever
 issued it: our ring, torch's DDP, `fully_shard`. The meter is a dispatch mode around a step; it changes nothing.
-Shared memory moves nothing and counts nothing.
+Shared memory moves nothing and counts nothing. Copies over symmetric memory are no operations of torch.distributed:
+they are not counted, though their Layout has them.
 """
 
 from __future__ import annotations
