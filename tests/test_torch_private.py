@@ -12,9 +12,11 @@ from torch import Tensor, nn
 
 from rotorch import _torch_private
 from rotorch._torch_private import (
+    FUSED_ATTENTION,
     TRUNCATED_NORMAL,
     TorchDispatchMode,
     fake_store,
+    functional_collectives,
     group_size,
     group_timeout,
     in_backward,
@@ -46,6 +48,22 @@ class Names(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.seen.append(func._schema.name)
         return func(*args, **(kwargs or {}))
+
+
+def test_scaled_dot_product_attention_is_a_fused_operation_that_says_whether_it_drops():
+    q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    found = []
+
+    class Finds(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            found.extend([func] if func in FUSED_ATTENTION else [])
+            return func(*args, **(kwargs or {}))
+
+    with Finds():
+        nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    assert len(found) == 1
+    for operation in FUSED_ATTENTION:
+        assert "dropout_p" in [argument.name for argument in operation._schema.arguments]
 
 
 def test_a_dispatch_mode_sees_operations_of_forward_and_backward_and_says_which_argument_is_written():
@@ -171,3 +189,17 @@ def test_a_fake_group_says_something_of_how_long_it_waits():
         assert group_timeout(dist.group.WORLD, device=torch.device("cpu")) > timedelta(0)
     finally:
         dist.destroy_process_group()
+
+
+def test_dtensor_waits_by_a_function_that_a_wrapper_can_stand_before(tmp_path, monkeypatch):
+    waited = []
+    functional = functional_collectives()
+    original = functional.wait_tensor
+    monkeypatch.setattr(functional, "wait_tensor", lambda tensor: waited.append(1) or original(tensor))
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        reduced = functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD)
+        assert float((reduced + 1.0).sum()) == 8.0
+    finally:
+        dist.destroy_process_group()
+    assert waited

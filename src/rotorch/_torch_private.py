@@ -21,14 +21,27 @@ TRUNCATED_NORMAL = "_no_grad_trunc_normal_"
 Reason: since torch 2.13 `trunc_normal_` does nothing to a meta tensor, so only a stand-in hears of it.
 """
 
+FUSED_ATTENTION = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+"""What `scaled_dot_product_attention` comes to, on all devices.
+
+Reason: a dispatch mode sees these, never the public function, which is made of them (see `ops/keep_attention.py`).
+"""
+
 # TorchDispatchMode: the documented way to observe operations below autograd, but only exported from an underscore
 # module.
 # tree_flatten, tree_unflatten: arguments and outputs of unmodified modules are nested tuples, dicts and dataclasses
 # registered with torch's own pytree; optree would not know Hugging Face's output classes.
 __all__ = [
+    "FUSED_ATTENTION",
     "TRUNCATED_NORMAL",
     "TorchDispatchMode",
     "fake_store",
+    "functional_collectives",
     "group_size",
     "group_timeout",
     "in_backward",
@@ -40,6 +53,16 @@ __all__ = [
     "tree_unflatten",
     "wrapper_tensor",
 ]
+
+
+def functional_collectives() -> Any:
+    """The module whose `wait_tensor` DTensor calls, by its name there, to wait for what it has sent for.
+
+    Reason: only a wrapper in that place hears of these waits (see `comm/observe.py`).
+    """
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives
 
 
 def group_size(name: str) -> int:

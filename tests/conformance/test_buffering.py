@@ -32,7 +32,7 @@ LOSS_BAR = 2.0**-10
 PRECISIONS = ("float64", "bfloat16")
 TRANSPORTS = ("shared_memory", "send_receive")
 BUFFERINGS = ("out_of_place", "in_place")
-CELLS = list(product(("none", "head", "slice"), (1, 4)))
+CELLS = list(product(("none", "head", "all_but_attention", "slice"), (1, 4)))
 
 
 @pytest.fixture(scope="module")

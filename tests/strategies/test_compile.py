@@ -43,7 +43,9 @@ def step(layout, compile):
     model = rotorch.parallelize(module, layout, device="cpu", compile=compile).materialize(seed=0)
     ids = torch.randint(64, (6, 12), generator=torch.Generator().manual_seed(1))
     share = ids.chunk(model.num_batch_ranks)[model.batch_rank]
-    losses = [float(model.forward_backward({"input_ids": share, "labels": share})) for _ in range(2)]  # gradients add up
+    losses = [
+        float(model.forward_backward({"input_ids": share, "labels": share})) for _ in range(2)
+    ]  # gradients add up
     grads = {name: model.full_tensor(name, grad=True) for name in model.weights}
     model.close()
     return losses, grads, counters["stats"]["unique_graphs"], dict(counters["graph_break"])

@@ -51,7 +51,7 @@ SINGLES = st.one_of(
     st.builds(
         RTP,
         size=SIZES,
-        recompute=st.sampled_from(["none", "head", "slice"]),
+        recompute=st.sampled_from(["none", "head", "all_but_attention", "slice"]),
         transport=st.sampled_from(["auto", "shared_memory", "send_receive"]),
     ),
 )

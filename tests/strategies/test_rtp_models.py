@@ -283,3 +283,30 @@ def test_checkpointed_blocks_run_their_units_again(tiny):
     for layout in ("rtp=2", "rtp=2[recompute=slice,transport=send_receive]"):
         got = run_ranks(losses, tiny("llama"), layout, False, True, num_ranks=2)[0]
         assert got == pytest.approx(expected, rel=1e-5)
+
+
+class CountsAttention(TorchDispatchMode):
+    """Counts forward passes of attention, and the bytes that operations leave behind."""
+
+    def __init__(self):
+        super().__init__()
+        self.passes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.passes += "scaled_dot_product" in str(func) and "backward" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def attention_passes(path, layout):
+    model = rotorch.parallelize(model_of(path, layers=2), layout, device="cpu")
+    with CountsAttention() as counted:
+        model.forward_backward(rows_of(model.batch_rank))
+    model.close()
+    return counted.passes
+
+
+@pytest.mark.parametrize(("recompute", "passes"), [("none", 4), ("all_but_attention", 4), ("slice", 8)])
+def test_attention_runs_again_only_where_it_is_said_so(recompute, passes, tiny):
+    """Two layers, two slices each; over messages, where attention runs on slices whatever is recomputed."""
+    layout = f"rtp=2[recompute={recompute},transport=send_receive]"
+    assert run_ranks(attention_passes, tiny("llama"), layout, num_ranks=2) == [passes] * 2

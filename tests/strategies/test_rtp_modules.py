@@ -353,7 +353,7 @@ def refusal(layout):
     return ""
 
 
-@pytest.mark.parametrize("recompute", ["head", "slice"])
+@pytest.mark.parametrize("recompute", ["head", "all_but_attention", "slice"])
 def test_an_input_that_was_overwritten_before_backward_is_an_error_as_in_plain_torch(recompute):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         squared_error(built(Overwrites), rows(), 1).backward()

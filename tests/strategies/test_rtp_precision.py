@@ -231,3 +231,27 @@ def unfrozen(path, layout, name):
 def test_a_weight_that_is_unfrozen_later_is_refused_and_not_left_without_a_gradient(tiny, layout, name):
     for message in run_ranks(unfrozen, tiny("llama"), layout, name, num_ranks=2):
         assert message is not None and name in message and "Unfreeze weights before parallelize" in message
+
+
+def frozen_sends(path, *layouts):
+    """What differs from the Layouts if an MLP, a head and every second norm are frozen."""
+    problems = []
+    for layout in layouts:
+        torch.manual_seed(0)
+        config = load_config(path)
+        config.num_hidden_layers = 2
+        module = causal_lm(config)
+        for name, parameter in module.named_parameters():
+            if "layers.1.mlp" in name or "lm_head" in name or "input_layernorm" in name:
+                parameter.requires_grad_(False)
+        model = rotorch.parallelize(module, layout, device="cpu")
+        for _ in range(2):
+            with Meter() as meter:
+                model.forward_backward(rows(dist.get_rank()))
+        problems += traffic_problems(model, meter)
+        model.close()
+    return problems
+
+
+def test_frozen_units_send_no_gradients(tiny):
+    assert run_ranks(frozen_sends, tiny("llama"), MESSAGES, IN_PLACE, num_ranks=3) == [[]] * 3

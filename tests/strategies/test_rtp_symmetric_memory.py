@@ -46,7 +46,6 @@ def over_symmetric_memory(monkeypatch):
     [
         ("rtp=2", "llama"),
         ("rtp=3", "qwen3"),
-        ("rtp=4", "llama"),
         ("rtp=2[recompute=none]", "mixtral"),
         ("rtp=3[recompute=slice]", "gemma2"),
         ("rtp=2[recompute=slice]", "gpt_neox"),

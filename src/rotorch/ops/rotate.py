@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -28,6 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from rotorch._torch_private import storage_key
 from rotorch.comm.ring import Ring, Visit
 from rotorch.core.spec import Range, Unit
+from rotorch.ops.keep_attention import KeepAttention
 from rotorch.ops.random_state import RandomState
 from rotorch.shard.flat import FlatSlices
 
@@ -45,6 +46,7 @@ class RotatingUnit:
         item: its number on the ring.
         slices: how a slice lies in a flat buffer.
         recompute: backward runs a slice's forward again instead of keeping its graph.
+        keep_attention: of what is run again, outputs of attention are kept.
         trained: whether its weights get gradients.
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
         linear_weights: numbers of the weights whose gradients `slice_linear` hands to the receiver.
@@ -57,6 +59,7 @@ class RotatingUnit:
     slices: FlatSlices
     recompute: bool
     trained: bool = True
+    keep_attention: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     linear_weights: frozenset[int] = frozenset()
     receiver: SliceGradient | None = None
@@ -233,6 +236,11 @@ class _Kept:
     weights: list[Tensor]
     end: GradientEdge | None
     random: RandomState | None
+    attention: KeepAttention | None
+
+    def same_attention(self) -> AbstractContextManager[Any]:
+        """Around running it again: attention gives what it gave, if that was kept."""
+        return nullcontext() if self.attention is None else self.attention.use()
 
 
 class _RotateModule(torch.autograd.Function):
@@ -250,11 +258,12 @@ class _RotateModule(torch.autograd.Function):
             weights = unit.weights(visit)
             random = RandomState.now(weights[0]) if unit.recompute else None
             keep_graph, forget = torch.set_grad_enabled(not unit.recompute), _forget_weights(unit, visit, ctx.resident)
-            with keep_graph, forget, ctx.autocast.again():
+            attention = KeepAttention() if unit.keep_attention else None
+            with keep_graph, forget, ctx.autocast.again(), attention or nullcontext():
                 output = run(weights, leaves)
             total.add(output)
             end = None if unit.recompute else get_gradient_edge(output)
-            ctx.kept[visit.index] = _Kept(weights, end, random)
+            ctx.kept[visit.index] = _Kept(weights, end, random, attention)
             del output
         if total.value is None:
             raise AssertionError(f"{unit.unit.name}: every slice is empty")
@@ -274,7 +283,7 @@ class _RotateModule(torch.autograd.Function):
             weights, end = kept.weights, kept.end
             if end is None:
                 weights = unit.weights(visit)
-                with torch.enable_grad(), ctx.autocast.again(), _again(kept.random):
+                with torch.enable_grad(), ctx.autocast.again(), _again(kept.random), kept.same_attention():
                     end = get_gradient_edge(ctx.run(weights, leaves))
             ctx.resident.weights = visit.weights
             unit.receiver = SliceGradient(unit, visit, wait=False)

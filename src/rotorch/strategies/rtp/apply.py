@@ -75,6 +75,11 @@ class RTPHolding(Holding):
     ) -> None:
         self._module = module
         self._mesh = mesh
+        if compiled and strategy.recompute == "all_but_attention":
+            raise ConfigError(
+                "rtp: recompute=all_but_attention picks operations out of a forward, and a compiled one has none to "
+                "pick. Write recompute=slice, or leave compile out"
+            )
         parameters, sites = dict(module.named_parameters()), find_sites(module)
         heads = _head_weights(module)
         units, one_by_one = spec.cut_units, _one_by_one(spec.cut_units, sites=sites, heads=heads)
@@ -84,7 +89,7 @@ class RTPHolding(Holding):
         )
         wire_dtype = None if strategy.compute is None else getattr(torch, strategy.compute)
         # Of another precision they would be converted whole, at each use; a graph gives gradients of all its weights.
-        reads_whole = strategy.recompute != "slice" and wire_dtype is None and not compiled
+        reads_whole = not strategy.recomputes_units and wire_dtype is None and not compiled
         self.ring = make_ring(
             strategy.transport,
             mesh=mesh,
@@ -99,7 +104,15 @@ class RTPHolding(Holding):
         if self.ring.gives_whole:
             units, slices = one_by_one, side_by_side
         self.units = [
-            RotatingUnit(unit, self.ring, item, flat, strategy.recompute == "slice", _trained(unit, parameters))
+            RotatingUnit(
+                unit,
+                self.ring,
+                item,
+                flat,
+                recompute=strategy.recomputes_units,
+                trained=_trained(unit, parameters),
+                keep_attention=strategy.recompute == "all_but_attention",
+            )
             for item, (unit, flat) in enumerate(zip(units, slices, strict=True))
         ]
         whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
@@ -124,7 +137,7 @@ class RTPHolding(Holding):
                 )
             else:
                 self._stand_in(rotating, sites=sites, heads=heads, keep_logits=strategy.recompute == "none")
-        if strategy.recompute == "slice":
+        if strategy.recomputes_units:
             for norm in _between_units(module, units, whole=whole):
                 recompute(norm)
         self.weights = {w.name: (self._home | self.replicas.held)[w.name] for w in spec.weights}

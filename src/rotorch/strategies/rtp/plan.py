@@ -102,7 +102,7 @@ class RTP(Strategy):
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         n = self.size
         if unit.kind is UnitKind.REPLICATED:
-            reduced = (all_reduce(unit.num_bytes, axis="rtp", size=n),) if n > 1 else ()
+            reduced = (all_reduce(unit.trained_bytes, axis="rtp", size=n),) if n > 1 and unit.trained_bytes else ()
             return Layout(resident_bytes=unit.num_bytes, transfers=reduced)
         slices = [unit.slice_bytes(num_slices=n, index=k) for k in range(n)]
         home, largest = slices[position], max(slices)
@@ -112,6 +112,7 @@ class RTP(Strategy):
         messages = [self._message_bytes(s, itemsize=unit.weights[0].itemsize) for s in slices]
         copies = self._copies_travel(unit.weights[0].itemsize)
         in_forward, in_backward = self._weights_sent(unit, messages, position=position, copies=copies)
+        num_hops = unit.uses if unit.trained_bytes else 0  # of gradients; frozen units are frozen whole
         hopped = sum(slices) - home
         if self._in_place:
             chunks = [num_chunks(m) for m in messages]
@@ -120,10 +121,10 @@ class RTP(Strategy):
         else:
             numbers = ((n - 1) * unit.uses, (n - 1) * unit.reads_in_backward)
             hops = n - 1
-        in_backward += hopped * unit.uses
+        in_backward += hopped * num_hops
         transfers = (
             Transfer(Kind.SEND, "rtp", Phase.FORWARD, in_forward, in_forward, numbers[0]),
-            Transfer(Kind.SEND, "rtp", Phase.BACKWARD, in_backward, in_backward, numbers[1] + hops * unit.uses),
+            Transfer(Kind.SEND, "rtp", Phase.BACKWARD, in_backward, in_backward, numbers[1] + hops * num_hops),
         )
         padding = largest - home if self._in_place and not copies else 0
         return Layout(

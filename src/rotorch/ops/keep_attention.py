@@ -1,0 +1,51 @@
+"""What attention gives, kept from a forward to the next one over the same inputs (selective recomputation).
+
+Of all that a slice computes, attention takes the most time for what it leaves: an output as wide as its queries, and a
+number per query. torch's own selective checkpointing does not serve here: it wants both forwards to make the same
+operations in all else, but without gradients a linear layer is one operation and with them several.
+
+Only fused attention is kept. A model that multiplies and takes the softmax by itself runs all of it again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from rotorch._torch_private import FUSED_ATTENTION, TorchDispatchMode
+
+
+class KeepAttention(TorchDispatchMode):
+    """In its block, what attention gives is kept; `use` is for the second forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: deque[Any] = deque()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if _is_kept(func, args, kwargs or {}):
+            self._kept.append(given)
+        return given
+
+    def use(self) -> TorchDispatchMode:
+        """A block in which attention gives what it gave before, and computes nothing."""
+        return _UseAttention(self._kept)
+
+
+class _UseAttention(TorchDispatchMode):
+    def __init__(self, kept: deque[Any]) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return self._kept.popleft() if _is_kept(func, args, kwargs) else func(*args, **kwargs)
+
+
+def _is_kept(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether this is attention that draws no random numbers: leaving that out would change what is drawn after it."""
+    if func not in FUSED_ATTENTION:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    return not {**dict(zip(names, args, strict=False)), **kwargs}.get("dropout_p")
