@@ -77,7 +77,8 @@ class Cut:
 class Weight:
     """One parameter of the model: its name, its whole shape, and how it may be cut (None: not at all).
 
-    `aliases` are further names of the same tensor (a head tied to its embedding); they never count twice.
+    `aliases` are further names of the same tensor (a head tied to its embedding); they never count twice. `trained`
+    weights get gradients.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Weight:
     itemsize: int
     cut: Cut | None = None
     aliases: tuple[str, ...] = ()
+    trained: bool = True
 
     @property
     def numel(self) -> int:
@@ -135,6 +137,11 @@ class Unit:
     @property
     def num_bytes(self) -> int:
         return sum(w.num_bytes for w in self.weights)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the weights that get gradients, which are as large."""
+        return sum(w.num_bytes for w in self.weights if w.trained)
 
     def slice_bytes(self, *, num_slices: int, index: int) -> int:
         """Returns the bytes of slice `index` of `num_slices` of this unit's weights."""

@@ -121,7 +121,8 @@ def _weights(module: nn.Module) -> dict[str, Weight]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         first = names.setdefault(id(parameter), name)
         if first == name:
-            weights[name] = Weight(name, tuple(parameter.shape), parameter.element_size())
+            shape, itemsize = tuple(parameter.shape), parameter.element_size()
+            weights[name] = Weight(name, shape, itemsize, trained=parameter.requires_grad)
         else:
             weights[first] = replace(weights[first], aliases=(*weights[first].aliases, name))
     return weights
