@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rotorch._torch_private import functional_collectives
 from rotorch.bench.contender import make_contender
 from rotorch.bench.trace import SHARES, RankTrace, shares, together, trace_steps
 from rotorch.bench.trace_files import LANES, RowTrace, file_stem, summary, write_traces
@@ -112,7 +113,8 @@ def _patchable(contender):
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in contender.module.modules()]
     parameters = [p for p in contender.module.parameters() if type(p) is torch.nn.Parameter]
     of_gradients = [len(p._post_accumulate_grad_hooks or ()) for p in parameters]
-    return Tensor.backward, dist.Work.wait, dist.batch_isend_irecv, sorted(vars(ring or object)), hooks, of_gradients
+    functions = (Tensor.backward, dist.Work.wait, dist.batch_isend_irecv, functional_collectives().wait_tensor)
+    return functions, sorted(vars(ring or object)), hooks, of_gradients
 
 
 def of(trace, doing):

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from rotorch._torch_private import functional_collectives
 from rotorch.comm.ring import Ring, Visit
 from rotorch.core.quantities import format_bytes
 
@@ -144,7 +145,8 @@ def observe_waits(observer: Observer) -> Iterator[None]:
 
     Waits inside of C++ (torch's DDP at the end of backward) do not pass here.
     """
-    wait, batch = dist.Work.wait, dist.batch_isend_irecv
+    functional = functional_collectives()
+    wait, batch, wait_tensor = dist.Work.wait, dist.batch_isend_irecv, functional.wait_tensor
     under_way: dict[int, tuple[Any, Doing, str, float]] = {}
     """Of each receive: its work (kept, so that its id stays its own), what it brings, and since when."""
 
@@ -154,6 +156,9 @@ def observe_waits(observer: Observer) -> Iterator[None]:
         if doing is not None:
             observer.note(doing, name, since_s=posted_s)
         return done
+
+    def observed_wait_tensor(tensor: Any) -> Any:
+        return observer.wait(Doing.COLLECTIVE, "collective", lambda: wait_tensor(tensor))
 
     def observed_batch(operations: list[dist.P2POp]) -> list[Any]:
         posted_s, works = time.perf_counter(), batch(operations)
@@ -166,10 +171,12 @@ def observe_waits(observer: Observer) -> Iterator[None]:
         return works
 
     dist.Work.wait, dist.batch_isend_irecv = observed_wait, observed_batch
+    functional.wait_tensor = observed_wait_tensor
     try:
         yield
     finally:
         dist.Work.wait, dist.batch_isend_irecv = wait, batch
+        functional.wait_tensor = wait_tensor
 
 
 _BRINGS = {Doing.SLICE: Doing.FETCH, Doing.GRADIENT: Doing.HOP}
