@@ -2,7 +2,7 @@ import pytest
 
 from rotorch.bench.bar import parse_bar
 from rotorch.bench.rank import StepTime
-from rotorch.bench.rounds import WARM_UP_STEPS, Times, ratio, take_turns
+from rotorch.bench.rounds import STEPS_TO_WAKE, WARM_UP_STEPS, Times, ratio, take_turns
 from rotorch.core.errors import ConfigError, RankFailure
 
 
@@ -26,15 +26,21 @@ class Fake:
 
 def test_a_step_lasts_from_the_first_start_to_the_last_end():
     times = Times()
-    times.add([steps(1.0, 3.0), steps(2.0, 2.5, late=0.25)], counts=True)
+    times.add([steps(1.0, 3.0), steps(2.0, 2.5, late=0.25)], dropped=0)
     assert times.rounds == [[2.0, 3.0]]
     assert times.optimizer_s == [1.0, 1.5]
 
 
 def test_warm_up_gives_losses_but_no_times():
     times = Times()
-    times.add([steps(1.0), steps(1.0)], counts=False)
-    assert times.rounds == [] and times.losses == [[1.0, 1.0]]
+    times.add([steps(1.0), steps(1.0)], dropped=1)
+    assert times.rounds == times.optimizer_s == [] and times.losses == [[1.0, 1.0]]
+
+
+def test_the_first_step_of_a_turn_gives_a_loss_but_no_time():
+    times = Times()
+    times.add([steps(9.0, 1.0, 2.0)], dropped=1)
+    assert times.rounds == [[1.0, 2.0]] and times.optimizer_s == [0.5, 1.0] and len(times.losses) == 3
 
 
 def test_ratios_are_taken_within_rounds():
@@ -50,16 +56,17 @@ def test_rows_take_turns_and_begin_in_turn():
     asked = []
     times = take_turns({n: Fake(n, asked) for n in "ab"}, num_rounds=3, num_steps=4, failed=lambda *_: None)
     warm_up = [("a", WARM_UP_STEPS), ("b", WARM_UP_STEPS)]
-    assert asked == [*warm_up, ("a", 4), ("b", 4), ("b", 4), ("a", 4), ("a", 4), ("b", 4)]
+    count = STEPS_TO_WAKE + 4
+    assert asked == [*warm_up, *((name, count) for name in "abbaab")]
     assert [len(times[n].all_s) for n in "ab"] == [12, 12]
 
 
 def test_a_row_that_fails_leaves_the_others():
     asked, failures = [], []
     rows = {"a": Fake("a", asked), "b": Fake("b", asked, fails_at=2)}
-    times = take_turns(rows, num_rounds=2, num_steps=1, failed=lambda row, failure: failures.append(row))
+    times = take_turns(rows, num_rounds=2, num_steps=4, failed=lambda row, failure: failures.append(row))
     assert failures == ["b"] and list(times) == ["a"]
-    assert asked.count(("b", 1)) == 1 and len(times["a"].rounds) == 2
+    assert asked.count(("b", STEPS_TO_WAKE + 4)) == 1 and len(times["a"].rounds) == 2
 
 
 def test_a_bar_holds_or_not():

@@ -29,13 +29,14 @@ from rotorch.bench.peers import Peer
 from rotorch.bench.prediction import Prediction
 from rotorch.bench.process_memory import MALLOC_ENVIRONMENT, ProcessMemory
 from rotorch.bench.rank import Traffic
-from rotorch.bench.rounds import WARM_UP_STEPS, Times, ratio
+from rotorch.bench.rounds import STEPS_TO_WAKE, WARM_UP_STEPS, Times, ratio
 from rotorch.bench.task import NUM_BATCHES, Task
 from rotorch.bench.tensor_memory import TensorMemory
 
 METHOD = (
-    f"Rows take turns in one run; {WARM_UP_STEPS} first steps of each are dropped; the ranks of a row meet before each "
-    "step; a step lasts from the first rank's start to the last rank's end, optimizer included.",
+    f"Rows take turns in one run; {WARM_UP_STEPS} first steps of each are dropped, and {STEPS_TO_WAKE} of each turn; "
+    "the ranks of a row meet before each step; a step lasts from the first rank's start to the last rank's end, "
+    "optimizer included.",
     "tokens_per_s is from step_s_median (all steps); ratio_to_limit is the median over rounds of the ratio of the "
     "rounds' medians.",
     "limit: as many ranks, each a replica in plain torch with its own share of the data, nothing sent.",

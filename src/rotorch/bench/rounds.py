@@ -5,7 +5,8 @@
     round to round). A machine that slows down for seconds then slows all of them, and a ratio is taken within a round,
     where that cancels out; what is reported is the median of the rounds' ratios. All ranks of a row wait for each other
     before each step. A step lasts from when the first rank starts until the last one has finished its optimizer. The
-    first `WARM_UP_STEPS` steps of a row do not count.
+    first `WARM_UP_STEPS` steps of a row do not count, nor does the first of every turn: caches are cold then, and ranks
+    give memory that they do not need back to the system when their turn ends, so that all rows fit into it.
 
 [Note: limit]
     The limit is as many ranks, each with a replica of the whole model in plain torch, its own share of the data and its
@@ -24,6 +25,8 @@ from rotorch.bench.ranks import RowRanks
 from rotorch.core.errors import RankFailure
 
 WARM_UP_STEPS = 2
+STEPS_TO_WAKE = 1
+"""First steps of a turn that do not count."""
 
 
 @dataclass
@@ -45,13 +48,14 @@ class Times:
         """Seconds of every step that counts."""
         return [seconds for turn in self.rounds for seconds in turn]
 
-    def add(self, turn: Sequence[Sequence[StepTime]], *, counts: bool) -> None:
-        """Takes over a turn: for each rank its steps."""
+    def add(self, turn: Sequence[Sequence[StepTime]], *, dropped: int) -> None:
+        """Takes over a turn, for each rank its steps. Of the first `dropped` of them only losses count."""
         steps = list(zip(*turn, strict=True))
         self.losses += [[time.loss for time in step] for step in steps]
-        if counts:
-            self.rounds.append([max(t.end_s for t in step) - min(t.start_s for t in step) for step in steps])
-            self.optimizer_s += [max(t.end_s - t.gradients_s for t in step) for step in steps]
+        counted = steps[dropped:]
+        if counted:
+            self.rounds.append([max(t.end_s for t in step) - min(t.start_s for t in step) for step in counted])
+            self.optimizer_s += [max(t.end_s - t.gradients_s for t in step) for step in counted]
 
 
 @dataclass(frozen=True)
@@ -104,10 +108,10 @@ def take_turns(
                 continue
             advanced(f"{'warm-up' if number < 0 else f'round {number + 1}'}: {row}")
             try:
-                turn = rows[row].ask("steps", count=WARM_UP_STEPS if number < 0 else num_steps)
+                turn = rows[row].ask("steps", count=WARM_UP_STEPS if number < 0 else STEPS_TO_WAKE + num_steps)
             except RankFailure as failure:
                 del times[row]
                 failed(row, failure)
             else:
-                times[row].add(turn, counts=number >= 0)
+                times[row].add(turn, dropped=WARM_UP_STEPS if number < 0 else STEPS_TO_WAKE)
     return times
