@@ -44,16 +44,14 @@ def over_symmetric_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("parallel", "model"),
     [
-        ("rtp=2", "llama"),
         ("rtp=3", "qwen3"),
         ("rtp=2[recompute=none]", "mixtral"),
         ("rtp=3[recompute=slice]", "gemma2"),
-        ("rtp=2[recompute=slice]", "gpt_neox"),
         ("ddp=2,rtp=2", "llama"),
     ],
 )
 def test_float64_parity(parallel, model, tiny):
-    report = verify(tiny(model), parallel=parallel, layers=2, steps=2, timeout_s=240)
+    report = verify(tiny(model), parallel=parallel, layers=1, steps=2, timeout_s=240)
     assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
     assert report.max_rel_err_loss <= BAR
     assert report.max_rel_err_grad <= BAR
