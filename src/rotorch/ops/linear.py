@@ -71,7 +71,13 @@ class _RotateLinear(torch.autograd.Function):
 
 
 def add_linear_gradient(
-    unit: RotatingUnit, visit: Visit, grad_BR: Tensor, x_BI: Tensor, *, row_scale_B: Tensor | None = None
+    unit: RotatingUnit,
+    visit: Visit,
+    grad_BR: Tensor,
+    x_BI: Tensor,
+    *,
+    row_scale_B: Tensor | None = None,
+    wait: bool = True,
 ) -> None:
     """Adds a linear layer's gradient to that of the visiting slice [weight [R, I], bias [R]] and passes it on.
 
@@ -81,10 +87,11 @@ def add_linear_gradient(
         grad_BR: gradient of the output.
         x_BI: input; times `row_scale_B` already, if that is given.
         row_scale_B: what each row of `grad_BR` is still to be multiplied by.
+        wait: for this rank's turn; else `grad_BR` is kept until it has come.
     """
     if not unit.trained:
         return
-    receiver = SliceGradient(unit, visit, wait=True)
+    receiver = SliceGradient(unit, visit, wait=wait)
     receiver.add_product(0, grad_BR, x_BI)
     if len(unit.slices.weights) > 1:
         receiver.add(1, grad_BR.sum(0) if row_scale_B is None else grad_BR.t() @ row_scale_B)

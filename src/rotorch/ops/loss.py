@@ -222,7 +222,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         if lse_B is None or picked_B is None:
             raise AssertionError(f"{unit.unit.name}: every slice is empty")
         valid_B = target_B != ignore_index
-        ctx.unit, ctx.chain, ctx.kept, ctx.dtype = unit, chain, kept, dtype
+        ctx.unit, ctx.chain, ctx.keep, ctx.kept, ctx.dtype = unit, chain, keep, kept, dtype
         ctx.save_for_backward(hidden_BD, target_B, lse_B, valid_B)
         return torch.where(valid_B, lse_B - picked_B, 0.0)
 
@@ -247,7 +247,9 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 factor_B1 = scale_B1 * softmax_B1
             del raw_BR
             dx_BD.addcmul_(torch.mm(d_raw_BR, unit.weights(visit)[0].detach().to(ctx.dtype)), factor_B1)
-            add_linear_gradient(unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1))
+            scale_B = factor_B1.squeeze(1)
+            # Where all logits are kept anyway, a slice's may stay until its turn comes; the next layer need not wait.
+            add_linear_gradient(unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=scale_B, wait=not ctx.keep)
         return (*[None] * 5, dx_BD.to(hidden_BD.dtype), None)
 
 
