@@ -44,7 +44,7 @@ def rows(seed, *, num_rows=2, num_tokens=16):
 
 def account(path, layout, autocast):
     """What a step sends and a rank holds that the Layouts do not say, and the weights' part of what is sent."""
-    model = parallel_model(path, layout, autocast)
+    model = parallel_model(path, layout, autocast, num_hidden_layers=1)
     mine, sent = rows(dist.get_rank(), num_tokens=8), []
     for accumulation in (4, 1):
         model.forward_backward([mine] * accumulation)  # the first fetches of a new order of passes are guessed wrong
@@ -76,7 +76,7 @@ def accounts(path):
 @pytest.mark.parametrize("family", ["llama", "qwen3"])  # uneven slices; embedding and head are one weight
 def test_bytes_sent_and_held_are_the_layouts_to_the_byte(tiny, family):
     """And micro-batches of a step send each as much: the home slice goes out once per reader and pass, not more."""
-    for found in run_ranks(accounts, tiny(family), num_ranks=3):
+    for found in run_ranks(accounts, tiny(family), num_ranks=3, timeout_s=300):
         assert {case: problems for case, (problems, _) in found.items() if problems} == {}
         assert all((sent > 0) == ("send_receive" in layout) for (layout, _), (_, sent) in found.items())
 
@@ -145,14 +145,14 @@ def largest_of_each(path, layouts, autocast, backward):
 def test_no_slice_is_converted_beside_its_slot(tiny, family):
     """Also not those of experts, which no linear layer of ours computes with."""
     layouts = [MESSAGES, IN_PLACE, "rtp=3", "rtp=3[recompute=slice]"]
-    for found in run_ranks(largest_of_each, tiny(family), layouts, True, False, num_ranks=3):
+    for found in run_ranks(largest_of_each, tiny(family), layouts, True, False, num_ranks=3, timeout_s=300):
         assert {layout: sizes for layout, sizes in found.items() if sizes[0] >= sizes[1]} == {}
 
 
 def test_no_gradient_of_a_weight_exists_beside_the_one_that_travels(tiny):
     """Over messages nobody knows whether a hop has come; products wait for it, so that none has to be kept for it."""
     layouts = [MESSAGES, IN_PLACE, "rtp=3[transport=send_receive,recompute=slice]"]
-    for found in run_ranks(largest_of_each, tiny("llama"), layouts, False, True, num_ranks=3):
+    for found in run_ranks(largest_of_each, tiny("llama"), layouts, False, True, num_ranks=3, timeout_s=300):
         assert {layout: sizes for layout, sizes in found.items() if sizes[0] >= sizes[1]} == {}
 
 
@@ -182,7 +182,7 @@ def test_slices_in_eight_bits_train(tiny):
     Then steps as large as these (a loss falls to a tenth in six) lead elsewhere, but not far.
     """
     (expected,) = run_ranks(losses, tiny("llama"), "single", False, num_ranks=1)
-    by_rank = run_ranks(losses_of_each, tiny("llama"), num_ranks=3)
+    by_rank = run_ranks(losses_of_each, tiny("llama"), num_ranks=3, timeout_s=300)
     assert by_rank[0] == by_rank[1] == by_rank[2]
     for found in by_rank[0].values():
         assert found[:2] == pytest.approx(expected[:2], rel=1e-2)
