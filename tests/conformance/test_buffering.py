@@ -122,7 +122,7 @@ def measured(warm, config, expected):
     @cache
     def of(precision, transport, buffering):
         args = (config, expected[precision], precision, transport, buffering)
-        by_rank = run_ranks(errors, *args, num_ranks=RANKS, timeout_s=200)
+        by_rank = run_ranks(errors, *args, num_ranks=RANKS, timeout_s=400)
         return {cell: [max(found[cell][i] for found in by_rank) for i in range(2)] for cell in CELLS}
 
     return of
