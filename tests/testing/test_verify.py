@@ -109,7 +109,7 @@ def test_of_a_unit_that_runs_on_slices_the_unit_is_named(tiny, plant, inside):
         module.register_forward_hook(lambda module, _, output: output * 1.01)
 
     plant(mistake)
-    report = verify(tiny("llama"), parallel="rtp=2", steps=1)
+    report = verify(tiny("llama"), parallel="rtp=2[recompute=slice]", steps=1)
     assert not report.ok
     assert report.first_divergent_module == "model.layers.1.mlp"
 
