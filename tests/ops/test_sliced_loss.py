@@ -231,3 +231,16 @@ def under_autocast(make, cast):
 @pytest.mark.parametrize("cast", [True, False])
 def test_under_autocast_the_loss_is_computed_in_float32(cast, rotating):
     run_ranks(under_autocast, rotating, cast, num_ranks=2)
+
+
+def casts(make):
+    logits = DeferredLogits(inputs_of(0)[0], head_of(make).unit, keep=False)
+    assert logits.dtype == torch.float64
+    for same in (logits.double(), logits.to(torch.float64), logits.to("cpu"), logits.type(torch.float64)):
+        assert same is logits
+    for other in (logits.float(), logits.to(torch.float32), logits * 1.0):
+        assert other is not logits and len(other.chain) == 1
+
+
+def test_a_cast_to_the_same_dtype_is_no_operation_to_replay(rotating):
+    run_ranks(casts, rotating, num_ranks=1)

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from rotorch._torch_private import wrapper_tensor
 from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
 from rotorch.ops.rotate import AutocastState, RotatingUnit
-from rotorch.ops.stand_in import StandIn
+from rotorch.ops.stand_in import StandIn, writes
 
 LOGITS_BLOCK = "rotorch.logits"
 """Name of the profiler's blocks in which logits are made: profiles and the memory ledger tell them by it."""
@@ -38,7 +38,6 @@ _ELEMENTWISE = {
 _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
 _AS_IS = {Tensor.contiguous}
 _FLOAT: Elementwise = (Tensor.float, (), {})
-_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
 
 
 class DeferredLogits(StandIn):
@@ -72,7 +71,7 @@ class DeferredLogits(StandIn):
         if func is F.cross_entropy and "input" in kwargs:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
-        if logits is not None and _writes(func):
+        if logits is not None and writes(func):
             logits.written = logits.real_logits()
             func(logits.written, *args[1:], **kwargs)
             return logits
@@ -81,6 +80,8 @@ class DeferredLogits(StandIn):
             if func in _AS_IS:
                 return logits
             if func in _ELEMENTWISE and not any(isinstance(a, Tensor) for a in others):
+                if logits._is_as_it_was(func, args[1:], kwargs):
+                    return logits
                 return logits._with(logits.hidden, (*logits.chain, (func, tuple(args[1:]), kwargs)))
             if func in _RESHAPES and (hidden := _reshaped(logits, func, args[1:], kwargs)) is not None:
                 return logits._with(hidden, logits.chain)
@@ -95,18 +96,17 @@ class DeferredLogits(StandIn):
     def _with(self, hidden: Tensor, chain: tuple[Elementwise, ...]) -> DeferredLogits:
         return DeferredLogits(hidden, self.unit, chain=chain, keep=self.keep)
 
+    def _is_as_it_was(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a function has nothing to do, as a cast to the dtype that logits have already (HF's losses do it)."""
+        sample = torch.empty(0, dtype=self.dtype, device=self.hidden.device)
+        return func(sample, *args, **kwargs) is sample
+
     def real_logits(self) -> Tensor:
         """Computes the logits, whole."""
         if self.written is not None:
             return self.written
         with record_function(LOGITS_BLOCK):
             return _replay(rotate_linear(self.unit, self.hidden), self.chain)
-
-
-def _writes(func: Any) -> bool:
-    """Whether a function changes its first argument in place."""
-    name = getattr(func, "__name__", "")
-    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 def _replay(values: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:
