@@ -184,8 +184,8 @@ def test_patterns_may_name_parameters():
     assert spec.cut_units[0].added_once == ("blocks.0.down.bias",)  # a bias goes with its weight
 
 
-def test_a_module_without_a_plan_is_all_replicated():
-    spec = describe(Plain())
+def test_a_module_with_an_empty_plan_is_all_replicated():
+    spec = describe(Plain(), plan={})
     assert [u.kind for u in spec.units] == [UnitKind.REPLICATED]
     assert spec.cut_units == ()
 

@@ -149,11 +149,29 @@ class Unit:
 
 
 @dataclass(frozen=True)
+class KeptWhole:
+    """A weight that is large enough to be cut and is not, and why."""
+
+    name: str
+    num_bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
 class ModelSpec:
-    """A model as strategies and the planner see it: its units in order of use."""
+    """A model as strategies and the planner see it: its units in order of use.
+
+    Attributes:
+        name: the model's class.
+        units: what it consists of.
+        kept_whole: weights that the rules for modules without a plan could not cut.
+        by_plan: whether the user's own plan says what is cut, not the model's or our rules.
+    """
 
     name: str
     units: tuple[Unit, ...]
+    kept_whole: tuple[KeptWhole, ...] = ()
+    by_plan: bool = False
 
     @property
     def weights(self) -> tuple[Weight, ...]:
@@ -171,3 +189,16 @@ class ModelSpec:
     def cut_units(self) -> tuple[Unit, ...]:
         """The units that can be cut into slices."""
         return tuple(u for u in self.units if u.kind is not UnitKind.REPLICATED)
+
+    def summary(self, *, most: int = 5) -> str:
+        """What is cut and what is whole, in bytes; names the `most` largest of `kept_whole` with the reason."""
+        cut = sum(u.num_bytes for u in self.cut_units)
+        lines = [
+            f"{self.name}: {cut:,} of {self.num_bytes:,} bytes of weights are cut, in {len(self.cut_units)} units; "
+            f"{self.num_bytes - cut:,} are whole on every rank"
+        ]
+        lines += [f"whole: {kept.name!r} ({kept.num_bytes:,} bytes): {kept.why}" for kept in self.kept_whole[:most]]
+        rest = self.kept_whole[most:]
+        if rest:
+            lines.append(f"whole: {len(rest)} more ({sum(kept.num_bytes for kept in rest):,} bytes)")
+        return "\n".join(lines)

@@ -4,7 +4,7 @@
     Weights with a column role and weights with a row role under one parent form a MODULE unit: the parent's own
         forward runs on slices, and their outputs sum. A weight that stands alone (an embedding, a head, a linear
         layer whose output the plan gathers) forms a WEIGHT unit, cut along its output. Whatever has no role is
-        replicated.
+        replicated. A module without any plan is cut by rules over its layers (`models/rules.py`).
 
 [Note: groups]
     An attention may only be cut between key/value heads; its modules say their head's size (`head_dim`), its
@@ -25,6 +25,7 @@ from torch import nn
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.hf import Plan, tensor_parallel_plan
+from rotorch.models.rules import spec_by_rule
 
 _COLUMN_BLOCKS = {"colwise": 1, "packed_colwise": 2}
 _ROW_BLOCKS = {"rowwise": 1, "packed_rowwise": 2}
@@ -36,13 +37,17 @@ _HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n
 
 
 def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
-    """Derives the units of `module` from `plan`, or from the plan that it declares itself. Works on meta tensors.
+    """Derives the units of `module` from `plan`, from the plan that it declares itself, or else by rules.
+
+    Works on meta tensors.
 
     Raises:
         ConfigError: a pattern that matches nothing, or a role that is not known.
     """
-    roles = _expand(tensor_parallel_plan(module) if plan is None else plan, module)
     weights = _weights(module)
+    if plan is None and not module_declares(module):
+        return spec_by_rule(module, weights)
+    roles = _expand(tensor_parallel_plan(module) if plan is None else plan, module)
     alone = {name for name, role in roles.items() if role in _ALONE and name in weights}
     parents: dict[str, dict[str, str]] = defaultdict(dict)
     uses: dict[str, set[str]] = defaultdict(set)
@@ -75,7 +80,7 @@ def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
     ordered = sorted(units.values(), key=lambda u: min(order[w.name] for w in u.weights))
     if rest:
         ordered.append(Unit("replicated", UnitKind.REPLICATED, Combine.NONE, rest))
-    return ModelSpec(type(module).__name__, tuple(ordered))
+    return ModelSpec(type(module).__name__, tuple(ordered), by_plan=plan is not None)
 
 
 def _expand(plan: Plan, module: nn.Module) -> dict[str, str]:

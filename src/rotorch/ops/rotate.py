@@ -51,6 +51,7 @@ class RotatingUnit:
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
         linear_weights: numbers of the weights whose gradients `slice_linear` hands to the receiver.
         receiver: during the backward of a slice: what takes its weights' gradients.
+        visiting: number of the slice that came last.
     """
 
     unit: Unit
@@ -63,6 +64,7 @@ class RotatingUnit:
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     linear_weights: frozenset[int] = frozenset()
     receiver: SliceGradient | None = None
+    visiting: int = 0
     _views: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -84,6 +86,7 @@ class RotatingUnit:
         """The slices that are not empty, in this rank's order; empty ones pass unseen."""
         for visit in self.ring.visits(self.item, backward=backward, fetch=fetch):
             if self.slices.numels[visit.index]:
+                self.visiting = visit.index
                 yield visit
             elif backward and self.trained:
                 self.ring.gradient(self.item, visit, wait=True)

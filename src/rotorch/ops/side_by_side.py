@@ -75,13 +75,13 @@ class _LinearSideBySide(torch.autograd.Function):
             d_bias = grad_BO.sum(0)
         if unit.trained:
             # The first slice's part before the product for the input: its owner's neighbour is waiting for it.
-            turns = _Turns(unit, _product(unit, grad_BO, x_BI.to(grad.dtype)))
+            turns = Turns(unit, _product(unit, grad_BO, x_BI.to(grad.dtype)))
         if ctx.needs_input_grad[3]:
             dx = torch.mm(grad_BO, _whole(unit).to(grad.dtype)).view(x.shape).to(x.dtype)
         if turns is not None:
             turns.go_on()
         if ctx.cut_bias is not None and ctx.cut_bias.trained:
-            _Turns(ctx.cut_bias, _part(d_bias)).go_on()
+            Turns(ctx.cut_bias, _part(d_bias)).go_on()
         return None, None, None, dx, d_bias if ctx.needs_input_grad[4] else None
 
 
@@ -105,7 +105,7 @@ class _EmbeddingSideBySide(torch.autograd.Function):
                 slice_RD.zero_()
             slice_RD.index_add_(0, ids_B[tokens] - rows.start, grad_BD.index_select(0, tokens).to(slice_RD.dtype))
 
-        _Turns(ctx.unit, add).go_on()
+        Turns(ctx.unit, add).go_on()
         return None, None, None, None
 
 
@@ -139,10 +139,10 @@ def _part_of(gradient: Tensor, fresh: bool, part: Tensor) -> None:
         gradient.add_(part)
 
 
-class _Turns:
+class Turns:
     """This rank's additions to the slices of one weight's gradient, each in its turn (see [Note: out of step]).
 
-    Making it takes the first turn, if that has come.
+    Making it takes the first turn, if that has come. `add` is called once for every slice.
     """
 
     def __init__(self, unit: RotatingUnit, add: AddToSlice) -> None:

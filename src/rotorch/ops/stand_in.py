@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from rotorch.core.errors import ConfigError
+
 _ABOUT = {
     "dim",
     "ndimension",
@@ -19,6 +21,14 @@ _ABOUT = {
     "__len__",
 }
 """Methods that ask about a tensor and not for its values."""
+
+_IN_PLACE = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__idiv__", "__itruediv__", "__ipow__"}
+
+
+def writes(func: Any) -> bool:
+    """Whether a function changes its first argument in place."""
+    name = getattr(func, "__name__", "")
+    return name in _IN_PLACE or (name.endswith("_") and not name.endswith("__"))
 
 
 class StandIn(Tensor):
@@ -37,4 +47,7 @@ class StandIn(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise AssertionError(f"{func} reached a {cls.__name__}, which has no values")
+        raise ConfigError(
+            f"rtp: {func} reached a {cls.__name__}, which has no values: a forward takes hold of what goes round in a "
+            "way that cannot be followed (`.data`, a view). Give the weight no role in a plan of your own, or use fsdp"
+        )

@@ -16,9 +16,10 @@ norms are lent whole.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -32,10 +33,11 @@ from rotorch.comm.observe import Observer, observe_ring
 from rotorch.comm.ring import Visit
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError, RankFailure
-from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.spec import Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.blocks import recompute
 from rotorch.models.compiled import compiled_forward
 from rotorch.models.describe import module_declares
+from rotorch.ops.multihead import multihead_on_slice
 from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
 from rotorch.ops.slice_linear import slice_linear
@@ -45,6 +47,8 @@ from rotorch.shard.held import HeldWeight, cut_pieces, refuse_unfrozen
 from rotorch.shard.replicas import Replicas
 from rotorch.shard.sites import Site, find_sites
 from rotorch.strategies.rtp.plan import RTP
+
+_log = logging.getLogger(__name__)
 
 
 def apply(
@@ -75,6 +79,8 @@ class RTPHolding(Holding):
     ) -> None:
         self._module = module
         self._mesh = mesh
+        if spec.kept_whole and mesh.size() > 1 and mesh.get_rank() == 0:
+            _log.warning("rtp: %s", spec.summary())
         if compiled and strategy.recompute == "all_but_attention":
             raise ConfigError(
                 "rtp: recompute=all_but_attention picks operations out of a forward, and a compiled one has none to "
@@ -136,7 +142,13 @@ class RTPHolding(Holding):
                     compiled=compiled,
                 )
             else:
-                self._stand_in(rotating, sites=sites, heads=heads, keep_logits=strategy.recompute == "none")
+                self._stand_in(
+                    rotating,
+                    sites=sites,
+                    heads=heads,
+                    keep_logits=strategy.recompute == "none",
+                    by_plan=spec.by_plan,
+                )
         if strategy.recomputes_units:
             for norm in _between_units(module, units, whole=whole):
                 recompute(norm)
@@ -163,7 +175,13 @@ class RTPHolding(Holding):
                 self._home_sites.append((site, weight.name))
 
     def _stand_in(
-        self, rotating: RotatingUnit, *, sites: dict[str, tuple[Site, ...]], heads: set[str], keep_logits: bool
+        self,
+        rotating: RotatingUnit,
+        *,
+        sites: dict[str, tuple[Site, ...]],
+        heads: set[str],
+        keep_logits: bool,
+        by_plan: bool,
     ) -> None:
         for weight in rotating.unit.weights:
             stand_in = RotatingWeight(
@@ -172,6 +190,7 @@ class RTPHolding(Holding):
                 unit=rotating,
                 head=bool(heads & {weight.name, *weight.aliases}),
                 keep_logits=keep_logits,
+                by_plan=by_plan,
             )
             self._stand_ins.extend((site, stand_in) for site in sites[weight.name])
 
@@ -250,7 +269,7 @@ class RotatedModule:
     """Runs a module's own forward on the slices of its weights that pass by, in place of its forward.
 
     Its outputs sum; of a tuple, the first element does, and what else it holds (attention maps of one slice) becomes
-    None.
+    None. `nn.MultiheadAttention`, whose own forward cannot run on slices, has one of ours, and its maps sum too.
     """
 
     def __init__(
@@ -267,6 +286,11 @@ class RotatedModule:
         self._proven = proven
         self._rotating = rotating
         self._dense_forward = compiled_forward(module) if compiled else module.forward
+        self._num_sums = 1
+        if isinstance(module, nn.MultiheadAttention) and _is_by_heads(unit, module):
+            self._dense_forward = partial(_attend, module, rotating)
+            self._num_sums = 2
+            self._proven = True
         self._weight_sites = [sites[w.name][0] for w in unit.weights]
         self._replicas = replicas
         self._whole = unit.replicated
@@ -303,7 +327,7 @@ class RotatedModule:
         leaves, tree = tree_flatten((args, kwargs))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         whole = [self._replicas.twins[name] for name in self._whole]
-        form: list[Any] = []
+        form = _Form()
 
         def run(weights: list[Tensor], inputs: Sequence[Tensor]) -> Tensor:
             self._visiting = weights
@@ -316,14 +340,14 @@ class RotatedModule:
             slice_args, slice_kwargs = tree_unflatten(given, tree)
             output = self._dense_forward(*slice_args, **slice_kwargs)
             self._lend_whole(whole)  # other modules may share them, and know nothing of this unit's graph
-            form[:] = [len(output)] if isinstance(output, tuple) else []
-            first = output[0] if form else output
+            form.length = len(output) if isinstance(output, tuple) else None
+            first, *more = output[: self._num_sums] if isinstance(output, tuple) else (output,)
             if not isinstance(first, Tensor):
                 raise ConfigError(
                     f"rtp: {self._rotating.unit.name!r} returns a {type(first).__name__}; what is cut into slices must "
                     "return a tensor, or a tuple that begins with one. Give its weights no role in the plan"
                 )
-            return first
+            return form.pack([first, *(part for part in more if part is not None)])
 
         inputs = [*(leaves[i] for i in where), *whole]
         versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
@@ -335,9 +359,10 @@ class RotatedModule:
             )
         if not self._proven:
             self._prove(run, inputs)
+        first, *more = form.unpack(total)
         for name in self._added_once:
-            total = total + self._replicas.twins[name]
-        return (total, *[None] * (form[0] - 1)) if form else total
+            first = first + self._replicas.twins[name]
+        return first if form.length is None else (first, *more, *[None] * (form.length - 1 - len(more)))
 
     def _prove(self, run: RunSlice, inputs: Sequence[Tensor]) -> None:
         """Tries on this rank's slice whether outputs of slices add up; see [Note: sums]."""
@@ -363,6 +388,45 @@ class RotatedModule:
             )
 
 
+@dataclass
+class _Form:
+    """How a module's output is made of the one tensor that sums over slices.
+
+    Attributes:
+        length: of the tuple that it returns; None if it returns a tensor.
+        parts: shape and dtype of each of the tensors that sum, if there are several.
+    """
+
+    length: int | None = None
+    parts: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One tensor that holds all of `tensors`."""
+        if len(tensors) == 1:
+            return tensors[0]
+        self.parts = [(t.shape, t.dtype) for t in tensors]
+        return torch.cat([t.reshape(-1) for t in tensors])
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        """The tensors again."""
+        if not self.parts:
+            return [packed]
+        split = packed.split([shape.numel() for shape, _ in self.parts])
+        return [part.view(shape).to(dtype) for part, (shape, dtype) in zip(split, self.parts, strict=True)]
+
+
+def _is_by_heads(unit: Unit, attention: nn.MultiheadAttention) -> bool:
+    """Whether an attention is cut as our rules do it (`models/rules.py`)."""
+    return all(w.cut is not None and w.cut.groups == attention.num_heads for w in unit.weights)
+
+
+def _attend(attention: nn.MultiheadAttention, rotating: RotatingUnit, *args: Any, **kwargs: Any) -> Any:
+    """The attention's forward on the visiting heads."""
+    num_heads, num_slices = attention.num_heads, rotating.slices.num_slices
+    (heads,) = Cut(0, num_heads).ranges(num_heads, num_slices=num_slices, index=rotating.visiting)
+    return multihead_on_slice(attention, heads, *args, **kwargs)
+
+
 def _sharded(local: Tensor, weight: Weight, *, mesh: DeviceMesh) -> DTensor:
     """A DTensor over a home slice.
 
@@ -380,15 +444,18 @@ def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> to
     return dtypes.pop() if dtypes else torch.get_default_dtype()
 
 
+_SEPARABLE = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
+
+
 def _one_by_one(units: Sequence[Unit], *, sites: dict[str, tuple[Site, ...]], heads: set[str]) -> list[Unit]:
     """The units of a ring whose items can be read whole (see `ops/side_by_side.py`).
 
-    A unit of linear layers only becomes a unit for each of its weights and biases. Others rotate: stacked experts,
-    halves that are fused in one matrix, a head with a bias.
+    A unit of linear layers only, or a convolution, becomes a unit for each of its weights and biases. Others rotate:
+    stacked experts, halves that are fused in one matrix, a head with a bias.
     """
     found: list[Unit] = []
     for unit in units:
-        linear = all(type(site.module) is nn.Linear for w in unit.weights for site in sites[w.name])
+        linear = all(type(site.module) in _SEPARABLE for w in unit.weights for site in sites[w.name])
         head = any(heads & {w.name, *w.aliases} for w in unit.weights)
         if linear and not head and all(map(can_lie_side_by_side, unit.weights)):
             found += [

@@ -1,0 +1,78 @@
+"""A unit's weights made whole for one use: what cannot be answered slice by slice is right all the same.
+
+Over messages the slices are copied into a tensor that lives as long as autograd needs it, as under FSDP; where they lie
+side by side in shared memory nothing is copied. The gradient arrives whole and goes home slice by slice, as always.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rotorch.comm.ring import Visit
+from rotorch.core.spec import Range
+from rotorch.ops.rotate import RotatingUnit, SliceGradient
+from rotorch.ops.side_by_side import Turns
+from rotorch.shard.held import cut_pieces
+
+
+def made_whole(unit: RotatingUnit) -> list[Tensor]:
+    """The unit's weights, whole, in the dtype that they have at home. Differentiable through the ring.
+
+    All ranks of the ring call it for the same units in the same order. Sends the unit's slices once (nothing where they
+    lie side by side), in backward the gradients.
+    """
+    if not torch.is_grad_enabled() or not unit.trained:
+        return _gather(unit)
+    return list(_MadeWhole.apply(unit, unit.anchor))
+
+
+def _gather(unit: RotatingUnit) -> list[Tensor]:
+    if unit.whole is not None:
+        return [unit.whole.data]  # no view of what all passes share: it gets a graph of its own
+    home = unit.ring.home_weights(unit.item)
+    whole = [home.new_empty(weight.shape) for weight in unit.slices.weights]
+    for visit in unit.visits(backward=False):
+        for weight, part, target in zip(unit.slices.weights, unit.weights(visit), whole, strict=True):
+            for piece in cut_pieces(weight, num_slices=unit.slices.num_slices, index=visit.index):
+                piece.of_whole(target).copy_(piece.of_local(part.detach()))
+    return whole
+
+
+class _MadeWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, unit: RotatingUnit, anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.unit = unit
+        return tuple(_gather(unit))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        unit: RotatingUnit = ctx.unit
+        if unit.whole is not None:
+            Turns(unit, lambda gradient, fresh, part: _add(unit, gradient, fresh, part, grads[0])).go_on()
+            return None, None
+        for visit in unit.visits(backward=True, fetch=False):
+            _add_slice(unit, visit, grads)
+        return None, None
+
+
+def _add(unit: RotatingUnit, gradient: Tensor, fresh: bool, part: Range, whole: Tensor) -> None:
+    """Adds a slice's part of a whole gradient to where that slice's adds up."""
+    cut = unit.slices.weights[0].cut
+    if cut is None:
+        raise AssertionError(f"{unit.unit.name} is not cut")
+    mine = whole.narrow(cut.dim, part.start, part.length)
+    gradient.copy_(mine) if fresh else gradient.add_(mine)
+
+
+def _add_slice(unit: RotatingUnit, visit: Visit, grads: tuple[Tensor, ...]) -> None:
+    receiver = SliceGradient(unit, visit, wait=True)
+    for number, (weight, grad) in enumerate(zip(unit.slices.weights, grads, strict=True)):
+        pieces = cut_pieces(weight, num_slices=unit.slices.num_slices, index=visit.index)
+        parts = [piece.of_whole(grad) for piece in pieces]
+        receiver.add(number, parts[0] if len(parts) == 1 else torch.cat(parts, dim=pieces[0].dim))
+    receiver.pass_on()
