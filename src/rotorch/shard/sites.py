@@ -17,6 +17,9 @@ class Site:
     def put(self, tensor: Tensor | None) -> None:
         """Makes the module find `tensor` here: a plain tensor, a DTensor parameter, or None."""
         self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
+        names = getattr(self.module, "_flat_weights_names", ())  # recurrent layers keep a list of their own
+        if self.attribute in names:
+            self.module._flat_weights[names.index(self.attribute)] = tensor  # type: ignore[index,union-attr]
 
 
 def find_sites(module: nn.Module) -> dict[str, tuple[Site, ...]]:
@@ -28,3 +31,9 @@ def find_sites(module: nn.Module) -> dict[str, tuple[Site, ...]]:
         holder, _, attribute = name.rpartition(".")
         sites[first] = (*sites.get(first, ()), Site(module.get_submodule(holder), attribute))
     return sites
+
+
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the buffers that the module itself would save, by name."""
+    saved = module.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in module.named_buffers() if saved.get(name) is buffer}
