@@ -100,7 +100,7 @@ def check(build, *layouts, shape, dtype=torch.float64, bar=1e-10, loss=class_los
                     expected,
                     rtol=100 * bar,
                     atol=100 * bar,
-                    msg=lambda m, n=name: f"{layout} {n}: {m}",
+                    msg=lambda m, at=f"{layout} {name}": f"{at}: {m}",
                 )
     return [more for _, _, more in found]
 
