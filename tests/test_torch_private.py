@@ -20,6 +20,7 @@ from rotorch._torch_private import (
     group_size,
     group_timeout,
     in_backward,
+    saved_tensors_are_hooked,
     storage_key,
     symmetric_backend,
     symmetric_empty,
@@ -106,6 +107,13 @@ def test_a_thread_knows_whether_it_runs_a_backward_pass():
     y.sum().backward()
     assert seen == [True]
     assert not in_backward()
+
+
+def test_it_is_known_whether_saved_tensors_are_hooked():
+    assert not saved_tensors_are_hooked()
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+        assert saved_tensors_are_hooked()
+    assert not saved_tensors_are_hooked()
 
 
 def test_a_wrapper_has_a_shape_and_no_memory():

@@ -46,6 +46,7 @@ __all__ = [
     "group_size",
     "group_timeout",
     "in_backward",
+    "saved_tensors_are_hooked",
     "storage_key",
     "symmetric_backend",
     "symmetric_empty",
@@ -97,6 +98,14 @@ def in_backward() -> bool:
     Reason: a dispatch mode sees operations of forward and of backward alike, and no public name tells them apart.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def saved_tensors_are_hooked() -> bool:
+    """Whether hooks (of activation checkpointing) take what autograd saves at this moment.
+
+    Reason: hooks can be pushed by a public name, but no public name tells whether there are any.
+    """
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], *, like: Tensor) -> Any:

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -24,37 +24,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier
 from rotorch.comm.observe import Observer
-from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
+from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
+from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.held import HeldWeight, Pieces
 from rotorch.shard.load import load_directory
 from rotorch.shard.materialize import Recipe, initialise
-
-Batch = Mapping[str, Tensor]
-"""One micro-batch: `input_ids` int64 [batch, sequence], and `labels` (shifted inside, as Hugging Face does) or
-`shift_labels` (already shifted). Targets of -100 count for nothing. Further entries go to the model as they are."""
-
-LossFn = Callable[[nn.Module, Batch, int], Tensor]
-"""`loss(module, batch, num_targets)`: the SUM of the batch's losses divided by the global `num_targets`."""
-
-
-def causal_lm_loss(module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
-    """The default loss: the model's own, as Hugging Face models compute it."""
-    if "shift_labels" in batch and "labels" not in batch:
-        batch = {**batch, "labels": batch["shift_labels"]}  # without `labels` the models return no loss
-    return module(**batch, num_items_in_batch=num_targets).loss
-
-
-def count_targets(batch: Batch) -> int:
-    """Number of target tokens of one micro-batch, by the same rule that the loss uses."""
-    if "shift_labels" in batch:
-        return int((batch["shift_labels"] != -100).sum())
-    if "labels" in batch:
-        labels = batch["labels"]
-        shifted = labels[..., 1:] if labels.dim() > 1 else labels
-        return int((shifted != -100).sum())
-    raise ConfigError(f"batch: needs 'labels' or 'shift_labels', has {sorted(batch)}")
 
 
 class Holding(ABC):
@@ -161,6 +137,8 @@ class ParallelModel:
         self._recipes = recipes
         self._holding = holding
         self._loss = loss
+        self._count_targets = getattr(loss, "count_targets", count_targets)
+        self._written_buffers = WrittenBuffers(module)
         self._autocast_dtype = autocast_dtype
         self.batch_axes = tuple(axis for s in strategies for axis in s.batch_axes)
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim
@@ -244,22 +222,27 @@ class ParallelModel:
             batch: this rank's micro-batch, or all its micro-batches of this step; every rank gives equally many.
 
         Returns:
-            The loss per target token over the whole global batch, 0-dim, the same on all ranks.
+            The loss per target token over the whole global batch, 0-dim, the same on all ranks. Buffers that the
+            model has written (running statistics) are the same on all ranks too (see shard/buffers.py).
         """
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
-        num_targets = self._sum_over_batch_ranks(float(sum(count_targets(b) for b in micro_batches)))
+        num_targets = self._sum_over_batch_ranks(float(sum(self._count_targets(b) for b in micro_batches)))
         holding, total = self._holding, torch.zeros((), dtype=torch.float64)
+        self._written_buffers.start()
         with holding.lend() as callee, torch.enable_grad():
             holding.start()
             for number, micro_batch in enumerate(micro_batches):
                 with holding.micro_batch(last=number == len(micro_batches) - 1):
-                    with self._autocast():
+                    with self._forward_pass():
                         loss = self._loss(callee, micro_batch, max(int(num_targets), 1))
                     (loss if holding.loss_scale == 1.0 else loss * holding.loss_scale).backward()
                     total += loss.detach().double().cpu()
-            summed = all_reduce_sum_later(total, mesh=self.mesh)  # under way while gradients are completed
+            sums = torch.cat([total.view(1), self._written_buffers.written()])
+            summed = all_reduce_sum_later(sums, mesh=self.mesh)  # under way while gradients are completed
             holding.finish()
-        return summed() * (self.num_batch_ranks / self.mesh.size())
+        loss_sum, num_writers = summed()[0], summed()[1:]
+        self._written_buffers.even_out(num_writers, mesh=self.mesh)
+        return loss_sum * (self.num_batch_ranks / self.mesh.size())
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Sequence[Batch]) -> Evaluation:
@@ -270,13 +253,13 @@ class ParallelModel:
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         training = self.module.training
         self.module.eval()
-        num_targets = int(self._sum_over_batch_ranks(float(sum(count_targets(b) for b in micro_batches))))
+        num_targets = int(self._sum_over_batch_ranks(float(sum(self._count_targets(b) for b in micro_batches))))
         loss_sum = 0.0
         try:
             with self._holding.lend() as callee:
                 self._holding.start()
                 for micro_batch in micro_batches:
-                    with self._autocast():
+                    with self._forward_pass():
                         loss_sum += float(self._loss(callee, micro_batch, 1))
         finally:
             self.module.train(training)
@@ -292,7 +275,7 @@ class ParallelModel:
         self.module.eval()
         barrier(mesh=self.mesh)  # weights are as the optimizer left them
         try:
-            with self._holding.lend() as callee, self._autocast():
+            with self._holding.lend() as callee, self._forward_pass():
                 self._holding.start()
                 logits = callee(input_ids=input_ids, use_cache=False).logits[:, -1, :].clone()
         finally:
@@ -305,12 +288,18 @@ class ParallelModel:
         self._holding.close()
 
     @contextmanager
-    def _autocast(self) -> Iterator[None]:
-        if self._autocast_dtype is None:
-            yield
-        else:
-            with torch.autocast(self.mesh.device_type, dtype=self._autocast_dtype):
+    def _forward_pass(self) -> Iterator[None]:
+        # torch's fused encoder layers read weights past the layers that hold them, and no strategy would know.
+        fused = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            if self._autocast_dtype is None:
                 yield
+            else:
+                with torch.autocast(self.mesh.device_type, dtype=self._autocast_dtype):
+                    yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fused)
 
     def _sum_over_batch_ranks(self, value: float) -> float:
         """Sums a number over all ranks; ranks that share a batch share count once.

@@ -13,7 +13,9 @@ from rotorch.mesh import make_mesh, pick_device
 from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
-from rotorch.parallel_model import Holding, LossFn, ParallelModel, causal_lm_loss
+from rotorch.models.losses import LossFn, loss_of
+from rotorch.models.traps import make_stateless
+from rotorch.parallel_model import Holding, ParallelModel
 from rotorch.shard.materialize import take_recipes
 from rotorch.strategies import check_composition, parse_parallel
 
@@ -24,7 +26,7 @@ def parallelize(
     *,
     device: str | torch.device = "auto",
     plan: Plan | None = None,
-    loss: LossFn = causal_lm_loss,
+    loss: LossFn | None = None,
     autocast_dtype: torch.dtype | None = None,
     compile: bool = False,
 ) -> ParallelModel:
@@ -35,13 +37,14 @@ def parallelize(
     values keep this rank's part of them.
 
     Args:
-        module: a Hugging Face model, or any module with a `plan`.
+        module: a Hugging Face model, or any other module.
         parallel: `"rtp=2"`, `"ddp=2,rtp=4[recompute=slice]"`, or strategies such as `[DDP(size=2), RTP(size=4)]`,
             outermost first.
         device: "auto", "cpu" or "cuda".
-        plan: name patterns to roles, for modules that declare none: `{"layers.*.up": "colwise", "layers.*.down":
-            "rowwise"}`.
-        loss: how a batch becomes a loss; the default is what Hugging Face causal language models compute.
+        plan: name patterns to roles: `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`. The default is what the
+            model declares; of a module that declares nothing, layers are cut by rules (`models/rules.py`).
+        loss: how a batch becomes a loss; the default is the one that the model returns (`models/losses.py`): a causal
+            language model's, or a mean over `labels`.
         autocast_dtype: run forward passes under `torch.autocast` with this dtype. Weights at rest and gradients keep
             the module's own; slices that go round travel and are computed with in this one.
         compile: run blocks (under rtp: attentions and MLPs, a slice at a time) by torch.compile, one graph for all of
@@ -65,8 +68,7 @@ def parallelize(
         check_compiler(on.type)
     mesh = make_mesh(strategies, device=on)
     recipes = take_recipes(module)
-    if getattr(module, "config", None) is not None and hasattr(module.config, "use_cache"):
-        module.config.use_cache = False  # a cache would be appended to once per slice
+    make_stateless(module, num_ranks=mesh.size())
     holding: Holding | None = None
     for strategy in reversed(strategies):
         apply = importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply").apply
@@ -86,6 +88,6 @@ def parallelize(
         strategies=strategies,
         spec=spec,
         recipes=recipes,
-        loss=loss,
+        loss=loss_of(module) if loss is None else loss,
         autocast_dtype=autocast_dtype,
     )

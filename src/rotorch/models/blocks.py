@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rotorch.core.errors import ConfigError
+from rotorch.shard.buffers import buffers_untouched
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
@@ -44,10 +46,12 @@ def recompute_blocks(module: nn.Module, *, strategy: str) -> None:
 
 def recompute(module: nn.Module) -> None:
     """Lets a module keep only its inputs in forward; backward runs it again (see `recompute_blocks`). In place."""
-    module.forward = partial(_run_again_in_backward, module.forward)  # type: ignore[method-assign]
+    module.forward = partial(_run_again_in_backward, module.forward, module)  # type: ignore[method-assign]
 
 
-def _run_again_in_backward(forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _run_again_in_backward(forward: Any, module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    if any(True for _ in module.buffers()):  # running statistics move once per step
+        kwargs["context_fn"] = lambda: (nullcontext(), buffers_untouched(module))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,158 @@
+"""How a batch becomes a loss: the one rule of this library over what models compute by themselves.
+
+[Note: shares]
+    Losses of all micro-batches and ranks are summed, so each must be a sum divided by the global number of targets.
+    A causal language model of Hugging Face takes that number (`num_items_in_batch`). What it adds to the loss beyond
+    (a router's auxiliary loss) knows nothing of it, and would count once per micro-batch of each rank: it is weighted
+    with the micro-batch's share of the targets, so that all shares together count once. Other models that return a
+    loss return a mean over the targets of what they are given; weighted with the shares, means make the global mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from rotorch.core.errors import ConfigError
+
+Batch = Mapping[str, Tensor]
+"""One micro-batch: `input_ids` int64 [batch, sequence], and `labels` (shifted inside, as Hugging Face does) or
+`shift_labels` (already shifted). Targets of -100 count for nothing. Further entries go to the model as they are."""
+
+LossFn = Callable[[nn.Module, Batch, int], Tensor]
+"""`loss(module, batch, num_targets)`: the SUM of the batch's losses divided by the global `num_targets`. If it has an
+attribute `count_targets`, that says how many targets a batch has, else `count_targets` of this module does."""
+
+
+def causal_lm_loss(module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
+    """The model's own loss, as Hugging Face's causal language models compute it; nothing added to it is weighted."""
+    return module(**_with_labels(batch), num_items_in_batch=num_targets).loss
+
+
+def count_targets(batch: Batch) -> int:
+    """Number of target tokens of one micro-batch, by the same rule that causal language models use."""
+    if "shift_labels" in batch:
+        return int((batch["shift_labels"] != -100).sum())
+    if "labels" in batch:
+        labels = batch["labels"]
+        shifted = labels[..., 1:] if labels.dim() > 1 else labels
+        return int((shifted != -100).sum())
+    raise ConfigError(f"batch: needs 'labels' or 'shift_labels', has {sorted(batch)}")
+
+
+def loss_of(module: nn.Module) -> LossFn:
+    """The loss of a model that returns one itself: by its kind, a causal language model's or a mean."""
+    if _is_causal_lm(module):
+        return CausalLMLoss(module) if hasattr(module, "loss_function") else causal_lm_loss
+    return OwnMeanLoss()
+
+
+def _is_causal_lm(module: nn.Module) -> bool:
+    generates = getattr(module, "can_generate", None)
+    return callable(generates) and generates() and not getattr(module.config, "is_encoder_decoder", False)
+
+
+def _with_labels(batch: Batch) -> Batch:
+    if "shift_labels" in batch and "labels" not in batch:
+        return {**batch, "labels": batch["shift_labels"]}  # without `labels` the models return no loss
+    return batch
+
+
+class CausalLMLoss:
+    """Of a causal language model of Hugging Face: its own loss, and what it adds to that by shares.
+
+    Listens to the model's `loss_function`, to tell the two apart (see [Note: shares]).
+
+    Args:
+        module: the model; its `loss_function` is replaced by one that does the same.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._loss_function = module.loss_function
+        self._name = type(module).__name__
+        self._heard: list[Tensor] = []
+        module.loss_function = self._listen
+
+    def _listen(self, *args: Any, **kwargs: Any) -> Tensor:
+        loss: Tensor = self._loss_function(*args, **kwargs)
+        if kwargs.get("num_items_in_batch") is not None:
+            self._heard.append(loss)
+        return loss
+
+    def __call__(self, module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
+        """The sum of the batch's losses over `num_targets`."""
+        self._heard.clear()
+        loss: Tensor = module(**_with_labels(batch), num_items_in_batch=num_targets).loss
+        heard, self._heard = self._heard, []
+        if not heard:
+            raise ConfigError(
+                f"{self._name} computes its loss without num_items_in_batch, so it cannot be summed over ranks. "
+                "Write loss=... of your own: loss(module, batch, num_targets) -> the sum of the losses / num_targets"
+            )
+        if loss is heard[-1]:
+            return loss
+        share = count_targets(batch) / num_targets
+        return heard[-1] + share * (loss - heard[-1])
+
+
+class OwnMeanLoss:
+    """Of any model that returns a mean over the targets it is given: weighted with this batch's share of all targets.
+
+    The model is called with the batch's entries by name, and returns its loss as `.loss`, under "loss", or first in a
+    tuple. It is a mean over `labels` that are not -100; over rows if labels are no integers or there are none.
+    """
+
+    def count_targets(self, batch: Batch) -> int:
+        """Number of targets of one micro-batch."""
+        labels = batch.get("labels")
+        if labels is not None and not labels.is_floating_point():
+            return int((labels != -100).sum())
+        first = labels if labels is not None else next(iter(batch.values()), None)
+        if first is None:
+            raise ConfigError("batch: is empty. Write what the model's forward takes, by name")
+        return len(first)
+
+    def __call__(self, module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
+        """The sum of the batch's losses over `num_targets`."""
+        output = module(**batch)
+        loss = _loss_in(output, model=type(module).__name__)
+        num_mine = self.count_targets(batch)
+        if num_mine:
+            return loss * (num_mine / num_targets)
+        # A mean over nothing is no number. This rank takes part in backward all the same: others wait for it.
+        others = [t for t in _tensors(output) if t is not loss and t.requires_grad]
+        if not others:
+            raise ConfigError(
+                f"{type(module).__name__}: a batch without targets, and nothing but its loss to begin backward from. "
+                "Give every rank a target, or let the model return its logits too"
+            )
+        return sum((t.sum() for t in others), start=loss.new_zeros(())) * 0.0
+
+
+def _loss_in(output: Any, *, model: str) -> Tensor:
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "loss", output[0] if isinstance(output, tuple) and output else None)
+    if not isinstance(found, Tensor) or found.dim() or not found.is_floating_point():
+        raise ConfigError(
+            f"{model} returns no loss (a {type(output).__name__}). Give the batch what its forward makes one from, or "
+            "write loss=... : loss(module, batch, num_targets) -> the sum of the batch's losses / num_targets"
+        )
+    return found
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The floating-point tensors in a model's output: a tuple, a dictionary, a dataclass or a tensor."""
+    if isinstance(output, Mapping):
+        values = list(output.values())
+    elif isinstance(output, tuple):
+        values = list(output)
+    elif isinstance(output, Tensor):
+        values = [output]
+    else:
+        values = list(vars(output).values())
+    return [value for value in values if isinstance(value, Tensor) and value.is_floating_point()]

@@ -1,0 +1,79 @@
+"""Buffers that a model writes in forward (running statistics of batch norms), kept alike on all ranks.
+
+[Note: running statistics]
+    Every rank normalises by the statistics of its own micro-batch, as under torch's DDP, and moves its buffers
+    accordingly. Those that are saved with the model and that any rank has written during a step become the mean over
+    all ranks at its end. For running means that is what one process with all the data would have; running variances
+    are the mean of variances within shares. Integers (counters) stay what each rank has made of them, since every rank
+    makes the same number of passes; so do buffers that are not saved, which are what a rank remembers for itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.collectives import all_reduce_sum
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+class WrittenBuffers:
+    """Notices which floating-point buffers of a module a step has written, and evens them out over ranks."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (holder, name)
+            for holder in module.modules()
+            for name, buffer in holder._buffers.items()
+            if buffer is not None and buffer.is_floating_point() and name not in holder._non_persistent_buffers_set
+        ]
+        self._before: list[tuple[Tensor, int]] = []
+
+    def start(self) -> None:
+        """Before a step's first forward."""
+        self._before = [(buffer, buffer._version) for buffer in self._now()]
+
+    def written(self) -> Tensor:
+        """After a step's last backward: per buffer 1 if this rank has written it, else 0, float64 [number of them]."""
+        pairs = zip(self._now(), self._before, strict=True)
+        changed = [float(now is not before or now._version != version) for now, (before, version) in pairs]
+        return torch.tensor(changed, dtype=torch.float64)
+
+    @torch.no_grad()
+    def even_out(self, num_writers: Tensor, *, mesh: DeviceMesh) -> None:
+        """Makes every buffer that some rank has written the mean over all ranks of `mesh`, which all call it.
+
+        Args:
+            num_writers: the sum of `written` over all ranks. If it is zero nothing is sent.
+            mesh: of all ranks.
+        """
+        buffers = [b for b, n in zip(self._now(), num_writers.tolist(), strict=True) if n > 0]
+        for dtype in sorted({b.dtype for b in buffers}, key=str):
+            same = [b for b in buffers if b.dtype is dtype]
+            flat = torch.cat([b.reshape(-1) for b in same])
+            all_reduce_sum(flat, mesh=mesh)
+            flat /= mesh.size()
+            for buffer, mean in zip(same, flat.split([b.numel() for b in same]), strict=True):
+                buffer.copy_(mean.view_as(buffer))
+
+    def _now(self) -> Sequence[Tensor]:
+        return [holder._buffers[name] for holder, name in self._places]  # type: ignore[misc]
+
+
+@contextmanager
+def buffers_untouched(module: nn.Module) -> Iterator[None]:
+    """Within it, whatever is written into a module's buffers is forgotten: for a forward that runs a second time."""
+    places = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+    for holder, name, buffer in places:
+        holder._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for holder, name, buffer in places:
+            holder._buffers[name] = buffer
