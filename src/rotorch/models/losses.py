@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
@@ -77,9 +78,10 @@ class CausalLMLoss:
 
     def _listen(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = self._loss_function(*args, **kwargs)
-        if kwargs.get("num_items_in_batch") is not None:
-            self._heard.append(loss)
-        return loss
+        if kwargs.get("num_items_in_batch") is None:
+            return loss
+        self._heard.append(loss)
+        return loss.clone()  # models add to it in place
 
     def __call__(self, module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
         """The sum of the batch's losses over `num_targets`."""
@@ -91,7 +93,7 @@ class CausalLMLoss:
                 f"{self._name} computes its loss without num_items_in_batch, so it cannot be summed over ranks. "
                 "Write loss=... of your own: loss(module, batch, num_targets) -> the sum of the losses / num_targets"
             )
-        if loss is heard[-1]:
+        if torch.equal(loss.detach(), heard[-1].detach()):
             return loss
         share = count_targets(batch) / num_targets
         return heard[-1] + share * (loss - heard[-1])

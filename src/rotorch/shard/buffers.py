@@ -33,17 +33,17 @@ class WrittenBuffers:
             for name, buffer in holder._buffers.items()
             if buffer is not None and buffer.is_floating_point() and name not in holder._non_persistent_buffers_set
         ]
-        self._before: list[tuple[Tensor, int]] = []
+        self._before: list[Tensor] = []
 
     def start(self) -> None:
         """Before a step's first forward."""
-        self._before = [(buffer, buffer._version) for buffer in self._now()]
+        # Copies, since torch's own batch norm writes without raising a tensor's version.
+        self._before = [buffer.clone() for buffer in self._now()]
 
     def written(self) -> Tensor:
         """After a step's last backward: per buffer 1 if this rank has written it, else 0, float64 [number of them]."""
         pairs = zip(self._now(), self._before, strict=True)
-        changed = [float(now is not before or now._version != version) for now, (before, version) in pairs]
-        return torch.tensor(changed, dtype=torch.float64)
+        return torch.tensor([float(not torch.equal(now, before)) for now, before in pairs], dtype=torch.float64)
 
     @torch.no_grad()
     def even_out(self, num_writers: Tensor, *, mesh: DeviceMesh) -> None:

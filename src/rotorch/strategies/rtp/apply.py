@@ -42,6 +42,7 @@ from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
 from rotorch.ops.slice_linear import slice_linear
 from rotorch.parallel_model import Holding
+from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
 from rotorch.shard.held import HeldWeight, cut_pieces, refuse_unfrozen
 from rotorch.shard.replicas import Replicas
@@ -292,6 +293,7 @@ class RotatedModule:
             self._num_sums = 2
             self._proven = True
         self._weight_sites = [sites[w.name][0] for w in unit.weights]
+        self._buffers = WrittenBuffers(module)
         self._replicas = replicas
         self._whole = unit.replicated
         self._whole_sites = [sites[name] for name in unit.replicated]
@@ -324,6 +326,7 @@ class RotatedModule:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward over all slices."""
+        self._refuse_cache((*args, *kwargs.values()))
         leaves, tree = tree_flatten((args, kwargs))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         whole = [self._replicas.twins[name] for name in self._whole]
@@ -351,11 +354,17 @@ class RotatedModule:
 
         inputs = [*(leaves[i] for i in where), *whole]
         versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        self._buffers.start()
         total = rotate_module(self._rotating, run, inputs)
         if versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]:
             raise ConfigError(
                 f"rtp: {self._rotating.unit.name!r} changes its input in place, which every slice would do again. "
                 "Give its weights no role in the plan, or let it change a copy"
+            )
+        if self._buffers.written().any():
+            raise ConfigError(
+                f"rtp: {self._rotating.unit.name!r} writes its buffers in forward (running statistics), once per slice. "
+                "Give its weights no role in the plan, or 'colwise_gather_output'"
             )
         if not self._proven:
             self._prove(run, inputs)
@@ -363,6 +372,13 @@ class RotatedModule:
         for name in self._added_once:
             first = first + self._replicas.twins[name]
         return first if form.length is None else (first, *more, *[None] * (form.length - 1 - len(more)))
+
+    def _refuse_cache(self, given: Sequence[Any]) -> None:
+        if any(hasattr(value, "get_seq_length") for value in given):  # a Hugging Face cache of keys and values
+            raise ConfigError(
+                f"rtp: {self._rotating.unit.name!r} is given a cache of keys and values, to which every slice would "
+                "append. Leave use_cache and past_key_values out of the batch"
+            )
 
     def _prove(self, run: RunSlice, inputs: Sequence[Tensor]) -> None:
         """Tries on this rank's slice whether outputs of slices add up; see [Note: sums]."""
