@@ -27,10 +27,12 @@ from rotorch.comm.observe import Observer
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
+from rotorch.models.pretrained import open_pretrained
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.held import HeldWeight, Pieces
-from rotorch.shard.load import load_directory
+from rotorch.shard.load import load_stored
 from rotorch.shard.materialize import Recipe, initialise
+from rotorch.shard.sites import persistent_buffers
 
 
 class Holding(ABC):
@@ -179,13 +181,33 @@ class ParallelModel:
         self._holding.values_changed()
         return self
 
-    def load(self, directory: str) -> ParallelModel:
-        """Reads weights from a Hugging Face directory of safetensors; each rank reads only its slices. Returns self.
+    def load(self, path: str, *, may_lack: Sequence[str] = (), may_have: Sequence[str] = ()) -> ParallelModel:
+        """Reads weights and buffers of a published model; each rank reads only its slices. Returns self.
+
+        Names are followed as transformers does: renamed modules, a base model's weights for a task's model and the
+        other way round, experts stored one by one. Values are converted to the dtype of the model's weights.
+
+        Args:
+            path: a Hugging Face directory of safetensors; a `.gguf` file, or a directory with one.
+            may_lack: name patterns (`"classifier.*"`) of weights that need not be there; they keep the values that
+                `materialize` gave them.
+            may_have: name patterns of tensors in the files that the model has no use for.
 
         Raises:
-            ConfigError: if the directory has none, a file is corrupt, or names or shapes do not match; lists them.
+            ConfigError: nothing there, a damaged file, or names or shapes that do not match: all of them in one line,
+                before anything is read.
         """
-        load_directory(directory, weights=self.weights)
+        buffers = persistent_buffers(self.module)
+        names = {n for held in self.weights.values() for n in (held.name, *held.weight.aliases)} | set(buffers)
+        with open_pretrained(path, module=self.module, names=names) as found:
+            load_stored(
+                found.tensors,
+                weights=self.weights,
+                source=str(path),
+                buffers=buffers,
+                may_lack=may_lack,
+                may_have=(*found.ignored, *may_have),
+            )
         self._holding.values_changed()
         return self
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from rotorch.core.errors import ConfigError, nearest
+from rotorch.models.gguf import config_of_gguf, find_gguf
 
 Plan = Mapping[str, str]
 """Name patterns of modules or parameters (`*` stands for one name part) to roles.
@@ -38,7 +39,7 @@ def _head(module: nn.Module) -> nn.Module | None:
 
 
 def load_config(path: str | Path) -> Any:
-    """Reads a Hugging Face configuration: a `config.json`, or a directory that has one.
+    """Reads a Hugging Face configuration: a `config.json`, a directory that has one, or a GGUF file.
 
     Raises:
         ConfigError: the file is missing, is not JSON, or names a model type that transformers does not know.
@@ -46,6 +47,8 @@ def load_config(path: str | Path) -> Any:
     from transformers import CONFIG_MAPPING
 
     file = Path(path)
+    if (gguf := find_gguf(file)) is not None:
+        return config_from_dict(config_of_gguf(gguf), source=str(gguf), known=CONFIG_MAPPING)
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():

@@ -1,49 +1,24 @@
-"""Flyweight loading: each rank reads only its slices of a directory of safetensors."""
+"""Flyweight loading: each rank reads only its slices of a checkpoint, and says in one line all that does not fit."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from contextlib import ExitStack
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from rotorch.core.errors import ConfigError
-from rotorch.shard.held import HeldWeight
+from rotorch.shard.held import HeldWeight, Piece
+from rotorch.shard.safetensors_files import open_safetensors
+from rotorch.shard.stored import Stored
+
+_NAMES_SHOWN = 100  # of each kind; beyond that it is another model
 
 
-def _files(directory: Path) -> dict[str, Path]:
-    """Maps each tensor name to the file that holds it."""
-    index = directory / "model.safetensors.index.json"
-    try:
-        if index.exists():
-            return {
-                name: directory / Path(file).name for name, file in json.loads(index.read_text())["weight_map"].items()
-            }
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise ConfigError(f"load: no safetensors files in {str(directory)!r}. Write a Hugging Face model directory")
-        names = {}
-        for file in files:
-            with safe_open(file, framework="pt") as opened:
-                names.update(dict.fromkeys(opened.keys(), file))
-        return names
-    except ConfigError:
-        raise
-    except (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"load: cannot read {str(directory)!r}: {error}") from None
-
-
-@torch.no_grad()
 def load_directory(directory: str, *, weights: Mapping[str, HeldWeight]) -> None:
-    """Reads what this rank holds of each weight from safetensors, never more than one slice at a time.
-
-    Every rank alone.
-
-    Names are the model's own; a tied weight may be stored under any of its names. Values are converted to the
-    weight's dtype.
+    """Reads what this rank holds of each weight from safetensors whose names are the model's own. Every rank alone.
 
     Raises:
         ConfigError: no such directory, no or corrupt files, missing, extra or mis-shaped tensors (all of them listed).
@@ -51,32 +26,71 @@ def load_directory(directory: str, *, weights: Mapping[str, HeldWeight]) -> None
     root = Path(directory)
     if not root.is_dir():
         raise ConfigError(f"load: {directory!r} is not a directory. Write a Hugging Face model directory")
-    where = _files(root)
-    stored = {
-        name: next((n for n in (name, *held.weight.aliases) if n in where), None) for name, held in weights.items()
-    }
-    missing = [name for name, found in stored.items() if found is None]
-    known = {n for name, held in weights.items() for n in (name, *held.weight.aliases)}
-    extra = sorted(set(where) - known)
-    problems = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"unknown: {', '.join(extra)}"] * bool(extra)
-    with ExitStack() as stack:
-        try:
-            opened = {f: stack.enter_context(safe_open(f, framework="pt")) for f in sorted(set(where.values()))}
-            for name, held in weights.items():
-                source = stored[name]
-                if source is None:
-                    continue
-                shape = tuple(opened[where[source]].get_slice(source).get_shape())
-                if shape != held.weight.shape:
-                    problems.append(f"shape of {source}: {shape} in the file, {held.weight.shape} in the model")
-            if problems:
-                raise ConfigError(f"load: {directory!r} does not fit the model. {'; '.join(problems)}")
-            for name, held in weights.items():
-                source = stored[name] or name
-                file = opened[where[source]]
-                for piece in held.pieces:
-                    box = tuple(slice(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
-                    part = file.get_slice(source)[box] if box else file.get_tensor(source)  # a number has no slices
-                    piece.of_local(held.local).copy_(part)
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"load: cannot read {directory!r}: {error}") from None
+    with open_safetensors(root) as stored:
+        load_stored(stored, weights=weights, source=directory)
+
+
+@torch.no_grad()
+def load_stored(
+    stored: Mapping[str, Stored],
+    *,
+    weights: Mapping[str, HeldWeight],
+    source: str,
+    buffers: Mapping[str, Tensor] | None = None,
+    may_lack: Sequence[str] = (),
+    may_have: Sequence[str] = (),
+) -> None:
+    """Reads what this rank holds of each weight, one piece at a time, once all is known to fit. Every rank alone.
+
+    A tied weight may be stored under any of its names. Values are converted to the weight's dtype.
+
+    Args:
+        stored: the checkpoint's tensors by the model's names.
+        weights: what this rank holds.
+        source: the checkpoint's path, for messages.
+        buffers: the module's persistent buffers, whole on every rank.
+        may_lack: name patterns (`classifier.*`) of weights that the checkpoint need not have; they stay as they are.
+        may_have: name patterns of tensors that the model need not have.
+
+    Raises:
+        ConfigError: missing, extra or mis-shaped tensors, all of them listed, before anything is read; or what is found
+            to be damaged while it is read.
+    """
+    buffers = buffers or {}
+    names = {name: (name, *held.weight.aliases) for name, held in weights.items()}
+    found = {name: next((n for n in those if n in stored), None) for name, those in names.items()}
+    found |= {name: name if name in stored else None for name in buffers}
+    shapes = {name: held.weight.shape for name, held in weights.items()}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    known = {n for those in names.values() for n in those} | set(buffers)
+    missing = [name for name, there in found.items() if there is None and not _any_matches(may_lack, name)]
+    extra = [name for name in sorted(set(stored) - known) if not _any_matches(may_have, name)]
+    problems = [f"missing: {_listed(missing)}"] * bool(missing) + [f"unknown: {_listed(extra)}"] * bool(extra)
+    problems += [
+        f"shape of {there}: {stored[there].shape} in the file, {shapes[name]} in the model"
+        for name, there in found.items()
+        if there is not None and stored[there].shape != shapes[name]
+    ]
+    if problems:
+        raise ConfigError(f"load: {source!r} does not fit the model. {'; '.join(problems)}")
+    for name, held in weights.items():
+        if (there := found[name]) is not None:
+            for piece in held.pieces:
+                stored[there].read(_box(piece), out=piece.of_local(held.local))
+    for name, buffer in buffers.items():
+        if (there := found[name]) is not None:
+            stored[there].read(stored[there].whole, out=buffer)
+
+
+def _box(piece: Piece) -> tuple[range, ...]:
+    return tuple(range(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+
+
+def _any_matches(patterns: Iterable[str], name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Names, all of them unless there are too many to read."""
+    rest = len(names) - _NAMES_SHOWN
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

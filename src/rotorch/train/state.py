@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from rotorch.core.errors import ConfigError
 from rotorch.parallel_model import ParallelModel
 from rotorch.shard.held import HeldWeight, Pieces
+from rotorch.shard.sites import persistent_buffers
 from rotorch.train.manifest import BUFFER, MODEL, OPTIMIZER, RNG, ModelEntry, OptimizerEntry, TensorEntry, json_digest
 from rotorch.train.storage import DTYPES
 
@@ -86,12 +87,6 @@ def model_tensors(model: ParallelModel) -> dict[str, Pieces | Tensor]:
     tensors: dict[str, Pieces | Tensor] = {MODEL + name: pieces for name, pieces in model.state_dict().items()}
     tensors.update((BUFFER + name, buffer) for name, buffer in persistent_buffers(model.module).items())
     return tensors
-
-
-def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that the module itself would save, by name."""
-    saved = module.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in module.named_buffers() if saved.get(name) is buffer}
 
 
 def model_entry(model: ParallelModel) -> ModelEntry:

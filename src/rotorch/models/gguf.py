@@ -1,0 +1,351 @@
+"""GGUF, the file format of llama.cpp: weights, configuration and tokenizer in one file. Needs the package `gguf`.
+
+transformers knows how GGUF's names, metadata and orders of rows map to its own for the families that it reads; that
+knowledge is used here as it is, but tensor by tensor: each rank makes numbers of the rows that it holds, not of the
+model. What was rounded when the file was made stays rounded: weights of a quantised file are not those of the model
+that it was made from.
+
+[Note: rows in another order] llama.cpp pairs the halves of rotary heads otherwise, so rows of q and k are stored in
+another order, and a family's processor in transformers puts them back. It is asked, once per tensor, what it does to
+row numbers: if it only moves rows, a rank reads the rows of its slice; if it does anything else, the tensor is made
+whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+
+from rotorch.core.errors import ConfigError
+from rotorch.models.conversions import bare, is_pretrained
+from rotorch.shard.stored import Box, Computed, Stored
+
+_CHUNK_ELEMENTS = 1 << 20
+"""So many numbers are made at a time; making them takes a few times their memory."""
+
+_NUMBER_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_TEXT, _LIST = 8, 9
+"""Types of GGUF's metadata: numbers by their size, text, lists."""
+
+
+def find_gguf(path: Path) -> Path | None:
+    """Returns the GGUF file that `path` is, or that is the one in a directory without a `config.json`.
+
+    Raises:
+        ConfigError: several in one directory.
+    """
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigError(f"load: no file {str(path)!r}. Write the path of a .gguf file")
+        return path
+    if not path.is_dir() or (path / "config.json").exists():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        raise ConfigError(
+            f"load: {str(path)!r} holds {', '.join(f.name for f in found)}. Write the path of one of them"
+        )
+    return found[0] if found else None
+
+
+@contextmanager
+def open_gguf(path: Path, *, module: nn.Module) -> Iterator[dict[str, Stored]]:
+    """Opens the tensors of a GGUF file by the names that `module`, a model of transformers, has for them.
+
+    Every rank alone; reads names and shapes only.
+
+    Raises:
+        ConfigError: the package is missing, the file is damaged, or transformers does not read this family from GGUF.
+    """
+    package = _package(path)
+    if not is_pretrained(module):
+        raise ConfigError(
+            f"load: {str(path)!r}: GGUF is read for models of transformers only, not {type(module).__name__}"
+        )
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    header = _read_header(path, package)
+    model = bare(module)
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
+    try:
+        names = get_gguf_hf_weights_map(_Names(model, depth=1), processor)
+    except NotImplementedError as error:
+        raise ConfigError(f"load: {str(path)!r}: {error}") from None
+    data = np.memmap(path, np.uint8, mode="r")
+    made: dict[str, Stored] = {}
+    for tensor in header.tensors:
+        name = names.get(tensor.name, tensor.name)
+        if name in made:
+            raise ConfigError(
+                f"load: {str(path)!r}: {name} is stored in several parts, which is not read from GGUF. "
+                "Write a directory of safetensors"
+            )
+        try:
+            made[name] = _Tensor(tensor, data, package=package, processor=processor)
+        except (NotImplementedError, ValueError, KeyError) as error:
+            raise ConfigError(f"load: cannot read {tensor.name} in {str(path)!r}: {error}") from None
+    yield made
+
+
+class _Names:
+    """What transformers asks of a model to name its tensors, for the model and its direct children.
+
+    Some families are stored under the names of their base model, so it looks at children too; at those of children as
+    well, which takes most of a minute and finds nothing more.
+    """
+
+    def __init__(self, module: nn.Module, *, depth: int) -> None:
+        self._module, self._depth = module, depth
+        self.config = getattr(module, "config", None)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._module.state_dict()
+
+    def named_children(self) -> list[tuple[str, _Names]]:
+        children = self._module.named_children() if self._depth else ()
+        return [(name, _Names(child, depth=self._depth - 1)) for name, child in children]
+
+
+def read_gguf_metadata(path: Path, directory: Path) -> Path:
+    """Writes what a GGUF file says besides weights as a Hugging Face directory, once, and returns that.
+
+    `config.json`, `tokenizer.json` with its configuration and chat template, and `generation_config.json`. Takes some
+    ten seconds for a vocabulary of 50,000, so it is kept.
+
+    Args:
+        path: the GGUF file.
+        directory: where such directories are kept.
+
+    Raises:
+        ConfigError: the package is missing, or transformers cannot make sense of the file.
+    """
+    status = path.stat()
+    final = directory / f"{path.stem}-{status.st_size}-{status.st_mtime_ns}"
+    if (final / "config.json").is_file():
+        return final
+    config = config_of_gguf(path)
+    temporary = directory / f".{final.name}.tmp-{os.getpid()}"
+    temporary.mkdir(parents=True, exist_ok=True)
+    _tokenizer(path).save_pretrained(temporary)
+    ends = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if config.get(key) is not None}
+    (temporary / "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", "utf-8")
+    (temporary / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    try:
+        temporary.rename(final)
+    except OSError:  # another process was first
+        if not (final / "config.json").is_file():
+            raise
+    return final
+
+
+def config_of_gguf(path: Path) -> dict[str, Any]:
+    """The contents of a `config.json` for a GGUF file. Takes some seconds; `read_gguf_metadata` keeps it.
+
+    Raises:
+        ConfigError: as `read_gguf_metadata`.
+    """
+    _read_header(path, _package(path))  # what is damaged is said in our words
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    try:
+        values = load_gguf_checkpoint(str(path), return_tensors=False)["config"]
+    except Exception as error:  # what it raises is not documented
+        raise ConfigError(f"model: {str(path)!r}: transformers cannot read this GGUF file: {error}") from None
+    values.pop("_model_name_or_path", None)
+    return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in values.items()}
+
+
+def _tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    except Exception as error:  # as above
+        raise ConfigError(f"model: {str(path)!r}: transformers cannot read its tokenizer: {error}") from None
+
+
+def _package(path: Path) -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise ConfigError(f"load: {str(path)!r} needs the package gguf. Write pip install 'rotorch[gguf]'") from None
+    return gguf
+
+
+# ---------------------------------------------------------------- the file
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """One tensor of the file: name, shape (outermost dim first), quantisation, and where its bytes are."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Any
+    start: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class _Header:
+    architecture: str
+    tensors: tuple[_Entry, ...]
+
+
+def _read_header(path: Path, package: Any) -> _Header:
+    """Reads names, shapes and places. `gguf.GGUFReader` takes seconds to, since it makes an object of every token."""
+    try:
+        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+            return _parse(_Cursor(mapped), package=package, size=len(mapped))
+    except OSError as error:
+        raise ConfigError(f"load: cannot read {str(path)!r}: {error.strerror}") from None
+    except (ValueError, struct.error, IndexError, UnicodeDecodeError, KeyError, OverflowError) as error:
+        raise ConfigError(
+            f"load: cannot read {str(path)!r}: it is no GGUF file, or a corrupt or truncated one ({error})"
+        ) from None
+
+
+class _Cursor:
+    """Reads a mapped file from the front."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.at = 0
+
+    def numbers(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(f"<{form}", self._data, self.at)
+        self.at += struct.calcsize(f"<{form}")
+        return values
+
+    def text(self) -> str:
+        (length,) = self.numbers("Q")
+        if length > len(self._data) - self.at:
+            raise ValueError("it ends in the middle of a name")
+        self.at += length
+        return self._data[self.at - length : self.at].decode()
+
+    def value(self, kind: int) -> Any:
+        """Reads a value: text and whole numbers as they are, anything else is passed over."""
+        if kind == _TEXT:
+            return self.text()
+        if kind != _LIST:
+            self.at += _NUMBER_BYTES[kind]
+            return int.from_bytes(self._data[self.at - _NUMBER_BYTES[kind] : self.at], "little")
+        inner, count = self.numbers("IQ")
+        if inner in _NUMBER_BYTES:
+            self.at += _NUMBER_BYTES[inner] * count
+            return None
+        for _ in range(count):
+            self.value(inner)
+        return None
+
+
+def _parse(cursor: _Cursor, *, package: Any, size: int) -> _Header:
+    magic, version, num_tensors, num_values = cursor.numbers("4sIQQ")
+    if magic != b"GGUF" or version not in (2, 3):
+        raise ValueError(f"it begins with {magic!r}, version {version}")
+    values = {}
+    for _ in range(num_values):
+        name = cursor.text()
+        values[name] = cursor.value(*cursor.numbers("I"))
+    entries = []
+    for _ in range(num_tensors):
+        name = cursor.text()
+        (num_dims,) = cursor.numbers("I")
+        shape = cursor.numbers(f"{num_dims}Q")[::-1]
+        number, start = cursor.numbers("IQ")
+        kind = package.GGMLQuantizationType(number)
+        block, block_bytes = package.GGML_QUANT_SIZES[kind]
+        entries.append((name, shape, kind, start, math.prod(shape) // block * block_bytes))
+    alignment = values.get("general.alignment", 32)
+    first = -(-cursor.at // alignment) * alignment
+    tensors = tuple(_Entry(name, shape, kind, first + start, length) for name, shape, kind, start, length in entries)
+    for entry in tensors:
+        if entry.start + entry.num_bytes > size:
+            raise ValueError(f"it ends before {entry.name} does")
+    return _Header(str(values["general.architecture"]), tensors)
+
+
+@final
+class _Tensor(Stored):
+    """One tensor of the file, as transformers orders its rows (see [Note: rows in another order])."""
+
+    def __init__(self, entry: _Entry, data: npt.NDArray[np.uint8], *, package: Any, processor: Any) -> None:
+        self._entry, self._package, self._processor = entry, package, processor
+        length = entry.shape[-1] if entry.shape else 1
+        raw = data[entry.start : entry.start + entry.num_bytes]
+        num_rows = math.prod(entry.shape[:-1])
+        self._rows = raw.reshape(num_rows, entry.num_bytes // max(num_rows, 1))
+        self._length = length
+        self._order = self._order_of_rows()
+        self.dtype = torch.float32
+        self.shape = entry.shape if self._order is not None else self._make_whole().shape
+
+    def read(self, box: Box, *, out: Tensor) -> None:
+        if self._order is None:
+            Computed(self.shape, self.dtype, lambda: torch.from_numpy(self._make_whole())).read(box, out=out)
+            return
+        *outer, last = box
+        if not outer:  # a vector is one row
+            outer, out = [range(1)], out.unsqueeze(0)
+        order = self._order.reshape(self.shape[:-1] or (1,))
+        *experts, rows = outer
+        step = max(1, _CHUNK_ELEMENTS // self._length)
+        for place in np.ndindex(*map(len, experts)):  # () of a matrix
+            numbers = order[tuple(chosen[k] for chosen, k in zip(experts, place, strict=True))][rows.start : rows.stop]
+            for start in range(0, len(numbers), step):
+                values = self._values(numbers[start : start + step])[:, last.start : last.stop]
+                out[place][start : start + step].copy_(torch.from_numpy(values))
+
+    def _values(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        """Makes float32 numbers of some rows, [rows, length]."""
+        made = self._package.quants.dequantize(self._rows[rows], self._entry.kind)
+        return np.asarray(made, np.float32).reshape(len(rows), self._length)
+
+    def _make_whole(self) -> npt.NDArray[np.float32]:
+        whole = np.empty(self._entry.shape, np.float32)
+        flat = whole.reshape(-1, self._length)
+        step = max(1, _CHUNK_ELEMENTS // self._length)
+        for start in range(0, len(flat), step):
+            flat[start : start + step] = self._values(np.arange(start, min(start + step, len(flat))))
+        return np.ascontiguousarray(self._process(whole))
+
+    def _process(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        made = self._processor.process(
+            weights=values, name=self._entry.name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}
+        )
+        return np.asarray(made.weights)
+
+    def _order_of_rows(self) -> npt.NDArray[np.int64] | None:
+        """Which stored row is which row of the model's tensor, [rows]; None if that is not all there is to it."""
+        if len(self._entry.shape) < 2:
+            probe = np.arange(1.0, 1.0 + math.prod(self._entry.shape)).reshape(self._entry.shape)
+            try:
+                same = np.array_equal(self._process(probe.copy()), probe)
+            except Exception:  # asked about values that it does not expect
+                same = False
+            return np.zeros(1, np.int64) if same else None
+        num_rows = math.prod(self._entry.shape[:-1])
+        numbers = np.arange(float(num_rows)).reshape(self._entry.shape[:-1])
+        probe = np.stack([numbers, numbers + num_rows], axis=-1)  # two columns, which must stay in their order
+        try:
+            made = self._process(probe.copy())
+        except Exception:
+            return None
+        if made.shape != probe.shape or not np.array_equal(made[..., 1], made[..., 0] + num_rows):
+            return None
+        order = made[..., 0].reshape(-1)
+        return order.astype(np.int64) if np.array_equal(np.sort(order), np.arange(float(num_rows))) else None

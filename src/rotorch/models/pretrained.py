@@ -1,0 +1,60 @@
+"""A published model on disk: a Hugging Face directory of safetensors, a GGUF file, or a directory with one."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from rotorch.core.errors import ConfigError
+from rotorch.models.conversions import ignored_when_loaded, named_as_in_model
+from rotorch.models.gguf import find_gguf, open_gguf
+from rotorch.shard.safetensors_files import open_safetensors
+from rotorch.shard.stored import Stored
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model's tensors as they are stored.
+
+    Attributes:
+        tensors: by the model's own names.
+        ignored: names of tensors that the model has no use for, and its class says so.
+    """
+
+    tensors: Mapping[str, Stored]
+    ignored: tuple[str, ...]
+
+
+@contextmanager
+def open_pretrained(path: str | Path, *, module: nn.Module, names: Collection[str]) -> Iterator[Pretrained]:
+    """Opens a published model for a module. Every rank alone; reads no tensor yet.
+
+    Args:
+        path: a directory of safetensors, a `.gguf` file, or a directory with one.
+        module: what it is read for.
+        names: all names that the module knows, of tied weights and buffers too.
+
+    Raises:
+        ConfigError: nothing there that can be read, or files that are damaged.
+    """
+    gguf = find_gguf(Path(path))
+    if gguf is not None:
+        with open_gguf(gguf, module=module) as stored:
+            yield _pretrained(stored, module=module, names=names)
+        return
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ConfigError(
+            f"load: {str(path)!r} is not a directory. Write a Hugging Face model directory, or a .gguf file"
+        )
+    with open_safetensors(directory) as stored:
+        yield _pretrained(named_as_in_model(stored, module=module, names=names), module=module, names=names)
+
+
+def _pretrained(stored: Mapping[str, Stored], *, module: nn.Module, names: Collection[str]) -> Pretrained:
+    surplus = sorted(set(stored) - set(names))
+    return Pretrained(stored, tuple(ignored_when_loaded(module, surplus)))
