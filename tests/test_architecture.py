@@ -22,6 +22,7 @@ LAYERS = {
     "planner": 2,
     "run_config": 2,
     "mesh": 3,
+    "host_memory": 3,
     "comm": 3,
     "_torch_private": 3,
     "shard": 4,

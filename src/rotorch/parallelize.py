@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rotorch.core.strategy import Strategy
+from rotorch.host_memory import keep_freed_memory
 from rotorch.mesh import make_mesh, pick_device
 from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
@@ -50,6 +51,9 @@ def parallelize(
         compile: run blocks (under rtp: attentions and MLPs, a slice at a time) by torch.compile, one graph for all of
             a kind. The first step takes long.
 
+    On CPU, the process keeps from now on what it frees (`host_memory.py`), unless its allocator is set up by
+    environment variables.
+
     Raises:
         ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that
             a strategy cannot hold.
@@ -66,6 +70,8 @@ def parallelize(
         strategy.check_device(on.type)
     if compile:
         check_compiler(on.type)
+    if on.type == "cpu":
+        keep_freed_memory()
     mesh = make_mesh(strategies, device=on)
     recipes = take_recipes(module)
     make_stateless(module, num_ranks=mesh.size())

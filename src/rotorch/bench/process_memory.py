@@ -13,8 +13,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,13 +62,6 @@ def reset_peak() -> None:
     file = _PROC / "clear_refs"
     if file.is_file():
         file.write_text("5")
-
-
-def give_back_memory() -> None:
-    """Gives memory that the allocator keeps for later back to the system, where it is glibc's; takes milliseconds."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
-    if trim is not None:
-        trim(0)
 
 
 def _fields(text: str) -> dict[str, int]:

@@ -25,12 +25,13 @@ from torch import nn
 
 from rotorch.bench.contender import LIMIT, REFERENCE, Contender, build, make_contender
 from rotorch.bench.peers import PEERS
-from rotorch.bench.process_memory import ProcessMemory, give_back_memory, read_process_memory, reset_peak
+from rotorch.bench.process_memory import ProcessMemory, read_process_memory, reset_peak
 from rotorch.bench.profile import profile_steps
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import TensorMemory, measure_tensors
 from rotorch.bench.trace import RankTrace, trace_steps
 from rotorch.comm.meter import Meter
+from rotorch.host_memory import give_back_freed_memory
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import STRATEGIES
 
@@ -136,14 +137,14 @@ class _Rank:
     def build(self) -> Built:
         """Builds the contender."""
         self._contender = make_contender(self._task, row=self._place.row, rank=self._place.rank)
-        give_back_memory()
+        give_back_freed_memory()
         return Built(torch.get_num_threads(), self._contender.transport)
 
     def steps(self, count: int) -> list[StepTime]:
         """Runs `count` steps, all ranks starting each together."""
         gc.collect()
         steps = [self._timed_step() for _ in range(count)]
-        give_back_memory()
+        give_back_freed_memory()
         return steps
 
     def held_elements(self) -> int:
