@@ -36,7 +36,7 @@ _PATHS = {
     ("model", "config"): (),
     ("model", "init"): ("random",),
     ("data", "source"): ("stdlib",),
-    ("data", "tokenizer"): ("bytes",),
+    ("data", "tokenizer"): ("bytes", "model"),
     ("data", "cache_dir"): (),
     ("train", "out"): (),
 }
@@ -54,8 +54,9 @@ class ModelSection(_Section):
     """[model]: what is trained.
 
     Attributes:
-        config: path of a `config.json` or of a Hugging Face directory, or the contents of a config.json as a table.
-        init: "random", or a directory of safetensors to start from.
+        config: path of a `config.json`, of a Hugging Face directory or of a GGUF file, or the contents of a config.json
+            as a table; where `init` names a published model, its own by default.
+        init: "random", or a published model to start from: a directory of safetensors, or a GGUF file.
     """
 
     config: str | dict[str, Any]
@@ -75,7 +76,7 @@ class DataSection(_Section):
         source: a text, JSONL or Parquet file, a directory of them, or "stdlib" (the running interpreter's own sources).
         text_field: the field of JSONL and Parquet records that holds the text.
         suffixes: which files of a directory to read; by default what looks like text.
-        tokenizer: "bytes", or a `tokenizer.json` or the directory of one.
+        tokenizer: "bytes", a `tokenizer.json`, the directory of one, a GGUF file, or "model": that of `model.init`.
         eos_token: the token that ends a document, where the tokenizer's files do not tell.
         sequence_length: tokens per sample.
         held_out_fraction: share of the text that is never trained on and measures the model.
@@ -229,6 +230,7 @@ def load_run_config(path: str | Path, *, overrides: Sequence[str] = ()) -> RunCo
     _make_paths_absolute(raw, base=path.absolute().parent)
     for override in overrides:
         _apply_override(raw, override=override)
+    _complete_model(raw)
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
@@ -237,6 +239,13 @@ def load_run_config(path: str | Path, *, overrides: Sequence[str] = ()) -> RunCo
         return config
     out = str(Path("runs", path.stem).absolute())
     return config.model_copy(update={"train": config.train.model_copy(update={"out": out})})
+
+
+def _complete_model(raw: dict[str, Any]) -> None:
+    """A published model brings its own configuration, unless another one is given."""
+    model = raw.get("model")
+    if isinstance(model, dict) and isinstance(model.get("init"), str) and model["init"] != "random":
+        model.setdefault("config", model["init"])
 
 
 def _read_toml(path: Path) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Weight
 from rotorch.shard.held import HeldWeight, Piece
 from rotorch.shard.safetensors_files import open_safetensors
 from rotorch.shard.stored import Stored
@@ -57,10 +58,40 @@ def load_stored(
             to be damaged while it is read.
     """
     buffers = buffers or {}
-    names = {name: (name, *held.weight.aliases) for name, held in weights.items()}
+    found = check_fit(
+        stored,
+        weights=[held.weight for held in weights.values()],
+        source=source,
+        buffers=buffers,
+        may_lack=may_lack,
+        may_have=may_have,
+    )
+    for name, held in weights.items():
+        if (there := found[name]) is not None:
+            for piece in held.pieces:
+                stored[there].read(_box(piece), out=piece.of_local(held.local))
+    for name, buffer in buffers.items():
+        if (there := found[name]) is not None:
+            stored[there].read(stored[there].whole, out=buffer)
+
+
+def check_fit(
+    stored: Mapping[str, Stored],
+    *,
+    weights: Sequence[Weight],
+    source: str,
+    buffers: Mapping[str, Tensor],
+    may_lack: Sequence[str] = (),
+    may_have: Sequence[str] = (),
+) -> dict[str, str | None]:
+    """Returns under which name each weight and buffer is stored, None for what may be lacking. Reads no tensor.
+
+    Arguments and errors are those of `load_stored`.
+    """
+    names = {weight.name: (weight.name, *weight.aliases) for weight in weights}
+    shapes = {weight.name: weight.shape for weight in weights}
     found = {name: next((n for n in those if n in stored), None) for name, those in names.items()}
     found |= {name: name if name in stored else None for name in buffers}
-    shapes = {name: held.weight.shape for name, held in weights.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     known = {n for those in names.values() for n in those} | set(buffers)
     missing = [name for name, there in found.items() if there is None and not _any_matches(may_lack, name)]
@@ -73,13 +104,7 @@ def load_stored(
     ]
     if problems:
         raise ConfigError(f"load: {source!r} does not fit the model. {'; '.join(problems)}")
-    for name, held in weights.items():
-        if (there := found[name]) is not None:
-            for piece in held.pieces:
-                stored[there].read(_box(piece), out=piece.of_local(held.local))
-    for name, buffer in buffers.items():
-        if (there := found[name]) is not None:
-            stored[there].read(stored[there].whole, out=buffer)
+    return found
 
 
 def _box(piece: Piece) -> tuple[range, ...]:

@@ -33,6 +33,7 @@ from rotorch.comm.collectives import all_reduce_max, all_reduce_min, all_reduce_
 from rotorch.core.errors import ConfigError, RankFailure, RotorchError
 from rotorch.shard.held import Pieces
 from rotorch.strategies import format_parallel
+from rotorch.train.companions import TOKENIZER_FILES
 from rotorch.train.directories import check, checkpoints_of, find_checkpoint, latest, prune, step_name
 from rotorch.train.manifest import (
     BUFFER,
@@ -101,7 +102,7 @@ def save(run_dir: Path | str, state: TrainState, *, keep: int) -> Path:
     with _agreed(state.model.mesh):
         manifest = _manifest(state)
         tensors = _all_tensors(state)
-    copies = {"tokenizer.json": state.tokenizer_file} if state.tokenizer_file else {}
+    copies = {**state.companions, **({TOKENIZER_FILES[0]: state.tokenizer_file} if state.tokenizer_file else {})}
     writer = CheckpointWriter(path, manifest=manifest, copies=copies)
     try:
         with without_dcp_notices():

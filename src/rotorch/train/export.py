@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.quantities import format_bytes
+from rotorch.train.companions import COMPANIONS
 from rotorch.train.directories import check, find_checkpoint, fsync
 from rotorch.train.manifest import BUFFER, MODEL, Manifest, TensorEntry
 from rotorch.train.storage import (
@@ -40,7 +41,8 @@ def export_checkpoint(
     """Writes a checkpoint's model as a directory that `AutoModelForCausalLM.from_pretrained` loads.
 
     The directory gets `config.json`, the weights as safetensors (several files and an index where one would be larger
-    than `max_shard_bytes`; tied weights once, as transformers expects) and the run's `tokenizer.json`, if it had one.
+    than `max_shard_bytes`; tied weights once, as transformers expects), and the files of the run's tokenizer and of the
+    model that it started from, if it had one.
     It is written beside `out_dir` and renamed when it is whole. Needs no process group, and memory for one weight.
 
     Args:
@@ -134,9 +136,11 @@ def _write(
         index = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(directory / "model.safetensors.index.json", index)
     _write_json(directory / "config.json", _config(manifest, entries))
-    if "tokenizer.json" in manifest.files:
-        shutil.copyfile(checkpoint / "tokenizer.json", directory / "tokenizer.json")
-        fsync(directory / "tokenizer.json")
+    for name in COMPANIONS:
+        if name in manifest.files:
+            shutil.copyfile(checkpoint / name, directory / name)
+            fsync(directory / name)
+    if "tokenizer.json" in manifest.files and "tokenizer_config.json" not in manifest.files:
         _write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
 

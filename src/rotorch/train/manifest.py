@@ -3,7 +3,7 @@
 [Note: a checkpoint on disk]
     RUN_DIR/checkpoints/step-00000100/
         rank-00000.safetensors ...   the tensors that each rank wrote: an ordinary safetensors file, no pickle
-        tokenizer.json               if the run has one
+        tokenizer.json ...           if the run has one, and other files of the model that it started from
         manifest.json                everything else, with the size and sha256 of every other file and of itself
     A save is written to `.step-00000100.tmp-<pid>` beside it and renamed when all of it, the manifest last, has
     reached the disk. So a directory called `step-*` is whole, one that begins with a dot is not to be trusted, and a

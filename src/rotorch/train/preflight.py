@@ -20,7 +20,7 @@ from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.run_config import BatchSizes, RunConfig, batch_sizes
 from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
-from rotorch.train.data import CheckedSource, check_source
+from rotorch.train.data import BYTES, CheckedSource, check_source, default_cache_dir
 from rotorch.train.directories import check, checkpoints_of, latest
 from rotorch.train.manifest import Manifest, check_sizes, read_manifest
 from rotorch.train.metrics import METRICS
@@ -88,14 +88,49 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     out = Path(config.train.out)
     check_out(out, resume=resume, command=command)
     check_device(config, strategies=strategies)
+    config = with_published_files(config)
     model_config = read_model_config(config)
     check_sequence(config, model_config=model_config)
     check_init(config)
     source = check_data(config, model_config=model_config)
-    spec = check_model(model_config, strategies=strategies)
+    spec = check_model(model_config, strategies=strategies, init=config.model.init)
     going_on = find_resume(out, config=config, sizes=sizes, model_config=model_config) if resume else None
     check_room(out, spec=spec, keep=config.train.keep)
     return CheckedRun(config, strategies, sizes, model_config, spec, source, out, going_on, command)
+
+
+def with_published_files(config: RunConfig) -> RunConfig:
+    """Names the model's own tokenizer where that is asked for, and what GGUF files say by the directories it goes to.
+
+    A GGUF file's configuration and tokenizer are written to the cache, once; its weights are read where they are.
+    """
+    model, data = config.model, config.data
+    tokenizer = data.tokenizer
+    if tokenizer == "model":
+        tokenizer = model.init if model.init != "random" else model.config if isinstance(model.config, str) else ""
+        if not tokenizer:
+            raise ConfigError(
+                "data.tokenizer = 'model', but model.init and model.config name no directory. "
+                "Write the path of a tokenizer.json, or 'bytes'"
+            )
+    directory = Path(data.cache_dir) if data.cache_dir is not None else default_cache_dir()
+    described = model.config if isinstance(model.config, dict) else described_by(model.config, cache=directory)
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update={"config": described}),
+            "data": data.model_copy(
+                update={"tokenizer": tokenizer if tokenizer == BYTES else described_by(tokenizer, cache=directory)}
+            ),
+        }
+    )
+
+
+def described_by(path: str, *, cache: Path) -> str:
+    """`path`, or for a GGUF file the directory of what it says besides weights."""
+    from rotorch.models.gguf import find_gguf, read_gguf_metadata
+
+    gguf = find_gguf(Path(path))
+    return path if gguf is None else str(read_gguf_metadata(gguf, cache / "gguf"))
 
 
 def check_ranks(strategies: Sequence[Strategy], *, nproc: int | None) -> None:
@@ -172,12 +207,14 @@ def check_sequence(config: RunConfig, *, model_config: Any) -> None:
 
 
 def check_init(config: RunConfig) -> None:
-    """The directory of weights to start from is there."""
+    """The weights to start from are there; `check_model` sees whether they fit."""
+    from rotorch.models.gguf import find_gguf
+
     init = Path(config.model.init)
-    if config.model.init == "random":
+    if config.model.init == "random" or find_gguf(init) is not None:
         return
     if not init.is_dir():
-        raise ConfigError(f"model.init: no directory {init}. Write a Hugging Face directory, or 'random'")
+        raise ConfigError(f"model.init: no directory {init}. Write a Hugging Face directory, a GGUF file, or 'random'")
     if not any(init.glob("*.safetensors")):
         raise ConfigError(f"model.init: {init} holds no *.safetensors. Write a Hugging Face directory, or 'random'")
 
@@ -199,17 +236,25 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
     )
 
 
-def check_model(model_config: Any, *, strategies: Sequence[Strategy]) -> ModelSpec:
-    """Every strategy can hold the model. Builds it without memory for its weights."""
+def check_model(model_config: Any, *, strategies: Sequence[Strategy], init: str = "random") -> ModelSpec:
+    """Every strategy can hold the model, and the weights to start from fit it. Builds it without memory for weights."""
     from rotorch.models.describe import describe
     from rotorch.models.hf import causal_lm
+    from rotorch.models.pretrained import open_pretrained
+    from rotorch.shard.load import check_fit
     from rotorch.shard.materialize import on_meta
+    from rotorch.shard.sites import persistent_buffers
 
     with on_meta():
         module = causal_lm(model_config)
     spec = describe(module)
     for strategy in strategies:
         strategy.check(spec)
+    if init != "random":
+        buffers = persistent_buffers(module)
+        names = {name for weight in spec.weights for name in (weight.name, *weight.aliases)} | set(buffers)
+        with open_pretrained(init, module=module, names=names) as found:
+            check_fit(found.tensors, weights=spec.weights, source=init, buffers=buffers, may_have=found.ignored)
     return spec
 
 

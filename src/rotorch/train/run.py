@@ -36,6 +36,7 @@ from rotorch.run_config import RunConfig
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel
 from rotorch.train.checkpoint import load
+from rotorch.train.companions import companions
 from rotorch.train.data import BYTES, TokenFile, prepare_corpus, train_and_held_out
 from rotorch.train.display import make_display
 from rotorch.train.launch import is_rank, launch, run_as_rank
@@ -172,7 +173,7 @@ def build(run: CheckedRun) -> TrainState:
         seed=config.train.seed,
         schedule=schedule_numbers(config.optimizer, steps=config.train.steps),
         run=config.model_dump(mode="json"),
-        tokenizer_file=_tokenizer_file(config),
+        companions=_companions(config),
     )
     derive_rng(seed=config.train.seed, step=0, rank=state.rank)
     return state
@@ -280,11 +281,11 @@ def _load_code(run: CheckedRun) -> None:
     load_optimizer_code()
 
 
-def _tokenizer_file(config: RunConfig) -> Path | None:
-    if config.data.tokenizer == BYTES:
-        return None
-    path = Path(config.data.tokenizer)
-    return path / "tokenizer.json" if path.is_dir() else path
+def _companions(config: RunConfig) -> dict[str, Path]:
+    tokenizer = None if config.data.tokenizer == BYTES else Path(config.data.tokenizer)
+    published = config.model.config if isinstance(config.model.config, str) else config.model.init
+    starts_there = config.model.init != "random" and Path(published).is_dir()
+    return companions(tokenizer=tokenizer, pretrained=Path(published) if starts_there else None)
 
 
 def _uses_cuda(config: RunConfig) -> bool:

@@ -56,6 +56,7 @@ class TrainState:
         data: where reading stands (plain JSON): whatever makes the next batch a pure function of it.
         run: the run's configuration (plain JSON), for the record.
         tokenizer_file: a `tokenizer.json` to take along, for `export_checkpoint`.
+        companions: further files to take along, by the name that each gets (see `companions.py`).
     """
 
     model: ParallelModel
@@ -67,6 +68,7 @@ class TrainState:
     data: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     tokenizer_file: Path | None = None
+    companions: dict[str, Path] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:
