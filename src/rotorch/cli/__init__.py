@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -185,6 +186,41 @@ def suite(
     return suite_command(suite_file, cases=cases or (), out=out, rounds=rounds, steps=steps, again=again)
 
 
+@app.command("zoo")
+def zoo(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[CONFIG]...", help="Configuration classes; none: all")
+    ] = None,
+    parallel: Annotated[list[str] | None, typer.Option("--parallel", help="A layout to try; several times")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the table to FILE; of all models only")
+    ] = None,
+    cache: Annotated[Path, typer.Option(metavar="FILE", help="Results, to go on from")] = Path(".cache/zoo.jsonl"),
+    again: Annotated[bool, typer.Option("--again", help="Also try what this source has tried already")] = False,
+    older: Annotated[bool, typer.Option("--older", help="Also take over what other states of the source gave")] = False,
+    json_file: Json = None,
+) -> int:
+    """Holds a tiny model of every architecture in transformers against one process. Goes on where it was broken off."""
+    check_json(json_file)
+    if names and out is not None:
+        raise ConfigError("zoo: --out is a table of all models, but some are named. Leave out one of the two")
+    from rotorch.strategies import parse_parallel
+
+    for layout in parallel or ():
+        parse_parallel(layout)
+    from rotorch.testing.zoo import LAYOUTS, run_zoo, table
+
+    layouts = tuple(parallel or LAYOUTS)
+    outcomes = run_zoo(names or (), layouts=layouts, cache=cache, again=again, older=older, tell=print_now)
+    for layout in layouts:
+        mine = [o for o in outcomes if o.parallel == layout]
+        print(f"{layout}: {sum(o.ok for o in mine)} of {len(mine)} exact")
+    if out is not None:
+        out.write_text(table(outcomes, layouts=layouts), "utf-8")
+    write_json(json_file, {"outcomes": [asdict(o) for o in outcomes]})
+    return CHECK_FAILED if any(o.is_wrong for o in outcomes) else DONE
+
+
 @app.command("export")
 def export(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run (then its latest)")],
@@ -244,6 +280,11 @@ def show(values: dict[str, Any], *, hidden: Sequence[str] = ()) -> None:
                 console.print(f"  {key:<16} {inner}")
         else:
             console.print(f"{name:<18} {value}")
+
+
+def print_now(line: str) -> None:
+    """Prints a line of progress at once, also into a file."""
+    print(line, flush=True)
 
 
 def check_json(file: Path | None) -> None:

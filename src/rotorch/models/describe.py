@@ -25,12 +25,23 @@ from torch import nn
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.hf import Plan, tensor_parallel_plan
+from rotorch.models.probe import classes_that_run_on_slices
 from rotorch.models.rules import spec_by_rule
 
 _COLUMN_BLOCKS = {"colwise": 1, "packed_colwise": 2}
 _ROW_BLOCKS = {"rowwise": 1, "packed_rowwise": 2}
-_ALONE = {"colwise_gather_output", "rowwise_split_input", "embedding_rowwise"}
-_NOT_CUT = {"replicated_with_grad_allreduce", "moe_tp_experts"}
+_ALONE = {"colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "embedding_colwise"}
+# Of these some say how transformers sends activations or tells its autograd of slices, which is not needed here: under
+# a router and its experts everybody has all tokens, and a latent projection's gradient sums over slices as norms' do.
+_NOT_CUT = {
+    "all_reduce",
+    "local_params",
+    "mla_kv_a_proj",
+    "moe_identity_expert",
+    "moe_tp_experts",
+    "replicate",
+    "replicated_with_grad_allreduce",
+}
 _KNOWN = {*_COLUMN_BLOCKS, *_ROW_BLOCKS, *_ALONE, *_NOT_CUT}
 _HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
 _HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_head")
@@ -47,7 +58,23 @@ def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
     weights = _weights(module)
     if plan is None and not module_declares(module):
         return spec_by_rule(module, weights)
-    roles = _expand(tensor_parallel_plan(module) if plan is None else plan, module)
+    if plan is not None:
+        return replace(_spec(module, _expand(plan, module), weights), by_plan=True)
+    roles = _expand(tensor_parallel_plan(module), module)
+    spec = _spec(module, roles, weights)
+    proven = classes_that_run_on_slices(module, spec, describe=_trusting)
+    return _spec(module, roles, weights, proven=proven)
+
+
+def _trusting(module: nn.Module) -> ModelSpec:
+    """The units of a model that declares a plan, if all it says holds."""
+    return _spec(module, _expand(tensor_parallel_plan(module), module), _weights(module))
+
+
+def _spec(
+    module: nn.Module, roles: Mapping[str, str], weights: Mapping[str, Weight], *, proven: set[type] | None = None
+) -> ModelSpec:
+    """The units that roles make of weights; with `proven`, only modules of these classes run on slices."""
     alone = {name for name, role in roles.items() if role in _ALONE and name in weights}
     parents: dict[str, dict[str, str]] = defaultdict(dict)
     uses: dict[str, set[str]] = defaultdict(set)
@@ -58,15 +85,17 @@ def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
             uses[_parent(first, module)].add(_parent(name, module))
     units: dict[str, Unit] = {}
     for parent, members in parents.items():
-        unit = _module_unit(parent, members, module=module, weights=weights, uses=len(uses[parent]))
+        unit = None
+        if proven is None or type(module.get_submodule(parent)) in proven:
+            unit = _module_unit(parent, members, module=module, weights=weights, uses=len(uses[parent]))
         if unit is None:
-            alone.update(n for n in members if weights[n].shape and len(weights[n].shape) == 2)
+            alone.update(n for n in members if len(weights[n].shape) > 1)
         else:
             units[parent] = unit
     cut = {w.name for u in units.values() for w in u.weights} | alone
     for parent, unit in list(units.items()):
         if not cut.isdisjoint(unit.replicated):  # it holds other units, which would go round once per slice of it
-            alone.update(w.name for w in unit.weights if len(w.shape) == 2)
+            alone.update(w.name for w in unit.weights if len(w.shape) > 1)
             del units[parent]
     owned = {w.name for u in units.values() for w in u.weights}
     for name in sorted(alone - owned):
@@ -80,7 +109,7 @@ def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
     ordered = sorted(units.values(), key=lambda u: min(order[w.name] for w in u.weights))
     if rest:
         ordered.append(Unit("replicated", UnitKind.REPLICATED, Combine.NONE, rest))
-    return ModelSpec(type(module).__name__, tuple(ordered), by_plan=plan is not None)
+    return ModelSpec(type(module).__name__, tuple(ordered))
 
 
 def _expand(plan: Plan, module: nn.Module) -> dict[str, str]:

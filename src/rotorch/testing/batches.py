@@ -36,7 +36,7 @@ def global_batch(
 
 
 def share_of(batch: Rows, *, share: int, num_shares: int, num_micro_batches: int) -> list[Rows]:
-    """Returns the micro-batches of one share of a global batch."""
-    num_rows = next(iter(batch.values())).shape[0] // (num_shares * num_micro_batches)
-    starts = [(share * num_micro_batches + number) * num_rows for number in range(num_micro_batches)]
-    return [{name: rows[start : start + num_rows] for name, rows in batch.items()} for start in starts]
+    """Returns the micro-batches of one share of a global batch, an equal part of every tensor's rows."""
+    parts = {name: rows.chunk(num_shares * num_micro_batches) for name, rows in batch.items()}
+    numbers = [share * num_micro_batches + number for number in range(num_micro_batches)]
+    return [{name: part[number] for name, part in parts.items()} for number in numbers]

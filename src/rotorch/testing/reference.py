@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from rotorch.core.spec import ModelSpec
-from rotorch.models.hf import causal_lm, config_from_dict, load_config
+from rotorch.models.hf import config_from_dict, load_config
+from rotorch.parallel_model import LossFn, causal_lm_loss, count_targets
 from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.shard.materialize import Recipe, initialise
 from rotorch.testing.arithmetic import widen
@@ -62,9 +63,9 @@ def loaded_reference(path: str | Path, *, config: Any) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(path, config=config, dtype=torch.float64, local_files_only=True).train()
 
 
-def initialised_reference(config: Any, *, spec: ModelSpec, recipes: Mapping[str, Recipe], seed: int) -> nn.Module:
-    """The model of a configuration in float64, with the initial values of `ParallelModel.materialize(seed=seed)`."""
-    module = widen(causal_lm(config)).train()
+def initialised_reference(module: nn.Module, *, spec: ModelSpec, recipes: Mapping[str, Recipe], seed: int) -> nn.Module:
+    """A model in float64, with the initial values of `ParallelModel.materialize(seed=seed)`."""
+    module = widen(module).train()
     fill(module, spec=spec, recipes=recipes, seed=seed)
     return module
 
@@ -84,9 +85,15 @@ def fill(module: nn.Module, *, spec: ModelSpec, recipes: Mapping[str, Recipe], s
     initialise(held, recipes=recipes, seed=seed)
 
 
-def reference_step(module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Forward and backward of a whole global batch at once, with the model's own loss; returns the loss per target."""
+def reference_step(module: nn.Module, batch: Mapping[str, Tensor], *, loss: LossFn = causal_lm_loss) -> Tensor:
+    """Forward and backward of a whole global batch at once; returns the loss per target.
+
+    With the model's own loss it is left to the model to count targets.
+    """
     module.zero_grad()
-    loss = module(**batch, use_cache=False).loss
-    loss.backward()
-    return loss.detach()
+    if loss is causal_lm_loss:
+        value = module(**batch, use_cache=False).loss
+    else:
+        value = loss(module, batch, count_targets(batch))
+    value.backward()
+    return value.detach()

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,20 +18,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.strategy import Strategy
 from rotorch.mesh import check_world_size
 from rotorch.models.describe import describe
-from rotorch.models.hf import causal_lm, longest_sequence
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
 from rotorch.shard.materialize import on_meta, take_recipes
 from rotorch.strategies import batch_ranks, format_parallel, num_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic, widen
-from rotorch.testing.batches import global_batch, share_of
+from rotorch.testing.batches import share_of
 from rotorch.testing.compare import gradient_errors, gradients_along, relative_error, value_errors
 from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import has_weights, initialised_reference, loaded_reference, plain_config, reference_step
+from rotorch.testing.subjects import NUM_MICRO_BATCHES, NUM_ROWS, CausalLM, Subject
 from rotorch.testing.trace import output_errors, recorded
 
 BAR = 1e-10
@@ -42,7 +44,7 @@ _ROUNDING = 1e-5
 _VALUES_BAR = 1e-7
 """Of weights after a step: where a gradient is as small as its epsilon, AdamW divides rounding by next to nothing."""
 
-_NUM_MICRO_BATCHES, _NUM_ROWS, _NUM_TOKENS, _LEARNING_RATE = 2, 2, 32, 1e-3
+_LEARNING_RATE = 1e-3
 
 
 @dataclass
@@ -148,29 +150,77 @@ def verify(
     strategies = parse_parallel(parallel)
     check_world_size(strategies, world_size=num_ranks(strategies) if nproc is None else nproc)
     config = plain_config(model_path, layers=layers)
+    return verify_subject(
+        CausalLM(config),
+        name=model_path,
+        parallel=parallel,
+        steps=steps,
+        seed=seed,
+        timeout_s=timeout_s,
+        device=device,
+        directory=model_path if has_weights(model_path) and layers is None else None,
+    )
+
+
+def verify_subject(
+    subject: Subject,
+    *,
+    name: str,
+    parallel: str,
+    steps: int = 3,
+    seed: int = 0,
+    timeout_s: float = 1800.0,
+    device: str = "cpu",
+    directory: str | None = None,
+) -> VerifyReport:
+    """As `verify`, of any model that a `Subject` describes.
+
+    Args:
+        subject: how the model is built, its data and its loss.
+        name: of the model, for the report.
+        parallel: the layout.
+        steps: number of optimizer steps.
+        seed: of weights and data.
+        timeout_s: after this long the ranks are ended.
+        device: "cpu" or "cuda".
+        directory: of the weights, for a causal language model; None: they are initialised.
+
+    Raises:
+        ConfigError: the layout cannot hold the model. RankFailure: a rank failed or hung.
+    """
+    strategies = parse_parallel(parallel)
     with on_meta():
-        module = widen(causal_lm(config)).train()
+        module = widen(subject.build()).train()
     spec = describe(module)
     for strategy in strategies:
         strategy.at_precision(None).check(spec)
         strategy.check_device(device)
-    directory = model_path if has_weights(model_path) and layers is None else None
     if directory is None:
-        reference = initialised_reference(config, spec=spec, recipes=take_recipes(module), seed=seed)
+        try:
+            reference = initialised_reference(subject.build(), spec=spec, recipes=take_recipes(module), seed=seed)
+        except ConfigError:  # values that only the constructor knows how to make: then both sides get the same ones
+            module = _constructed(subject, seed=seed)
+            reference = copy.deepcopy(module)
     else:
-        reference = loaded_reference(directory, config=config)
+        reference = loaded_reference(directory, config=module.config)
     comparison = _Comparison(
-        config=config, strategies=strategies, directory=directory, steps=steps, seed=seed, device=device
+        subject=subject, strategies=strategies, directory=directory, steps=steps, seed=seed, device=device
     )
     found = run_ranks(comparison.run, module, reference, num_ranks=num_ranks(strategies), timeout_s=timeout_s)
-    return _report(found, spec=spec, model=model_path, parallel=format_parallel(strategies))
+    return _report(found, spec=spec, model=name, parallel=format_parallel(strategies))
+
+
+def _constructed(subject: Subject, *, seed: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return widen(subject.build()).train()
 
 
 @dataclass(frozen=True)
 class _Comparison:
     """What every rank does."""
 
-    config: Any
+    subject: Subject
     strategies: Sequence[Strategy]
     directory: str | None
     steps: int
@@ -179,7 +229,7 @@ class _Comparison:
 
     def run(self, module: nn.Module, reference: nn.Module) -> list[StepErrors]:
         """Runs both sides on this rank; the first entry of the result is the state before the first step."""
-        model = parallelize(module, self.strategies, device=self.device)
+        model = parallelize(module, self.strategies, device=self.device, loss=self.subject.loss)
         reference.to(self.device)
         if self.directory is None:
             model.materialize(seed=self.seed)
@@ -199,30 +249,22 @@ class _Comparison:
         return found
 
     def _passes(self, model: ParallelModel, reference: nn.Module, *, step: int) -> StepErrors:
-        batch = global_batch(
-            seed=self.seed,
-            step=step,
-            num_shares=batch_ranks(self.strategies),
-            num_micro_batches=_NUM_MICRO_BATCHES,
-            num_rows=_NUM_ROWS,
-            num_tokens=min(_NUM_TOKENS, longest_sequence(self.config) or _NUM_TOKENS),
-            vocab_size=self.config.get_text_config().vocab_size,
-        )
+        batch = self.subject.batch(seed=self.seed, step=step, num_shares=batch_ranks(self.strategies))
         batch = {name: rows.to(self.device) for name, rows in batch.items()}
         mine = share_of(
-            batch, share=model.batch_rank, num_shares=model.num_batch_ranks, num_micro_batches=_NUM_MICRO_BATCHES
+            batch, share=model.batch_rank, num_shares=model.num_batch_ranks, num_micro_batches=NUM_MICRO_BATCHES
         )
         with recorded(model.module) as passes:
             loss = model.forward_backward(mine)
         with recorded(reference) as whole:
-            true_loss = reference_step(reference, batch)
-        first = model.batch_rank * _NUM_MICRO_BATCHES * _NUM_ROWS
+            true_loss = reference_step(reference, batch, loss=self.subject.loss)
+        first = model.batch_rank * NUM_MICRO_BATCHES * NUM_ROWS
         outputs = output_errors(
             passes,
             whole[0],
-            first_rows=[first + number * _NUM_ROWS for number in range(_NUM_MICRO_BATCHES)],
-            num_rows=_NUM_ROWS,
-            total_rows=len(batch["input_ids"]),
+            first_rows=[first + number * NUM_ROWS for number in range(NUM_MICRO_BATCHES)],
+            num_rows=NUM_ROWS,
+            total_rows=len(batch["labels"]),
         )
         order = {name: place for place, name in enumerate(whole[0])}
         weights = dict(sorted(model.weights.items(), key=lambda item: order.get(item[0].rpartition(".")[0], -1)))

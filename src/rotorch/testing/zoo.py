@@ -1,0 +1,284 @@
+"""Every architecture of the installed transformers that has a tensor-parallel plan, tiny, held against one process.
+
+[Note: one model, one child]
+    Each model is built and verified in a forked child with limits on time and memory, so that one that hangs or takes
+    all memory costs its own row and nothing else. The parent has imported what is large once.
+
+[Note: resuming]
+    A result is kept under what it depends on: the configuration class, the layout, the versions of torch and
+    transformers and the text of rotorch's sources. A run that was broken off goes on where it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rotorch.core.errors import ConfigError, RankFailure, nearest
+from rotorch.models.describe import describe
+from rotorch.testing.subjects import configurations, model_classes, tiny_subject
+from rotorch.testing.verify import verify_subject
+
+LAYOUTS = ("rtp=2", "rtp=2[recompute=slice]", "rtp=4", "fsdp=2")
+"""What `make zoo` tries. Over shared memory plain `rtp=2` multiplies with whole weights; the second runs on slices."""
+
+_SECONDS, _BYTES = 300.0, 8 << 30
+_STEPS = 1
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one model under one layout.
+
+    Attributes:
+        config: name of the configuration class.
+        parallel: the layout.
+        ok: exact, or not.
+        max_rel_err_grad: over all steps and weights; None if it did not come so far.
+        why: if it is not ok: in one line, what is missing, and whose part that is ("ours: ..", "theirs: ..").
+        model: name of the model class.
+        num_modules: units whose own forward runs on slices.
+        num_weights: units of one weight.
+        seconds: that it took.
+    """
+
+    config: str
+    parallel: str
+    ok: bool
+    max_rel_err_grad: float | None = None
+    why: str = ""
+    model: str = ""
+    num_modules: int = 0
+    num_weights: int = 0
+    seconds: float = 0.0
+
+    @property
+    def is_wrong(self) -> bool:
+        """Whether it ran and gave something else than one process does."""
+        return not self.ok and self.max_rel_err_grad is not None
+
+
+def run_zoo(
+    names: Sequence[str] = (),
+    *,
+    layouts: Sequence[str] = LAYOUTS,
+    cache: Path,
+    again: bool = False,
+    older: bool = False,
+    tell: Callable[[str], None] = lambda line: None,
+) -> list[Outcome]:
+    """Verifies models under layouts, or takes over what `cache` knows of them. Starts ranks; call it from one process.
+
+    Args:
+        names: configuration classes; none: all.
+        layouts: what to try.
+        cache: a file of results, one line of JSON each; made if it is missing.
+        again: do not take over results.
+        older: take over also what other states of the source gave.
+        tell: gets a line of progress after every model.
+
+    Raises:
+        ConfigError: a name that transformers has no plan for.
+    """
+    found = {c.__name__: c for c in configurations()}
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        raise ConfigError(
+            f"zoo: no configuration class {unknown[0]!r} with a tensor-parallel plan{nearest(unknown[0], known=found)}"
+        )
+    wanted = [found[name] for name in names] if names else list(found.values())
+    depends_on = _versions()
+    kept = {} if again else _read(cache, depends_on=None if older else depends_on)
+    cache.parent.mkdir(parents=True, exist_ok=True)
+    outcomes: list[Outcome] = []
+    for number, config_class in enumerate(wanted, start=1):
+        mine = [kept.get((config_class.__name__, layout)) for layout in layouts]
+        missing = [layout for layout, outcome in zip(layouts, mine, strict=True) if outcome is None]
+        made = {o.parallel: o for o in _verify_in_child(config_class, missing)} if missing else {}
+        with cache.open("a", encoding="utf-8") as file:
+            for outcome in made.values():
+                file.write(json.dumps({**asdict(outcome), "depends_on": depends_on}) + "\n")
+        rows = [known or made[layout] for layout, known in zip(layouts, mine, strict=True)]
+        outcomes += rows
+        said = ", ".join(f"{o.parallel} {'exact' if o.ok else 'NOT: ' + o.why}" for o in rows)
+        if len({o.why for o in rows}) == 1 and not rows[0].ok:
+            said = f"NOT: {rows[0].why}"
+        tell(f"[{number:>3}/{len(wanted)}] {config_class.__name__}: {said}{'' if made else ' (known)'}")
+    return outcomes
+
+
+def _versions() -> str:
+    import transformers
+
+    digest = hashlib.blake2b(f"{torch.__version__} {transformers.__version__}".encode(), digest_size=8)
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        if path.relative_to(_PACKAGE).parts[0] not in ("cli", "bench", "train"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _read(cache: Path, *, depends_on: str | None) -> dict[tuple[str, str], Outcome]:
+    known: dict[tuple[str, str], Outcome] = {}
+    for line in cache.read_text("utf-8").splitlines() if cache.is_file() else ():
+        try:
+            fields = json.loads(line)
+            if fields.pop("depends_on") == depends_on or depends_on is None:
+                known[fields["config"], fields["parallel"]] = Outcome(**fields)
+        except (ValueError, KeyError, TypeError):  # a line that was broken off, or is of an older form
+            continue
+    return known
+
+
+# ---- one model, in a child ---------------------------------------------------------------------------------------
+
+
+def _verify_in_child(config_class: type, layouts: Sequence[str]) -> list[Outcome]:
+    """Outcomes of one model, whatever it does (see [Note: one model, one child])."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_child, args=(config_class, layouts, sender))
+    child.start()
+    sender.close()
+    outcomes: list[Outcome] = []
+    deadline = time.monotonic() + _SECONDS
+    try:
+        while len(outcomes) < len(layouts) and receiver.poll(max(0.0, deadline - time.monotonic())):
+            outcomes.append(receiver.recv())
+        why = f"ours: not done after {_SECONDS:.0f} s"
+    except EOFError:
+        child.join()
+        why = f"ours: its process died (exit code {child.exitcode})"
+    finally:
+        for process in [*psutil.Process(child.pid).children(recursive=True)] if child.is_alive() else []:
+            process.kill()
+        child.kill()
+        child.join()
+        receiver.close()
+    done = {o.parallel for o in outcomes}
+    return outcomes + [Outcome(config_class.__name__, p, False, why=why) for p in layouts if p not in done]
+
+
+def _child(config_class: type, layouts: Sequence[str], sender: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    limit = psutil.Process().memory_info().vms + _BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    torch.set_num_threads(1)
+    with open(os.devnull, "w") as nowhere:  # models warn of much that concerns their real sizes
+        os.dup2(nowhere.fileno(), 2)
+    for outcome in outcomes_of(config_class, layouts):
+        sender.send(outcome)
+    os._exit(0)
+
+
+def outcomes_of(config_class: type, layouts: Iterable[str]) -> Iterable[Outcome]:
+    """Verifies a tiny model of a configuration class under each layout, in this process."""
+    name = config_class.__name__
+    try:
+        subject = tiny_subject(config_class)
+        units = describe(subject.build()).cut_units
+    except ConfigError as error:
+        why = _why_not_built(config_class, str(error))
+        yield from (Outcome(name, layout, False, why=why) for layout in layouts)
+        return
+    about: dict[str, Any] = {
+        "model": subject.model_class.__name__,
+        "num_modules": sum(u.kind == "module" for u in units),
+        "num_weights": sum(u.kind == "weight" for u in units),
+    }
+    for layout in layouts:
+        start = time.monotonic()
+        try:
+            report = verify_subject(subject, name=name, parallel=layout, steps=_STEPS, timeout_s=_SECONDS / 3)
+            error, why = report.max_rel_err_grad, "" if report.ok else f"ours: {report.verdict}"
+            yield Outcome(name, layout, report.ok, error, why, seconds=time.monotonic() - start, **about)
+        except (ConfigError, RankFailure) as failure:
+            yield Outcome(name, layout, False, why=f"ours: {_line(failure)}", **about)
+
+
+def _why_not_built(config_class: type, said: str) -> str:
+    """Whose part it is that no tiny model runs: theirs if their own defaults make no model either."""
+    classes = model_classes(config_class)
+    if not classes:
+        return "theirs: transformers has no model for it"
+    reasons = []
+    for each in classes:
+        try:
+            with torch.device("meta"):
+                each._from_config(config_class())  # type: ignore[attr-defined]
+            return f"ours: {said}"
+        except Exception as error:
+            reasons.append(f"{each.__name__} of its defaults: {type(error).__name__}: {_line(error)}")
+    return f"theirs: {reasons[0]}"
+
+
+def _line(error: BaseException) -> str:
+    """What an error says, in one line: of a traceback the last."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[-1].split())[:240]
+
+
+# ---- the table ---------------------------------------------------------------------------------------------------
+
+
+def table(outcomes: Sequence[Outcome], *, layouts: Sequence[str] = LAYOUTS) -> str:
+    """The outcomes as a page of Markdown."""
+    import transformers
+
+    by_config: dict[str, dict[str, Outcome]] = {}
+    for outcome in outcomes:
+        by_config.setdefault(outcome.config, {})[outcome.parallel] = outcome
+    exact = {p: sum(p in row and row[p].ok for row in by_config.values()) for p in layouts}
+    lines = [
+        "# Models of transformers under rotorch",
+        "",
+        "Generated by `make zoo`; do not edit.",
+        "",
+        f"Every configuration class of transformers {transformers.__version__} that declares a tensor-parallel plan: a",
+        "tiny random model of it (few layers, small widths, optional features on), forward and backward in float64",
+        "under each layout, against the same model on one process. *Exact* means that loss and gradients of all",
+        "weights agree to 1e-10. The rules that make models tiny (`models/tiny.py`) name no architecture.",
+        "",
+        "*Units* says how many modules run their own forward on slices of their weights, and how many weights go round",
+        "one by one: embeddings, heads, and layers of modules that cannot (found by a probe, `models/probe.py`). Over",
+        "shared memory `rtp=2` multiplies with whole weights where they lie; `recompute=slice` makes it run on slices.",
+        "",
+        "| layout | exact | of |",
+        "|---|---|---|",
+        *(f"| `{p}` | {exact[p]} | {len(by_config)} |" for p in layouts),
+        "",
+        f"| configuration | model | {' | '.join(f'`{p}`' for p in layouts)} | units |",
+        f"|---|---|{'---|' * len(layouts)}---|",
+    ]
+    reasons: list[str] = []
+    for name in sorted(by_config):
+        row = by_config[name]
+        first = next(iter(row.values()))
+        cells = [_cell(row.get(p)) for p in layouts]
+        units = f"{first.num_modules} modules, {first.num_weights} weights" if first.model else ""
+        lines.append(f"| {name} | {first.model} | {' | '.join(cells)} | {units} |")
+        for why in dict.fromkeys(o.why for o in row.values() if not o.ok):
+            where = ", ".join(f"`{o.parallel}`" for o in row.values() if o.why == why)
+            everywhere = sum(o.why == why for o in row.values()) == len(row)
+            reasons.append(f"- **{name}**{'' if everywhere else f' ({where})'}: {why}".replace("|", "\\|"))
+    if reasons:
+        lines += ["", "## Why not", "", *reasons]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(outcome: Outcome | None) -> str:
+    if outcome is None:
+        return ""
+    return "exact" if outcome.ok else "no"
