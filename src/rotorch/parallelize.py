@@ -74,7 +74,7 @@ def parallelize(
         keep_freed_memory()
     mesh = make_mesh(strategies, device=on)
     recipes = take_recipes(module)
-    make_stateless(module, num_ranks=mesh.size())
+    make_stateless(module, num_ranks=mesh.size(), device_type=on.type)
     holding: Holding | None = None
     for strategy in reversed(strategies):
         apply = importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply").apply

@@ -414,15 +414,9 @@ class Silent(nn.Module):
 def test_which_loss_a_model_has():
     from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
-    sizes = {
-        "vocab_size": 8,
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-    }
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     assert isinstance(loss_of(llama()), CausalLMLoss)
-    assert isinstance(loss_of(BertForMaskedLM(BertConfig(**sizes))), OwnMeanLoss)
+    assert isinstance(loss_of(BertForMaskedLM(BertConfig(**sizes, intermediate_size=8))), OwnMeanLoss)
     t5 = T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
     assert isinstance(loss_of(T5ForConditionalGeneration(t5)), OwnMeanLoss)
     assert isinstance(loss_of(nn.Linear(1, 1)), OwnMeanLoss)
@@ -454,6 +448,15 @@ def test_attention_implementations(implementation, layout):
     expected = dense(build, ALL_BATCHES)
     for found in on_ranks(build, layout):
         assert_same(found, expected)
+
+
+def test_flex_attention_is_refused_where_torch_has_no_backward_for_it():
+    def flexible():
+        return llama(attn_implementation="flex_attention")
+
+    for layout in ("rtp=2", "fsdp=2"):
+        for message in run_ranks(message_of, flexible, layout, num_ranks=2):
+            assert "flex_attention has no backward on cpu" in message and "'sdpa'" in message
 
 
 def checkpointing():

@@ -363,8 +363,8 @@ class RotatedModule:
             )
         if self._buffers.written().any():
             raise ConfigError(
-                f"rtp: {self._rotating.unit.name!r} writes its buffers in forward (running statistics), once per slice. "
-                "Give its weights no role in the plan, or 'colwise_gather_output'"
+                f"rtp: {self._rotating.unit.name!r} writes its buffers in forward (running statistics), once per "
+                "slice. Give its weights no role in the plan, or 'colwise_gather_output'"
             )
         if not self._proven:
             self._prove(run, inputs)
