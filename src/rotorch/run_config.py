@@ -73,8 +73,12 @@ class DataSection(_Section):
     """[data]: the text.
 
     Attributes:
+        kind: "text", or "instructions": JSONL records of prompts and responses, of which only responses are learnt.
         source: a text, JSONL or Parquet file, a directory of them, or "stdlib" (the running interpreter's own sources).
         text_field: the field of JSONL and Parquet records that holds the text.
+        prompt_field: the field of a record of instructions that holds the prompt.
+        response_field: the field that holds the response.
+        pack: several records of instructions may share a sample; else what is left of a sample is filled up.
         suffixes: which files of a directory to read; by default what looks like text.
         tokenizer: "bytes", a `tokenizer.json`, the directory of one, a GGUF file, or "model": that of `model.init`.
         eos_token: the token that ends a document, where the tokenizer's files do not tell.
@@ -83,8 +87,12 @@ class DataSection(_Section):
         cache_dir: where tokenised text is kept; by default `~/.cache/rotorch`.
     """
 
+    kind: Literal["text", "instructions"] = "text"
     source: str = "stdlib"
     text_field: str = "text"
+    prompt_field: str = "prompt"
+    response_field: str = "response"
+    pack: bool = False
     suffixes: tuple[str, ...] | None = None
     tokenizer: str = "bytes"
     eos_token: str | None = None

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from rotorch.core.errors import ConfigError, nearest
 
@@ -264,6 +264,25 @@ def _read_text(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
 
 
 def _read_jsonl(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
+    for where, record in read_json_lines(path, example=f'{{"{text_field}": "..."}}'):
+        if text_field not in record:
+            raise ConfigError(f"{where}: {_no_field(text_field, fields=record)}")
+        yield _text_of(record[text_field], text_field=text_field, where=where), True
+
+
+def read_json_lines(path: Path, *, example: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Streams the records of a JSONL file, blank lines left out.
+
+    Args:
+        path: the file.
+        example: what a record looks like, for messages.
+
+    Yields:
+        (where, record): the file and line for messages, and the object.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a line is no JSON object; names file and line.
+    """
     try:
         with path.open("rb") as stream:
             for number, line in enumerate(stream, start=1):
@@ -280,12 +299,9 @@ def _read_jsonl(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
                     raise ConfigError(f"{where}: not valid JSON: {_first_line(error)}") from error
                 if not isinstance(record, dict):
                     raise ConfigError(
-                        f"{where}: of type {type(record).__name__}; every line must be an object "
-                        f'such as {{"{text_field}": "..."}}'
+                        f"{where}: of type {type(record).__name__}; every line must be an object such as {example}"
                     )
-                if text_field not in record:
-                    raise ConfigError(f"{where}: {_no_field(text_field, fields=record)}")
-                yield _text_of(record[text_field], text_field=text_field, where=where), True
+                yield where, record
     except OSError as error:
         raise ConfigError(f"corpus file '{path}': cannot read: {error.strerror}") from error
 

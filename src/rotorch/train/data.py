@@ -20,10 +20,14 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
 from rotorch.train.corpus import STDLIB, Corpus, find_corpus
+from rotorch.train.instructions import Instructions, find_records, open_chat
 from rotorch.train.token_file import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -81,6 +85,7 @@ class CheckedSource:
         held_out_fraction: Share of the windows that are held out.
         path: The token file in the cache; its name follows from the files' names, sizes and times, the tokenizer's
             content and the text field.
+        instructions: How records of prompts and responses become windows; None for text.
     """
 
     corpus: Corpus
@@ -88,6 +93,7 @@ class CheckedSource:
     sequence_length: int | None
     held_out_fraction: float
     path: Path
+    instructions: Instructions | None = None
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ConfigError if `num_tokens` are too few for the windows asked for."""
@@ -116,6 +122,8 @@ def check_source(
     held_out_fraction: float = DEFAULT_HELD_OUT_FRACTION,
     model_vocab: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
+    instructions: tuple[str, str] | None = None,
+    pack: bool = False,
 ) -> CheckedSource:
     """Checks all that can be checked without tokenising. Writes nothing; call it before any rank starts.
 
@@ -129,6 +137,8 @@ def check_source(
         held_out_fraction: Share of the windows held out, 0 to 0.5.
         model_vocab: The model's vocabulary size; checked against the tokens'.
         cache_dir: Where token files are kept; `default_cache_dir()` if left out.
+        instructions: The fields of prompt and response, for records of which only responses are learnt.
+        pack: Whether several such records may share a window.
 
     Raises:
         ConfigError: If anything is missing, empty, unreadable, too short, too large for the model or for the disk.
@@ -138,8 +148,22 @@ def check_source(
     opened = open_tokens(tokens, eos_token=eos_token)
     if model_vocab is not None:
         check_vocabulary(opened.vocab_size, model_vocab=model_vocab)
-    corpus = find_corpus(source, text_field=text_field, suffixes=suffixes)
     directory = Path(cache_dir).expanduser().absolute() if cache_dir is not None else default_cache_dir()
+    if instructions is not None:
+        prompt_field, response_field = instructions
+        found = Instructions(
+            corpus=find_records(os.fspath(source), prompt_field=prompt_field, response_field=response_field),
+            tokens=opened,
+            prompt_field=prompt_field,
+            response_field=response_field,
+            sequence_length=sequence_length or 1,
+            pack=pack,
+            chat=None if isinstance(opened, ByteTokens) else open_chat(opened.name),
+        )
+        found.check_first()
+        path = directory / f"{_key(found.corpus, tokens=opened, instructions=found)}.tokens"
+        return CheckedSource(found.corpus, opened, sequence_length, held_out_fraction, path, found)
+    corpus = find_corpus(source, text_field=text_field, suffixes=suffixes)
     checked = CheckedSource(
         corpus=corpus,
         tokens=opened,
@@ -187,7 +211,7 @@ def prepare_corpus(checked: CheckedSource, *, progress: Callable[[int, int], Non
 
 
 def _build(checked: CheckedSource, *, progress: Callable[[int, int], None]) -> None:
-    corpus, tokens = checked.corpus, checked.tokens
+    corpus, tokens, instructions = checked.corpus, checked.tokens, checked.instructions
     text_bytes = num_documents = 0
 
     def counted() -> Iterator[tuple[bytes, bool]]:
@@ -198,12 +222,20 @@ def _build(checked: CheckedSource, *, progress: Callable[[int, int], None]) -> N
             num_documents += ends_document
             progress(min(text_bytes, corpus.text_bytes), corpus.text_bytes)
 
+    def examples(instructions: Instructions) -> Iterator[npt.NDArray[Any]]:
+        nonlocal text_bytes, num_documents
+        for ids, num_examples, num_bytes in instructions.windows():
+            yield ids
+            text_bytes += num_bytes
+            num_documents += num_examples
+            progress(min(text_bytes, corpus.text_bytes), corpus.text_bytes)
+
     def header(num_tokens: int, crc32: int) -> TokenHeader:
         # Last, so that what is wrong with the corpus as a whole leaves no token file behind either.
         if not text_bytes:
             raise ConfigError(f"corpus '{corpus.source}': empty: {len(corpus.files)} files without a byte of text")
         checked.check_length(num_tokens)
-        if f"{_key(corpus, tokens=tokens)}.tokens" != checked.path.name:
+        if f"{_key(corpus, tokens=tokens, instructions=instructions)}.tokens" != checked.path.name:
             raise ConfigError(f"corpus '{corpus.source}': a file changed while it was read. Run again")
         return TokenHeader(
             source=corpus.source,
@@ -211,19 +243,21 @@ def _build(checked: CheckedSource, *, progress: Callable[[int, int], None]) -> N
             tokens_digest=tokens.digest,
             vocab_size=tokens.vocab_size,
             end_id=tokens.end_id,
-            dtype=tokens.dtype.name,
+            dtype=tokens.dtype.name if instructions is None else "uint32",
             num_tokens=num_tokens,
             num_documents=num_documents,
             text_bytes=text_bytes,
             crc32=crc32,
         )
 
-    write_token_file(checked.path, arrays=tokens.encode_pieces(counted()), header=header)
+    arrays = tokens.encode_pieces(counted()) if instructions is None else examples(instructions)
+    write_token_file(checked.path, arrays=arrays, header=header)
     progress(corpus.text_bytes, corpus.text_bytes)
 
 
-def _key(corpus: Corpus, *, tokens: Tokens) -> str:
+def _key(corpus: Corpus, *, tokens: Tokens, instructions: Instructions | None = None) -> str:
     parts = [FORMAT_VERSION, tokens.digest, corpus.digest()]
+    parts += [] if instructions is None else [instructions.digest()]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 

@@ -233,6 +233,8 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
         held_out_fraction=data.held_out_fraction,
         model_vocab=getattr(text_config, "vocab_size", None),
         cache_dir=data.cache_dir,
+        instructions=(data.prompt_field, data.response_field) if data.kind == "instructions" else None,
+        pack=data.pack,
     )
 
 

@@ -33,6 +33,8 @@ from rotorch.train.token_file import TokenFile
 from rotorch.train.tokens import Tokens
 
 IGNORED_LABEL = -100  # what torch's and Hugging Face's losses leave out by default
+NOT_A_TARGET = 1 << 31
+"""Marks an id in a token file that is read but not learnt: a prompt's, or filling. Text has none."""
 DEFAULT_HELD_OUT_FRACTION = 0.02
 
 _MAX_SECTIONS = 16
@@ -154,13 +156,14 @@ class TokenWindows:
             num_bytes = sum(self.num_bytes(window) for window in windows)
             yield HeldOutBatch(
                 batch=_to_batch(windows, num_rows=micro_batch, sequence_length=self.sequence_length),
-                num_targets=len(windows) * self.sequence_length,
+                num_targets=sum(int(np.count_nonzero(window[1:] < NOT_A_TARGET)) for window in windows),
                 num_bytes=num_bytes,
             )
 
     def num_bytes(self, window: npt.NDArray[Any]) -> int:
         """Bytes of text that a window's targets, all ids but its first, stand for; end-of-document is 0 bytes."""
-        return self._tokens.num_bytes(window[1:])
+        targets = window[1:]
+        return self._tokens.num_bytes(targets[targets < NOT_A_TARGET])
 
 
 def train_and_held_out(
@@ -295,5 +298,6 @@ def _to_batch(
     shift_labels = torch.full((num_rows, length), IGNORED_LABEL, dtype=torch.int64)
     for row, window in enumerate(windows):
         ids = torch.from_numpy(window)
-        input_ids[row], shift_labels[row] = ids[:-1], ids[1:]
+        input_ids[row] = ids[:-1] % NOT_A_TARGET
+        shift_labels[row] = torch.where(ids[1:] < NOT_A_TARGET, ids[1:], IGNORED_LABEL)
     return {"input_ids": input_ids, "shift_labels": shift_labels}
