@@ -44,6 +44,17 @@ def no_room_on_rank_1(*_):
         no_room()
 
 
+def buffered(buffering):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    options = dict(numels=NUMELS, dtype=torch.float32, device=torch.device("cpu"), buffering=buffering)
+    return type(make_ring("shared_memory", mesh=mesh, **options))
+
+
+@pytest.mark.parametrize("buffering", ["out_of_place", "in_place"])
+def test_memory_that_ranks_share_is_the_same_with_any_buffering(buffering):
+    assert run_ranks(buffered, buffering, num_ranks=2) == [SharedMemoryRing] * 2
+
+
 def test_ranks_of_one_host_share_memory():
     assert run_ranks(choose, "auto", num_ranks=2) == [("shared_memory", [])] * 2
 

@@ -27,7 +27,8 @@ def options(strategy: type[Strategy]) -> list[dict[str, object]]:
     """Every combination of a strategy's options that have finitely many values, except all defaults.
 
     "auto" is left out: it stands for one of the others, and the layouts without options have it. What needs a GPU (the
-    strategy refuses the device "cpu") is left out too: tests/gpu has it.
+    strategy refuses the device "cpu") is left out too: tests/gpu has it. Nor are there combinations that the strategy
+    says are another one: tests/strategies/test_layouts.py holds it to that.
     """
     defaults = {name: field.default for name, field in strategy.model_fields.items() if not field.is_required()}
     choices: dict[str, list[object]] = {}
@@ -39,16 +40,24 @@ def options(strategy: type[Strategy]) -> list[dict[str, object]]:
             choices[name] = [value for value in typing.get_args(kind) if value != "auto"]
     every = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
     other = (chosen for chosen in every if any(value != defaults[name] for name, value in chosen.items()))
-    return [chosen for chosen in other if works_on_cpu(strategy, chosen)]
+    return [chosen for chosen in other if works_on_cpu(strategy, chosen) and not has_idle_options(strategy, chosen)]
 
 
 def works_on_cpu(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
-    size = {"size": 2} if "size" in strategy.model_fields else {}
     try:
-        strategy(**size, **chosen).check_device("cpu")
+        on_two_ranks(strategy, chosen).check_device("cpu")
     except ConfigError:
         return False
     return True
+
+
+def has_idle_options(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
+    made = on_two_ranks(strategy, chosen)
+    return made.without_idle_options() != made
+
+
+def on_two_ranks(strategy: type[Strategy], chosen: dict[str, object]) -> Strategy:
+    return strategy(**({"size": 2} if "size" in strategy.model_fields else {}), **chosen)
 
 
 def table() -> list[tuple[str, str]]:

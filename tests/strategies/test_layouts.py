@@ -90,6 +90,18 @@ def test_rtp_over_shared_memory_sends_nothing():
 
 
 @given(cut_units(), st.integers(2, 12))
+def test_options_that_are_idle_change_no_layout(unit, size):
+    """There is nothing to buffer in memory that ranks share: so one of the two is tested on ranks."""
+    for transport in ("shared_memory", "symmetric_memory"):
+        in_place = RTP(size=size, transport=transport, buffering="in_place")
+        assert in_place.without_idle_options() == RTP(size=size, transport=transport)
+        for k in range(size):
+            assert in_place.layout(unit, position=k) == in_place.without_idle_options().layout(unit, position=k)
+    for strategy in (RTP(size=size, transport="send_receive", buffering="in_place"), FSDP(size=size, reshard=False)):
+        assert strategy.without_idle_options() == strategy
+
+
+@given(cut_units(), st.integers(2, 12))
 def test_on_the_whole_ring_uneven_slices_cost_what_even_ones_do(unit, size):
     strategy = RTP(size=size, transport="send_receive")
     sent = [strategy.layout(unit, position=k).sent_bytes() for k in range(size)]

@@ -59,6 +59,10 @@ class Strategy(BaseModel, ABC):
         """
         return self
 
+    def without_idle_options(self) -> Self:
+        """This strategy with options that change nothing, as the others are, at their defaults."""
+        return self
+
     @property
     def num_ranks(self) -> int:
         size = 1

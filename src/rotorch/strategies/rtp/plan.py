@@ -195,6 +195,11 @@ class RTP(Strategy):
             return self
         return self.model_copy(update={"compute": autocast})
 
+    def without_idle_options(self) -> Self:
+        if self.buffering == "in_place" and not self._in_place:  # there are no messages to buffer
+            return self.model_copy(update={"buffering": "out_of_place"})
+        return self
+
     def check_device(self, device_type: str) -> None:
         needed = {"shared_memory": "cpu", "symmetric_memory": "cuda"}.get(self.transport, device_type)
         if device_type != needed:
