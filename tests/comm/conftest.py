@@ -29,7 +29,7 @@ def make(transport, *, numels, schedule="random"):
     options = dict(mesh=mesh, numels=numels, dtype=torch.float64, device=torch.device("cpu"))
     options["wire_dtype"] = torch.float32 if "wire" in variants else None
     if transport == "symmetric_memory":  # without GPUs
-        made = SymmetricMemoryRing(**options, make_memory=partial(FakePeerMemory, schedule=schedule), timeout_s=20.0)
+        made = SymmetricMemoryRing(**options, make_memory=partial(FakePeerMemory, schedule=schedule), timeout_s=300.0)
     else:
         made = make_ring(
             transport,

@@ -109,7 +109,7 @@ def evaluate(ring, items):
 
 
 def on_ranks(function, transport, n, ring):
-    return run_ranks(_with_ring, function, transport, n, ring, num_ranks=n, timeout_s=60)
+    return run_ranks(_with_ring, function, transport, n, ring, num_ranks=n)
 
 
 def _with_ring(function, transport, n, make):

@@ -42,7 +42,7 @@ SCHEDULES = {
 
 
 def on_ranks(function, n, make, schedule="random", faults=(), variant=""):
-    return run_ranks(_with_ring, function, n, make, schedule, faults, variant, num_ranks=n, timeout_s=60)
+    return run_ranks(_with_ring, function, n, make, schedule, faults, variant, num_ranks=n)
 
 
 def _with_ring(function, n, make, schedule, faults, variant):

@@ -94,7 +94,7 @@ def parallel(build, parallel, plan, loss, batches, steps):
 def check(build, *layouts, plan=PLAN, loss=squared_error, batches=1, steps=None):
     value, grads = dense(build, loss=loss, batches=batches)
     for layout in layouts or ("rtp=2", "rtp=3[transport=send_receive,recompute=slice]"):
-        ranks = run_ranks(parallel, build, layout, plan, loss, batches, steps, num_ranks=size_of(layout), timeout_s=60)
+        ranks = run_ranks(parallel, build, layout, plan, loss, batches, steps, num_ranks=size_of(layout))
         for got, got_grads in ranks:
             assert got == pytest.approx(value, rel=1e-12), layout
             assert got_grads.keys() == grads.keys()

@@ -53,9 +53,7 @@ def ended(command):
 def test_a_killed_rank_ends_the_job_with_its_name(started, layout, victim):
     command = started(layout=layout)
     os.kill(command.ranks()[victim], signal.SIGKILL)
-    start_s = time.monotonic()
     assert command.wait(deadline_s=30.0) == 3
-    assert time.monotonic() - start_s < 30.0
     last = command.stderr.strip().splitlines()[-1]
     assert last.startswith(f"rotorch: rank {victim} was killed by SIGKILL"), command.stderr
     assert re.search(r"in step \d+, [a-z ]+", last)

@@ -41,7 +41,7 @@ from rotorch.comm.transports.shared_memory import shared_memory_directory
 from rotorch.core.errors import RankFailure
 
 _NUM_CHANNELS = 8
-_PATIENCE_S = 20.0
+_PATIENCE_S = 120.0
 
 Clock = dict[str, int]
 """How far each lane has come, as far as somebody has seen it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -21,8 +22,10 @@ import torch.distributed as dist
 
 from rotorch.core.errors import RankFailure
 
+_TICK_S = 0.5
 
-def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_s: float = 120.0) -> list[Any]:
+
+def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_s: float = 300.0) -> list[Any]:
     """Calls `function(*args)` on forked ranks with a gloo group over all of them; returns their results by rank.
 
     Forking keeps what the parent has imported and made, so ranks start at once; the parent must not have used CUDA.
@@ -32,7 +35,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_
         function: what each rank does; `torch.distributed` and torchrun's environment variables say which rank it is.
         args: its arguments.
         num_ranks: how many processes.
-        timeout_s: after this long all ranks are killed.
+        timeout_s: after so long without a word from any rank all are killed. Counted in waits, not by the clock: in
+            the time that a virtual machine is paused or a laptop sleeps no rank can finish.
 
     Raises:
         RankFailure: with the traceback of the rank that raised first, or the signal that ended one, or who is late and
@@ -74,6 +78,7 @@ def _rank_main(
 ) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)
+    gc.freeze()  # what the parent left stays: to go through it again and again costs more than small models do
     parent = os.getppid()
     faulthandler.register(signal.SIGUSR1, file=_stack_file(folder, rank).open("w"), all_threads=False)
     try:
@@ -121,9 +126,11 @@ def _where(ranks: Iterable[int], processes: list[Any], *, folder: Path, patience
 def _collect(pipes: list[Connection], processes: list[Any], *, folder: Path, timeout_s: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     pending = dict(enumerate(pipes))
-    deadline = time.monotonic() + timeout_s
     while pending:
-        ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
+        ready, waited_s = [], 0.0
+        while not ready and waited_s < timeout_s:
+            ready = wait(list(pending.values()), timeout=_TICK_S)
+            waited_s += _TICK_S
         if not ready:
             where = _where(sorted(pending), processes, folder=folder)
             raise RankFailure(
