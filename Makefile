@@ -40,8 +40,8 @@ train: ARGS = configs/demo.toml --nproc 2
 train: setup ## train the demo on 2 ranks; make train ARGS="my.toml --nproc 4" for another run
 	@$(BIN)/rotorch train $(ARGS)
 
-test: setup ## run the tests; make test ARGS="-k rotate" for some of them
-	@$(BIN)/python -m pytest $(ARGS)
+test: setup ## run the tests, as many at a time as there are cores; make test ARGS="-k rotate" for some of them
+	@$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
 
 test-gpu: setup ## run the tests that need a GPU, which ranks share
 	@$(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -7,6 +7,43 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "configs" / "tiny"
 
 
+SHARED_DOWN_TO = {
+    "tests/conformance/test_invariants.py": 1,
+    "tests/conformance/test_buffering.py": 2,
+    "tests/conformance/test_float64_parity.py": 0,
+    "tests/conformance/test_losses.py": 0,
+    "tests/bench/test_memory_claims.py": 0,
+    "tests/bench/test_peers.py": 0,
+    "tests/bench/test_trace.py": 0,
+    "tests/comm/test_ring.py": 0,
+    "tests/strategies/test_compile.py": 0,
+    "tests/testing/test_verify.py": 0,
+    "tests/train/test_checkpoint.py": 0,
+    "tests/train/test_faults.py": 0,
+    "tests/train/test_loop.py": 0,
+}
+"""What of a test's name says which tests run in the same process, after another, when several run tests (`-n`).
+
+Files are kept together, since fixtures of a module may take long. Of these files, tests are: less the last so many
+parts of their parameters, if those share what a fixture measured; with 0, each goes where there is time.
+"""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Together(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            if file not in SHARED_DOWN_TO:
+                return file
+            parts = SHARED_DOWN_TO[file]
+            return nodeid.rsplit("-", parts)[0] if parts else nodeid
+
+    return Together(config, log)
+
+
 @pytest.fixture(scope="session")
 def warm():
     """Loads in this process, once, what forked ranks would each load for themselves: seconds per rank."""
