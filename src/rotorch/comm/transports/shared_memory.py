@@ -52,6 +52,7 @@ from rotorch.core.quantities import format_bytes
 _ALIGNMENT = 64
 _STEP = 1 << 24  # turns between the bases of two steps: more visits than a step can have
 _YIELDS = 2000  # then sleep: a rank that waits long must not take cycles from the one it waits for
+_YIELDS_CROWDED = 20  # where ranks exceed cores, and so the one that is waited for may have none
 
 
 class SharedMemoryUnavailable(Exception):
@@ -92,6 +93,17 @@ def _runs(pid: int) -> bool:
     except PermissionError:
         return True
     return True
+
+
+def _ranks_here(ring_size: int) -> int:
+    """How many ranks of the job this host runs, as far as is known: torchrun tells."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(ring_size, int(told) if told.isdigit() else 0)
+
+
+def _num_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
@@ -177,6 +189,7 @@ class SharedMemoryRing(Ring):
         """Which item's which slice the slot holds, as weights are in this step."""
         self.gives_whole = whole
         self._timeout_s = timeout_s
+        self._yields = _YIELDS_CROWDED if _ranks_here(self.size) > _num_cores() else _YIELDS
         self._base = 0
         self._rounds = [0] * len(self.numels)
         self._fence = threading.Lock()
@@ -320,7 +333,7 @@ class SharedMemoryRing(Ring):
         while turns[item] < visit.turn:
             self.make_late()  # the one that this rank waits for may itself wait for what this one has kept back
             yields += 1
-            if yields < _YIELDS:
+            if yields < self._yields:
                 os.sched_yield()
                 continue
             time.sleep(1e-4)
