@@ -18,7 +18,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/planner src/rotorch/run_config.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-gpu check bench bench-gpu clean
+.PHONY: help setup train test test-all test-gpu check bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -41,6 +41,9 @@ train: setup ## train the demo on 2 ranks; make train ARGS="my.toml --nproc 4" f
 	@$(BIN)/rotorch train $(ARGS)
 
 test: setup ## run the tests, as many at a time as there are cores; make test ARGS="-k rotate" for some of them
+	@$(BIN)/python -m pytest -n logical --maxprocesses 8 -m "not slow" $(ARGS)
+
+test-all: setup ## run the tests, and those that repeat on more cells what others prove
 	@$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
 
 test-gpu: setup ## run the tests that need a GPU, which ranks share

@@ -18,7 +18,6 @@ ROOT = Path(__file__).resolve().parents[1]
 DRAWING = ROOT / "docs" / "draw_rotation.py"
 
 
-@pytest.mark.slow
 def test_rtp_in_30_lines_runs_on_two_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {

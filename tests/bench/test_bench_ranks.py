@@ -63,7 +63,6 @@ def test_ranks_that_hang_are_given_up(task, monkeypatch):
     ranks.close()
 
 
-@pytest.mark.slow
 def test_ranks_started_afresh_measure_their_process(task):
     ranks = RowRanks(task, row=LIMIT, num_ranks=1, fresh=True)
     try:

@@ -36,8 +36,6 @@ LLAMA = {
 }
 WIDE_VOCABULARY = {**LLAMA, "hidden_size": 128, "intermediate_size": 384, "vocab_size": 32_000}
 
-pytestmark = pytest.mark.slow
-
 
 def task_of(model, *, num_ranks, sequence_length):
     return Task(
@@ -83,7 +81,7 @@ def ideal(one_process, *, num_ranks):
 BOUNDS = {"shared_memory": 1.05, "send_receive": 1.10}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", BOUNDS)
 def test_a_rank_of_n_holds_a_nth_of_what_one_process_does(measured, transport, num_ranks):
     case = {"vocabulary": 512, "num_ranks": num_ranks, "sequence_length": 8}

@@ -115,7 +115,6 @@ def test_clipping_is_the_same_for_all(task):
     assert all(row["loss_max_rel_err"] < 1e-5 for row in rows.values())
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize("name", OF_OTHERS)
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -7,7 +7,7 @@ import typing
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
-from rotorch.strategies import COMPOSES, STRATEGIES, format_parallel
+from rotorch.strategies import COMPOSES, STRATEGIES, format_parallel, parse_parallel
 
 MODELS = ("llama", "qwen3", "gemma2", "gpt_neox")
 """A bias everywhere and uneven cuts; tied weights and norms inside attention; soft caps; heads fused in one matrix."""
@@ -75,6 +75,15 @@ def table() -> list[tuple[str, str]]:
     for outer, inner in sorted(COMPOSES):
         pairs += [(f"{of_size(outer, 2)},{of_size(inner, 2)}", model) for model in MODELS]
     return pairs
+
+
+def repeats(layout: str, model: str) -> bool:
+    """Whether all invariants on a pair of `table` say little that others of it do not.
+
+    Those are compositions on further models than the first two: each of their parts is examined on all models, and
+    float64 parity has every pair.
+    """
+    return len(parse_parallel(layout)) > 1 and model not in MODELS[:2]
 
 
 def more() -> list[tuple[str, str]]:

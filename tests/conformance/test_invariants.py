@@ -6,13 +6,14 @@ One fork per (layout, model) runs all invariants; each is a test of its own, so 
 from functools import cache
 
 import pytest
-from layouts import MODELS, table
+from layouts import MODELS, repeats, table
 
 from rotorch.core.errors import RankFailure
 from rotorch.strategies import COMPOSES, STRATEGIES, parse_parallel
 from rotorch.testing.conformance import INVARIANTS, examine, make_case
 
 PAIRS = table()
+CELLS = [pytest.param(*pair, marks=pytest.mark.slow) if repeats(*pair) else pair for pair in PAIRS]
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +32,7 @@ def examined(warm, tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS)
-@pytest.mark.parametrize(("layout", "model"), PAIRS)
+@pytest.mark.parametrize(("layout", "model"), CELLS)
 def test_invariant(examined, layout, model, invariant):
     problems = examined(layout, model)
     if isinstance(problems, RankFailure):
