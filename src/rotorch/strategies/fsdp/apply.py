@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import ModelSpec, Weight
 from rotorch.models.blocks import recompute_blocks, repeated_blocks
@@ -34,7 +36,9 @@ class FSDPHolding(Holding):
         if strategy.recompute == "block":
             recompute_blocks(module, strategy=strategy.kind)
         for block in repeated_blocks(module):
+            block.register_forward_hook(_return_no_views)
             fully_shard(block, mesh=mesh, reshard_after_forward=strategy.reshard)
+        module.register_forward_hook(_return_no_views)
         fully_shard(module, mesh=mesh, reshard_after_forward=strategy.reshard)
         if on_meta:
             # _apply is what nn.Module.to_empty calls; here only parameters that have no memory yet get some.
@@ -80,6 +84,15 @@ class FSDPHolding(Holding):
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
+
+
+def _return_no_views(_: nn.Module, __: Any, output: Any) -> Any:
+    """Copies what a module returns as a view: written into, it would lose the hook that gathers in backward."""
+    leaves, tree = tree_flatten(output)
+    views = [isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view() for leaf in leaves]
+    if not any(views):
+        return output
+    return tree_unflatten([leaf.clone() if view else leaf for leaf, view in zip(leaves, views, strict=True)], tree)
 
 
 def _row_pieces(weight: Weight, *, num_ranks: int, position: int, rows: int) -> tuple[Piece, ...]:
