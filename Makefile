@@ -18,7 +18,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/planner src/rotorch/run_config.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all test-gpu check bench bench-gpu clean
+.PHONY: help setup train test test-all test-gpu check zoo bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -53,6 +53,9 @@ check: setup ## lint, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy $(PURE)
+
+zoo: setup ## hold a tiny model of every architecture in transformers against one process (an hour; goes on where it was)
+	@$(BIN)/rotorch zoo --out docs/models.md $(ARGS)
 
 bench: setup ## measure our layouts beside other libraries, case by case; make bench ARGS="llama-h384-2ranks-*" for some
 	@$(BIN)/rotorch suite configs/bench/suite.toml $(ARGS)

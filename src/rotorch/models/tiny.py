@@ -189,7 +189,7 @@ def _shrink(default: Any, variant: _Variant, *, rebuild: bool = True) -> Any:
                 given[name] = 4 * _HIDDEN  # some views fold four places into one
     if not variant.grouped or "kv_lora_rank" in values:  # latent attention has no groups
         given |= {k: _HEADS for k in given if _KV_HEADS.fullmatch(k)}
-    if "head_dim" in values and values["head_dim"] == values.get("qk_rope_head_dim"):  # how much of a head turns
+    if "qk_rope_head_dim" in values and values.get("head_dim") == values["qk_rope_head_dim"]:  # how much of it turns
         given["head_dim"] = given["qk_rope_head_dim"]
     if layers is not None:
         given[layers.field] = len(layers.kept)

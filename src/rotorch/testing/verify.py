@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -206,8 +207,18 @@ def verify_subject(
     comparison = _Comparison(
         subject=subject, strategies=strategies, directory=directory, steps=steps, seed=seed, device=device
     )
+    warm_up(strategies)
     found = run_ranks(comparison.run, module, reference, num_ranks=num_ranks(strategies), timeout_s=timeout_s)
     return _report(found, spec=spec, model=name, parallel=format_parallel(strategies))
+
+
+def warm_up(strategies: Sequence[Strategy]) -> None:
+    """Loads in this process, once, what forked ranks would each load for themselves."""
+    for strategy in strategies:
+        importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply")
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.zeros(1)
+    torch.optim.AdamW([weight]).step()
 
 
 def _constructed(subject: Subject, *, seed: int) -> nn.Module:

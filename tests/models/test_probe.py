@@ -1,0 +1,86 @@
+"""Which modules run on slices is tried, so that what a plan says and the code cannot do is found before training."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.llama import modeling_llama
+
+from rotorch.core.spec import UnitKind
+from rotorch.models import probe
+from rotorch.models.describe import describe
+from rotorch.shard.materialize import on_meta
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch):
+    monkeypatch.setattr(probe, "_known", {})
+
+
+def modules_of(model_class, config):
+    with on_meta():
+        model = model_class(config)
+    spec = describe(model)
+    return {u.name.split(".")[-1] for u in spec.units if u.kind is UnitKind.MODULE}, spec
+
+
+def llama():
+    return transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
+
+
+def test_attention_and_mlp_of_a_llama_run_on_slices():
+    found, _ = modules_of(transformers.LlamaForCausalLM, llama())
+    assert found == {"self_attn", "mlp"}
+
+
+def test_norms_over_all_heads_are_found_by_their_shapes():
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    with_norm = transformers.CohereConfig(use_qk_norm=True, vocab_size=64, **sizes)
+    found, spec = modules_of(transformers.CohereForCausalLM, with_norm)
+    assert found == {"mlp"}
+    weights = {u.name for u in spec.units if u.kind is UnitKind.WEIGHT}
+    assert {f"model.layers.0.self_attn.{p}_proj.weight" for p in "qkvo"} <= weights
+    without = transformers.CohereConfig(use_qk_norm=False, vocab_size=64, **sizes)
+    assert modules_of(transformers.CohereForCausalLM, without)[0] == {"self_attn", "mlp"}
+
+
+def test_a_wrong_value_of_the_right_shape_is_found(monkeypatch):
+    def normalised(self, x):
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(hidden / hidden.norm(dim=-1, keepdim=True))  # of all columns, or of a slice's
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", normalised)
+    assert modules_of(transformers.LlamaForCausalLM, llama())[0] == {"self_attn"}
+
+
+def test_a_second_output_that_is_no_map_of_heads_is_not_lost(monkeypatch):
+    forward = modeling_llama.LlamaAttention.forward
+    monkeypatch.setattr(
+        modeling_llama.LlamaAttention,
+        "forward",
+        lambda self, hidden_states, **kwargs: (forward(self, hidden_states, **kwargs)[0], hidden_states[..., 0]),
+    )
+    assert modules_of(transformers.LlamaForCausalLM, llama())[0] == {"mlp"}
+
+
+def test_without_a_tiny_model_that_runs_nothing_is_trusted(monkeypatch):
+    def broken(self, *args, **kwargs):
+        raise ValueError("planted")
+
+    monkeypatch.setattr(modeling_llama.LlamaForCausalLM, "forward", broken)
+    assert modules_of(transformers.LlamaForCausalLM, llama())[0] == set()
+
+
+def test_the_callers_random_numbers_are_left_alone():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    modules_of(transformers.LlamaForCausalLM, llama())
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_model_is_tried_once(monkeypatch):
+    tried = []
+    original = probe._run_on_slices
+    monkeypatch.setattr(probe, "_run_on_slices", lambda *a: tried.append(1) or original(*a))
+    modules_of(transformers.LlamaForCausalLM, llama())
+    modules_of(transformers.LlamaForCausalLM, llama())
+    assert tried == [1]

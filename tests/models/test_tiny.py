@@ -1,0 +1,49 @@
+import pytest
+import torch
+import transformers
+
+from rotorch.models.tiny import NUM_DRAWN_TOKENS, inputs_for, number_for, shrunk, shrunk_like
+
+
+def test_a_rich_tiny_model_has_few_heads_groups_and_biases():
+    config = next(shrunk(transformers.LlamaConfig))
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (4, 2, 16)
+    assert config.attention_bias and config.mlp_bias
+    assert config.vocab_size < 1000 and config.hidden_size < 100
+
+
+def test_one_layer_of_each_kind_is_kept_in_order():
+    default = transformers.Gemma2Config()
+    config = next(shrunk(transformers.Gemma2Config))
+    assert len(config.layer_types) == config.num_hidden_layers < default.num_hidden_layers
+    assert set(config.layer_types) == set(default.layer_types)
+    assert 0 < config.sliding_window < 32
+
+
+def test_what_is_like_another_configuration_keeps_all_but_its_sizes():
+    real = transformers.CohereConfig(use_qk_norm=True, attention_bias=False, num_key_value_heads=8)
+    tiny = next(shrunk_like(real))
+    assert tiny.use_qk_norm and not tiny.attention_bias
+    assert tiny.hidden_size < real.hidden_size
+    assert real.hidden_size == transformers.CohereConfig().hidden_size
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_attention_heads", 4), ("moe_intermediate_size", 24), ("attention_dropout", 0), ("unheard_of", None)],
+)
+def test_rules_go_by_names_of_fields(name, value):
+    assert number_for(name) == value
+
+
+def test_special_tokens_are_never_drawn():
+    config = next(shrunk(transformers.Llama4Config))
+    ids = inputs_for(transformers.Llama4ForConditionalGeneration, config, num_rows=2, num_tokens=64)["input_ids"]
+    assert int(ids.max()) < NUM_DRAWN_TOKENS <= config.image_token_index
+
+
+def test_images_divide_by_rows():
+    config = transformers.ViTConfig(image_size=16, patch_size=4)
+    made = inputs_for(transformers.ViTModel, config, num_rows=6, num_tokens=8)
+    assert {name: len(rows) % 6 for name, rows in made.items()} == {"pixel_values": 0}
+    assert made["pixel_values"].dtype == torch.float64

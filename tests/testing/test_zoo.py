@@ -1,0 +1,139 @@
+"""Some families of the zoo, and the zoo itself. All of it is `make zoo`."""
+
+import json
+import os
+import signal
+
+import pytest
+import transformers
+
+from rotorch.cli import run
+from rotorch.core.errors import ConfigError
+from rotorch.testing import zoo
+from rotorch.testing.subjects import tiny_subject
+from rotorch.testing.zoo import Outcome, outcomes_of, run_zoo, table
+
+pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.filterwarnings("default")]
+
+ON_SLICES = "rtp=2[recompute=slice]"
+
+FAMILIES = {
+    "LlamaConfig": ["fsdp=2"],
+    "CohereConfig": [ON_SLICES],  # norms over all heads, logits that are scaled
+    "Olmo2Config": [ON_SLICES],  # attention whose columns are gathered
+    "Phi3Config": [ON_SLICES],  # gate and up in one matrix
+    "GptOssConfig": [ON_SLICES],  # sinks, biases of experts
+    "MixtralConfig": ["rtp=2", "rtp=4"],
+    "Qwen3MoeConfig": ["rtp=2", "rtp=4"],
+    "DeepseekV3Config": ["rtp=2", "rtp=4"],  # latent attention, shared experts
+    "Qwen3NextConfig": [ON_SLICES],  # linear attention
+    "GraniteMoeHybridConfig": [ON_SLICES],  # state spaces
+    "Gemma3TextConfig": ["rtp=2"],  # windows, tied weights
+    "EuroBertConfig": ["rtp=2"],  # a loss that does not shift
+    "Qwen2VLTextConfig": [ON_SLICES],  # no head
+    "Llama4TextConfig": ["rtp=2"],  # chunks
+    "BeamConfig": ["rtp=2"],
+}
+
+
+def config_class(name):
+    return getattr(transformers, name)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_is_exact(name):
+    for outcome in outcomes_of(config_class(name), FAMILIES[name]):
+        assert outcome.ok, outcome
+        assert 0 < outcome.max_rel_err_grad <= 1e-10
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """A zoo of three configurations."""
+    classes = [config_class(name) for name in ("LlamaConfig", "Qwen3Config", "T5GemmaModuleConfig")]
+    monkeypatch.setattr(zoo, "configurations", lambda: iter(classes))
+
+
+def told(**given):
+    return Outcome(**{"config": "AConfig", "parallel": "rtp=2", "ok": True, "model": "A", **given})
+
+
+def test_a_run_that_was_broken_off_goes_on(few, tmp_path, monkeypatch):
+    cache, lines, asked = tmp_path / "zoo.jsonl", [], []
+
+    def child(config_class, layouts):
+        asked.append((config_class.__name__, *layouts))
+        return [told(config=config_class.__name__, parallel=p) for p in layouts]
+
+    monkeypatch.setattr(zoo, "_verify_in_child", child)
+    run_zoo(["LlamaConfig"], layouts=["rtp=2"], cache=cache)
+    cache.write_text(cache.read_text() + '{"config": "Qwen3Con')  # killed while it wrote
+    cache.write_text(cache.read_text() + "\n")
+    assert len(run_zoo(layouts=["rtp=2", "fsdp=2"], cache=cache, tell=lines.append)) == 6
+    assert asked[1] == ("LlamaConfig", "fsdp=2")
+    assert len(lines) == 3 and lines[0].startswith("[  1/3] LlamaConfig: rtp=2 exact, fsdp=2 exact")
+    del asked[:]
+    run_zoo(layouts=["rtp=2", "fsdp=2"], cache=cache)
+    assert not asked
+    monkeypatch.setattr(zoo, "_versions", lambda: "another state of the source")
+    run_zoo(layouts=["rtp=2"], cache=cache, older=True)
+    assert not asked
+    run_zoo(layouts=["rtp=2"], cache=cache)
+    assert len(asked) == 3
+
+
+def test_a_model_that_kills_its_process_costs_its_own_row(few, tmp_path, monkeypatch):
+    monkeypatch.setattr(zoo, "outcomes_of", lambda *a: os.kill(os.getpid(), signal.SIGKILL))
+    (outcome,) = run_zoo(["LlamaConfig"], layouts=["rtp=2"], cache=tmp_path / "zoo.jsonl")
+    assert not outcome.ok and "its process died" in outcome.why
+
+
+def test_a_model_that_hangs_costs_its_own_row(few, tmp_path, monkeypatch):
+    monkeypatch.setattr(zoo, "_SECONDS", 0.5)
+    monkeypatch.setattr(zoo, "outcomes_of", lambda *a: iter(lambda: __import__("time").sleep(60), 1))
+    (outcome,) = run_zoo(["LlamaConfig"], layouts=["rtp=2"], cache=tmp_path / "zoo.jsonl")
+    assert not outcome.ok and "not done after" in outcome.why
+
+
+def test_what_transformers_does_not_have_is_theirs():
+    from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
+
+    (outcome,) = outcomes_of(T5GemmaModuleConfig, ["rtp=2"])
+    assert not outcome.ok and outcome.why.startswith("theirs: ")
+    with pytest.raises(ConfigError, match="no tiny T5GemmaModuleConfig"):
+        tiny_subject(T5GemmaModuleConfig)
+
+
+def test_the_table_counts_and_gives_reasons():
+    page = table(
+        [told(), told(parallel="fsdp=2", ok=False, why="ours: a | b"), told(config="BConfig")],
+        layouts=["rtp=2", "fsdp=2"],
+    )
+    assert "| `rtp=2` | 2 | 2 |" in page and "| `fsdp=2` | 0 | 2 |" in page
+    assert "| AConfig | A | exact | no |" in page
+    assert "- **AConfig** (`fsdp=2`): ours: a \\| b" in page
+
+
+def test_bad_names_and_layouts_are_refused_before_anything_runs(few, tmp_path, capsys):
+    cache = str(tmp_path / "zoo.jsonl")
+    for words, said in (
+        (["zoo", "LlamaConfg"], "did you mean 'LlamaConfig'"),
+        (["zoo", "--parallel", "rpt=2"], "did you mean 'rtp'"),
+        (["zoo", "LlamaConfig", "--out", str(tmp_path / "models.md")], "a table of all models"),
+    ):
+        assert run([*words, "--cache", cache]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_the_command_writes_table_and_numbers(few, tmp_path, monkeypatch, capsys):
+    def child(config_class, layouts):
+        wrong = config_class.__name__ == "Qwen3Config"
+        return [told(config=config_class.__name__, parallel=p, ok=not wrong, max_rel_err_grad=1e-3) for p in layouts]
+
+    monkeypatch.setattr(zoo, "_verify_in_child", child)
+    files = {name: tmp_path / name for name in ("models.md", "out.json", "zoo.jsonl")}
+    words = ["zoo", "--parallel", "rtp=2", "--cache", str(files["zoo.jsonl"]), "--out", str(files["models.md"])]
+    assert run([*words, "--json", str(files["out.json"])]) == 1  # one gave wrong gradients
+    assert "rtp=2: 2 of 3 exact" in capsys.readouterr().out
+    assert len(json.loads(files["out.json"].read_text())["outcomes"]) == 3
+    assert "| `rtp=2` | 2 | 3 |" in files["models.md"].read_text()
