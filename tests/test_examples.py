@@ -45,6 +45,54 @@ def test_rtp_in_30_lines_runs_on_two_ranks(tmp_path: Path) -> None:
         assert 0.5 <= int(part.replace(",", "")) / int(whole.replace(",", "")) < 0.51
 
 
+@pytest.fixture(scope="module")
+def models_loaded() -> None:
+    """What forked ranks would each load for themselves."""
+    from transformers import BertForMaskedLM, T5ForConditionalGeneration, ViTForImageClassification  # noqa: F401
+
+    from rotorch.strategies.rtp import apply  # noqa: F401
+
+
+def run_example(name: str, steps: int) -> list[float]:
+    """Runs an example on this rank, without a network, and returns its losses."""
+    os.environ["PIP_NO_INDEX"] = "1"
+    sys.argv = [name, str(steps)]
+    sys.path.insert(0, str(ROOT / "examples"))
+    return runpy.run_path(str(ROOT / "examples" / name))["losses"]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "below"), [("04_bert.py", 30, 3.6), ("05_vit.py", 15, 2.2), ("06_t5.py", 15, 2.5)]
+)
+def test_an_example_has_the_same_losses_on_two_ranks_as_on_one(
+    models_loaded: None, no_cuda: None, name: str, steps: int, below: float
+) -> None:
+    (alone,) = run_ranks(run_example, name, steps, num_ranks=1)
+    assert alone[-1] < below < alone[0]
+    for losses in run_ranks(run_example, name, steps, num_ranks=2):
+        assert losses == pytest.approx(alone, rel=1e-4)  # rounding of float32 after so many steps
+        assert losses[:5] == pytest.approx(alone[:5], rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("02_mnist_cnn.py", 6), ("03_resnet.py", 5)])
+def test_an_example_with_dropout_or_batch_norms_learns_on_two_ranks(
+    models_loaded: None, no_cuda: None, name: str, steps: int
+) -> None:
+    first, second = run_ranks(run_example, name, steps, num_ranks=2)
+    assert first == second and min(first[-2:]) < 0.95 * first[0]
+
+
+def test_digits_can_be_generated_where_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import inputs
+
+    images, labels = inputs.generated_digits(50)
+    assert images.shape == (50, 1, 28, 28) and float(images.min()) >= 0 and float(images.max()) <= 1
+    assert set(labels.tolist()) <= set(range(10))
+    same = [image for image, label in zip(images, labels, strict=True) if label == labels[0]]
+    assert len(same) > 1 and not torch.equal(same[0], same[1])
+
+
 def test_the_picture_is_what_its_script_draws() -> None:
     drawing = runpy.run_path(str(DRAWING))
     assert DRAWING.with_name("rotation.svg").read_text("utf-8") == drawing["draw"]()
