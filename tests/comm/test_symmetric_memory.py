@@ -224,7 +224,7 @@ def test_own_slices_are_fetched_too_where_they_are_converted():
 
 def late():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    options = dict(numels=numels_of(2), dtype=torch.float64, device=torch.device("cpu"), timeout_s=0.5)
+    options = dict(numels=numels_of(2), dtype=torch.float64, device=torch.device("cpu"), timeout_s=5.0)
     ring = SymmetricMemoryRing(mesh=mesh, make_memory=FakePeerMemory, **options)
     ring.start(fresh=[True] * 3)
     if ring.position == 1:

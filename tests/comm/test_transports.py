@@ -218,7 +218,7 @@ def late(transport):
     """Rank 1 takes no part in a backward pass; the passes before it were as they should be."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     options = {"device": torch.device("cpu")} if transport is SendReceiveRing else {}
-    ring = transport(mesh=mesh, numels=NUMELS, dtype=torch.float32, timeout_s=1.0, **options)
+    ring = transport(mesh=mesh, numels=NUMELS, dtype=torch.float32, timeout_s=5.0, **options)
     ring.start(fresh=[True, True])
     for _ in ring.visits(0, backward=False):
         pass
