@@ -472,10 +472,22 @@ def checkpointing_reentrant():
     return model
 
 
-@pytest.mark.parametrize("build", [checkpointing, checkpointing_reentrant])
+MOVING = "rtp=3[transport=send_receive]"
+
+
 @pytest.mark.parametrize(
-    "layout",
-    ["rtp=2", "rtp=3[transport=send_receive]", "rtp=2[transport=send_receive,recompute=slice]", "fsdp=2", "ddp=2"],
+    ("build", "layout"),
+    [
+        (checkpointing, "rtp=2"),
+        (checkpointing, MOVING),
+        (checkpointing_reentrant, MOVING),
+        (checkpointing, "fsdp=2"),
+        pytest.param(checkpointing, "ddp=2", marks=pytest.mark.slow),
+        pytest.param(checkpointing, "rtp=2[transport=send_receive,recompute=slice]", marks=pytest.mark.slow),
+        pytest.param(checkpointing_reentrant, "rtp=2", marks=pytest.mark.slow),
+        pytest.param(checkpointing_reentrant, "fsdp=2", marks=pytest.mark.slow),
+        pytest.param(checkpointing_reentrant, "ddp=2", marks=pytest.mark.slow),
+    ],
 )
 def test_gradient_checkpointing_that_the_model_does_itself(build, layout):
     def batches(model):

@@ -20,6 +20,11 @@ MESSAGES = "rtp=2[transport=send_receive]"
 NUM_ROWS, NUM_STEPS = 12, 3
 
 
+def more(*layouts):
+    """More cells of the same."""
+    return [pytest.param(layout, marks=pytest.mark.slow) for layout in layouts]
+
+
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     """Loads here what every forked rank would load for itself."""
@@ -133,7 +138,8 @@ def nll(module, batch, num_targets):
 
 
 @pytest.mark.parametrize(
-    "layout", ["rtp=2", "rtp=3[transport=send_receive,buffering=in_place]", "fsdp=2", "ddp=2", "single", "ddp=2,rtp=2"]
+    "layout",
+    ["rtp=2", "rtp=3[transport=send_receive,buffering=in_place]", "fsdp=2", *more("ddp=2", "single", "ddp=2,rtp=2")],
 )
 def test_the_cnn_of_the_tutorial(layout):
     check(MnistCNN, layout, shape=(1, 12, 12), loss=nll)

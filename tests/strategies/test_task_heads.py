@@ -146,13 +146,17 @@ def on_this_rank(build, layout):
     return float(loss), grads, cut
 
 
-LAYOUTS = {build: ["rtp=2", MESSAGES] for build in CASES}
-LAYOUTS[masked_bert] += ["fsdp=2", "ddp=2", "rtp=4[transport=send_receive,recompute=slice]"]
-LAYOUTS[t5] += ["fsdp=2"]
-LAYOUTS[vit] += ["ddp=2"]
+QUICK = [*((build, "rtp=2") for build in CASES), (t5, MESSAGES), (vit, MESSAGES), (masked_bert, "fsdp=2")]
+MORE = [
+    *((build, MESSAGES) for build in CASES if build not in (t5, vit)),
+    (masked_bert, "ddp=2"),
+    (masked_bert, "rtp=4[transport=send_receive,recompute=slice]"),
+    (t5, "fsdp=2"),
+    (vit, "ddp=2"),
+]
 
 
-@pytest.mark.parametrize(("build", "layout"), [(build, layout) for build in CASES for layout in LAYOUTS[build]])
+@pytest.mark.parametrize(("build", "layout"), [*QUICK, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in MORE)])
 def test_a_task_of_transformers_as_it_is(build, layout):
     loss, grads = on_one_process(build)
     for found, found_grads, cut in run_ranks(on_this_rank, build, layout, num_ranks=num_ranks(parse_parallel(layout))):
