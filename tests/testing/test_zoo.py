@@ -32,7 +32,10 @@ FAMILIES = {
     "EuroBertConfig": ["rtp=2"],  # a loss that does not shift
     "Qwen2VLTextConfig": [ON_SLICES],  # no head
     "Llama4TextConfig": ["rtp=2"],  # chunks
-    "BeamConfig": ["rtp=2"],
+    "BeamConfig": ["rtp=2"],  # sinks of heads beside projections
+    "Ernie4_5_MoeConfig": ["rtp=2"],  # a head that is tied but for its bias
+    "Gemma4VisionConfig": ["rtp=2"],  # images, and no embedding of tokens
+    "EmbeddingGemma2TextConfig": ["rtp=2"],  # layers of different sizes
 }
 
 

@@ -99,7 +99,7 @@ def _spec(
             del units[parent]
     owned = {w.name for u in units.values() for w in u.weights}
     for name in sorted(alone - owned):
-        if _is_bias_of(name, alone):
+        if len(weights[name].shape) < 2:  # a bias is cut with its weight, or not at all if that is tied to another's
             continue
         unit = _weight_unit(name, module=module, weights=weights)
         units[unit.name] = unit
@@ -198,7 +198,7 @@ def _module_unit(
     sizes = {n: (_column_dim(w), _COLUMN_BLOCKS[members[n]]) for n, w in columns.items()}
     sizes |= {n: (len(w.shape) - 1, _ROW_BLOCKS[members[n]]) for n, w in rows.items()}
     lengths = {n: weights[n].shape[dim] // blocks for n, (dim, blocks) in sizes.items()}
-    groups = _num_head_groups(module.get_submodule(parent)) or min(lengths.values())
+    groups = _num_head_groups(module.get_submodule(parent), least=min(lengths.values())) or min(lengths.values())
     if any(weights[n].shape[dim] % (blocks * groups) for n, (dim, blocks) in sizes.items()):
         return None
     cut = tuple(replace(weights[n], cut=Cut(dim, groups, blocks)) for n, (dim, blocks) in sizes.items())
@@ -222,21 +222,25 @@ def _column_dim(weight: Weight) -> int:
     return max(len(weight.shape) - 2, 0)
 
 
-def _num_head_groups(parent: nn.Module) -> int | None:
-    """How many groups an attention may be cut into: its key/value heads; None if `parent` is no attention."""
-    if not any(isinstance(getattr(parent, name, None), int) for name in _HEAD_SIZES):
+def _num_head_groups(parent: nn.Module, *, least: int) -> int | None:
+    """How many groups an attention may be cut into: its key/value heads; None if `parent` is no attention.
+
+    Args:
+        parent: the module.
+        least: length of the smallest of its weights along what is cut.
+    """
+    head_sizes = [s for s in (getattr(parent, name, None) for name in _HEAD_SIZES) if isinstance(s, int)]
+    if not head_sizes:
         return None
     for name in _HEAD_COUNTS:
         for source in (parent, getattr(parent, "config", None)):
-            count = getattr(source, name, None)
+            try:
+                count = getattr(source, name, None)
+            except Exception:  # a configuration whose layers differ answers only for each of them
+                return least // head_sizes[0]
             if isinstance(count, int):
                 return count
     return None
-
-
-def _is_bias_of(name: str, alone: set[str]) -> bool:
-    holder, _, last = name.rpartition(".")
-    return last == "bias" and f"{holder}.weight" in alone
 
 
 def _weight_unit(name: str, *, module: nn.Module, weights: Mapping[str, Weight]) -> Unit:

@@ -11,6 +11,7 @@ from torch import nn
 
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.models.gguf import config_of_gguf, find_gguf
+from rotorch.models.lora import with_base_layers
 
 Plan = Mapping[str, str]
 """Name patterns of modules or parameters (`*` stands for one name part) to roles.
@@ -28,10 +29,17 @@ def tensor_parallel_plan(module: nn.Module) -> dict[str, str]:
     if not plan or not hasattr(module, "get_input_embeddings"):
         return plan
     names = {child: name for name, child in module.named_modules()}
-    for child, role in ((module.get_input_embeddings(), "embedding_rowwise"), (_head(module), "colwise_gather_output")):
+    for child, role in ((_embedding(module), "embedding_rowwise"), (_head(module), "colwise_gather_output")):
         if isinstance(child, nn.Embedding | nn.Linear) and names.get(child):
             plan.setdefault(names[child], role)
-    return plan
+    return with_base_layers(plan, module)
+
+
+def _embedding(module: nn.Module) -> nn.Module | None:
+    try:
+        return module.get_input_embeddings()
+    except NotImplementedError:  # what takes images has none
+        return None
 
 
 def _head(module: nn.Module) -> nn.Module | None:

@@ -191,8 +191,8 @@ def outcomes_of(config_class: type, layouts: Iterable[str]) -> Iterable[Outcome]
     try:
         subject = tiny_subject(config_class)
         units = describe(subject.build()).cut_units
-    except ConfigError as error:
-        why = _why_not_built(config_class, str(error))
+    except Exception as error:
+        why = _why_not_built(config_class, _line(error))
         yield from (Outcome(name, layout, False, why=why) for layout in layouts)
         return
     about: dict[str, Any] = {
