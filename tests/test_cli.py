@@ -16,9 +16,6 @@ from rotorch import cli
 sys.path.insert(0, str(Path(__file__).parent / "train"))
 from commands import rotorch, write_run
 
-GPT2 = '{model_type = "gpt2", vocab_size = 257, n_positions = 32, n_embd = 8, n_layer = 1, n_head = 2}'
-"""A model without a tensor-parallel plan."""
-
 ROOT = Path(__file__).resolve().parents[1]
 SRC = str(ROOT / "src")
 
@@ -90,7 +87,6 @@ def refused(capsys, directory, *arguments):
         (["--nproc", "0"], "write a positive number of ranks"),
         (["--parallel", "rtp=3", "train.global_batch=8"], "batch ranks. Write train.global_batch=6"),
         (["--parallel", "rtp=300"], "ranks would hold nothing"),
-        (["--parallel", "rtp=2", f"model.config={GPT2}"], "nothing to rotate in GPT2LMHeadModel"),
         (["data.source=nowhere.txt"], "no such file or directory"),
         (["data.source=empty.txt"], "empty"),
         (["data.tokenizer=nowhere.json"], "no such file"),

@@ -68,6 +68,12 @@ def test_attention_with_keys_and_values_of_its_own():
     }
 
 
+def test_a_linear_layer_with_its_inputs_first():
+    from transformers.pytorch_utils import Conv1D
+
+    assert cuts(Conv1D(6, 4)) == {"weight": Cut(1, 6), "bias": Cut(0, 6)}
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

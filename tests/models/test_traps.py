@@ -436,6 +436,22 @@ def test_a_causal_model_that_divides_by_itself_is_refused():
         assert "LlamaForCausalLM computes its loss without num_items_in_batch" in message
 
 
+def gpt2():
+    """Declares no plan, and keeps its linear layers' weights the other way round."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": TOKENS}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)).double()
+
+
+@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES])
+def test_a_causal_model_without_a_plan(layout):
+    expected = dense(gpt2, ALL_BATCHES)
+    for found in on_ranks(gpt2, layout):
+        assert_same(found, expected)
+
+
 # ---------------------------------------------------------------- the model's own ways of attention and recompute
 
 

@@ -343,7 +343,7 @@ def warnings_of(build, layout, shape):
 
 
 def test_the_log_says_once_what_is_made_whole():
-    for lines in run_ranks(warnings_of, UsesWeights, "rtp=2", (6,), num_ranks=2):
+    for lines in run_ranks(warnings_of, UsesWeights, MESSAGES, (6,), num_ranks=2):
         made = sorted(line.split("'")[1] for line in lines if "takes no slices" in line)
         assert made == ["bilinear.bias", "bilinear.weight", "conv.weight", "down.weight", "up.weight"]
 

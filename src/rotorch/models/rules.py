@@ -101,7 +101,15 @@ def _use(layer: nn.Module) -> _Use | str:
         return _Use("convolution")
     if isinstance(layer, TRANSPOSED):
         return _Use("transposed", dim=1) if layer.groups == 1 else "a transposed convolution in groups"
+    if _is_linear_transposed(layer):
+        return _Use("inputs first", dim=1)
     return f"no rule cuts a {type(layer).__name__}"
+
+
+def _is_linear_transposed(layer: nn.Module) -> bool:
+    """Whether a layer is transformers' linear layer that keeps its weight as `[inputs, outputs]` (`Conv1D`)."""
+    weight, outputs, inputs = (getattr(layer, name, None) for name in ("weight", "nf", "nx"))
+    return weight is not None and tuple(weight.shape) == (inputs, outputs)
 
 
 def _layers(weight: Weight, module: nn.Module) -> Iterator[nn.Module]:

@@ -90,7 +90,7 @@ def _whole_for(func: Any, args: Any, kwargs: Any) -> Any:
     for one in held:
         if id(one.unit) not in whole:
             whole[id(one.unit)] = made_whole(one.unit)
-        if not one.was_whole:
+        if not one.was_whole and one.unit.whole is None:  # else it lies there whole, in shared memory
             one.was_whole = True
             _log.warning(
                 "rtp: %r is used by %r, which takes no slices: its %d bytes are whole on every rank for that time",

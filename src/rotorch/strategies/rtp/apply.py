@@ -460,20 +460,17 @@ def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> to
     return dtypes.pop() if dtypes else torch.get_default_dtype()
 
 
-_SEPARABLE = {nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d}
-
-
 def _one_by_one(units: Sequence[Unit], *, sites: dict[str, tuple[Site, ...]], heads: set[str]) -> list[Unit]:
     """The units of a ring whose items can be read whole (see `ops/side_by_side.py`).
 
-    A unit of linear layers only, or a convolution, becomes a unit for each of its weights and biases. Others rotate:
+    A unit of linear layers only, or of a single layer, becomes a unit for each of its weights and biases. Others rotate:
     stacked experts, halves that are fused in one matrix, a head with a bias.
     """
     found: list[Unit] = []
     for unit in units:
-        linear = all(type(site.module) in _SEPARABLE for w in unit.weights for site in sites[w.name])
+        linear = all(type(site.module) is nn.Linear for w in unit.weights for site in sites[w.name])
         head = any(heads & {w.name, *w.aliases} for w in unit.weights)
-        if linear and not head and all(map(can_lie_side_by_side, unit.weights)):
+        if (linear or unit.kind is UnitKind.WEIGHT) and not head and all(map(can_lie_side_by_side, unit.weights)):
             found += [
                 replace(unit, name=w.name, kind=UnitKind.WEIGHT, weights=(w,), added_once=()) for w in unit.weights
             ]
