@@ -9,7 +9,6 @@ import resource
 import shutil
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -184,11 +183,11 @@ def go_on(run_dir):
 
 def save_until_killed(run_dir, delay_s):
     state = make()
-    if state.rank == 1:
-        threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
     while state.step < 10_000:
         step(state)
         save(run_dir, state, keep=2)
+        if state.step == 1 and state.rank == 1:  # a first one is there, however slow the machine is
+            threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 
 
 def read_back(run_dir):
@@ -203,11 +202,9 @@ def read_back(run_dir):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_one_of_two_ranks_killed_at_random(seed, tmp_path):
-    began = time.monotonic()
     delay_s = random.Random(seed).uniform(0.3, 0.7)
-    with pytest.raises(RankFailure):
+    with pytest.raises(RankFailure, match=r"^rank 1 died: exit code -9"):  # not that anybody was waited for in vain
         run_ranks(save_until_killed, tmp_path, delay_s, num_ranks=2)
-    assert time.monotonic() - began < 20
     assert len(steps_of(tmp_path)) <= 3  # between the rename of a new one and the removal of the oldest
     (saved, same), _ = run_ranks(read_back, tmp_path, num_ranks=2)
     assert saved == steps_of(tmp_path)[-1]
