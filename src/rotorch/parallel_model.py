@@ -26,6 +26,7 @@ from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barri
 from rotorch.comm.observe import Observer
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
+from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.pretrained import open_pretrained
 from rotorch.shard.buffers import WrittenBuffers
@@ -205,7 +206,7 @@ class ParallelModel:
                 weights=self.weights,
                 source=str(path),
                 buffers=buffers,
-                may_lack=may_lack,
+                may_lack=(*ADAPTERS, *may_lack),
                 may_have=(*found.ignored, *may_have),
             )
         self._holding.values_changed()

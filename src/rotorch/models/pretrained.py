@@ -12,6 +12,7 @@ from torch import nn
 from rotorch.core.errors import ConfigError
 from rotorch.models.conversions import ignored_when_loaded, named_as_in_model
 from rotorch.models.gguf import find_gguf, open_gguf
+from rotorch.models.lora import without_adapters
 from rotorch.shard.safetensors_files import open_safetensors
 from rotorch.shard.stored import Stored
 
@@ -41,6 +42,7 @@ def open_pretrained(path: str | Path, *, module: nn.Module, names: Collection[st
     Raises:
         ConfigError: nothing there that can be read, or files that are damaged.
     """
+    names = {without_adapters(name): name for name in names}
     gguf = find_gguf(Path(path))
     if gguf is not None:
         with open_gguf(gguf, module=module) as stored:
@@ -55,6 +57,9 @@ def open_pretrained(path: str | Path, *, module: nn.Module, names: Collection[st
         yield _pretrained(named_as_in_model(stored, module=module, names=names), module=module, names=names)
 
 
-def _pretrained(stored: Mapping[str, Stored], *, module: nn.Module, names: Collection[str]) -> Pretrained:
+def _pretrained(stored: Mapping[str, Stored], *, module: nn.Module, names: Mapping[str, str]) -> Pretrained:
     surplus = sorted(set(stored) - set(names))
-    return Pretrained(stored, tuple(ignored_when_loaded(module, surplus)))
+    return Pretrained(
+        {names.get(name, name): tensor for name, tensor in stored.items()},
+        tuple(ignored_when_loaded(module, surplus)),
+    )

@@ -1,0 +1,87 @@
+"""LoRA: the same loss and gradients over ranks as in one process, base weights cut, adapters in peft's own format."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import rotorch
+from rotorch.core.errors import ConfigError
+from rotorch.models.lora import add_lora, is_adapter, save_lora
+from rotorch.testing.ranks import run_ranks
+
+peft = pytest.importorskip("peft")
+
+LLAMA = Path(__file__).resolve().parents[2] / "configs" / "tiny" / "llama.json"
+TARGETS = ["q_proj", "o_proj", "gate_proj", "down_proj"]
+IDS = torch.arange(64).view(4, 16)
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("base")
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(LLAMA)).save_pretrained(directory)
+    return directory
+
+
+def tune(published, parallel, out):
+    """Loads a base model, takes two steps on adapters; returns losses, gradients, and bytes held of base weights."""
+    with rotorch.on_meta():
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(LLAMA), dtype=torch.float64)
+        module = add_lora(module, rank=2, targets=TARGETS)
+    model = rotorch.parallelize(module, parallel, device="cpu").materialize(seed=1).load(str(published))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.5)
+    mine = IDS.chunk(model.num_batch_ranks)[model.batch_rank]
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(float(model.forward_backward({"input_ids": mine, "labels": mine})))
+        optimizer.step()
+    adapters = [name for name in model.weights if is_adapter(name)]
+    grads = {name: model.full_tensor(name, grad=True).numpy() for name in adapters}
+    values = {name: model.full_tensor(name) for name in adapters}
+    if out is not None and model.mesh.get_rank() == 0:
+        save_lora(model.module, out, values=values)
+    logits = model.next_token_logits(IDS).numpy()
+    base = sum(h.local.nbytes for h in model.weights.values() if ".base_layer." in h.name)
+    frozen = {name for name, held in model.weights.items() if not held.weight.trained}
+    model.close()
+    return losses, grads, base, frozen, logits
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize(("parallel", "num_ranks"), [("rtp=2", 2), ("rtp=4", 4), ("fsdp=2", 2)])
+def test_ranks_do_as_one_process(published, tmp_path, warm, parallel, num_ranks):
+    losses, grads, whole, _, _ = run_ranks(tune, published, "single", None, num_ranks=1)[0]
+    found = run_ranks(tune, published, parallel, tmp_path, num_ranks=num_ranks)
+    assert sum(base for _, _, base, _, _ in found) == whole  # nothing twice
+    for theirs, their_grads, _, frozen, _ in found:
+        assert theirs == pytest.approx(losses, rel=1e-6)  # transformers' loss is float32 at its end
+        assert grads.keys() == their_grads.keys() and all(map(is_adapter, grads)) and frozen.isdisjoint(grads)
+        for name, grad in grads.items():
+            scale = abs(grad).max() or 1.0
+            assert abs(their_grads[name] - grad).max() <= 1e-6 * scale, name
+    base = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float64)
+    with torch.no_grad():
+        expected = peft.PeftModel.from_pretrained(base, tmp_path)(input_ids=IDS).logits[:, -1].float()
+    assert torch.allclose(torch.from_numpy(found[0][4]), expected, atol=1e-5)
+
+
+def test_a_rank_of_zero_is_refused():
+    with pytest.raises(ConfigError, match="lora: rank 0: an adapter needs a positive inner width"):
+        add_lora(torch.nn.Linear(2, 2), rank=0, targets=["x"])
+
+
+def test_targets_that_are_not_there_are_refused():
+    module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(LLAMA))
+    with pytest.raises(ConfigError, match="lora: targets"):
+        add_lora(module, rank=2, targets=["nowhere"])
+
+
+def test_without_the_package(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"pip install 'rotorch\[lora\]'"):
+        add_lora(torch.nn.Linear(2, 2), rank=2, targets=["x"])
