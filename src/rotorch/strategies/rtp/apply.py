@@ -463,8 +463,8 @@ def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> to
 def _one_by_one(units: Sequence[Unit], *, sites: dict[str, tuple[Site, ...]], heads: set[str]) -> list[Unit]:
     """The units of a ring whose items can be read whole (see `ops/side_by_side.py`).
 
-    A unit of linear layers only, or of a single layer, becomes a unit for each of its weights and biases. Others rotate:
-    stacked experts, halves that are fused in one matrix, a head with a bias.
+    A unit of linear layers only, or of a single layer, becomes a unit for each of its weights and biases. Others
+    rotate: stacked experts, halves that are fused in one matrix, a head with a bias.
     """
     found: list[Unit] = []
     for unit in units:
