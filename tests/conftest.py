@@ -2,10 +2,15 @@ import importlib
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "configs" / "tiny"
 
+
+# How long an example takes is the machine's affair, and that of whoever else uses it.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 SHARED_DOWN_TO = {
     "tests/conformance/test_invariants.py": 1,
