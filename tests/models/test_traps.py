@@ -383,18 +383,13 @@ def test_a_model_that_returns_its_own_mean(form):
         assert_same(found, (loss.item(), grads))
 
 
-@pytest.mark.parametrize("form", ["tuple", "dict", "dataclass"])
+@pytest.mark.parametrize("form", ["tensor", "tuple", "dict", "dataclass"])
 def test_a_share_without_targets_adds_nothing(form):
     module = OwnLoss()
     loss = module(**classes(0))
     loss.backward()
     for found in run_ranks(own_loss, form, True, num_ranks=2):
         assert_same(found, (loss.item(), {name: p.grad for name, p in module.named_parameters()}))
-
-
-def test_a_share_without_targets_and_without_logits_is_refused():
-    for message in run_ranks(message_of, OwnLoss, "rtp=2", lambda _: classes(2), num_ranks=2):
-        assert "OwnLoss: a batch without targets, and nothing but its loss" in message
 
 
 def test_a_model_without_a_loss_is_refused():

@@ -11,6 +11,7 @@ from rotorch.cli import run
 from rotorch.core.errors import ConfigError
 from rotorch.testing import zoo
 from rotorch.testing.subjects import tiny_subject
+from rotorch.testing.verify import verify_subject
 from rotorch.testing.zoo import Outcome, outcomes_of, run_zoo, table
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.filterwarnings("default")]
@@ -48,6 +49,15 @@ def test_family_is_exact(name):
     for outcome in outcomes_of(config_class(name), FAMILIES[name]):
         assert outcome.ok, outcome
         assert 0 < outcome.max_rel_err_grad <= 1e-10
+
+
+@pytest.mark.parametrize("parallel", ["rtp=2", "fsdp=2"])
+def test_a_routers_loss_counts_once(parallel):
+    subject = tiny_subject(transformers.MixtralConfig)
+    assert subject.config.output_router_logits
+    subject.config.router_aux_loss_coef = 0.5
+    report = verify_subject(subject, name="mixtral", parallel=parallel, steps=1)
+    assert report.ok, report
 
 
 @pytest.fixture

@@ -87,7 +87,7 @@ _RULES: tuple[tuple[str, Shrink], ...] = (
     (r"prediction_head_size|d_model|n_embd|dim_model_base", _HIDDEN),
 )  # fmt: skip
 
-_OPTIONAL = re.compile(r"\w*(_bias|qk_norm|qk_layernorm)|bias")
+_OPTIONAL = re.compile(r"\w*(_bias|qk_norm|qk_layernorm)|bias|output_router_logits")
 _RESTS = re.compile(r"\w*(dropout|pdrop|jitter)\w*")
 _TOKENS = re.compile(r"\w*(token_id|token_index|bos_id|eos_id)")
 _KV_HEADS = re.compile(r"\w*(num_key_value_heads|num_kv_heads|n_kv_heads|_kv_heads)")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rotorch.core.spec import ModelSpec
 from rotorch.models.hf import config_from_dict, load_config
-from rotorch.parallel_model import LossFn, causal_lm_loss, count_targets
+from rotorch.models.losses import LossFn, count_targets
 from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.shard.materialize import Recipe, initialise
 from rotorch.testing.arithmetic import widen
@@ -85,15 +85,51 @@ def fill(module: nn.Module, *, spec: ModelSpec, recipes: Mapping[str, Recipe], s
     initialise(held, recipes=recipes, seed=seed)
 
 
-def reference_step(module: nn.Module, batch: Mapping[str, Tensor], *, loss: LossFn = causal_lm_loss) -> Tensor:
+def reference_step(
+    module: nn.Module, batch: Mapping[str, Tensor], *, loss: LossFn | None = None, num_parts: int = 1
+) -> Tensor:
     """Forward and backward of a whole global batch at once; returns the loss per target.
 
-    With the model's own loss it is left to the model to count targets.
+    With the model's own loss (None) it is left to the model to count targets. Only a router's auxiliary loss, which is
+    no sum over rows, is that of the micro-batches, weighted with their shares of the targets.
+
+    Args:
+        module: the model.
+        batch: the global batch.
+        loss: as `parallelize` takes it.
+        num_parts: micro-batches of all ranks, of which a router's loss is taken one by one.
     """
     module.zero_grad()
-    if loss is causal_lm_loss:
-        value = module(**batch, use_cache=False).loss
-    else:
+    if loss is not None:
         value = loss(module, batch, count_targets(batch))
+    elif num_parts > 1 and _has_router_loss(module):
+        return _step_by_parts(module, batch, num_parts=num_parts)
+    else:
+        cached = {"use_cache": False} if hasattr(module.config, "use_cache") else {}
+        value = module(**batch, **cached).loss
     value.backward()
     return value.detach()
+
+
+def _has_router_loss(module: nn.Module) -> bool:
+    config = module.config.get_text_config() if hasattr(module.config, "get_text_config") else module.config
+    return bool(getattr(config, "output_router_logits", False))
+
+
+def _step_by_parts(module: nn.Module, batch: Mapping[str, Tensor], *, num_parts: int) -> Tensor:
+    with torch.no_grad():
+        module(**batch, use_cache=False)  # the pass that is held against all others, module by module
+    total, num_targets = torch.zeros((), dtype=torch.float64), count_targets(batch)
+    chunks = {name: rows.chunk(num_parts) for name, rows in batch.items()}
+    for number in range(num_parts):
+        part = {name: rows[number] for name, rows in chunks.items()}
+        output = module(**part, use_cache=False, num_items_in_batch=num_targets)
+        targets = torch.nn.functional.pad(part["labels"], (0, 1), value=-100)[:, 1:]
+        of_text = torch.nn.functional.cross_entropy(
+            output.logits.flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum"
+        )
+        of_text = of_text / num_targets
+        value = of_text + (output.loss - of_text) * (count_targets(part) / num_targets)
+        value.backward()
+        total += value.detach().double()
+    return total

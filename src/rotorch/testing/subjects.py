@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.models.hf import causal_lm, longest_sequence
+from rotorch.models.losses import Batch, LossFn, count_targets, loss_of
 from rotorch.models.tiny import NUM_DRAWN_TOKENS, inputs_for, number_for, shrunk
-from rotorch.parallel_model import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.batches import Rows, global_batch, share_of
 
@@ -33,8 +33,8 @@ class Subject(Protocol):
     """A model and its training data."""
 
     @property
-    def loss(self) -> LossFn:
-        """As `parallelize` takes it."""
+    def loss(self) -> LossFn | None:
+        """As `parallelize` takes it; None: the model's own."""
 
     def build(self) -> nn.Module:
         """Makes the model, in the current device context."""
@@ -50,8 +50,8 @@ class CausalLM:
     config: Any
 
     @property
-    def loss(self) -> LossFn:
-        return causal_lm_loss
+    def loss(self) -> None:
+        return None
 
     def build(self) -> nn.Module:
         return causal_lm(self.config)
@@ -77,8 +77,8 @@ class TinySubject:
     embedded: bool = False
 
     @property
-    def loss(self) -> LossFn:
-        return causal_lm_loss if self._has_loss and not self.embedded else output_loss
+    def loss(self) -> LossFn | None:
+        return None if self._has_loss and not self.embedded else output_loss
 
     @property
     def _has_loss(self) -> bool:
@@ -202,7 +202,7 @@ def _first_error(subject: TinySubject) -> str | None:
                     num_shares=1,
                     num_micro_batches=NUM_MICRO_BATCHES,
                 )[0]
-                loss = subject.loss(module, batch, count_targets(batch))
+                loss = (subject.loss or loss_of(module))(module, batch, count_targets(batch))
                 loss.backward()
             return None if bool(torch.isfinite(loss)) else f"its loss is {float(loss)}"
         except AttributeError as error:

@@ -268,7 +268,8 @@ class _Comparison:
         with recorded(model.module) as passes:
             loss = model.forward_backward(mine)
         with recorded(reference) as whole:
-            true_loss = reference_step(reference, batch, loss=self.subject.loss)
+            num_parts = model.num_batch_ranks * NUM_MICRO_BATCHES
+            true_loss = reference_step(reference, batch, loss=self.subject.loss, num_parts=num_parts)
         first = model.batch_rank * NUM_MICRO_BATCHES * NUM_ROWS
         outputs = output_errors(
             passes,
