@@ -56,7 +56,7 @@ _RULES: tuple[tuple[str, Shrink], ...] = (
     (r"index(er)?_kv_heads", 1),
     (r"\w*(num_key_value_heads|num_kv_heads|n_kv_heads|_kv_heads)", 2),
     (r"\w*(num_heads|n_heads?|attention_heads)", _HEADS),
-    (r"qk_nope_head_dim|qk_rope_head_dim|v_head_dim|index(er)?_head_dim", 8),
+    (r"qk_nope_head_dim|qk_rope_head_dim|v_head_dim", 8),
     (r"\w*(head_dim|head_size|d_head)", _HEAD_DIM),
     (r"rotary_dim", 8),
     (r"\w*(_rank|lowrank)", 8),
@@ -185,8 +185,8 @@ def _shrink(default: Any, variant: _Variant, *, rebuild: bool = True) -> Any:
             given[name] = next(tokens) if value >= NUM_DRAWN_TOKENS else value
         elif isinstance(value, int):
             given[name] = _number(name, value)
-            if name == "intermediate_size" and value == 4 * values.get("hidden_size", 0):
-                given[name] = 4 * _HIDDEN  # some views fold four places into one
+            if name == "intermediate_size" and "pixel_shuffle_ratio" in values:  # so many places are folded into one
+                given[name] = int(_HIDDEN / values["pixel_shuffle_ratio"] ** 2)
     if not variant.grouped or "kv_lora_rank" in values:  # latent attention has no groups
         given |= {k: _HEADS for k in given if _KV_HEADS.fullmatch(k)}
     if "qk_rope_head_dim" in values and values.get("head_dim") == values["qk_rope_head_dim"]:  # how much of it turns
