@@ -27,6 +27,7 @@ import psutil
 import torch
 
 from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.spec import UnitKind
 from rotorch.models.describe import describe
 from rotorch.strategies import parse_parallel
 from rotorch.testing.subjects import configurations, model_classes, tiny_subject
@@ -53,6 +54,7 @@ class Outcome:
         model: name of the model class.
         num_modules: units whose own forward runs on slices.
         num_weights: units of one weight.
+        share_cut: of the bytes of all weights, those that are cut.
         seconds: that it took.
     """
 
@@ -64,6 +66,7 @@ class Outcome:
     model: str = ""
     num_modules: int = 0
     num_weights: int = 0
+    share_cut: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -190,15 +193,16 @@ def outcomes_of(config_class: type, layouts: Iterable[str]) -> Iterable[Outcome]
     name = config_class.__name__
     try:
         subject = tiny_subject(config_class)
-        units = describe(subject.build()).cut_units
+        spec = describe(subject.build())
     except Exception as error:
         why = _why_not_built(config_class, _line(error))
         yield from (Outcome(name, layout, False, why=why) for layout in layouts)
         return
     about: dict[str, Any] = {
         "model": subject.model_class.__name__,
-        "num_modules": sum(u.kind == "module" for u in units),
-        "num_weights": sum(u.kind == "weight" for u in units),
+        "num_modules": sum(u.kind is UnitKind.MODULE for u in spec.units),
+        "num_weights": sum(u.kind is UnitKind.WEIGHT for u in spec.units),
+        "share_cut": sum(u.num_bytes for u in spec.cut_units) / spec.num_bytes,
     }
     for layout in layouts:
         start = time.monotonic()
@@ -253,24 +257,25 @@ def table(outcomes: Sequence[Outcome], *, layouts: Sequence[str] = LAYOUTS) -> s
         "under each layout, against the same model on one process. *Exact* means that loss and gradients of all",
         "weights agree to 1e-10. The rules that make models tiny (`models/tiny.py`) name no architecture.",
         "",
-        "*Units* says how many modules run their own forward on slices of their weights, and how many weights go round",
-        "one by one: embeddings, heads, and layers of modules that cannot (found by a probe, `models/probe.py`). Over",
+        "*Modules* run their own forward on slices of their weights; *weights* go round one by one: embeddings, heads,",
+        "and layers of modules that cannot run on slices (found by a probe, `models/probe.py`). *Cut* is what these",
+        "are of all bytes; a weight to which the plan gives no role is whole on every rank, its gradients summed. Over",
         "shared memory `rtp=2` multiplies with whole weights where they lie; `recompute=slice` makes it run on slices.",
         "",
         "| layout | exact | of |",
         "|---|---|---|",
         *(f"| `{p}` | {exact[p]} | {len(by_config)} |" for p in layouts),
         "",
-        f"| configuration | model | {' | '.join(f'`{p}`' for p in layouts)} | units |",
-        f"|---|---|{'---|' * len(layouts)}---|",
+        f"| configuration | model | {' | '.join(f'`{p}`' for p in layouts)} | modules | weights | cut |",
+        f"|---|---|{'---|' * len(layouts)}---|---|---|",
     ]
     reasons: list[str] = []
     for name in sorted(by_config):
         row = by_config[name]
         first = next(iter(row.values()))
         cells = [_cell(row.get(p)) for p in layouts]
-        units = f"{first.num_modules} modules, {first.num_weights} weights" if first.model else ""
-        lines.append(f"| {name} | {first.model} | {' | '.join(cells)} | {units} |")
+        about = f"{first.num_modules} | {first.num_weights} | {first.share_cut:.0%}" if first.model else "| |"
+        lines.append(f"| {name} | {first.model} | {' | '.join(cells)} | {about} |")
         for why in dict.fromkeys(o.why for o in row.values() if not o.ok):
             where = ", ".join(f"`{o.parallel}`" for o in row.values() if o.why == why)
             everywhere = sum(o.why == why for o in row.values()) == len(row)
