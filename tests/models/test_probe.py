@@ -32,6 +32,13 @@ def test_attention_and_mlp_of_a_llama_run_on_slices():
     assert found == {"self_attn", "mlp"}
 
 
+@pytest.mark.parametrize("around", [on_meta, lambda: torch.device("meta")])
+def test_nothing_is_put_on_meta_by_who_describes_a_model_there(around):
+    with around():
+        spec = describe(transformers.LlamaForCausalLM(llama()))
+    assert {u.name.split(".")[-1] for u in spec.units if u.kind is UnitKind.MODULE} == {"self_attn", "mlp"}
+
+
 def test_norms_over_all_heads_are_found_by_their_shapes():
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     with_norm = transformers.CohereConfig(use_qk_norm=True, vocab_size=64, **sizes)

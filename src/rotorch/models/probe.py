@@ -23,6 +23,7 @@ from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.spec import ModelSpec, Unit, UnitKind
 from rotorch.models.tiny import inputs_for, shrunk_like
 from rotorch.shard.held import cut_pieces
+from rotorch.shard.materialize import off_meta
 from rotorch.shard.sites import find_sites
 
 _log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ def _text(config: Any) -> str:
 
 def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> set[type]:
     error: Exception | None = None
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta():
         for config in shrunk_like(module.config):
             config.use_cache = False
             config._experts_implementation = "eager"  # others know no float64
@@ -73,7 +74,7 @@ def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> se
                 return _run_on_slices(tiny, describe(tiny))
             except Exception as failed:
                 error = failed
-    _log.info("no tiny %s runs (%s): its weights go round one by one", type(module).__name__, error)
+    _log.warning("no tiny %s runs (%s): its weights go round one by one", type(module).__name__, error)
     return set()
 
 

@@ -27,6 +27,21 @@ _CHUNK_ELEMENTS = 1 << 20
 """Random numbers are made this many at a time, so that float64 temporaries stay small."""
 
 
+_register = nn.Module.register_parameter
+
+
+@contextmanager
+def off_meta() -> Iterator[None]:
+    """Builds modules with real parameters on CPU, also within `on_meta` or `torch.device("meta")`."""
+    register = nn.Module.register_parameter
+    nn.Module.register_parameter = _register  # type: ignore[method-assign]
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Builds a model without memory for its parameters: they are `meta` tensors, buffers are real.
