@@ -1,5 +1,9 @@
 """Which modules run on slices is tried, so that what a plan says and the code cannot do is found before training."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers
@@ -91,3 +95,33 @@ def test_a_model_is_tried_once(monkeypatch):
     modules_of(transformers.LlamaForCausalLM, llama())
     modules_of(transformers.LlamaForCausalLM, llama())
     assert tried == [1]
+
+
+FORKED = """
+import os
+import torch
+import transformers
+from rotorch.models.describe import describe
+from rotorch.shard.materialize import on_meta
+
+with on_meta():
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=64)
+    )
+describe(model)
+assert torch.get_num_threads() > 1
+child = os.fork()
+if child == 0:
+    torch.ones(2048, 2048) @ torch.ones(2048, 2048)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="one core: torch starts no threads")
+def test_a_process_that_has_tried_one_can_be_forked():
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.strip() == "7"

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ def _text(config: Any) -> str:
 
 def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> set[type]:
     error: Exception | None = None
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta(), _one_thread():
         for config in shrunk_like(module.config):
             config.use_cache = False
             config._experts_implementation = "eager"  # others know no float64
@@ -76,6 +77,17 @@ def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> se
                 error = failed
     _log.warning("no tiny %s runs (%s): its weights go round one by one", type(module).__name__, error)
     return set()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Starts no threads: a process that has some cannot be forked into ranks, which would wait for them for ever."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _run_on_slices(tiny: nn.Module, spec: ModelSpec) -> set[type]:
