@@ -43,8 +43,8 @@ def generated_digits(number: int) -> tuple[Tensor, Tensor]:
     labels = torch.randint(10, (number,), generator=generator)
     images = 0.3 * torch.rand(number, 1, 28, 28, generator=generator)
     for image, label in zip(images, labels, strict=True):
-        top, left = torch.randint(8, (2,), generator=generator).tolist()
-        image[0, top : top + 20, left + 4 : left + 16] += 0.7 * large[label]
+        top, left = torch.randint(3, (2,), generator=generator).tolist()
+        image[0, top + 3 : top + 23, left + 7 : left + 19] += 0.7 * large[label]
     return images, labels
 
 

@@ -54,15 +54,21 @@ def models_loaded() -> None:
 
 
 def run_example(name: str, steps: int) -> list[float]:
-    """Runs an example on this rank, without a network, and returns its losses."""
-    os.environ["PIP_NO_INDEX"] = "1"
+    """Runs an example on this rank and returns its losses; on generated digits, which are the same on every machine."""
     sys.argv = [name, str(steps)]
     sys.path.insert(0, str(ROOT / "examples"))
+    import inputs
+
+    inputs._handwritten = cannot_be_had
     return runpy.run_path(str(ROOT / "examples" / name))["losses"]
 
 
+def cannot_be_had() -> bytes:
+    raise OSError
+
+
 @pytest.mark.parametrize(
-    ("name", "steps", "below"), [("04_bert.py", 30, 3.6), ("05_vit.py", 15, 2.2), ("06_t5.py", 15, 2.5)]
+    ("name", "steps", "below"), [("04_bert.py", 30, 3.6), ("05_vit.py", 40, 2.2), ("06_t5.py", 15, 2.5)]
 )
 def test_an_example_has_the_same_losses_on_two_ranks_as_on_one(
     models_loaded: None, no_cuda: None, name: str, steps: int, below: float
@@ -74,7 +80,7 @@ def test_an_example_has_the_same_losses_on_two_ranks_as_on_one(
         assert losses[:5] == pytest.approx(alone[:5], rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("02_mnist_cnn.py", 6), ("03_resnet.py", 5)])
+@pytest.mark.parametrize(("name", "steps"), [("02_mnist_cnn.py", 12), ("03_resnet.py", 5)])
 def test_an_example_with_dropout_or_batch_norms_learns_on_two_ranks(
     models_loaded: None, no_cuda: None, name: str, steps: int
 ) -> None:
