@@ -123,6 +123,7 @@ class Unit:
         replicated: names of weights that its forward needs whole beside its slices (q_norm); they belong to a
             REPLICATED unit.
         added_once: names of biases that are added once, after the sum over slices; they belong to a REPLICATED unit.
+        logits: whether one of its uses is a language model's head, whose products only a loss looks at.
     """
 
     name: str
@@ -133,6 +134,7 @@ class Unit:
     reads_in_backward: int = 1
     replicated: tuple[str, ...] = ()
     added_once: tuple[str, ...] = ()
+    logits: bool = False
 
     @property
     def num_bytes(self) -> int:

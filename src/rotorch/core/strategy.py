@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rotorch.core.layout import Layout
 from rotorch.core.spec import ModelSpec, Unit
+from rotorch.core.traffic import MicroBatch, Transfer
 
 
 class Strategy(BaseModel, ABC):
@@ -38,6 +39,10 @@ class Strategy(BaseModel, ABC):
     @abstractmethod
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         """Bytes of `unit` on the rank at `position` of this strategy's axes."""
+
+    def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
+        """What one micro-batch sends for `unit` beyond its Layout: activations, for strategies that move them."""
+        return ()
 
     def check(self, spec: ModelSpec) -> None:
         """Raises `ConfigError` if this strategy cannot hold the model; says which unit and what to write instead."""

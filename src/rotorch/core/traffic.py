@@ -40,9 +40,36 @@ class Transfer:
     num_messages: int = 1
 
 
+@dataclass(frozen=True)
+class MicroBatch:
+    """What ranks that share a batch compute on at once: decides how large activations are that move.
+
+    Attributes:
+        num_rows: how many sequences.
+        num_tokens: of each sequence.
+        itemsize: bytes of an element of the activations.
+        loss_itemsize: bytes of an element where the loss is computed.
+    """
+
+    num_rows: int
+    num_tokens: int
+    itemsize: int = 4
+    loss_itemsize: int = 4
+
+
 def all_reduce(payload_bytes: int, *, axis: str, size: int, phase: Phase = Phase.BACKWARD) -> Transfer:
     """One all-reduce of `payload_bytes` over `size` ranks: a ring sends 2 (n-1)/n of it."""
     return Transfer(Kind.ALL_REDUCE, axis, phase, payload_bytes, 2 * payload_bytes * (size - 1) // size)
+
+
+def all_gather(part_bytes: int, *, axis: str, size: int, phase: Phase) -> Transfer:
+    """One all-gather of what each of `size` ranks gives, `part_bytes`: a ring sends every part n-1 times."""
+    return Transfer(Kind.ALL_GATHER, axis, phase, part_bytes, part_bytes * (size - 1))
+
+
+def reduce_scatter(whole_bytes: int, *, axis: str, size: int, phase: Phase) -> Transfer:
+    """One reduce-scatter of `whole_bytes` over `size` ranks: a ring sends (n-1)/n of it."""
+    return Transfer(Kind.REDUCE_SCATTER, axis, phase, whole_bytes, whole_bytes * (size - 1) // size)
 
 
 def sent_bytes(transfers: Iterable[Transfer], *, kind: Kind | None = None) -> int:

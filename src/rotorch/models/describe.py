@@ -24,7 +24,7 @@ from torch import nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
-from rotorch.models.hf import Plan, tensor_parallel_plan
+from rotorch.models.hf import Plan, head_weights, tensor_parallel_plan
 from rotorch.models.probe import classes_that_run_on_slices
 from rotorch.models.rules import spec_by_rule
 
@@ -57,13 +57,23 @@ def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
     """
     weights = _weights(module)
     if plan is None and not module_declares(module):
-        return spec_by_rule(module, weights)
+        return _with_head(spec_by_rule(module, weights), module)
     if plan is not None:
-        return replace(_spec(module, _expand(plan, module), weights), by_plan=True)
+        return _with_head(replace(_spec(module, _expand(plan, module), weights), by_plan=True), module)
     roles = _expand(tensor_parallel_plan(module), module)
     spec = _spec(module, roles, weights)
     proven = classes_that_run_on_slices(module, spec, describe=_trusting)
-    return _spec(module, roles, weights, proven=proven)
+    return _with_head(_spec(module, roles, weights, proven=proven), module)
+
+
+def _with_head(spec: ModelSpec, module: nn.Module) -> ModelSpec:
+    """The same, and which of its units is the head."""
+    head = head_weights(module)
+    units = (
+        replace(u, logits=u.kind is UnitKind.WEIGHT and any(head & {w.name, *w.aliases} for w in u.weights))
+        for u in spec.units
+    )
+    return replace(spec, units=tuple(units))
 
 
 def _trusting(module: nn.Module) -> ModelSpec:

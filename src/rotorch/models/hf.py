@@ -46,6 +46,13 @@ def _head(module: nn.Module) -> nn.Module | None:
     return module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
 
 
+def head_weights(module: nn.Module) -> set[str]:
+    """Names under which the weight (and bias) of a language-model head is found; none for other modules."""
+    head = _head(module)
+    names = {name for name, child in module.named_modules() if child is head and head is not None}
+    return {f"{name}.{parameter}" for name in names for parameter in ("weight", "bias")}
+
+
 def load_config(path: str | Path) -> Any:
     """Reads a Hugging Face configuration: a `config.json`, a directory that has one, or a GGUF file.
 

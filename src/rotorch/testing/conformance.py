@@ -34,7 +34,7 @@ from rotorch.testing.compare import gradient_errors, relative_error, value_error
 from rotorch.testing.parity import my_micro_batches, parallel_losses, parity_batch, reference_losses
 from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import fill, plain_config, reference_step
-from rotorch.testing.traffic import expected_resident_bytes, traffic_problems
+from rotorch.testing.traffic import expected_resident_bytes, micro_batch_of, traffic_problems
 
 SEED = 1
 NUM_STEPS = 2
@@ -389,7 +389,7 @@ def sent_bytes_are_the_layouts(e: Examination) -> Iterator[str]:
         e.model.forward_backward(e.micro_batches[:1])
     with Meter() as measured:
         e.model.forward_backward(e.micro_batches[:1])
-    yield from traffic_problems(e.model, measured)
+    yield from traffic_problems(e.model, measured, batch=micro_batch_of(e.model, e.micro_batches[0]))
 
 
 def checkpoints_hold_whole_weights(e: Examination) -> Iterator[str]:

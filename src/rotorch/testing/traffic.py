@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from fractions import Fraction
+
+from torch import Tensor
 
 from rotorch.comm.meter import Meter
 from rotorch.core.spec import Unit
-from rotorch.core.traffic import Kind
+from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.parallel_model import ParallelModel
 
 _ROUNDING_BYTES = 64
@@ -20,10 +22,21 @@ def expected_resident_bytes(model: ParallelModel, unit: Unit) -> int:
     return model.strategies[-1].layout(unit, position=_position(model)).resident_bytes
 
 
-def expected_sent_bytes(model: ParallelModel) -> dict[Kind, Fraction]:
+def micro_batch_of(model: ParallelModel, batch: Mapping[str, Tensor]) -> MicroBatch:
+    """How large a batch of token ids makes the activations of a model that computes in its weights' own precision."""
+    num_rows, num_tokens = batch["input_ids"].shape
+    itemsize = max(w.itemsize for w in model.spec.weights)
+    return MicroBatch(num_rows, num_tokens, itemsize=itemsize, loss_itemsize=itemsize)
+
+
+def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None) -> dict[Kind, Fraction]:
     """What the Layouts say that this rank sends in a step of one micro-batch, by kind.
 
     A strategy around another one treats what that one holds as its unit, so its transfers shrink in proportion.
+
+    Args:
+        model: whose step.
+        batch: the micro-batch; None leaves out activations.
     """
     sent: dict[Kind, Fraction] = defaultdict(Fraction)
     inner = model.strategies[-1]
@@ -31,21 +44,24 @@ def expected_sent_bytes(model: ParallelModel) -> dict[Kind, Fraction]:
         layout = inner.layout(unit, position=_position(model))
         for transfer in layout.transfers:
             sent[transfer.kind] += transfer.sent_bytes
+        if batch is not None:
+            for transfer in inner.activation_transfers(unit, batch=batch, position=_position(model)):
+                sent[transfer.kind] += transfer.sent_bytes
         for outer in model.strategies[:-1]:
             for transfer in outer.layout(unit).transfers:
                 sent[transfer.kind] += Fraction(transfer.sent_bytes * layout.resident_bytes, unit.num_bytes)
     return {kind: num_bytes for kind, num_bytes in sent.items() if num_bytes}
 
 
-def traffic_problems(model: ParallelModel, meter: Meter) -> Iterator[str]:
-    """Says where a metered step of one micro-batch differs from the Layouts.
+def traffic_problems(model: ParallelModel, meter: Meter, *, batch: MicroBatch | None = None) -> Iterator[str]:
+    """Says where a metered step of one micro-batch differs from the Layouts, and what they say of activations.
 
     Messages between two ranks are counted to the byte; collectives up to rounding. A strategy that chose for itself
     among several ways (a field whose value is "auto") may have sent less than its Layout says, never more.
     """
     for name, times in meter.not_counted.items():
         yield f"{name} was called {times} times, and the meter knows no rule for it"
-    expected = expected_sent_bytes(model)
+    expected = expected_sent_bytes(model, batch=batch)
     chose = any(value == "auto" for s in model.strategies for value in s.model_dump().values())
     for kind in sorted({*expected, *meter.sent_bytes}):
         said, found = expected.get(kind, Fraction(0)), meter.sent_bytes[kind]

@@ -37,6 +37,7 @@ from rotorch.core.spec import Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.blocks import recompute
 from rotorch.models.compiled import compiled_forward
 from rotorch.models.describe import module_declares
+from rotorch.models.hf import head_weights
 from rotorch.ops.multihead import multihead_on_slice
 from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
@@ -88,7 +89,7 @@ class RTPHolding(Holding):
                 "pick. Write recompute=slice, or leave compile out"
             )
         parameters, sites = dict(module.named_parameters()), find_sites(module)
-        heads = _head_weights(module)
+        heads = head_weights(module)
         units, one_by_one = spec.cut_units, _one_by_one(spec.cut_units, sites=sites, heads=heads)
         slices, side_by_side = (
             [FlatSlices(u.weights, num_slices=strategy.size, side_by_side=us is one_by_one) for u in us]
@@ -495,10 +496,3 @@ def _between_units(module: nn.Module, units: Sequence[Unit], *, whole: Sequence[
     inside = tuple(f"{unit.name}." for unit in units)
     found = [module.get_submodule(name) for name in sorted(names) if not f"{name}.".startswith(inside)]
     return [m for m in found if not any(True for _ in m.children()) and not any(True for _ in m.buffers())]
-
-
-def _head_weights(module: nn.Module) -> set[str]:
-    """Names under which the weight (and bias) of a Hugging Face language-model head is found."""
-    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    names = {name for name, child in module.named_modules() if child is head and head is not None}
-    return {f"{name}.{parameter}" for name in names for parameter in ("weight", "bias")}
