@@ -119,6 +119,8 @@ class ParallelModel:
         spec: the model's units.
         batch_rank: which share of a global batch this rank computes, 0-based.
         num_batch_ranks: how many shares there are.
+        feature_rank: which part of the features of activations this rank computes, 0-based.
+        num_feature_ranks: how many parts there are.
     """
 
     def __init__(
@@ -147,10 +149,9 @@ class ParallelModel:
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         positions = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
-        self.batch_rank, self.num_batch_ranks = 0, 1
-        for axis in self.batch_axes:
-            self.batch_rank = self.batch_rank * sizes[axis] + positions[axis]
-            self.num_batch_ranks *= sizes[axis]
+        self.batch_rank, self.num_batch_ranks = _place(self.batch_axes, sizes, positions)
+        self.feature_axes = tuple(axis for s in strategies for axis in s.feature_axes)
+        self.feature_rank, self.num_feature_ranks = _place(self.feature_axes, sizes, positions)
 
     @property
     def device(self) -> torch.device:
@@ -332,3 +333,11 @@ class ParallelModel:
         total = torch.tensor([value], dtype=torch.float64)
         all_reduce_sum(total, mesh=self.mesh)
         return float(total) * self.num_batch_ranks / self.mesh.size()
+
+
+def _place(axes: Sequence[str], sizes: Mapping[str, int], positions: Mapping[str, int]) -> tuple[int, int]:
+    """This rank's number along some axes together, the first of them outermost, and how many there are."""
+    number, total = 0, 1
+    for axis in axes:
+        number, total = number * sizes[axis] + positions[axis], total * sizes[axis]
+    return number, total

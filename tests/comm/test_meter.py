@@ -87,12 +87,13 @@ def test_what_a_library_sends_under_backward_is_seen():
 
 
 def unknown_operation():
-    return metered(lambda: dist.broadcast(torch.ones(100), 0))
+    parts = [torch.ones(100)] * dist.get_world_size() if dist.get_rank() == 0 else None
+    return metered(lambda: dist.scatter(torch.ones(100), parts, src=0))
 
 
 def test_what_it_has_no_rule_for_it_says():
     for sent, _, unknown, _ in run_ranks(unknown_operation, num_ranks=2):
-        assert (sent, unknown) == ({}, {"broadcast_": 1})
+        assert (sent, unknown) == ({}, {"scatter_": 1})
 
 
 def redistributions():
@@ -115,3 +116,19 @@ def test_what_dtensor_sends_is_counted(n):
         assert found["all_reduce"][0] == {Kind.ALL_REDUCE: 2 * 1600 * (n - 1)}
         assert found["reduce_scatter"][0] == {Kind.REDUCE_SCATTER: 1600 * (n - 1)}
         assert all(sum(f[1].values()) == 1 and f[2] == {} for f in found.values())
+
+
+def _broadcast_and_reduce(root):
+    with Meter() as meter:
+        dist.broadcast(torch.ones(100), src=root)
+        dist.reduce(torch.ones(100), dst=root)
+    return dict(meter.sent_bytes), dict(meter.not_counted)
+
+
+@pytest.mark.parametrize("root", [0, 2])
+def test_a_chain_sends_a_broadcast_from_all_ranks_but_its_last_and_a_reduction_from_all_but_its_target(root):
+    found = run_ranks(_broadcast_and_reduce, root, num_ranks=3)
+    for rank, (sent, not_counted) in enumerate(found):
+        assert not not_counted
+        assert sent[Kind.BROADCAST] == (0 if rank == (root + 2) % 3 else 400)
+        assert sent[Kind.REDUCE] == (0 if rank == root else 400)

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import TorchDispatchMode, group_size, tree_flatten
-from rotorch.core.traffic import Kind
+from rotorch.core.traffic import Kind, sent_by_broadcast, sent_by_reduce
 
 _KINDS = {
     "send": Kind.SEND,
+    "broadcast_": Kind.BROADCAST,
+    "reduce_": Kind.REDUCE,
     "allreduce_": Kind.ALL_REDUCE,
     "allreduce_coalesced_": Kind.ALL_REDUCE,
     "_allgather_base_": Kind.ALL_GATHER,
@@ -83,31 +85,36 @@ class Meter(TorchDispatchMode):
         # gathers come
         # as (output, input), reductions in place, and the group's size is only in the group object.
         if functional:
-            size, payload = group_size(args[-1]), args[0]
+            size, payload, position = group_size(args[-1]), args[0], 0
         else:
-            group = next(
-                (a for a in args if hasattr(a, "size") and not isinstance(a, Tensor) and hasattr(a, "rank")), None
-            )
-            size = group.size() if group is not None else _boxed_size(args)
+            group = _group(args)
+            size, position = group.size(), group.rank()
             payload = args[1] if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) else args[0]
         num_bytes = sum(t.numel() * t.element_size() for t in tree_flatten(payload)[0] if isinstance(t, Tensor))
         if num_bytes < self.smallest_counted_bytes:
             return
-        sent = {
-            Kind.SEND: num_bytes,
-            Kind.ALL_REDUCE: 2 * num_bytes * (size - 1) // size,
-            Kind.ALL_GATHER: num_bytes * (size - 1),
-            Kind.REDUCE_SCATTER: num_bytes * (size - 1) // size,
-        }[kind]
+        if kind is Kind.BROADCAST:
+            sent = sent_by_broadcast(num_bytes, position=position, source=args[2], size=size)
+        elif kind is Kind.REDUCE:
+            sent = sent_by_reduce(num_bytes, position=position, target=args[3])
+        else:
+            sent = {
+                Kind.SEND: num_bytes,
+                Kind.ALL_REDUCE: 2 * num_bytes * (size - 1) // size,
+                Kind.ALL_GATHER: num_bytes * (size - 1),
+                Kind.REDUCE_SCATTER: num_bytes * (size - 1) // size,
+            }[kind]
         self.sent_bytes[kind] += sent
         self.num_messages[kind] += 1
 
 
-def _boxed_size(args: Any) -> int:
-    """Size of the process group among boxed arguments (a ScriptObject before it is unboxed)."""
+def _group(args: Any) -> Any:
+    """The process group among the arguments of an operation, also boxed (a ScriptObject before it is unboxed)."""
     import torch.distributed as dist
 
     for arg in args:
-        if type(arg).__name__ == "ScriptObject":
-            return dist.ProcessGroup.unbox(arg).size()
+        if isinstance(arg, dist.ProcessGroup):
+            return arg
+        if type(arg).__name__ == "ScriptObject" and "ProcessGroup" in str(arg._type()):
+            return dist.ProcessGroup.unbox(arg)
     raise TypeError(f"no process group among {[type(a).__name__ for a in args]}")

@@ -26,6 +26,9 @@ class Strategy(BaseModel, ABC):
     cuts_weights: ClassVar[bool] = False
     """Whether its ranks hold different parts of a weight (then it can be the inside of `ddp`)."""
 
+    size_fields: ClassVar[tuple[str, ...]] = ("size",)
+    """The fields that its size is written with, `rtp=4`; those of a grid are joined by "x", `atp=2x4`."""
+
     @property
     @abstractmethod
     def axes(self) -> dict[str, int]:
@@ -35,6 +38,11 @@ class Strategy(BaseModel, ABC):
     @abstractmethod
     def batch_axes(self) -> tuple[str, ...]:
         """The axes along which ranks see different data."""
+
+    @property
+    def feature_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks see different features of one batch: activations are cut on their last dim."""
+        return ()
 
     @abstractmethod
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:

@@ -22,6 +22,8 @@ class Kind(StrEnum):
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
+    BROADCAST = "broadcast"  # a block, along one axis of a grid
+    REDUCE = "reduce"
 
 
 @dataclass(frozen=True)
@@ -75,3 +77,13 @@ def reduce_scatter(whole_bytes: int, *, axis: str, size: int, phase: Phase) -> T
 def sent_bytes(transfers: Iterable[Transfer], *, kind: Kind | None = None) -> int:
     """Sums what one rank sends, of one kind or of all."""
     return sum(t.sent_bytes for t in transfers if kind is None or t.kind is kind)
+
+
+def sent_by_broadcast(payload_bytes: int, *, position: int, source: int, size: int) -> int:
+    """What the rank at `position` sends of a broadcast from `source` along a chain: nothing if it is the end."""
+    return 0 if (position - source) % size == size - 1 else payload_bytes
+
+
+def sent_by_reduce(payload_bytes: int, *, position: int, target: int) -> int:
+    """What the rank at `position` sends of a reduction to `target` along a chain: nothing if it is the target."""
+    return 0 if position == target else payload_bytes

@@ -1,7 +1,7 @@
 """The strategies, what may wrap what, and the text they are written in (`--parallel`). No torch.
 
 Grammar: `kind=size` joined by commas, outermost (slowest links) first; options in brackets:
-`ddp=2,rtp=4[recompute=slice]`.
+`ddp=2,rtp=4[recompute=slice]`. The size of a grid is written by its axes, `kind=2x4`.
 """
 
 from __future__ import annotations
@@ -84,15 +84,13 @@ def _parse_item(item: str, *, text: str) -> Strategy:
         )
     cls = STRATEGIES[kind]
     fields: dict[str, object] = {}
-    if "size" in cls.model_fields:
-        if size is None or not re.fullmatch(r"[0-9]+", size) or int(size) < 1:
-            raise ConfigError(f"parallel: {item!r} needs a positive number of ranks. Write for example {kind}=2")
-        fields["size"] = int(size)
+    if cls.size_fields:
+        fields.update(_sizes(size, item=item, cls=cls))
     elif size is not None:
         raise ConfigError(f"parallel: {kind} takes no size, got {item!r}. Write {kind}")
     for option in filter(None, (options or "").split(",")):
         name, equals, value = (part.strip() for part in option.partition("="))
-        known = [f for f in cls.model_fields if f != "size"]
+        known = [f for f in cls.model_fields if f not in cls.size_fields]
         if not equals or name not in known:
             has = f"It has: {', '.join(known)}" if known else "It has none"
             raise ConfigError(f"parallel: {kind} has no option {name!r}{nearest(name, known=known)}. {has}")
@@ -102,4 +100,18 @@ def _parse_item(item: str, *, text: str) -> Strategy:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(p) for p in first["loc"])
+        if not where:  # of the whole strategy
+            raise ConfigError(f"parallel: {item!r}: {first['msg'].removeprefix('Value error, ')}") from None
         raise ConfigError(f"parallel: {item!r}: {where}: {first['msg']}, got {first['input']!r}") from None
+
+
+def _sizes(text: str | None, *, item: str, cls: type[Strategy]) -> dict[str, int]:
+    """The fields of a size: one number, or the axes of a grid joined by "x"."""
+    parts = [] if text is None else text.split("x")
+    if len(parts) == len(cls.size_fields) and all(re.fullmatch(r"[0-9]+", p) and int(p) > 0 for p in parts):
+        return dict(zip(cls.size_fields, map(int, parts), strict=True))
+    example = f"{cls.kind}={'x'.join('2' * len(cls.size_fields))}"
+    if len(cls.size_fields) == 1:
+        raise ConfigError(f"parallel: {item!r} needs a positive number of ranks. Write for example {example}")
+    names = " x ".join(cls.size_fields)
+    raise ConfigError(f"parallel: {item!r} needs the sizes of a grid, {names}. Write for example {example}")

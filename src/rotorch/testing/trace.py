@@ -4,8 +4,8 @@
     A module compares when it ran as often as in the reference and its outputs have the reference's shape for this
     rank's rows. Inside a unit that runs on slices neither holds (a projection runs once per slice, on fewer columns),
     so there the unit's own module is the first that compares: how a unit computes inside is its own business, what
-    comes out is not. Modules are recorded while the outermost module's forward runs, so that recomputation in
-    backward does not count.
+    comes out is not. Where ranks compute different features, the reference's are cut alike. Modules are recorded while
+    the outermost module's forward runs, so that recomputation in backward does not count.
 """
 
 from __future__ import annotations
@@ -67,7 +67,14 @@ def _tensors(output: Any) -> list[Tensor]:
 
 
 def output_errors(
-    ours: list[Calls], theirs: Calls, *, first_rows: list[int], num_rows: int, total_rows: int
+    ours: list[Calls],
+    theirs: Calls,
+    *,
+    first_rows: list[int],
+    num_rows: int,
+    total_rows: int,
+    feature_rank: int = 0,
+    num_feature_ranks: int = 1,
 ) -> dict[str, float]:
     """Compares this rank's passes with the matching rows of one pass over all rows (see [Note: what compares]).
 
@@ -77,6 +84,8 @@ def output_errors(
         first_rows: where each micro-batch starts in the global batch.
         num_rows: rows of a micro-batch.
         total_rows: rows of the global batch.
+        feature_rank: which part of the features (the last dim) this rank computes.
+        num_feature_ranks: in how many parts they are cut.
 
     Returns:
         The largest relative error of every module that compares, in the order in which the reference's forward
@@ -85,8 +94,8 @@ def output_errors(
     errors: dict[str, float] = {}
     for name, calls in theirs.items():
         found = [
-            _call_error(mine, whole, first=first, num_rows=num_rows, total_rows=total_rows)
-            for micro_batch, first in zip(ours, first_rows, strict=True)
+            _call_error(mine, whole, rows, features=(feature_rank, num_feature_ranks))
+            for micro_batch, rows in zip(ours, [(f, num_rows, total_rows) for f in first_rows], strict=True)
             if len(micro_batch.get(name, [])) == len(calls)
             for mine, whole in zip(micro_batch[name], calls, strict=True)
         ]
@@ -96,14 +105,17 @@ def output_errors(
 
 
 def _call_error(
-    ours: list[Tensor], theirs: list[Tensor], *, first: int, num_rows: int, total_rows: int
+    ours: list[Tensor], theirs: list[Tensor], rows: tuple[int, int, int], *, features: tuple[int, int]
 ) -> float | None:
     if len(ours) != len(theirs):
         return None
+    first, num_rows, total_rows = rows
     worst = 0.0
     for mine, whole in zip(ours, theirs, strict=True):
         each, odd = divmod(whole.shape[0], total_rows)  # some modules flatten rows and tokens into one dim
         expected = whole.narrow(0, first * each, num_rows * each) if each and not odd else whole
+        if mine.shape != expected.shape and mine.shape[-1] * features[1] == expected.shape[-1]:
+            expected = expected.narrow(-1, features[0] * mine.shape[-1], mine.shape[-1])
         if mine.shape != expected.shape:
             return None
         worst = max(worst, relative_error(mine, expected, floor=_OUTPUT_FLOOR))

@@ -13,6 +13,7 @@ from rotorch.core.spec import Unit
 from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.parallel_model import ParallelModel
 
+_TO_THE_BYTE = (Kind.SEND, Kind.BROADCAST, Kind.REDUCE)
 _ROUNDING_BYTES = 64
 """Per message: sizes round up to what a library aligns to, shares round down."""
 
@@ -56,8 +57,9 @@ def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None
 def traffic_problems(model: ParallelModel, meter: Meter, *, batch: MicroBatch | None = None) -> Iterator[str]:
     """Says where a metered step of one micro-batch differs from the Layouts, and what they say of activations.
 
-    Messages between two ranks are counted to the byte; collectives up to rounding. A strategy that chose for itself
-    among several ways (a field whose value is "auto") may have sent less than its Layout says, never more.
+    Messages between two ranks, and along chains, are counted to the byte; collectives up to rounding. A strategy that
+    chose for itself among several ways (a field whose value is "auto") may have sent less than its Layout says, never
+    more.
     """
     for name, times in meter.not_counted.items():
         yield f"{name} was called {times} times, and the meter knows no rule for it"
@@ -65,7 +67,7 @@ def traffic_problems(model: ParallelModel, meter: Meter, *, batch: MicroBatch | 
     chose = any(value == "auto" for s in model.strategies for value in s.model_dump().values())
     for kind in sorted({*expected, *meter.sent_bytes}):
         said, found = expected.get(kind, Fraction(0)), meter.sent_bytes[kind]
-        slack = 0 if kind is Kind.SEND else _ROUNDING_BYTES * max(meter.num_messages[kind], len(model.spec.units))
+        slack = 0 if kind in _TO_THE_BYTE else _ROUNDING_BYTES * max(meter.num_messages[kind], len(model.spec.units))
         too_little = found < said - slack and not (chose and kind is Kind.SEND)
         if found > said + slack or too_little:
             number = meter.num_messages[kind]

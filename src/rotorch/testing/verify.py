@@ -277,6 +277,8 @@ class _Comparison:
             first_rows=[first + number * NUM_ROWS for number in range(NUM_MICRO_BATCHES)],
             num_rows=NUM_ROWS,
             total_rows=len(batch["labels"]),
+            feature_rank=model.feature_rank,
+            num_feature_ranks=model.num_feature_ranks,
         )
         order = {name: place for place, name in enumerate(whole[0])}
         weights = dict(sorted(model.weights.items(), key=lambda item: order.get(item[0].rpartition(".")[0], -1)))

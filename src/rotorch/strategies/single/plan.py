@@ -34,6 +34,7 @@ class Single(Strategy):
     """
 
     kind: ClassVar[str] = "single"
+    size_fields: ClassVar[tuple[str, ...]] = ()
     recompute: Literal["none", "block"] = "none"
 
     @property
