@@ -6,7 +6,8 @@ import torch.nn.functional as F
 from torch import distributed as dist
 
 from rotorch._torch_private import TorchDispatchMode, tree_flatten
-from rotorch.ops.loss import DeferredLogits
+from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.ops.loss import RotatingHead
 from rotorch.testing.ranks import run_ranks
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
@@ -45,7 +46,7 @@ def compare(make, n, loss, options, tolerance=EXACT):
     got = []
 
     def run():
-        got.append(loss(DeferredLogits(mine, rotating.unit, keep=keep), targets))
+        got.append(loss(DeferredLogits(mine, RotatingHead(rotating.unit, keep)), targets))
         return got[0].sum()
 
     rotating.step(run)
@@ -53,7 +54,7 @@ def compare(make, n, loss, options, tolerance=EXACT):
     torch.testing.assert_close(mine.grad, expected_grad, **tolerance)
     rotating.check_gradients(whole, **tolerance)
     with torch.no_grad():
-        again = loss(DeferredLogits(mine, rotating.unit, keep=keep), targets)
+        again = loss(DeferredLogits(mine, RotatingHead(rotating.unit, keep)), targets)
     torch.testing.assert_close(again, expected, **tolerance)
 
 
@@ -143,7 +144,7 @@ def largest(make, keep):
     found = []
 
     def run():
-        logits = DeferredLogits(hidden, rotating.unit, keep=keep)
+        logits = DeferredLogits(hidden, RotatingHead(rotating.unit, keep))
         assert (logits.shape, logits.dtype, logits.dim(), logits.size(-1)) == (
             (64, VOCABULARY),
             torch.float64,
@@ -177,7 +178,7 @@ def out_of_bounds(make):
     for bad in (VOCABULARY, -1):
         targets[1, 1] = bad
         with pytest.raises(IndexError, match=f"target {bad} is outside of a vocabulary of {VOCABULARY}"):
-            F.cross_entropy(*flat(DeferredLogits(hidden, rotating.unit, keep=False), targets))
+            F.cross_entropy(*flat(DeferredLogits(hidden, RotatingHead(rotating.unit, False)), targets))
 
 
 def test_a_target_outside_of_the_vocabulary_is_an_error(rotating):
@@ -191,11 +192,13 @@ def no_targets(make):
     targets[:] = -100
 
     def run():
-        return F.cross_entropy(*flat(DeferredLogits(hidden, rotating.unit, keep=False), targets), reduction="sum")
+        return F.cross_entropy(
+            *flat(DeferredLogits(hidden, RotatingHead(rotating.unit, False)), targets), reduction="sum"
+        )
 
     assert rotating.step(run) == 0
     assert not hidden.grad.any() and not rotating.ring.home_gradients(0).any()
-    assert F.cross_entropy(*flat(DeferredLogits(hidden, rotating.unit, keep=False), targets)).isnan()
+    assert F.cross_entropy(*flat(DeferredLogits(hidden, RotatingHead(rotating.unit, False)), targets)).isnan()
 
 
 def test_no_targets_at_all(rotating):
@@ -218,7 +221,7 @@ def under_autocast(make, cast):
 
     def run():
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            return loss(DeferredLogits(mine, rotating.unit, keep=False))
+            return loss(DeferredLogits(mine, RotatingHead(rotating.unit, False)))
 
     got = rotating.step(run)
     assert got.dtype == expected.dtype == torch.float32
@@ -234,7 +237,7 @@ def test_under_autocast_the_loss_is_computed_in_float32(cast, rotating):
 
 
 def casts(make):
-    logits = DeferredLogits(inputs_of(0)[0], head_of(make).unit, keep=False)
+    logits = DeferredLogits(inputs_of(0)[0], RotatingHead(head_of(make).unit, False))
     assert logits.dtype == torch.float64
     for same in (logits.double(), logits.to(torch.float64), logits.to("cpu"), logits.type(torch.float64)):
         assert same is logits

@@ -16,7 +16,7 @@
 [Note: categories]
     weights, gradients, optimizer, slots: what the contender says they are, with the whole of a storage that they
         share. Slots are the buffers that slices of a ring pass through.
-    logits: made by the model's head (its output, or what is made within `LOGITS` of `ops/loss.py`), and what an
+    logits: made by the model's head (its output, or what is made within `LOGITS_BLOCK`), and what an
         operation makes of those with as many columns: casts, soft-maxes, gradients.
     activations: of the rest, made by a forward pass and still alive when its backward begins: what autograd keeps.
     other: all else: gathered weights, gradients of activations, temporaries, buffers of the module, the batch.
@@ -43,7 +43,7 @@ from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import TorchDispatchMode, in_backward, storage_key
 from rotorch.bench.contender import Contender, local_part
-from rotorch.ops.loss import LOGITS_BLOCK
+from rotorch.ops.deferred_logits import LOGITS_BLOCK
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, SLOTS, LOGITS, OTHER = CATEGORIES = (
     "weights",

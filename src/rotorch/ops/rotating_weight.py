@@ -20,8 +20,9 @@ from rotorch._torch_private import tree_flatten, tree_unflatten, wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Weight
 from rotorch.ops.conv import CONVOLUTIONS, rotate_conv
+from rotorch.ops.deferred_logits import DeferredLogits
 from rotorch.ops.linear import rotate_embedding, rotate_linear
-from rotorch.ops.loss import DeferredLogits
+from rotorch.ops.loss import RotatingHead
 from rotorch.ops.made_whole import made_whole
 from rotorch.ops.rotate import RotatingUnit
 from rotorch.ops.side_by_side import embedding_side_by_side, linear_side_by_side
@@ -132,7 +133,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     cut_bias = bias.unit if isinstance(bias, RotatingWeight) else None
     together = cut_bias is weight.unit
     if weight.head and (bias is None or together):
-        return DeferredLogits(input, weight.unit, keep=weight.keep_logits)
+        return DeferredLogits(input, RotatingHead(weight.unit, weight.keep_logits))
     if weight.unit.whole is not None:
         return linear_side_by_side(weight.unit, input, bias=bias if cut_bias is None else cut_bias)
     output = rotate_linear(weight.unit, input)

@@ -1,0 +1,185 @@
+"""Logits that are not computed yet: what a language-model head returns where no rank should hold all of them.
+
+`DeferredLogits` stand for `[.., V]` logits. What models do between head and loss (scaling, soft caps, casts,
+flattening, shifting) is written down and replayed on the parts of the vocabulary that a strategy's head makes, one
+after another or one per rank; `cross_entropy` on them is that head's own; anything else makes them real, once, and goes
+on as usual.
+
+Shapes: B tokens, D hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.profiler import record_function
+
+from rotorch._torch_private import wrapper_tensor
+from rotorch.ops.stand_in import StandIn, writes
+
+LOGITS_BLOCK = "rotorch.logits"
+"""Name of the profiler's blocks in which logits are made: profiles and the memory ledger tell them by it."""
+
+Elementwise = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
+"""An operation on logits that treats every element alike: (function, further arguments, keyword arguments)."""
+
+_ELEMENTWISE = {
+    torch.tanh, Tensor.tanh, torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.div, Tensor.div,
+    Tensor.__truediv__, torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, torch.sub, Tensor.sub, Tensor.__sub__,
+    torch.neg, Tensor.neg, Tensor.__neg__, torch.clamp, Tensor.clamp, Tensor.float, Tensor.double, Tensor.to,
+    Tensor.type, Tensor.bfloat16, Tensor.half,
+}  # fmt: skip
+_RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
+_AS_IS = {Tensor.contiguous}
+_FLOAT: Elementwise = (Tensor.float, (), {})
+
+
+class Head(ABC):
+    """How one strategy makes logits, or the loss without them."""
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """How many logits a token has, over all ranks."""
+
+    @abstractmethod
+    def logits(self, hidden: Tensor) -> Tensor:
+        """All logits `[.., V]` of `hidden [.., D]`, differentiable."""
+
+    @abstractmethod
+    def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:
+        """Per-token cross-entropy [B] of `replay(logits, chain)`, differentiable; 0 for targets of `ignore_index`."""
+
+
+class DeferredLogits(StandIn):
+    """Logits `[.., V]` that are not computed yet: `elementwise(hidden @ weight.T + bias)`.
+
+    Whoever writes into them makes them real for good.
+    """
+
+    hidden: Tensor
+    head: Head
+    chain: tuple[Elementwise, ...]
+    written: Tensor | None
+
+    @staticmethod
+    def __new__(cls, hidden: Tensor, head: Head, *, chain: tuple[Elementwise, ...] = ()) -> DeferredLogits:
+        """Makes logits of `hidden [.., D]`, of which `D` may be this rank's part of the features."""
+        shape = (*hidden.shape[:-1], head.vocab_size)
+        self = wrapper_tensor(cls, shape, like=replay(hidden.new_empty(0), chain))
+        self.hidden, self.head, self.chain, self.written = hidden, head, chain, None
+        return self
+
+    @classmethod
+    def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Notes the operation, computes the loss, or makes the logits real."""
+        if func is F.cross_entropy and "input" in kwargs:
+            args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
+        logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
+        if logits is not None and writes(func):
+            logits.written = logits.real_logits()
+            func(logits.written, *args[1:], **kwargs)
+            return logits
+        if logits is not None and logits.written is None:
+            others = [*args[1:], *kwargs.values()]
+            if func in _AS_IS:
+                return logits
+            if func in _ELEMENTWISE and not any(isinstance(a, Tensor) for a in others):
+                if logits._is_as_it_was(func, args[1:], kwargs):
+                    return logits
+                return logits._with(logits.hidden, (*logits.chain, (func, tuple(args[1:]), kwargs)))
+            if func in _RESHAPES and (hidden := _reshaped(logits, func, args[1:], kwargs)) is not None:
+                return logits._with(hidden, logits.chain)
+            if func is Tensor.__getitem__ and _keeps_last_dim(args[1], logits.dim()):
+                return logits._with(logits.hidden[args[1]], logits.chain)
+            if func is F.cross_entropy and _is_plain(args, kwargs):
+                return _cross_entropy(logits, *args[1:], **kwargs)
+        real_args = [a.real_logits() if isinstance(a, DeferredLogits) else a for a in args]
+        real_kwargs = {k: v.real_logits() if isinstance(v, DeferredLogits) else v for k, v in kwargs.items()}
+        return func(*real_args, **real_kwargs)
+
+    def _with(self, hidden: Tensor, chain: tuple[Elementwise, ...]) -> DeferredLogits:
+        return DeferredLogits(hidden, self.head, chain=chain)
+
+    def _is_as_it_was(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Whether a function has nothing to do, as a cast to the dtype that logits have already (HF's losses do it)."""
+        sample = torch.empty(0, dtype=self.dtype, device=self.hidden.device)
+        return func(sample, *args, **kwargs) is sample
+
+    def real_logits(self) -> Tensor:
+        """Computes the logits, whole."""
+        if self.written is not None:
+            return self.written
+        with record_function(LOGITS_BLOCK):
+            return replay(self.head.logits(self.hidden), self.chain)
+
+
+def replay(values: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:
+    """What was done to logits, done to some of them."""
+    for func, args, kwargs in chain:
+        values = func(values, *args, **kwargs)
+    return values
+
+
+def _reshaped(logits: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The hidden states of reshaped logits, if the vocabulary stays the last dim."""
+    target = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+    if not target or target[-1] != logits.shape[-1]:
+        return None
+    return logits.hidden.reshape(*target[:-1], logits.hidden.shape[-1])
+
+
+def _keeps_last_dim(index: Any, dim: int) -> bool:
+    """Whether `logits[index]` only picks tokens."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all((isinstance(p, (int, slice)) and not isinstance(p, bool)) or p is Ellipsis for p in parts):
+        return False
+    if parts[-1] == slice(None):
+        return True
+    if Ellipsis in parts[:-1]:
+        return False  # what follows an ellipsis ends at the last dim
+    return sum(p is not Ellipsis for p in parts) < dim
+
+
+def _is_plain(args: Any, kwargs: Any) -> bool:
+    """Whether a cross_entropy call is one that slices can answer: class indices, no class weights, no smoothing."""
+    names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    target = given.get("target")
+    return (
+        given["input"].dim() == 2
+        and isinstance(target, Tensor)
+        and not target.is_floating_point()
+        and all(given.get(name) is None for name in ("weight", "size_average", "reduce"))
+        and not given.get("label_smoothing", 0.0)
+    )
+
+
+def _cross_entropy(
+    logits: DeferredLogits,
+    target: Tensor,
+    weight: None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`F.cross_entropy` of `[B, V]` deferred logits and int64 `target [B]`."""
+    outside = ((target < 0) | (target >= logits.shape[-1])) & (target != ignore_index)
+    if outside.any():
+        raise IndexError(f"target {int(target[outside][0])} is outside of a vocabulary of {logits.shape[-1]}")
+    chain = logits.chain
+    if torch.is_autocast_enabled(logits.device.type):  # under which losses are computed in float32
+        chain = (*chain, _FLOAT)
+    loss_B = logits.head.loss(logits.hidden, target, chain=chain, ignore_index=ignore_index)
+    if reduction == "none":
+        return loss_B
+    if reduction == "sum":
+        return loss_B.sum()
+    return loss_B.sum() / (target != ignore_index).sum()
