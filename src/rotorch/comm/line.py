@@ -1,0 +1,104 @@
+"""The ranks along one axis of a mesh, and what they send each other: blocks of a grid of ranks, sums over one side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+Wait = Callable[[], None]
+"""Waits for something that is under way: what was given for it must stay as it is until then."""
+
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+@dataclass(frozen=True)
+class Line:
+    """This rank and those that differ from it on one axis only. Every method is called by all of them, in one order.
+
+    With a single rank on it nothing is sent.
+
+    Attributes:
+        axis: name of the mesh's axis.
+        size: number of ranks.
+        position: this rank's, 0-based.
+        group: their process group; None for a single rank.
+    """
+
+    axis: str
+    size: int
+    position: int
+    group: dist.ProcessGroup | None
+
+    @staticmethod
+    def along(mesh: DeviceMesh, axis: str) -> Line:
+        """The ranks that this rank shares an axis of `mesh` with."""
+        names = mesh.mesh_dim_names or ()
+        size = mesh.size(names.index(axis))
+        group = mesh.get_group(axis) if size > 1 else None
+        return Line(axis, size, mesh.get_local_rank(axis) if size > 1 else 0, group)
+
+    def broadcast(self, block: Tensor, *, source: int) -> Wait:
+        """Starts sending `block` of the rank at `source` to all, who give one to be overwritten. Contiguous."""
+        if self.group is None or not block.numel():
+            return _nothing
+        return _waiting(dist.broadcast(block, group_src=source, group=self.group, async_op=True))
+
+    def reduce(self, part: Tensor, *, target: int) -> Wait:
+        """Starts summing `part` over all ranks, into that of the rank at `target`; the others' are of no more use."""
+        if self.group is None or not part.numel():
+            return _nothing
+        return _waiting(dist.reduce(part, group_dst=target, group=self.group, async_op=True))
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sums `tensor` over all ranks, in place, and returns it. Contiguous."""
+        if self.group is not None and tensor.numel():
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """The element-wise largest of all ranks, in place; returns it. Contiguous."""
+        if self.group is not None and tensor.numel():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        """Every rank's `part [n, ..]`, of the same shape on all, one after another: `[size * n, ..]`. Contiguous."""
+        if self.group is None:
+            return part
+        whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
+        _all_gather(whole, part, group=self.group)
+        return whole
+
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        """The sum over all ranks of this rank's part of `whole [size * n, ..]`: `[n, ..]`. Contiguous."""
+        if self.group is None:
+            return whole
+        part = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
+        _reduce_scatter(part, whole, group=self.group)
+        return part
+
+    def all_equal(self, value: int) -> bool:
+        """Whether all ranks gave the same number."""
+        if self.group is None:
+            return True
+        ends = torch.tensor([value, -value], dtype=torch.int64)
+        dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
+        return int(ends[0]) == -int(ends[1])
+
+
+def _nothing() -> None:
+    return None
+
+
+def _waiting(work: dist.Work | None) -> Wait:
+    def wait() -> None:
+        if work is not None:
+            work.wait()
+
+    return wait

@@ -1,0 +1,154 @@
+"""What else a model needs whose activations are cut along their features, over ranks that share its tokens.
+
+Sums over all features (of norms), look-ups in a table cut both ways, cross-entropy over a vocabulary of which each rank
+has a part of the logits, and all logits where somebody wants them.
+
+Shapes: B tokens (all leading dims flattened), D features of this rank, V logits of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rotorch.comm.line import Line
+from rotorch.core.errors import RankFailure
+from rotorch.core.spec import Range
+from rotorch.ops.summa import Grid
+
+
+def sum_over(line: Line, part: Tensor) -> Tensor:
+    """The sum of all ranks' `part`. Each rank goes on with it for its own features, so gradients sum as well."""
+    return _SumOver.apply(line, part) if line.size > 1 else part
+
+
+class _SumOver(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, line: Line, part: Tensor) -> Tensor:
+        ctx.line = line
+        return line.all_reduce(part.detach().clone(memory_format=torch.contiguous_format))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, ctx.line.all_reduce(grad.clone(memory_format=torch.contiguous_format))
+
+
+def gather_features(line: Line, part: Tensor, *, widths: tuple[int, ...]) -> Tensor:
+    """All ranks' `part [.., widths[position]]` side by side, `[.., sum(widths)]`, for who does the same on all ranks.
+
+    So the gradient of the whole is the same on all of them, and a rank takes its part of it.
+    """
+    return _GatherFeatures.apply(line, widths, part) if line.size > 1 else part
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, line: Line, widths: tuple[int, ...], part: Tensor) -> Tensor:
+        ctx.line, ctx.widths = line, widths
+        mine = part.detach().movedim(-1, 0)
+        padded = mine.new_zeros(max(widths), *mine.shape[1:])
+        padded[: mine.shape[0]].copy_(mine)
+        parts = line.all_gather(padded).split(max(widths))
+        return torch.cat([p[:width] for p, width in zip(parts, widths, strict=True)]).movedim(0, -1).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, None, grad.split(ctx.widths, dim=-1)[ctx.line.position]
+
+
+def look_up(grid: Grid, ids: Tensor, table: Tensor, *, rows: Range, padding_idx: int | None = None) -> Tensor:
+    """Rows of a table for int64 `ids [..]`, of which this rank holds `table [rows.length, D]`: `[.., D]`.
+
+    Differentiable. All ranks of a column call it with as many ids: they send each other their ids, and a rank what its
+    rows have for theirs; in backward the gradients.
+
+    Args:
+        grid: this rank's place; its column holds the other rows of the table.
+        ids: this rank's tokens.
+        table: its block.
+        rows: of the whole table that the block has.
+        padding_idx: the row that gets no gradient.
+    """
+    return _LookUp.apply(grid.down, rows, padding_idx, ids, table)
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, line: Line, rows: Range, padding_idx: int | None, ids: Tensor, table: Tensor) -> Tensor:
+        if not line.all_equal(ids.numel()):
+            raise RankFailure(
+                f"an embedding is asked for {ids.numel()} tokens on this rank and for another number on others of its "
+                "column of the grid. Give all ranks micro-batches of one shape"
+            )
+        all_ids_B = line.all_gather(ids.reshape(-1).contiguous())
+        tokens = ((all_ids_B >= rows.start) & (all_ids_B < rows.stop)).nonzero().squeeze(1)
+        local = all_ids_B[tokens] - rows.start
+        found_BD = table.new_zeros(all_ids_B.shape[0], table.shape[1])
+        found_BD.index_copy_(0, tokens, table.detach().index_select(0, local))
+        if padding_idx is not None:
+            kept = all_ids_B[tokens] != padding_idx
+            tokens, local = tokens[kept], local[kept]
+        ctx.line, ctx.shape = line, table.shape
+        ctx.save_for_backward(tokens, local)
+        return line.reduce_scatter(found_BD).view(*ids.shape, table.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        tokens, local = ctx.saved_tensors
+        all_grads_BD = ctx.line.all_gather(grad.reshape(-1, grad.shape[-1]).contiguous())
+        d_table = all_grads_BD.new_zeros(ctx.shape)
+        d_table.index_add_(0, local, all_grads_BD.index_select(0, tokens))
+        return None, None, None, None, d_table
+
+
+def cut_cross_entropy(
+    line: Line, logits_BV: Tensor, target_B: Tensor, *, columns: Range, ignore_index: int = -100
+) -> Tensor:
+    """Per-token cross-entropy [B] where this rank has the logits of `columns` of the vocabulary; the same on all ranks.
+
+    Differentiable. All ranks of the line call it for the same tokens. Sends three numbers per token: the largest logit,
+    the sum of exponentials, the target's logit.
+
+    Args:
+        line: the ranks that have the other columns.
+        logits_BV: this rank's.
+        target_B: int64, columns of the whole vocabulary.
+        columns: which this rank has.
+        ignore_index: the loss of such targets is 0.
+    """
+    return _CutCrossEntropy.apply(line, columns, ignore_index, logits_BV, target_B)
+
+
+class _CutCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, line: Line, columns: Range, ignore_index: int, logits_BV: Tensor, target_B: Tensor) -> Tensor:
+        lowest = torch.finfo(logits_BV.dtype).min
+        largest_B = logits_BV.new_full(target_B.shape, lowest)
+        if logits_BV.shape[1]:
+            largest_B = logits_BV.amax(-1).clamp_min_(lowest)
+        line.all_reduce_max(largest_B)
+        tokens = ((target_B >= columns.start) & (target_B < columns.stop)).nonzero().squeeze(1)
+        local = target_B[tokens] - columns.start
+        exp_BV = (logits_BV - largest_B.unsqueeze(1)).exp_()
+        sums_2B = logits_BV.new_zeros(2, target_B.shape[0])
+        sums_2B[0] = exp_BV.sum(-1)
+        sums_2B[1, tokens] = logits_BV[tokens, local]
+        total_B, picked_B = line.all_reduce(sums_2B)
+        valid_B = target_B != ignore_index
+        ctx.save_for_backward(exp_BV.div_(total_B.unsqueeze(1)), tokens, local, valid_B)
+        return torch.where(valid_B, total_B.log() + largest_B - picked_B, 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        softmax_BV, tokens, local, valid_B = ctx.saved_tensors
+        scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1)
+        d_logits_BV = softmax_BV * scale_B1
+        d_logits_BV[tokens, local] -= scale_B1[tokens].squeeze(1)
+        return None, None, None, d_logits_BV, None

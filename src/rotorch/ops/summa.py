@@ -1,0 +1,207 @@
+"""Products of matrices that lie in blocks on a grid of ranks: SUMMA (van de Geijn, Watts 1997), as Tesseract uses it.
+
+On a grid of q x q ranks, the rank at row i and column j holds one block of each matrix. What a product needs of the
+others' comes by broadcasts along its row and its column, block by block, the next one under way while one is computed
+with; what it makes for others leaves by reductions.
+
+    linear     y[i,j] = sum over t of x[i,t] W[t,j]^T      W: block [t, j] is (in t, out j), held as [out, in]
+                 backward: dx[i,t] = sum over j of dy[i,j] W[t,j];  dW[t,j] = sum over i of dy[i,j]^T x[i,t]
+    table      y[i,t] = sum over j of x[i,j] E[t,j]^T      E: block [t, j] is (rows t, columns j), as a look-up wants it
+                 backward: dx[i,j] = sum over t of dy[i,t] E[t,j];  dE[t,j] = sum over i of dy[i,t]^T x[i,j]
+
+Source: Tesseract (arXiv 2105.14500), section 3; Optimus (arXiv 2104.05343), algorithms 1 to 3.
+
+Shapes: B tokens of this rank's rows (all leading dims flattened), I input and O output features in one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rotorch.comm.line import Line, Wait
+from rotorch.ops.rotate import AutocastState
+
+
+@dataclass(frozen=True)
+class Grid:
+    """This rank's place on a grid of ranks.
+
+    Attributes:
+        down: the ranks of its column, which have other rows.
+        across: the ranks of its row, which have other columns.
+    """
+
+    down: Line
+    across: Line
+
+
+def summa_linear(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x [.., I]` times the weight whose block is `weight [O, I]`, plus this column's `bias [O]`: `[.., O]`.
+
+    Differentiable. All ranks of the grid call it, for the same layers in the same order; those of a row with the same
+    tokens. Per rank it sends q-1 blocks of x and of the weight; in backward two of each.
+    """
+    dtype = AutocastState.now(x.device.type).dtype or x.dtype
+    return _Linear.apply(grid, dtype, x, weight, bias)
+
+
+def summa_table_linear(grid: Grid, x: Tensor, table: Tensor, *, num_rows: Sequence[int]) -> Tensor:
+    """`x [.., I]` times the transpose of a table whose block is `table [num_rows[i], I]`: `[.., num_rows[j]]`.
+
+    Differentiable; called as `summa_linear`. Per rank it sends q-1 blocks of the table, and of what it returns; in
+    backward both and the table's gradient.
+
+    Args:
+        grid: this rank's place, i, j.
+        x: this rank's columns of the features.
+        table: its block.
+        num_rows: rows of the table in the blocks of each row of the grid.
+    """
+    dtype = AutocastState.now(x.device.type).dtype or x.dtype
+    return _TableLinear.apply(grid, dtype, tuple(num_rows), x, table)
+
+
+def _blocks(line: Line, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None) -> Iterator[Tensor]:
+    """Every rank's block, in the order of positions; while one is in use the next is under way.
+
+    Args:
+        line: the ranks.
+        mine: this rank's block.
+        shapes: of all their blocks; None if all are like `mine`.
+    """
+
+    def send_for(source: int) -> tuple[Tensor, Wait]:
+        block = mine if source == line.position else mine.new_empty(mine.shape if shapes is None else shapes[source])
+        return block, line.broadcast(block, source=source)
+
+    coming = send_for(0)
+    for source in range(line.size):
+        block, wait = coming
+        wait()
+        if source + 1 < line.size:
+            coming = send_for(source + 1)
+        yield block
+
+
+class _Sums:
+    """Sums of parts that ranks of a line make for each other; at most one is under way while the next is made."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._under_way: list[tuple[Tensor, Wait]] = []
+        self._mine: Tensor | None = None
+
+    def add(self, part: Tensor, *, target: int) -> None:
+        """This rank's part of what belongs to the rank at `target`; it may be overwritten."""
+        self._finish(at_most=1)
+        self._under_way.append((part, self._line.reduce(part, target=target)))
+        if target == self._line.position:
+            self._mine = part
+
+    def mine(self) -> Tensor:
+        """The sum that belongs to this rank."""
+        self._finish(at_most=0)
+        if self._mine is None:
+            raise AssertionError("no part was made for this rank")
+        return self._mine
+
+    def _finish(self, *, at_most: int) -> None:
+        while len(self._under_way) > at_most:
+            _, wait = self._under_way.pop(0)
+            wait()
+
+
+def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1]).to(dtype).contiguous()
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.grid, ctx.dtype = grid, dtype
+        ctx.save_for_backward(x, weight)
+        x_BI, w_OI = _flat(x, dtype), weight.detach().to(dtype).contiguous()
+        y_BO: Tensor | None = None
+        with torch.autocast(x.device.type, enabled=False):
+            for x_t, w_t in zip(_blocks(grid.across, x_BI), _blocks(grid.down, w_OI), strict=True):
+                if y_BO is not None:
+                    y_BO.addmm_(x_t, w_t.t())
+                elif bias is None:
+                    y_BO = torch.mm(x_t, w_t.t())
+                else:
+                    y_BO = torch.addmm(bias.detach().to(dtype), x_t, w_t.t())
+        assert y_BO is not None
+        return y_BO.view(*x.shape[:-1], y_BO.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grid: Grid = ctx.grid
+        x, weight = ctx.saved_tensors
+        _, _, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        dy_BO = _flat(grad, ctx.dtype)
+        dx, dw = _Sums(grid.across), _Sums(grid.down)
+        weights = _blocks(grid.down, weight.detach().to(ctx.dtype).contiguous()) if wants_x else None
+        inputs = _blocks(grid.across, _flat(x, ctx.dtype)) if wants_weight else None
+        with torch.autocast(x.device.type, enabled=False):
+            for t in range(grid.down.size):
+                if weights is not None:
+                    dx.add(torch.mm(dy_BO, next(weights)), target=t)
+                if inputs is not None:
+                    dw.add(torch.mm(dy_BO.t(), next(inputs)).to(weight.dtype), target=t)
+        return (
+            None,
+            None,
+            dx.mine().view(x.shape).to(x.dtype) if wants_x else None,
+            dw.mine() if wants_weight else None,
+            dy_BO.sum(0, dtype=weight.dtype) if wants_bias else None,
+        )
+
+
+class _TableLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, grid: Grid, dtype: torch.dtype, num_rows: tuple[int, ...], x: Tensor, table: Tensor
+    ) -> Tensor:
+        ctx.grid, ctx.dtype, ctx.num_rows = grid, dtype, num_rows
+        ctx.save_for_backward(x, table)
+        x_BI, table_RI = _flat(x, dtype), table.detach().to(dtype).contiguous()
+        shapes = [(rows, x_BI.shape[1]) for rows in num_rows]
+        y = _Sums(grid.across)
+        with torch.autocast(x.device.type, enabled=False):
+            for t, table_t in enumerate(_blocks(grid.down, table_RI, shapes=shapes)):
+                y.add(torch.mm(x_BI, table_t.t()), target=t)
+        y_BO = y.mine()
+        return y_BO.view(*x.shape[:-1], y_BO.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grid: Grid = ctx.grid
+        x, table = ctx.saved_tensors
+        wants_x, wants_table = ctx.needs_input_grad[3:]
+        x_BI, table_RI, dy_BO = _flat(x, ctx.dtype), table.detach().to(ctx.dtype).contiguous(), _flat(grad, ctx.dtype)
+        dx_BI = torch.zeros_like(x_BI)
+        d_table = _Sums(grid.down)
+        of_table = [(rows, x_BI.shape[1]) for rows in ctx.num_rows]
+        of_grad = [(x_BI.shape[0], rows) for rows in ctx.num_rows]
+        tables = _blocks(grid.down, table_RI, shapes=of_table) if wants_x else None
+        with torch.autocast(x.device.type, enabled=False):
+            for t, dy_t in enumerate(_blocks(grid.across, dy_BO, shapes=of_grad)):
+                if tables is not None:
+                    dx_BI.addmm_(dy_t, next(tables))
+                if wants_table:
+                    d_table.add(torch.mm(dy_t.t(), x_BI).to(table.dtype), target=t)
+        return (
+            None,
+            None,
+            None,
+            dx_BI.view(x.shape).to(x.dtype) if wants_x else None,
+            d_table.mine() if wants_table else None,
+        )
