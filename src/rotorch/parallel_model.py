@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -177,9 +178,19 @@ class ParallelModel:
 
     # ---------------------------------------------------------------- values
 
-    def materialize(self, *, seed: int = 0) -> ParallelModel:
-        """Gives every weight its initial value: the same for every strategy and world size. Returns self."""
-        initialise(self.weights, recipes=self._recipes, seed=seed)
+    def materialize(self, *, seed: int = 0, only: Sequence[str] = ("*",)) -> ParallelModel:
+        """Gives weights their initial values: the same for every strategy and world size. Returns self.
+
+        Args:
+            seed: decides random values.
+            only: name patterns (`"classifier.*"`) of the weights that are meant; all by default. For what a published
+                model lacks, before `load`.
+
+        Raises:
+            ConfigError: it is not known how a weight is initialised.
+        """
+        meant = {n: h for n, h in self.weights.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in only)}
+        initialise(meant, recipes=self._recipes, seed=seed)
         self._holding.values_changed()
         return self
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import date, time
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -163,6 +163,22 @@ class OptimizerSection(_Section):
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
 
 
+class LoraSection(_Section):
+    """[lora]: small trained matrices beside frozen layers of `model.init` (arXiv 2106.09685); needs the package peft.
+
+    Attributes:
+        rank: inner width of the adapters.
+        alpha: what adapters add is scaled by `alpha / rank`; twice the rank by default.
+        dropout: share of an adapter's inputs that are dropped in training.
+        targets: last parts of the names of the layers that get adapters; by default all linear layers but the head.
+    """
+
+    rank: PositiveInt
+    alpha: PositiveFloat | None = None
+    dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+
+
 class SampleSection(_Section):
     """[sample]: the text written at the end.
 
@@ -185,6 +201,7 @@ class RunConfig(_Section):
     data: DataSection = DataSection()
     train: TrainSection
     optimizer: OptimizerSection = OptimizerSection()
+    lora: LoraSection | None = None
     sample: SampleSection = SampleSection()
 
 
@@ -324,10 +341,13 @@ def _known_keys(model: type[BaseModel] = RunConfig, *, prefix: str = "") -> list
     """All keys with their sections: `train.steps`."""
     keys = []
     for name, field in model.model_fields.items():
-        section: Any = field.annotation
-        nested = isinstance(section, type) and issubclass(section, BaseModel)
-        keys += _known_keys(section, prefix=f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
+        sections = [t for t in (field.annotation, *get_args(field.annotation)) if _is_section(t)]
+        keys += _known_keys(sections[0], prefix=f"{prefix}{name}.") if sections else [f"{prefix}{name}"]
     return keys
+
+
+def _is_section(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def _suggest(where: Sequence[str]) -> str:
@@ -359,6 +379,7 @@ def _explain(error: ValidationError, *, path: Path) -> str:
 _HINTS = {
     "model": 'Write [model] with config = "config.json"',
     "model.config": 'Write config = "config.json" (or a Hugging Face directory) under [model]',
+    "lora.rank": "Write rank = 8, for example, under [lora]",
     "train": "Write [train] with steps = ...",
     "train.steps": "Write steps = ... under [train]",
 }

@@ -8,7 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import rotorch
 from rotorch.core.errors import ConfigError
-from rotorch.models.lora import add_lora, is_adapter, save_lora
+from rotorch.models.describe import describe
+from rotorch.models.lora import adapter_config, adapters_of, add_lora, is_adapter, merged_weight, save_lora
 from rotorch.testing.ranks import run_ranks
 
 peft = pytest.importorskip("peft")
@@ -75,10 +76,53 @@ def test_a_rank_of_zero_is_refused():
         add_lora(torch.nn.Linear(2, 2), rank=0, targets=["x"])
 
 
-def test_targets_that_are_not_there_are_refused():
+@pytest.mark.parametrize(
+    ("targets", "words"),
+    [
+        (["q_proj", "nowhere"], "target 'nowhere' names no layer of LlamaForCausalLM. Its linear layers are down_proj"),
+        (["model.norm"], "names 'model.norm', a LlamaRMSNorm"),
+        (["lm_head"], "is the head"),
+    ],
+)
+def test_targets_that_are_no_linear_layers_are_refused(targets, words):
     module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(LLAMA))
-    with pytest.raises(ConfigError, match="lora: targets"):
-        add_lora(module, rank=2, targets=["nowhere"])
+    with pytest.raises(ConfigError, match="lora: target") as caught:
+        add_lora(module, rank=2, targets=targets)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # the latter keeps inputs first
+def test_merging_is_what_peft_does(family):
+    sizes = (
+        {"n_layer": 1, "n_head": 2, "n_embd": 16}
+        if family == "gpt2"
+        else {"num_hidden_layers": 1, "num_attention_heads": 2}
+    )
+    config = AutoConfig.for_model(family, vocab_size=32, hidden_size=16, intermediate_size=16, **sizes)
+    module = add_lora(AutoModelForCausalLM.from_config(config), rank=2, alpha=3)
+    weights = dict(module.named_parameters())
+    for name, weight in weights.items():
+        if is_adapter(name):
+            torch.nn.init.normal_(weight)
+    beside = {name: found for name in weights if (found := adapters_of(name)) is not None}
+    merged = {
+        name: merged_weight(weights[name], weights[a], weights[b], config=adapter_config(module)).detach()
+        for name, (a, b) in beside.items()
+    }
+    for layer in module.modules():
+        if isinstance(layer, peft.tuners.lora.LoraLayer):
+            layer.merge()
+    assert len(merged) >= 4
+    for name, value in merged.items():
+        assert torch.allclose(value, weights[name], atol=1e-6), name
+
+
+def test_adapters_are_whole_also_in_a_model_without_a_plan():
+    config = AutoConfig.for_model("gpt2", vocab_size=32, n_layer=1, n_head=2, n_embd=16)
+    spec = describe(add_lora(AutoModelForCausalLM.from_config(config), rank=2))
+    assert spec.cut_units and not any(is_adapter(w.name) for u in spec.cut_units for w in u.weights)
+    assert not any(is_adapter(kept.name) for kept in spec.kept_whole)  # nothing to warn of
+    assert {w.name for w in spec.weights if w.trained} == {w.name for w in spec.weights if is_adapter(w.name)}
 
 
 def test_without_the_package(monkeypatch):

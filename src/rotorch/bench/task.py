@@ -98,9 +98,11 @@ def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
     """Takes from a run's configuration what a bench needs.
 
     Raises:
-        ConfigError: the model's configuration cannot be read, the sequence is too long for it, or the batch does not
-            divide.
+        ConfigError: the model's configuration cannot be read, the sequence is too long for it, the batch does not
+            divide, or the run is one of adapters.
     """
+    if run.lora is not None:
+        raise ConfigError("bench: adapters are not measured. Leave [lora] out")
     given = run.model.config
     config = load_config(given) if isinstance(given, str) else config_from_dict(given, source="model.config")
     longest = longest_sequence(config)

@@ -227,14 +227,17 @@ def export(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="What to write")],
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as trained")] = None,
     max_shard_bytes: Annotated[int, typer.Option(help="Largest weights file")] = 5_000_000_000,
+    merge: Annotated[bool, typer.Option("--merge", help="Adapters merged into the model; else they alone")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace what is in DIR")] = False,
     json_file: Json = None,
 ) -> None:
-    """Writes a checkpoint as a Hugging Face directory of safetensors."""
+    """Writes a checkpoint as a Hugging Face directory of safetensors; of adapters as a directory of peft's."""
     check_json(json_file)
     from rotorch.train.export import export_checkpoint
 
-    written = export_checkpoint(checkpoint, directory, dtype=dtype, max_shard_bytes=max_shard_bytes, force=force)
+    written = export_checkpoint(
+        checkpoint, directory, dtype=dtype, max_shard_bytes=max_shard_bytes, merge=merge, force=force
+    )
     show(written)
     write_json(json_file, written)
 

@@ -184,8 +184,18 @@ class ModelSpec:
         return sum(w.numel for w in self.weights)
 
     @property
+    def num_trained_parameters(self) -> int:
+        """Parameters that get gradients; all of them, unless some are frozen."""
+        return sum(w.numel for w in self.weights if w.trained)
+
+    @property
     def num_bytes(self) -> int:
         return sum(w.num_bytes for w in self.weights)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of the weights that get gradients, which are as large."""
+        return sum(u.trained_bytes for u in self.units)
 
     @property
     def cut_units(self) -> tuple[Unit, ...]:

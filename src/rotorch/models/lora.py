@@ -7,35 +7,50 @@ rank has them whole, and their gradients are summed.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, nearest
 
 ADAPTERS = ("*.lora_A.*", "*.lora_B.*")
 """Name patterns of what LoRA adds to a model."""
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""The files that peft keeps adapters in."""
 
 _BASE = ".base_layer"
 _NAME = "default"
 
 
-def add_lora(module: nn.Module, *, rank: int, alpha: float | None = None, targets: Sequence[str]) -> nn.Module:
+def add_lora(
+    module: nn.Module,
+    *,
+    rank: int,
+    alpha: float | None = None,
+    dropout: float = 0.0,
+    targets: Sequence[str] | None = None,
+) -> nn.Module:
     """Puts adapters beside linear layers of `module`, in place, freezes all else, and returns it.
 
-    Call it before `parallelize`; under `rotorch.on_meta()` for a model that is built there.
+    Call it before `parallelize`; under `rotorch.on_meta()` for a model that is built there. A new adapter adds nothing:
+    one of its two matrices is zero.
 
     Args:
         module: a model of transformers.
         rank: inner width of the adapters.
         alpha: adapters' output is scaled by `alpha / rank`; twice the rank by default.
-        targets: last parts of the names of the layers: `["q_proj", "v_proj"]`.
+        dropout: share of an adapter's inputs that are dropped in training.
+        targets: last parts of the names of the layers: `["q_proj", "v_proj"]`; by default all linear layers but the
+            head.
 
     Raises:
-        ConfigError: the package is missing, a rank below 1, or targets that the model does not have.
+        ConfigError: the package is missing, a rank below 1, or a target that names no linear layer of the model.
     """
     if rank < 1:
         raise ConfigError(f"lora: rank {rank}: an adapter needs a positive inner width. Write rank=8, for example")
@@ -43,14 +58,54 @@ def add_lora(module: nn.Module, *, rank: int, alpha: float | None = None, target
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ConfigError("lora: needs the package peft. Write pip install 'rotorch[lora]'") from None
+    layers = _linear_layers(module)
+    for target in targets or ():
+        _check_target(target, module=module, layers=layers)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_dropout=dropout,
+        target_modules="all-linear" if targets is None else list(targets),
+        fan_in_fan_out=any(not isinstance(layer, nn.Linear) for layer in layers.values()),
+    )
     try:
-        config = LoraConfig(r=rank, lora_alpha=2 * rank if alpha is None else alpha, target_modules=list(targets))
-        module = inject_adapter_in_model(config, module, adapter_name=_NAME)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # it asks models for what transformers no longer likes
+            module = inject_adapter_in_model(config, module, adapter_name=_NAME)
     except ValueError as error:
-        raise ConfigError(f"lora: targets {list(targets)}: {error}") from None
+        raise ConfigError(f"lora: targets {targets and list(targets)}: {error}") from None
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     return module
+
+
+def _linear_layers(module: nn.Module) -> dict[str, nn.Module]:
+    from transformers.pytorch_utils import Conv1D  # a linear layer with the inputs first, as GPT-2 has it
+
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
+
+
+def _check_target(target: str, *, module: nn.Module, layers: Mapping[str, nn.Module]) -> None:
+    """Raises `ConfigError` unless a target ends names of linear layers, and of nothing else; the head takes none."""
+    named = {name: child for name, child in module.named_modules() if f".{name}".endswith(f".{target}")}
+    other = next((name for name in named if name not in layers), None)
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    if not named:
+        known = sorted({name.rpartition(".")[2] for name, layer in layers.items() if layer is not head})
+        raise ConfigError(
+            f"lora: target {target!r} names no layer of {type(module).__name__}{nearest(target, known=known)}. "
+            f"Its linear layers are {', '.join(known)}"
+        )
+    if other is not None:
+        raise ConfigError(
+            f"lora: target {target!r} names {other!r}, a {type(named[other]).__name__}; adapters go beside linear "
+            "layers. Write the last parts of such layers' names"
+        )
+    if head is not None and any(child is head for child in named.values()):
+        raise ConfigError(
+            f"lora: target {target!r} is the head, which is computed with the loss, a slice at a time, and takes no "
+            "adapter. Leave it out"
+        )
 
 
 def is_adapter(name: str) -> bool:
@@ -70,6 +125,45 @@ def with_base_layers(plan: Mapping[str, str], module: nn.Module) -> dict[str, st
     return {**plan, **{pattern + _BASE: role for pattern, role in plan.items()}}
 
 
+def adapter_config(module: nn.Module) -> dict[str, Any] | None:
+    """What `peft` writes to `adapter_config.json`, as plain JSON; None for a module without adapters."""
+    configs = getattr(module, "peft_config", None)
+    if not isinstance(configs, Mapping) or _NAME not in configs:
+        return None
+    config = {key: sorted(v) if isinstance(v, set) else v for key, v in configs[_NAME].to_dict().items()}
+    return dict(json.loads(json.dumps(config)))
+
+
+def name_in_peft(name: str) -> str:
+    """The name that `peft` has for an adapter's weight in its files."""
+    return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
+
+
+def adapters_of(name: str) -> tuple[str, str] | None:
+    """The names of the two matrices beside a frozen weight, A [rank, in] and B [out, rank]; None of any other.
+
+    Args:
+        name: of a weight in a model with adapters.
+    """
+    layer, base, last = name.rpartition(f"{_BASE}.")
+    return (f"{layer}.lora_A.{_NAME}.weight", f"{layer}.lora_B.{_NAME}.weight") if base and last == "weight" else None
+
+
+def merged_weight(weight: Tensor, a: Tensor, b: Tensor, *, config: Mapping[str, Any]) -> Tensor:
+    """A layer's weight with what its adapter adds, as `peft` computes it; to the bit the weight where that is nothing.
+
+    Args:
+        weight: [out, in], or [in, out] of layers that keep their inputs first.
+        a: [rank, in].
+        b: [out, rank].
+        config: what `adapter_config` returned.
+    """
+    added = (b @ a) * (config["lora_alpha"] / config["r"])
+    if config["fan_in_fan_out"]:
+        added = added.T
+    return torch.where(added == 0, weight, weight + added)  # -0.0 + 0.0 is another 0.0
+
+
 def save_lora(module: nn.Module, directory: str | Path, *, values: Mapping[str, Tensor]) -> None:
     """Writes adapters as `peft` does, for `PeftModel.from_pretrained(base, directory)`. One rank.
 
@@ -79,14 +173,10 @@ def save_lora(module: nn.Module, directory: str | Path, *, values: Mapping[str, 
         values: whole weights by name, e.g. `{n: model.full_tensor(n) for n in model.weights if is_adapter(n)}`, which
             all ranks must gather.
     """
-    config: Any = module.peft_config[_NAME]  # type: ignore[index,union-attr]
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     adapters = {
-        f"base_model.model.{name.replace(f'.{_NAME}.', '.')}": value.detach().contiguous().cpu()
-        for name, value in values.items()
-        if is_adapter(name)
+        name_in_peft(name): value.detach().contiguous().cpu() for name, value in values.items() if is_adapter(name)
     }
-    save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    plain = {key: sorted(v) if isinstance(v, set) else v for key, v in config.to_dict().items()}
-    (folder / "adapter_config.json").write_text(json.dumps(plain, indent=2) + "\n", "utf-8")
+    save_file(adapters, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(adapter_config(module), indent=2) + "\n", "utf-8")

@@ -3,7 +3,7 @@
 [Note: rules]
     Linear layers, embeddings and convolutions are cut along their output, weight by weight (RTP, arXiv 2311.01635,
     section 3); `nn.MultiheadAttention` between its heads. Everything else (norms, recurrent layers, parameters of
-    unknown modules) is whole on every rank, and its gradients are summed.
+    unknown modules, adapters) is whole on every rank, and its gradients are summed.
 
 [Note: nothing is assumed]
     A rule speaks of weights, not of what the modules around them do with them. So a cut weight is found out at its
@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from rotorch.core.spec import Combine, Cut, KeptWhole, ModelSpec, Unit, UnitKind, Weight
+from rotorch.models.lora import is_adapter
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -56,7 +57,7 @@ def _units(module: nn.Module, weights: Mapping[str, Weight]) -> list[Unit]:
             inside_attentions.update(f"{name}.{inner}".lstrip(".") for inner, _ in child.named_parameters())
     for name, weight in weights.items():
         if name.rpartition(".")[2] == "weight" and inside_attentions.isdisjoint({name, *weight.aliases}):
-            unit = _layer(weight, module=module, weights=weights)
+            unit = None if is_adapter(name) else _layer(weight, module=module, weights=weights)
             if unit is not None:
                 units.append(unit)
     return units
@@ -75,7 +76,8 @@ def _kept_whole(module: nn.Module, rest: Sequence[Weight]) -> tuple[KeptWhole, .
     found = []
     for weight in rest:
         holder, _, attribute = weight.name.rpartition(".")
-        by_design = "bias" in attribute or isinstance(module.get_submodule(holder), _SMALL) or len(weight.shape) < 2
+        small = isinstance(module.get_submodule(holder), _SMALL) or is_adapter(weight.name)
+        by_design = "bias" in attribute or small or len(weight.shape) < 2
         if not by_design:
             found.append(KeptWhole(weight.name, weight.num_bytes, _reason(weight, module=module)))
     return tuple(sorted(found, key=lambda kept: -kept.num_bytes))

@@ -1,4 +1,7 @@
-"""A checkpoint as a Hugging Face directory: one process, one tensor in memory at a time, whole or not at all."""
+"""A checkpoint as a Hugging Face directory: one process, one tensor in memory at a time, whole or not at all.
+
+Of a model with adapters these alone, as peft keeps them, or merged into the weights beside them.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,18 @@ from torch import Tensor
 
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.quantities import format_bytes
+from rotorch.models.lora import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    adapters_of,
+    is_adapter,
+    merged_weight,
+    name_in_peft,
+    without_adapters,
+)
 from rotorch.train.companions import COMPANIONS
 from rotorch.train.directories import check, find_checkpoint, fsync
-from rotorch.train.manifest import BUFFER, MODEL, Manifest, TensorEntry
+from rotorch.train.manifest import BUFFER, MODEL, Manifest
 from rotorch.train.storage import (
     DTYPES,
     CheckpointReader,
@@ -36,27 +48,35 @@ def export_checkpoint(
     *,
     dtype: str | None = None,
     max_shard_bytes: int = 5_000_000_000,
+    merge: bool = False,
     force: bool = False,
 ) -> dict[str, Any]:
     """Writes a checkpoint's model as a directory that `AutoModelForCausalLM.from_pretrained` loads.
 
+    Of a model with adapters it writes what `PeftModel.from_pretrained(base, directory)` loads, unless they are to be
+    merged.
+
     The directory gets `config.json`, the weights as safetensors (several files and an index where one would be larger
     than `max_shard_bytes`; tied weights once, as transformers expects), and the files of the run's tokenizer and of the
     model that it started from, if it had one.
-    It is written beside `out_dir` and renamed when it is whole. Needs no process group, and memory for one weight.
+    It is written beside `out_dir` and renamed when it is whole. Needs no process group, and memory for one weight
+    (merging for a few).
 
     Args:
         checkpoint: a checkpoint's directory, or a run's (then its latest).
         out_dir: what to write; must not exist or be empty, unless `force`.
         dtype: "float32", "bfloat16" or "float16" to convert floating-point weights; None keeps what was trained.
         max_shard_bytes: the largest safetensors file, unless one weight is larger.
+        merge: add what adapters add to the weights beside them, and write a whole model. Weights without adapters, and
+            those whose adapter adds nothing, come out as they were loaded.
         force: replace what is in `out_dir`.
 
     Returns:
         Plain JSON values: `path`, `checkpoint`, `step`, `num_tensors`, `num_bytes`, `files`.
 
     Raises:
-        ConfigError: if the checkpoint is damaged or not of a Hugging Face model, or `out_dir` is not empty.
+        ConfigError: if the checkpoint is damaged or not of a Hugging Face model, `out_dir` is not empty, or there are
+            no adapters to merge.
         RankFailure: if writing failed (disk full); nothing is left behind.
     """
     checkpoint, out_dir = find_checkpoint(checkpoint), Path(out_dir)
@@ -73,11 +93,17 @@ def export_checkpoint(
             f"export: {checkpoint}: holds a {manifest.model.name} without a Hugging Face config. "
             "Read its rank-*.safetensors instead"
         )
+    if merge and manifest.model.adapters is None:
+        raise ConfigError(f"export: {checkpoint}: has no adapters to merge. Leave --merge out")
     temporary = out_dir.parent / f".{out_dir.name}.tmp-{os.getpid()}"
     try:
         out_dir.parent.mkdir(parents=True, exist_ok=True)
         temporary.mkdir()
-        files = _write(temporary, checkpoint, manifest, dtype=target, max_shard_bytes=max_shard_bytes)
+        entries = _entries(CheckpointReader(checkpoint, manifest=manifest), manifest, dtype=target, merged=merge)
+        if manifest.model.adapters is not None and not merge:
+            files = _write_adapters(temporary, manifest, entries)
+        else:
+            files = _write(temporary, checkpoint, manifest, entries, max_shard_bytes=max_shard_bytes)
         fsync(temporary)
         _put_in_place(temporary, out_dir)
     except OSError as error:
@@ -88,7 +114,7 @@ def export_checkpoint(
         "path": str(out_dir),
         "checkpoint": str(checkpoint),
         "step": manifest.step,
-        "num_tensors": len(_exported(manifest)),
+        "num_tensors": len(entries),
         "num_bytes": sum(files.values()),
         "files": files,
     }
@@ -103,29 +129,59 @@ def _target_dtype(name: str | None) -> str | None:
     raise ConfigError(f"export: dtype {name!r}: write one of {', '.join(_CONFIG_DTYPES.values())}")
 
 
-def _exported(manifest: Manifest) -> dict[str, tuple[str, TensorEntry]]:
-    """Names in the exported files -> names and entries in the checkpoint."""
-    prefixes = (MODEL, BUFFER)
-    return {name: (p + name, entry) for p in prefixes for name, entry in manifest.names(p).items()}
+def _entries(reader: CheckpointReader, manifest: Manifest, *, dtype: str | None, merged: bool) -> list[Entry]:
+    """What is to be written: all weights and buffers; of a model with adapters these alone, unless `merged`."""
+    stored = {name: (p + name, entry) for p in (MODEL, BUFFER) for name, entry in manifest.names(p).items()}
+    config = manifest.model.adapters
+
+    def read(name: str) -> Tensor:
+        tensor = torch.empty(stored[name][1].shape, dtype=DTYPES[stored[name][1].dtype])
+        with without_dcp_notices():
+            dcp.load({stored[name][0]: tensor}, storage_reader=reader, planner=PiecesLoadPlanner(), no_dist=True)
+        return tensor
+
+    def value(name: str) -> Tensor:
+        beside = adapters_of(name)
+        if config is None or beside is None or beside[0] not in stored:
+            return read(name)
+        return merged_weight(read(name), read(beside[0]), read(beside[1]), config=config)
+
+    written: dict[str, str] = {}  # names in the files, of names in the checkpoint
+    for name in stored:
+        if config is None:
+            written[name] = name
+        elif is_adapter(name) != merged:
+            written[name] = without_adapters(name) if merged else name_in_peft(name)
+    entries = []
+    for name, called in written.items():
+        entry = stored[name][1]
+        to = dtype if dtype and DTYPES[entry.dtype].is_floating_point else entry.dtype
+        entries.append(Entry(called, to, entry.shape, lambda name=name, to=to: value(name).to(DTYPES[to])))
+    return entries
+
+
+def _write_adapters(directory: Path, manifest: Manifest, entries: list[Entry]) -> dict[str, int]:
+    """Writes what peft writes; returns the files' sizes by name.
+
+    Without a tokenizer: where there is one, peft cuts the base model's vocabulary to its size.
+    """
+    config = dict(manifest.model.adapters or {})
+    model = manifest.run.get("model")
+    config["base_model_name_or_path"] = model.get("init") if isinstance(model, dict) else None
+    config["inference_mode"] = True  # as peft writes it: loaded to be used, unless asked otherwise
+    if manifest.model.name.endswith("ForCausalLM"):
+        config["task_type"] = "CAUSAL_LM"
+    _check_room(directory, entries)
+    write_safetensors(directory / ADAPTER_WEIGHTS, entries)
+    _write_json(directory / ADAPTER_CONFIG, config)
+    return _sizes(directory)
 
 
 def _write(
-    directory: Path, checkpoint: Path, manifest: Manifest, *, dtype: str | None, max_shard_bytes: int
+    directory: Path, checkpoint: Path, manifest: Manifest, entries: list[Entry], *, max_shard_bytes: int
 ) -> dict[str, int]:
     """Writes everything into `directory`; returns the files' sizes by name."""
-    reader = CheckpointReader(checkpoint, manifest=manifest)
-    entries = [
-        Entry(
-            name,
-            _dtype_of(entry, dtype),
-            entry.shape,
-            lambda stored=stored, entry=entry: _read(reader, stored, entry, dtype=_dtype_of(entry, dtype)),
-        )
-        for name, (stored, entry) in _exported(manifest).items()
-    ]
-    needed, free = sum(e.num_bytes for e in entries), shutil.disk_usage(directory).free
-    if needed > free:
-        raise OSError(28, f"{format_bytes(needed)} needed, {format_bytes(free)} free", str(directory))
+    needed = _check_room(directory, entries)
     shards = list(_shards(entries, max_shard_bytes=max_shard_bytes))
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -142,18 +198,19 @@ def _write(
             fsync(directory / name)
     if "tokenizer.json" in manifest.files and "tokenizer_config.json" not in manifest.files:
         _write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    return _sizes(directory)
+
+
+def _sizes(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
 
 
-def _dtype_of(entry: TensorEntry, dtype: str | None) -> str:
-    return dtype if dtype and DTYPES[entry.dtype].is_floating_point else entry.dtype
-
-
-def _read(reader: CheckpointReader, name: str, entry: TensorEntry, *, dtype: str) -> Tensor:
-    tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
-    with without_dcp_notices():
-        dcp.load({name: tensor}, storage_reader=reader, planner=PiecesLoadPlanner(), no_dist=True)
-    return tensor.to(DTYPES[dtype])
+def _check_room(directory: Path, entries: list[Entry]) -> int:
+    """Returns the bytes that entries need; raises `OSError` if the disk has fewer."""
+    needed, free = sum(e.num_bytes for e in entries), shutil.disk_usage(directory).free
+    if needed > free:
+        raise OSError(28, f"{format_bytes(needed)} needed, {format_bytes(free)} free", str(directory))
+    return needed
 
 
 def _shards(entries: list[Entry], *, max_shard_bytes: int) -> Iterator[list[Entry]]:

@@ -75,12 +75,16 @@ class FileEntry(_Part):
 
 
 class ModelEntry(_Part):
-    """Which model: its class, its Hugging Face config (None for a plain module), further names of tied weights."""
+    """Which model: its class, its Hugging Face config (None for a plain module), further names of tied weights.
+
+    With adapters also what peft's `adapter_config.json` says.
+    """
 
     name: str
     config: dict[str, JsonValue] | None
     config_sha256: str | None
     aliases: dict[str, list[str]] = Field(default_factory=dict)
+    adapters: dict[str, JsonValue] | None = None
 
 
 class OptimizerEntry(_Part):

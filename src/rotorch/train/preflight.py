@@ -18,7 +18,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
-from rotorch.run_config import BatchSizes, RunConfig, batch_sizes
+from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
 from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
 from rotorch.train.data import BYTES, CheckedSource, check_source, default_cache_dir
 from rotorch.train.directories import check, checkpoints_of, latest
@@ -93,7 +93,7 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     check_sequence(config, model_config=model_config)
     check_init(config)
     source = check_data(config, model_config=model_config)
-    spec = check_model(model_config, strategies=strategies, init=config.model.init)
+    spec = check_model(model_config, strategies=strategies, init=config.model.init, lora=config.lora)
     going_on = find_resume(out, config=config, sizes=sizes, model_config=model_config) if resume else None
     check_room(out, spec=spec, keep=config.train.keep)
     return CheckedRun(config, strategies, sizes, model_config, spec, source, out, going_on, command)
@@ -211,6 +211,11 @@ def check_init(config: RunConfig) -> None:
     from rotorch.models.gguf import find_gguf
 
     init = Path(config.model.init)
+    if config.lora is not None and config.model.init == "random":
+        raise ConfigError(
+            "lora: adapters are trained beside the weights of a published model, and model.init = 'random'. "
+            "Write model.init=... with its directory, or leave [lora] out"
+        )
     if config.model.init == "random" or find_gguf(init) is not None:
         return
     if not init.is_dir():
@@ -238,17 +243,20 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
     )
 
 
-def check_model(model_config: Any, *, strategies: Sequence[Strategy], init: str = "random") -> ModelSpec:
+def check_model(
+    model_config: Any, *, strategies: Sequence[Strategy], init: str = "random", lora: LoraSection | None = None
+) -> ModelSpec:
     """Every strategy can hold the model, and the weights to start from fit it. Builds it without memory for weights."""
     from rotorch.models.describe import describe
-    from rotorch.models.hf import causal_lm
+    from rotorch.models.lora import ADAPTERS
     from rotorch.models.pretrained import open_pretrained
     from rotorch.shard.load import check_fit
     from rotorch.shard.materialize import on_meta
     from rotorch.shard.sites import persistent_buffers
+    from rotorch.train.module import make_module
 
     with on_meta():
-        module = causal_lm(model_config)
+        module = make_module(model_config, lora=lora)
     spec = describe(module)
     for strategy in strategies:
         strategy.check(spec)
@@ -256,7 +264,14 @@ def check_model(model_config: Any, *, strategies: Sequence[Strategy], init: str 
         buffers = persistent_buffers(module)
         names = {name for weight in spec.weights for name in (weight.name, *weight.aliases)} | set(buffers)
         with open_pretrained(init, module=module, names=names) as found:
-            check_fit(found.tensors, weights=spec.weights, source=init, buffers=buffers, may_have=found.ignored)
+            check_fit(
+                found.tensors,
+                weights=spec.weights,
+                source=init,
+                buffers=buffers,
+                may_lack=ADAPTERS,
+                may_have=found.ignored,
+            )
     return spec
 
 
@@ -271,6 +286,7 @@ def find_resume(out: Path, *, config: RunConfig, sizes: BatchSizes, model_config
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     check_same_model(path, manifest, model_config=model_config)
+    check_same_adapters(path, manifest, config=config)
     check_same_order(path, manifest, config=config, sizes=sizes)
     if manifest.step >= config.train.steps:
         raise ConfigError(
@@ -287,6 +303,22 @@ def check_same_model(path: Path, manifest: Manifest, *, model_config: Any) -> No
     ours = json.loads(model_config.to_json_string(use_diff=False))
     if difference := config_difference(ours, manifest.model.config):
         raise ConfigError(f"--resume: {path} is of another model: {difference}. Write the model that it was begun with")
+
+
+def check_same_adapters(path: Path, manifest: Manifest, *, config: RunConfig) -> None:
+    """A run with adapters goes on with the same ones; how many of their inputs are dropped may change."""
+    theirs, ours = manifest.run.get("lora"), config.lora.model_dump(mode="json") if config.lora else None
+    if not isinstance(theirs, dict) or ours is None:
+        if bool(theirs) != bool(ours):
+            had, write = ("", "Write its [lora]") if theirs else ("out", "Leave [lora] out")
+            raise ConfigError(f"--resume: {path} was written by a run with{had} adapters. {write}")
+        return
+    for key in ("rank", "alpha", "targets"):
+        if theirs.get(key) != ours[key]:
+            raise ConfigError(
+                f"--resume: {path} was written by a run with lora.{key} = {theirs.get(key)}, and here it is "
+                f"{ours[key]}. Write lora.{key} as it was"
+            )
 
 
 def check_same_order(path: Path, manifest: Manifest, *, config: RunConfig, sizes: BatchSizes) -> None:
@@ -312,7 +344,7 @@ def data_position(config: RunConfig, *, sizes: BatchSizes) -> dict[str, Any]:
 
 def check_room(out: Path, *, spec: ModelSpec, keep: int) -> None:
     """The disk has room for the checkpoints that are kept, and for one more while it is written."""
-    each = spec.num_bytes * (1 + _OPTIMIZER_STATES)
+    each = spec.num_bytes + _OPTIMIZER_STATES * spec.trained_bytes
     existing = len(list(checkpoints_of(out).glob("step-*")))
     needed = each * max(1, keep + 1 - existing)
     place = next(parent for parent in (out, *out.parents) if parent.exists())

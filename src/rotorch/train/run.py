@@ -30,7 +30,7 @@ from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.mesh import join_process_group, pick_device
-from rotorch.models.hf import causal_lm
+from rotorch.models.lora import ADAPTERS
 from rotorch.parallelize import parallelize
 from rotorch.run_config import RunConfig
 from rotorch.shard.materialize import on_meta
@@ -42,6 +42,7 @@ from rotorch.train.display import make_display
 from rotorch.train.launch import is_rank, launch, run_as_rank
 from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
+from rotorch.train.module import make_module
 from rotorch.train.optim import load_optimizer_code, make_optimizer, schedule_numbers
 from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
 from rotorch.train.sample import write_sample
@@ -154,7 +155,7 @@ def build(run: CheckedRun) -> TrainState:
     device = pick_device(config.train.device)
     join_process_group(device=device, timeout_s=config.train.timeout_s)  # if the launcher has not
     with on_meta():
-        module = causal_lm(run.model_config)
+        module = make_module(run.model_config, lora=config.lora)
     model = parallelize(
         module,
         run.strategies,
@@ -165,7 +166,7 @@ def build(run: CheckedRun) -> TrainState:
     if config.model.init == "random":
         model.materialize(seed=config.train.seed)
     elif run.resume is None:
-        model.load(config.model.init)
+        model.materialize(seed=config.train.seed, only=ADAPTERS).load(config.model.init)
     model.module.train()
     state = TrainState(
         model=model,
@@ -185,6 +186,7 @@ def summarise(run: CheckedRun, state: TrainState, *, end: LoopEnd, sample: str) 
     return {
         "model": model.spec.name,
         "num_parameters": model.spec.num_parameters,
+        "num_trained_parameters": model.spec.num_trained_parameters,
         "parallel": format_parallel(run.strategies),
         "nproc": run.num_ranks,
         "step": state.step,
@@ -194,7 +196,8 @@ def summarise(run: CheckedRun, state: TrainState, *, end: LoopEnd, sample: str) 
         "held_out_bits_per_byte": end.held_out.bits_per_byte if end.held_out else None,
         "held_out_loss": end.held_out.loss if end.held_out else None,
         "resident_bytes_per_rank": int(all_reduce_max(float(end.tensors.total), mesh=model.mesh)),
-        "resident_bytes_one_process": 4 * model.spec.num_bytes,  # weights, gradients, AdamW's two moments
+        # weights, and of those that are trained gradients and AdamW's two moments
+        "resident_bytes_one_process": model.spec.num_bytes + 3 * model.spec.trained_bytes,
         "peak_bytes_per_rank": max(end.peak_bytes),
         "checkpoint": str(end.checkpoint),
         "out": str(run.out),
@@ -211,8 +214,9 @@ def _introduce(run: CheckedRun, console: Console) -> None:
         f"{sizes.global_batch} x {run.config.data.sequence_length} tokens a step "
         f"(micro batch {sizes.micro_batch} x accumulation {sizes.accumulation} x {sizes.batch_ranks} batch ranks)"
     )
+    trained = f", {format_count(spec.num_trained_parameters)} of them trained" if run.config.lora is not None else ""
     lines = [
-        f"model   {spec.name}, {format_count(spec.num_parameters)} parameters",
+        f"model   {spec.name}, {format_count(spec.num_parameters)} parameters{trained}",
         f"ranks   {run.num_ranks}, {format_parallel(run.strategies)}",
         f"batch   {batch}",
         f"data    {run.source.corpus.source}, {format_bytes(run.source.corpus.text_bytes)} of text",

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rotorch.core.errors import ConfigError
+from rotorch.models.lora import adapter_config
 from rotorch.parallel_model import ParallelModel
 from rotorch.shard.held import HeldWeight, Pieces
 from rotorch.shard.sites import persistent_buffers
@@ -99,6 +100,7 @@ def model_entry(model: ParallelModel) -> ModelEntry:
         config=config,
         config_sha256=json_digest(_compared(config)) if config is not None else None,
         aliases={w.name: list(w.aliases) for w in model.spec.weights if w.aliases},
+        adapters=adapter_config(model.module),
     )
 
 
