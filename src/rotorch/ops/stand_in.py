@@ -32,7 +32,7 @@ def writes(func: Any) -> bool:
 
 
 class StandIn(Tensor):
-    """Base of `RotatingWeight` and `DeferredLogits`. Subclasses implement `answer`."""
+    """Base of weights and logits that are not all there. Subclasses implement `answer`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -48,6 +48,6 @@ class StandIn(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise ConfigError(
-            f"rtp: {func} reached a {cls.__name__}, which has no values: a forward takes hold of what goes round in a "
-            "way that cannot be followed (`.data`, a view). Give the weight no role in a plan of your own, or use fsdp"
+            f"{func} reached a {cls.__name__}, which has no values: a forward takes hold of what is cut in a way that "
+            "cannot be followed (`.data`, a view). Give the weight no role in a plan of your own, or use fsdp"
         )

@@ -1,0 +1,199 @@
+"""A weight that is cut over ranks which share a batch, in the place where a module looks for it.
+
+A `CutWeight` has the whole weight's shape and dtype, and answers the functions that use a weight with this rank's slice
+of it: a linear layer or a convolution computes some of its outputs, which are then placed side by side; a look-up
+answers the tokens in its rows, and the answers sum; products of a head stay cut (`ops/cut_logits.py`). So a layer's own
+forward runs as it is. Any other use sees the weight whole: gathered for that time, or refused where the user's own plan
+says that it is cut.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch._torch_private import tree_flatten, tree_unflatten, wrapper_tensor
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Range, Unit, Weight
+from rotorch.ops.conjugates import enter, leave, place_side_by_side, take_own
+from rotorch.ops.cut_logits import CutLogits
+from rotorch.ops.stand_in import StandIn, writes
+
+_log = logging.getLogger(__name__)
+
+_CONVOLUTIONS: dict[Callable[..., Tensor], int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
+
+
+@dataclass
+class CutUse:
+    """What the cut weights of one unit have in common on this rank.
+
+    Attributes:
+        unit: the unit.
+        mesh: the ranks over which it is cut, one axis.
+        strategy: kind of the strategy, for errors.
+        by_plan: whether the user's own plan says that it is cut; then unforeseen uses are refused.
+        gathered: names of weights that have been made whole for a use; the log tells once.
+    """
+
+    unit: Unit
+    mesh: DeviceMesh
+    strategy: str
+    by_plan: bool
+    gathered: set[str] = field(default_factory=set)
+
+
+class CutWeight(StandIn):
+    """Stands for one weight of a WEIGHT unit.
+
+    Attributes:
+        weight: which.
+        local: this rank's slice, a plain parameter.
+        use: what it shares with the other weights of its unit.
+    """
+
+    weight: Weight
+    local: Tensor
+    use: CutUse
+
+    @staticmethod
+    def __new__(cls, local: Tensor, *, weight: Weight, use: CutUse) -> CutWeight:
+        """Makes the stand-in for `weight`, of which this rank holds `local`."""
+        self: CutWeight = wrapper_tensor(cls, weight.shape, like=local)
+        self.weight, self.local, self.use = weight, local, use
+        return self
+
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of all ranks' slices along the dim that is cut."""
+        return [sum(r.length for r in self._ranges(k)) for k in range(self.use.mesh.size())]
+
+    @property
+    def rows(self) -> Range:
+        """Where this rank's slice lies along the dim that is cut."""
+        (own,) = self._ranges(self.use.mesh.get_local_rank())
+        return own
+
+    @property
+    def dim(self) -> int:
+        """The dim that is cut."""
+        if self.weight.cut is None:
+            raise AssertionError(f"{self.weight.name} is not cut")
+        return self.weight.cut.dim
+
+    def _ranges(self, index: int) -> tuple[Range, ...]:
+        if self.weight.cut is None or self.weight.cut.blocks > 1:
+            raise AssertionError(f"{self.weight.name} is not cut in one block")
+        size = self.weight.shape[self.dim]
+        return self.weight.cut.ranges(size, num_slices=self.use.mesh.size(), index=index)
+
+    @classmethod
+    def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Computes this rank's part where the weight is used by a layer; gathers it for other uses, or refuses."""
+        if func is F.linear and (output := _linear(*args, **kwargs)) is not None:
+            return output
+        if func is F.embedding and (output := _embedding(*args, **kwargs)) is not None:
+            return output
+        if func in _CONVOLUTIONS and (output := _convolution(func, *args, **kwargs)) is not None:
+            return output
+        return _whole_for(func, args, kwargs)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
+    if not isinstance(weight, CutWeight) or weight.dim != 0:
+        return None
+    mesh, lengths = weight.use.mesh, weight.lengths
+    own_bias = bias.local if isinstance(bias, CutWeight) else None
+    whole_bias = None if isinstance(bias, CutWeight) else bias
+    output = F.linear(enter(input, mesh=mesh), weight.local, own_bias)
+    if weight.use.unit.logits:
+        if whole_bias is not None:
+            output = output + take_own(whole_bias, dim=0, lengths=lengths, mesh=mesh)
+        return CutLogits(output, lengths=lengths, mesh=mesh)
+    output = place_side_by_side(output, dim=-1, lengths=lengths, mesh=mesh)
+    return output if whole_bias is None else output + whole_bias
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor | None:
+    special = max_norm is not None or scale_grad_by_freq or sparse
+    if not isinstance(weight, CutWeight) or weight.dim != 0 or special:
+        return None
+    num_rows, rows, mesh = weight.weight.shape[0], weight.rows, weight.use.mesh
+    outside = (input < 0) | (input >= num_rows)
+    if outside.any():
+        raise IndexError(f"{int(input[outside][0])} is outside of {weight.weight.name!r}, which has {num_rows} rows")
+    mine = (input >= rows.start) & (input < rows.stop)
+    if padding_idx is not None:
+        padding_idx = padding_idx % num_rows - rows.start
+        padding_idx = padding_idx if 0 <= padding_idx < rows.length else None
+    if rows.length:
+        found = F.embedding(torch.where(mine, input - rows.start, 0), weight.local, padding_idx)
+        found = found.masked_fill(~mine.unsqueeze(-1), 0.0)
+    else:
+        found = weight.local.new_zeros((*input.shape, weight.shape[-1]))
+    return leave(found, mesh=mesh)
+
+
+def _convolution(
+    func: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Tensor | None:
+    names = ("stride", "padding", "dilation", "groups")
+    groups = {**dict(zip(names, args, strict=False)), **kwargs}.get("groups", 1)
+    if not isinstance(weight, CutWeight) or weight.dim != 0 or groups != 1 or 0 in weight.lengths:
+        return None
+    mesh, lengths = weight.use.mesh, weight.lengths
+    own_bias = bias.local if isinstance(bias, CutWeight) else None
+    output = func(enter(input, mesh=mesh), weight.local, own_bias, *args, **kwargs)
+    channels = output.dim() - 1 - _CONVOLUTIONS[func]
+    output = place_side_by_side(output, dim=channels, lengths=lengths, mesh=mesh)
+    if bias is None or own_bias is not None:
+        return output
+    return output + bias.view(-1, *[1] * _CONVOLUTIONS[func])
+
+
+def _whole_for(func: Any, args: Any, kwargs: Any) -> Any:
+    """Calls `func` with whole weights in place of the stand-ins among its arguments."""
+    leaves, tree = tree_flatten((args, kwargs))
+    held = [leaf for leaf in leaves if isinstance(leaf, CutWeight)]
+    name = getattr(func, "__name__", str(func))
+    refused = next((one for one in held if one.use.by_plan), None)
+    if refused is not None:
+        raise ConfigError(
+            f"{refused.use.strategy}: {refused.weight.name!r} is used by {name!r}, which cannot take a weight that is "
+            "cut. Give it no role in the plan, or use fsdp"
+        )
+    if isinstance(leaves[0], CutWeight) and writes(func):
+        raise ConfigError(
+            f"{leaves[0].use.strategy}: {leaves[0].weight.name!r} is changed by {name!r} in forward: no rank holds all "
+            "of it. Change weights between steps, in `model.weights[..].local`"
+        )
+    given = [_gathered(leaf, name) if isinstance(leaf, CutWeight) else leaf for leaf in leaves]
+    args, kwargs = tree_unflatten(given, tree)
+    return func(*args, **kwargs)
+
+
+def _gathered(one: CutWeight, name: str) -> Tensor:
+    """The whole weight, for one use. Its gradient is equal on all ranks, and each takes its own slice of it."""
+    use = one.use
+    if one.weight.name not in use.gathered and use.mesh.size() > 1:
+        use.gathered.add(one.weight.name)
+        _log.warning(
+            "%s: %r is used by %r, which takes no slices: its %d bytes are whole on every rank for that time",
+            use.strategy, one.weight.name, name, one.weight.num_bytes,
+        )  # fmt: skip
+    return place_side_by_side(one.local, dim=one.dim, lengths=one.lengths, mesh=use.mesh)
