@@ -77,8 +77,8 @@ def all_gather_along(part: Tensor, *, dim: int, lengths: Sequence[int], mesh: De
         return part
     longest = max(lengths)
     padded = _padded(part, dim=dim, length=longest)
-    gathered = part.new_empty((mesh.size(), *padded.shape))
-    dist.all_gather_into_tensor(gathered.flatten(0, 1) if padded.dim() else gathered, padded, group=mesh.get_group())
+    gathered = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(gathered, padded, group=mesh.get_group())
     return torch.cat([each.narrow(dim, 0, n) for each, n in zip(gathered, lengths, strict=True)], dim=dim)
 
 
@@ -94,9 +94,9 @@ def reduce_scatter_along(whole: Tensor, *, dim: int, lengths: Sequence[int], mes
     if mesh.size() == 1:
         return whole
     longest = max(lengths)
-    parts = torch.stack([_padded(p, dim=dim, length=longest) for p in whole.split(list(lengths), dim=dim)])
+    parts = [_padded(p, dim=dim, length=longest) for p in whole.split(list(lengths), dim=dim)]
     mine = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(mine, parts.flatten(0, 1), group=mesh.get_group())
+    dist.reduce_scatter(mine, parts, group=mesh.get_group())
     return mine.narrow(dim, 0, lengths[mesh.get_local_rank()])
 
 

@@ -78,7 +78,8 @@ class Weight:
     """One parameter of the model: its name, its whole shape, and how it may be cut (None: not at all).
 
     `aliases` are further names of the same tensor (a head tied to its embedding); they never count twice. `trained`
-    weights get gradients.
+    weights get gradients. One that is `beside_slices` is not cut, but used by nothing else than modules that run on
+    slices: each slice gives a part of its gradient.
     """
 
     name: str
@@ -87,6 +88,7 @@ class Weight:
     cut: Cut | None = None
     aliases: tuple[str, ...] = ()
     trained: bool = True
+    beside_slices: bool = False
 
     @property
     def numel(self) -> int:

@@ -57,22 +57,28 @@ def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
     """
     weights = _weights(module)
     if plan is None and not module_declares(module):
-        return _with_head(spec_by_rule(module, weights), module)
+        return _marked(spec_by_rule(module, weights), module)
     if plan is not None:
-        return _with_head(replace(_spec(module, _expand(plan, module), weights), by_plan=True), module)
+        return _marked(replace(_spec(module, _expand(plan, module), weights), by_plan=True), module)
     roles = _expand(tensor_parallel_plan(module), module)
     spec = _spec(module, roles, weights)
     proven = classes_that_run_on_slices(module, spec, describe=_trusting)
-    return _with_head(_spec(module, roles, weights, proven=proven), module)
+    return _marked(_spec(module, roles, weights, proven=proven), module)
 
 
-def _with_head(spec: ModelSpec, module: nn.Module) -> ModelSpec:
-    """The same, and which of its units is the head."""
+def _marked(spec: ModelSpec, module: nn.Module) -> ModelSpec:
+    """The same, and which of its units is the head, and which whole weights only modules that run on slices use."""
     head = head_weights(module)
-    units = (
-        replace(u, logits=u.kind is UnitKind.WEIGHT and any(head & {w.name, *w.aliases} for w in u.weights))
-        for u in spec.units
-    )
+    beside = {name for u in spec.units for name in u.replicated}
+    inside = tuple(f"{u.name}." if u.name else "" for u in spec.units if u.kind is UnitKind.MODULE)
+    units = []
+    for unit in spec.units:
+        logits = unit.kind is UnitKind.WEIGHT and any(head & {w.name, *w.aliases} for w in unit.weights)
+        weights = [
+            replace(w, beside_slices=w.name in beside and all(n.startswith(inside) for n in (w.name, *w.aliases)))
+            for w in unit.weights
+        ]
+        units.append(replace(unit, logits=logits, weights=tuple(weights)))
     return replace(spec, units=tuple(units))
 
 

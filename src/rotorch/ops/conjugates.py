@@ -62,6 +62,25 @@ def scatter_out(x: Tensor, *, dim: int, lengths: Sequence[int], mesh: DeviceMesh
     return x if mesh.size() == 1 else _Along.apply(x, _scattered, _gathered, dim, tuple(lengths), mesh)
 
 
+class Boundary:
+    """How activations go into a module that is cut, and how its output comes out: equal on both sides.
+
+    Attributes:
+        mesh: the ranks over which it is cut, one axis.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def enter(self, x: Tensor) -> Tensor:
+        """What the module's code sees of an input that requires a gradient."""
+        return enter(x, mesh=self.mesh)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What the code around the module sees of an output, of which this rank has a part."""
+        return leave(x, mesh=self.mesh)
+
+
 def _summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
     return all_reduce_sum(x.clone(memory_format=torch.contiguous_format), mesh=mesh)
 

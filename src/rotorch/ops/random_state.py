@@ -1,10 +1,17 @@
-"""The state of random number generators, to draw the same again: dropout's mask, when a slice is recomputed."""
+"""The state of random number generators, to draw the same again: dropout's mask, when a slice is recomputed.
+
+[Note: ranks that share a batch]
+    Outside of what is cut they must draw the same numbers, or their activations would part; inside, each has other
+    heads or columns and draws its own. So a pass begins from a state that all of them share, and what is drawn inside
+    leaves no trace in it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,3 +48,36 @@ class RandomState:
             if self.devices:
                 set_device_states(self.devices, self.states, device_type=self.device_type)
             yield
+
+
+@contextmanager
+def drawn_alike(seed: int) -> Iterator[None]:
+    """Within it, all ranks that give the same `seed` draw the same; then random numbers go on as before."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def drawn_apart(position: int, *, like: Sequence[Any], active: bool) -> Iterator[None]:
+    """Within it, each rank draws its own numbers; afterwards all go on alike (see [Note: ranks that share a batch]).
+
+    Args:
+        position: this rank's among those that share a batch.
+        like: tensors (and others) on whose device is drawn.
+        active: do nothing if not.
+    """
+    if not active:
+        yield
+        return
+    seed = int(torch.randint(2**62, ()))
+    devices, states = get_device_states(*like)
+    cpu = torch.get_rng_state()
+    try:
+        torch.manual_seed(seed + position)
+        yield
+    finally:
+        torch.set_rng_state(cpu)
+        if devices:
+            set_device_states(devices, states, device_type="cuda")

@@ -16,12 +16,13 @@ from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.strategy import Strategy
 from rotorch.strategies.ddp.plan import DDP
 from rotorch.strategies.fsdp.plan import FSDP
+from rotorch.strategies.megatron.plan import Megatron
 from rotorch.strategies.rtp.plan import RTP
 from rotorch.strategies.single.plan import Single
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "ddp": DDP, "fsdp": FSDP, "rtp": RTP}
+STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "ddp": DDP, "fsdp": FSDP, "rtp": RTP, "megatron": Megatron}
 
-COMPOSES: frozenset[tuple[str, str]] = frozenset({("ddp", "fsdp"), ("ddp", "rtp")})
+COMPOSES: frozenset[tuple[str, str]] = frozenset({("ddp", "fsdp"), ("ddp", "rtp"), ("ddp", "megatron")})
 """(outer, inner) pairs that work and are tested; every other composition is a ConfigError."""
 
 _ITEM = re.compile(r"^(?P<kind>[a-z_]+)(?:=(?P<size>[^\[\]]*))?(?:\[(?P<options>[^\[\]]*)\])?$")

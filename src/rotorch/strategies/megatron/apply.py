@@ -1,0 +1,146 @@
+"""How `megatron` holds a model: one slice of every cut weight per rank, for good (see `plan.py` for the picture).
+
+At rest each parameter is a DTensor over this rank's slice. For a pass, attentions and MLPs run their own forward on it
+(`ops/cut_module.py`); embedding, head and other single weights are replaced by stand-ins that compute this rank's part
+where they are used (`ops/cut_weight.py`); what nobody cuts is lent whole.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.collectives import all_reduce_sum
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import ModelSpec, UnitKind
+from rotorch.models.describe import module_declares
+from rotorch.ops.conjugates import Boundary
+from rotorch.ops.cut_module import CutModule
+from rotorch.ops.cut_weight import CutUse, CutWeight
+from rotorch.ops.random_state import drawn_alike
+from rotorch.parallel_model import Holding
+from rotorch.shard.sites import find_sites
+from rotorch.shard.twins import Twins, slice_part, whole_part
+from rotorch.strategies.megatron.plan import Megatron
+
+_log = logging.getLogger(__name__)
+
+
+def apply(
+    module: nn.Module,
+    *,
+    strategy: Megatron,
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compiled: bool = False,
+) -> Holding:
+    """Cuts `module` over the ranks of `mesh`."""
+    return MegatronHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device, compiled=compiled)
+
+
+class MegatronHolding(Holding):
+    """One rank's slices, and the weights that are whole on every rank."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        strategy: Megatron,
+        spec: ModelSpec,
+        mesh: DeviceMesh,
+        device: torch.device,
+        compiled: bool = False,
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        if mesh.size() > 1 and mesh.get_rank() == 0:
+            _tell(spec, num_ranks=mesh.size())
+        sites = find_sites(module)
+        self._twins = Twins(
+            [
+                whole_part(w, mesh=mesh) if u.kind is UnitKind.REPLICATED else slice_part(w, mesh=mesh)
+                for u in spec.units
+                for w in u.weights
+            ],
+            parameters=dict(module.named_parameters()),
+            sites=sites,
+            mesh=mesh,
+            device=device,
+            gradients_stay=False,
+        )
+        self.weights = {w.name: self._twins.held[w.name] for w in spec.weights}
+        self._added_once = [name for u in spec.units for name in u.added_once]
+        self._stand_ins: list[tuple[str, Tensor]] = []
+        self._partial = [w.name for u in spec.units for w in u.weights if w.beside_slices]
+        _refuse_shared(spec, partial=self._partial)
+        for unit in spec.cut_units:
+            if unit.kind is UnitKind.MODULE:
+                CutModule(
+                    module.get_submodule(unit.name),
+                    unit=unit,
+                    boundary=Boundary(mesh),
+                    sites=sites,
+                    twins=self._twins.twins,
+                    once=self._twins.twins.__getitem__,
+                    strategy=strategy.kind,
+                    proven=module_declares(module),
+                    compiled=compiled,
+                )
+            else:
+                use = CutUse(unit, mesh, strategy.kind, spec.by_plan)
+                self._stand_ins += [
+                    (w.name, CutWeight(self._twins.twins[w.name], weight=w, use=use)) for w in unit.weights
+                ]
+
+    @contextmanager
+    def lend(self) -> Iterator[nn.Module]:
+        seed = torch.randint(2**62, ()) * (self._mesh.get_local_rank() == 0)
+        with drawn_alike(int(all_reduce_sum(seed, mesh=self._mesh))):
+            try:
+                self._twins.lend()
+                for name in self._added_once:
+                    self._twins.lend_instead(name, None)
+                for name, stand_in in self._stand_ins:
+                    self._twins.lend_instead(name, stand_in)
+                yield self._module
+            finally:
+                self._twins.take_back()
+
+    def start(self) -> None:
+        self._twins.start()
+
+    def finish(self) -> None:
+        self._twins.reduce(self._partial)
+        self._twins.unused_count_as_zero()
+        self._twins.attach()
+
+
+def _tell(spec: ModelSpec, *, num_ranks: int) -> None:
+    """Says what is not cut at all, and what is not cut evenly."""
+    if spec.kept_whole:
+        _log.warning("megatron: %s", spec.summary())
+    for unit in spec.cut_units:
+        groups = unit.weights[0].cut.groups if unit.weights[0].cut is not None else num_ranks
+        if unit.kind is UnitKind.MODULE and groups % num_ranks and groups < 8 * num_ranks:
+            _log.warning(
+                "megatron: %r has %d groups (heads) for %d ranks: some compute while others wait",
+                unit.name, groups, num_ranks,
+            )  # fmt: skip
+            return
+
+
+def _refuse_shared(spec: ModelSpec, *, partial: list[str]) -> None:
+    """A weight's gradient is a part of a sum where it is used beside slices, and whole elsewhere: not both."""
+    for unit in spec.cut_units:
+        for name in unit.replicated:
+            if name not in partial:
+                raise ConfigError(
+                    f"megatron: {name!r} is used inside {unit.name!r}, which is cut, and outside of it. "
+                    "Give the weights of that module no role in the plan, or use rtp or fsdp"
+                )
