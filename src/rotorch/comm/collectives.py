@@ -57,60 +57,6 @@ def all_reduce_each(tensors: Sequence[Tensor], *, mesh: DeviceMesh) -> None:
             work.wait()
 
 
-def all_reduce_largest(tensor: Tensor, *, mesh: DeviceMesh) -> Tensor:
-    """Makes every element of `tensor` the largest of all ranks of `mesh`, in place, and returns it."""
-    for group in _groups(mesh):
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
-    return tensor
-
-
-def all_gather_along(part: Tensor, *, dim: int, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
-    """Returns the parts of all ranks of a one-axis mesh side by side along `dim`, in the order of positions.
-
-    Args:
-        part: this rank's, as long along `dim` as `lengths` says at its position; otherwise as large as the others'.
-        dim: along which they lie side by side.
-        lengths: of all ranks' parts. What is shorter than the longest travels padded.
-        mesh: the ranks.
-    """
-    if mesh.size() == 1:
-        return part
-    longest = max(lengths)
-    padded = _padded(part, dim=dim, length=longest)
-    gathered = [torch.empty_like(padded) for _ in lengths]
-    dist.all_gather(gathered, padded, group=mesh.get_group())
-    return torch.cat([each.narrow(dim, 0, n) for each, n in zip(gathered, lengths, strict=True)], dim=dim)
-
-
-def reduce_scatter_along(whole: Tensor, *, dim: int, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
-    """Returns this rank's part along `dim` of the sum of `whole` over all ranks of a one-axis mesh.
-
-    Args:
-        whole: as long along `dim` as `lengths` together.
-        dim: along which it is cut.
-        lengths: of all ranks' parts, in the order of positions. What is shorter than the longest travels padded.
-        mesh: the ranks.
-    """
-    if mesh.size() == 1:
-        return whole
-    longest = max(lengths)
-    parts = [_padded(p, dim=dim, length=longest) for p in whole.split(list(lengths), dim=dim)]
-    mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, parts, group=mesh.get_group())
-    return mine.narrow(dim, 0, lengths[mesh.get_local_rank()])
-
-
-def _padded(part: Tensor, *, dim: int, length: int) -> Tensor:
-    """`part`, contiguous, with zeros behind it along `dim` up to `length`."""
-    if part.shape[dim] == length:
-        return part.contiguous()
-    shape = list(part.shape)
-    shape[dim] = length
-    padded = part.new_zeros(shape)
-    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-    return padded
-
-
 def all_reduce_max(value: float, *, mesh: DeviceMesh) -> float:
     """Returns the largest `value` of all ranks of `mesh`."""
     tensor = torch.tensor([value], dtype=torch.float64)

@@ -19,101 +19,112 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
-from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import all_gather_along, all_reduce_sum, reduce_scatter_along
+from rotorch.comm.line import Line
 
-_Move = Callable[[Tensor, int, Sequence[int], DeviceMesh], Tensor]
-
-
-def enter(x: Tensor, *, mesh: DeviceMesh) -> Tensor:
-    """Lets an equal tensor into what is cut: `x` itself, its gradient summed over `mesh`."""
-    return x if mesh.size() == 1 else _Enter.apply(x, mesh)
+_Move = Callable[[Tensor, int, Sequence[int], Line], Tensor]
 
 
-def leave(x: Tensor, *, mesh: DeviceMesh) -> Tensor:
-    """Sums parts over `mesh` to an equal tensor; the gradient passes as it is."""
-    return x if mesh.size() == 1 else _Leave.apply(x, mesh)
+def enter(x: Tensor, *, line: Line) -> Tensor:
+    """Lets an equal tensor into what is cut: `x` itself, its gradient summed over `line`."""
+    return x if line.size == 1 else _Enter.apply(x, line)
 
 
-def place_side_by_side(x: Tensor, *, dim: int, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
+def leave(x: Tensor, *, line: Line) -> Tensor:
+    """Sums parts over `line` to an equal tensor; the gradient passes as it is."""
+    return x if line.size == 1 else _Leave.apply(x, line)
+
+
+def place_side_by_side(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Makes an equal tensor of what each rank has a stretch of along `dim`; of the gradient each takes its stretch."""
-    return x if mesh.size() == 1 else _Along.apply(x, _gathered, _own, dim, tuple(lengths), mesh)
+    return x if line.size == 1 else _Along.apply(x, _gathered, _own, dim, tuple(lengths), line)
 
 
-def take_own(x: Tensor, *, dim: int, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
+def take_own(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Takes this rank's stretch of an equal tensor along `dim`; its gradient is placed side by side."""
-    return x if mesh.size() == 1 else _Along.apply(x, _own, _gathered, dim, tuple(lengths), mesh)
+    return x if line.size == 1 else _Along.apply(x, _own, _gathered, dim, tuple(lengths), line)
 
 
-def gather_in(x: Tensor, *, dim: int, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
+def gather_in(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Lets what each rank has a stretch of into what is cut: side by side; of the summed gradient each takes its own.
 
     As `enter` after `place_side_by_side`, in one message per pass (Korthikanti et al., arXiv 2205.05198).
     """
-    return x if mesh.size() == 1 else _Along.apply(x, _gathered, _scattered, dim, tuple(lengths), mesh)
+    return x if line.size == 1 else _Along.apply(x, _gathered, _scattered, dim, tuple(lengths), line)
 
 
-def scatter_out(x: Tensor, *, dim: int, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
-    """Sums parts over `mesh` and takes this rank's stretch along `dim`; its gradient is placed side by side.
+def scatter_out(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    """Sums parts over `line` and takes this rank's stretch along `dim`; its gradient is placed side by side.
 
     As `take_own` after `leave`, in one message per pass.
     """
-    return x if mesh.size() == 1 else _Along.apply(x, _scattered, _gathered, dim, tuple(lengths), mesh)
+    return x if line.size == 1 else _Along.apply(x, _scattered, _gathered, dim, tuple(lengths), line)
 
 
 class Boundary:
     """How activations go into a module that is cut, and how its output comes out: equal on both sides.
 
     Attributes:
-        mesh: the ranks over which it is cut, one axis.
+        line: the ranks over which it is cut.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
+    def __init__(self, line: Line) -> None:
+        self.line = line
 
     def enter(self, x: Tensor) -> Tensor:
         """What the module's code sees of an input that requires a gradient."""
-        return enter(x, mesh=self.mesh)
+        return enter(x, line=self.line)
 
     def leave(self, x: Tensor) -> Tensor:
         """What the code around the module sees of an output, of which this rank has a part."""
-        return leave(x, mesh=self.mesh)
+        return leave(x, line=self.line)
 
 
-def _summed(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    return all_reduce_sum(x.clone(memory_format=torch.contiguous_format), mesh=mesh)
+def _summed(x: Tensor, line: Line) -> Tensor:
+    return line.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
-def _own(x: Tensor, dim: int, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
-    position = mesh.get_local_rank()
-    return x.narrow(dim, sum(lengths[:position]), lengths[position]).contiguous()
+def _own(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    return x.split(list(lengths), dim=dim)[line.position].contiguous()
 
 
-def _gathered(x: Tensor, dim: int, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
-    return all_gather_along(x, dim=dim, lengths=lengths, mesh=mesh)
+def _gathered(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    longest = max(lengths)
+    parts = line.all_gather(_padded(x.movedim(dim, 0), longest)).split(longest)
+    return torch.cat([p[:n] for p, n in zip(parts, lengths, strict=True)]).movedim(0, dim).contiguous()
 
 
-def _scattered(x: Tensor, dim: int, lengths: Sequence[int], mesh: DeviceMesh) -> Tensor:
-    return reduce_scatter_along(x, dim=dim, lengths=lengths, mesh=mesh)
+def _scattered(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    longest = max(lengths)
+    parts = [_padded(p, longest) for p in x.movedim(dim, 0).split(list(lengths))]
+    return line.reduce_scatter(torch.cat(parts))[: lengths[line.position]].movedim(0, dim).contiguous()
+
+
+def _padded(part: Tensor, length: int) -> Tensor:
+    """`part [n, ..]` with zeros behind it: `[length, ..]`, contiguous. Messages are of one size on all ranks."""
+    if part.shape[0] == length:
+        return part.contiguous()
+    padded = part.new_zeros(length, *part.shape[1:])
+    padded[: part.shape[0]].copy_(part)
+    return padded
 
 
 class _Enter(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        ctx.mesh = mesh
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _summed(grad, ctx.mesh), None
+        return _summed(grad, ctx.line), None
 
 
 class _Leave(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
-        return _summed(x, mesh)
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        return _summed(x, line)
 
     @staticmethod
     @once_differentiable
@@ -125,10 +136,8 @@ class _Along(Function):
     """One operation along a dim in forward, its conjugate in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, forth: _Move, back: _Move, dim: int, lengths: Sequence[int], mesh: DeviceMesh
-    ) -> Tensor:
-        ctx.back, ctx.place = back, (dim, lengths, mesh)
+    def forward(ctx: Any, x: Tensor, forth: _Move, back: _Move, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+        ctx.back, ctx.place = back, (dim, lengths, line)
         return forth(x, *ctx.place)
 
     @staticmethod

@@ -67,7 +67,7 @@ class CutModule:
         self._proven = proven
         self._num_sums = 1
         self._dense_forward = compiled_forward(module) if compiled else module.forward
-        n, position = boundary.mesh.size(), boundary.mesh.get_local_rank()
+        n, position = boundary.line.size, boundary.line.position
         self._is_empty = not any(twins[w.name].numel() for w in unit.weights)
         if isinstance(module, nn.MultiheadAttention) and _is_by_heads(unit, module):
             index = 0 if self._is_empty else position
@@ -86,7 +86,7 @@ class CutModule:
         if not self._proven:
             self._prove(leaves, tree)
         given, given_by_name = tree_unflatten(entered, tree)
-        with drawn_apart(self._boundary.mesh.get_local_rank(), like=leaves, active=self._module.training):
+        with drawn_apart(self._boundary.line.position, like=leaves, active=self._module.training):
             output = self._dense_forward(*given, **given_by_name)
         parts = output if isinstance(output, tuple) else (output,)
         sums = [self._boundary.leave(self._checked(part)) for part in parts[: self._num_sums] if part is not None]
@@ -110,7 +110,7 @@ class CutModule:
 
     def _zeros(self, name: str) -> Tensor:
         weight = next(w for w in self._unit.weights if w.name == name)
-        return self._twins[name].new_zeros(weight.slice_shape(num_slices=self._boundary.mesh.size(), index=0))
+        return self._twins[name].new_zeros(weight.slice_shape(num_slices=self._boundary.line.size, index=0))
 
     def _prove(self, leaves: Sequence[Any], tree: Any) -> None:
         """Tries whether outputs of slices add up, for a plan that the user has written.

@@ -2,9 +2,9 @@
 
 A `CutWeight` has the whole weight's shape and dtype, and answers the functions that use a weight with this rank's slice
 of it: a linear layer or a convolution computes some of its outputs, which are then placed side by side; a look-up
-answers the tokens in its rows, and the answers sum; products of a head stay cut (`ops/cut_logits.py`). So a layer's own
-forward runs as it is. Any other use sees the weight whole: gathered for that time, or refused where the user's own plan
-says that it is cut.
+answers the tokens in its rows, and the answers sum; a head's logits are deferred, and the loss takes them cut. So a
+layer's own forward runs as it is. Any other use sees the weight whole: gathered for that time, or refused where the
+user's own plan says that it is cut.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+from torch.profiler import record_function
 
 from rotorch._torch_private import tree_flatten, tree_unflatten, wrapper_tensor
+from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Unit, Weight
 from rotorch.ops.conjugates import enter, leave, place_side_by_side, take_own
-from rotorch.ops.cut_logits import CutLogits
+from rotorch.ops.cut_features import cut_cross_entropy
+from rotorch.ops.deferred_logits import LOGITS_BLOCK, DeferredLogits, Elementwise, Head, replay
 from rotorch.ops.stand_in import StandIn, writes
 
 _log = logging.getLogger(__name__)
@@ -37,14 +39,14 @@ class CutUse:
 
     Attributes:
         unit: the unit.
-        mesh: the ranks over which it is cut, one axis.
+        line: the ranks over which it is cut.
         strategy: kind of the strategy, for errors.
         by_plan: whether the user's own plan says that it is cut; then unforeseen uses are refused.
         gathered: names of weights that have been made whole for a use; the log tells once.
     """
 
     unit: Unit
-    mesh: DeviceMesh
+    line: Line
     strategy: str
     by_plan: bool
     gathered: set[str] = field(default_factory=set)
@@ -73,12 +75,12 @@ class CutWeight(StandIn):
     @property
     def lengths(self) -> list[int]:
         """Lengths of all ranks' slices along the dim that is cut."""
-        return [sum(r.length for r in self._ranges(k)) for k in range(self.use.mesh.size())]
+        return [sum(r.length for r in self._ranges(k)) for k in range(self.use.line.size)]
 
     @property
     def rows(self) -> Range:
         """Where this rank's slice lies along the dim that is cut."""
-        (own,) = self._ranges(self.use.mesh.get_local_rank())
+        (own,) = self._ranges(self.use.line.position)
         return own
 
     @property
@@ -92,7 +94,7 @@ class CutWeight(StandIn):
         if self.weight.cut is None or self.weight.cut.blocks > 1:
             raise AssertionError(f"{self.weight.name} is not cut in one block")
         size = self.weight.shape[self.dim]
-        return self.weight.cut.ranges(size, num_slices=self.use.mesh.size(), index=index)
+        return self.weight.cut.ranges(size, num_slices=self.use.line.size, index=index)
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -106,19 +108,53 @@ class CutWeight(StandIn):
         return _whole_for(func, args, kwargs)
 
 
+@dataclass(frozen=True)
+class CutHead(Head):
+    """A head whose weight is cut along the vocabulary.
+
+    Attributes:
+        weight: the stand-in of its weight.
+        bias: cut as the weight is, or whole, or None.
+    """
+
+    weight: CutWeight
+    bias: Tensor | None
+
+    @property
+    def vocab_size(self) -> int:
+        return self.weight.weight.shape[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        weight = self.weight
+        return place_side_by_side(self._own(hidden), dim=-1, lengths=weight.lengths, line=weight.use.line)
+
+    def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:
+        with record_function(LOGITS_BLOCK):
+            logits_BV = replay(self._own(hidden_BD), chain)
+        weight = self.weight
+        return cut_cross_entropy(weight.use.line, logits_BV, target_B, columns=weight.rows, ignore_index=ignore_index)
+
+    def _own(self, hidden: Tensor) -> Tensor:
+        """This rank's logits."""
+        weight, bias = self.weight, self.bias
+        line = weight.use.line
+        if isinstance(bias, CutWeight):
+            bias = bias.local
+        elif bias is not None:
+            bias = take_own(bias, dim=0, lengths=weight.lengths, line=line)
+        return F.linear(enter(hidden, line=line), weight.local, bias)
+
+
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     if not isinstance(weight, CutWeight) or weight.dim != 0:
         return None
-    mesh, lengths = weight.use.mesh, weight.lengths
-    own_bias = bias.local if isinstance(bias, CutWeight) else None
-    whole_bias = None if isinstance(bias, CutWeight) else bias
-    output = F.linear(enter(input, mesh=mesh), weight.local, own_bias)
     if weight.use.unit.logits:
-        if whole_bias is not None:
-            output = output + take_own(whole_bias, dim=0, lengths=lengths, mesh=mesh)
-        return CutLogits(output, lengths=lengths, mesh=mesh)
-    output = place_side_by_side(output, dim=-1, lengths=lengths, mesh=mesh)
-    return output if whole_bias is None else output + whole_bias
+        return DeferredLogits(input, CutHead(weight, bias))
+    line, lengths = weight.use.line, weight.lengths
+    own_bias = bias.local if isinstance(bias, CutWeight) else None
+    output = F.linear(enter(input, line=line), weight.local, own_bias)
+    output = place_side_by_side(output, dim=-1, lengths=lengths, line=line)
+    return output if bias is None or own_bias is not None else output + bias
 
 
 def _embedding(
@@ -133,7 +169,7 @@ def _embedding(
     special = max_norm is not None or scale_grad_by_freq or sparse
     if not isinstance(weight, CutWeight) or weight.dim != 0 or special:
         return None
-    num_rows, rows, mesh = weight.weight.shape[0], weight.rows, weight.use.mesh
+    num_rows, rows, line = weight.weight.shape[0], weight.rows, weight.use.line
     outside = (input < 0) | (input >= num_rows)
     if outside.any():
         raise IndexError(f"{int(input[outside][0])} is outside of {weight.weight.name!r}, which has {num_rows} rows")
@@ -146,7 +182,7 @@ def _embedding(
         found = found.masked_fill(~mine.unsqueeze(-1), 0.0)
     else:
         found = weight.local.new_zeros((*input.shape, weight.shape[-1]))
-    return leave(found, mesh=mesh)
+    return leave(found, line=line)
 
 
 def _convolution(
@@ -156,11 +192,11 @@ def _convolution(
     groups = {**dict(zip(names, args, strict=False)), **kwargs}.get("groups", 1)
     if not isinstance(weight, CutWeight) or weight.dim != 0 or groups != 1 or 0 in weight.lengths:
         return None
-    mesh, lengths = weight.use.mesh, weight.lengths
+    line, lengths = weight.use.line, weight.lengths
     own_bias = bias.local if isinstance(bias, CutWeight) else None
-    output = func(enter(input, mesh=mesh), weight.local, own_bias, *args, **kwargs)
+    output = func(enter(input, line=line), weight.local, own_bias, *args, **kwargs)
     channels = output.dim() - 1 - _CONVOLUTIONS[func]
-    output = place_side_by_side(output, dim=channels, lengths=lengths, mesh=mesh)
+    output = place_side_by_side(output, dim=channels, lengths=lengths, line=line)
     if bias is None or own_bias is not None:
         return output
     return output + bias.view(-1, *[1] * _CONVOLUTIONS[func])
@@ -190,10 +226,10 @@ def _whole_for(func: Any, args: Any, kwargs: Any) -> Any:
 def _gathered(one: CutWeight, name: str) -> Tensor:
     """The whole weight, for one use. Its gradient is equal on all ranks, and each takes its own slice of it."""
     use = one.use
-    if one.weight.name not in use.gathered and use.mesh.size() > 1:
+    if one.weight.name not in use.gathered and use.line.size > 1:
         use.gathered.add(one.weight.name)
         _log.warning(
             "%s: %r is used by %r, which takes no slices: its %d bytes are whole on every rank for that time",
             use.strategy, one.weight.name, name, one.weight.num_bytes,
         )  # fmt: skip
-    return place_side_by_side(one.local, dim=one.dim, lengths=one.lengths, mesh=use.mesh)
+    return place_side_by_side(one.local, dim=one.dim, lengths=one.lengths, line=use.line)

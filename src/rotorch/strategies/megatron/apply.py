@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import all_reduce_sum
+from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.models.describe import module_declares
@@ -78,13 +79,14 @@ class MegatronHolding(Holding):
         self._added_once = [name for u in spec.units for name in u.added_once]
         self._stand_ins: list[tuple[str, Tensor]] = []
         self._partial = [w.name for u in spec.units for w in u.weights if w.beside_slices]
+        line = Line.along(mesh, "megatron")
         _refuse_shared(spec, partial=self._partial)
         for unit in spec.cut_units:
             if unit.kind is UnitKind.MODULE:
                 CutModule(
                     module.get_submodule(unit.name),
                     unit=unit,
-                    boundary=Boundary(mesh),
+                    boundary=Boundary(line),
                     sites=sites,
                     twins=self._twins.twins,
                     once=self._twins.twins.__getitem__,
@@ -93,7 +95,7 @@ class MegatronHolding(Holding):
                     compiled=compiled,
                 )
             else:
-                use = CutUse(unit, mesh, strategy.kind, spec.by_plan)
+                use = CutUse(unit, line, strategy.kind, spec.by_plan)
                 self._stand_ins += [
                     (w.name, CutWeight(self._twins.twins[w.name], weight=w, use=use)) for w in unit.weights
                 ]
