@@ -100,7 +100,7 @@ def test_peers_send_what_they_should(rows):
     assert sent["all_reduce"] > 0  # norms, and the loss's maximum and sum
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_gpt_models_on_four_ranks(task, accumulation):
     task = dataclasses.replace(task, model=GPT, num_ranks=4, accumulation=accumulation)
     record, rows = measure(task, ["torch-ddp", "fsdp2-per-weight", "tp"])

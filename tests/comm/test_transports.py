@@ -12,9 +12,10 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import rotorch
+from rotorch.comm.shared_file import SharedMemoryUnavailable
 from rotorch.comm.transports import make_ring, peer_memory
 from rotorch.comm.transports.send_receive import SendReceiveRing
-from rotorch.comm.transports.shared_memory import SharedMemoryRing, SharedMemoryUnavailable
+from rotorch.comm.transports.shared_memory import SharedMemoryRing
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.testing.ranks import run_ranks
 
@@ -92,7 +93,7 @@ def test_a_missing_directory_falls_back(monkeypatch, tmp_path):
 
 
 def on_other_host():
-    import rotorch.comm.transports.shared_memory as module
+    import rotorch.comm.shared_file as module
 
     module._host = lambda: f"host-{dist.get_rank()}"
     return choose("auto")
@@ -190,7 +191,7 @@ def test_files_are_gone_while_memory_is_in_use(monkeypatch, tmp_path):
 
 
 def unmappable(directory):
-    import rotorch.comm.transports.shared_memory as module
+    import rotorch.comm.shared_file as module
 
     def fail(*_):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import typing
 
+import pytest
+
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.strategies import COMPOSES, STRATEGIES, format_parallel, parse_parallel
@@ -78,12 +80,37 @@ def table() -> list[tuple[str, str]]:
 
 
 def repeats(layout: str, model: str) -> bool:
-    """Whether all invariants on a pair of `table` say little that others of it do not.
+    """Whether a pair of `table` says little that others of it do not.
 
-    Those are compositions on further models than the first two: each of their parts is examined on all models, and
-    float64 parity has every pair.
+    Those are compositions on further models than the first two, since each of their parts is examined on all models;
+    and combinations of options whose every value another one has, too.
     """
-    return len(parse_parallel(layout)) > 1 and model not in MODELS[:2]
+    strategies = parse_parallel(layout)
+    if len(strategies) > 1:
+        return model not in MODELS[:2]
+    strategy = type(strategies[0])
+    return "[" in layout and strategies[0].model_dump() not in telling(strategy)
+
+
+def telling(strategy: type[Strategy]) -> list[dict[str, object]]:
+    """Fields of a strategy in its layouts of `table` that change one option, and of some more.
+
+    Between them they have every value of each option.
+    """
+    size = {"size": 3} if "size" in strategy.model_fields else {}
+    every = [strategy(**size, **chosen).model_dump() for chosen in options(strategy)]
+    default = strategy(**size).model_dump()
+    kept = [fields for fields in every if len(fields.items() - default.items()) == 1]
+    left = {item for fields in every for item in fields.items()} - {item for fields in kept for item in fields.items()}
+    while left:
+        kept.append(max(every, key=lambda fields: len(left & fields.items())))
+        left -= kept[-1].items()
+    return kept
+
+
+def cells(pairs: list[tuple[str, str]]) -> list[typing.Any]:
+    """The pairs as a test's parameters; those that repeat what others say are slow."""
+    return [pytest.param(*pair, marks=pytest.mark.slow) if repeats(*pair) else pair for pair in pairs]
 
 
 def more() -> list[tuple[str, str]]:

@@ -6,14 +6,13 @@ One fork per (layout, model) runs all invariants; each is a test of its own, so 
 from functools import cache
 
 import pytest
-from layouts import MODELS, repeats, table
+from layouts import MODELS, cells, table
 
 from rotorch.core.errors import RankFailure
 from rotorch.strategies import COMPOSES, STRATEGIES, parse_parallel
 from rotorch.testing.conformance import INVARIANTS, examine, make_case
 
 PAIRS = table()
-CELLS = [pytest.param(*pair, marks=pytest.mark.slow) if repeats(*pair) else pair for pair in PAIRS]
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +31,7 @@ def examined(warm, tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS)
-@pytest.mark.parametrize(("layout", "model"), CELLS)
+@pytest.mark.parametrize(("layout", "model"), cells(PAIRS))
 def test_invariant(examined, layout, model, invariant):
     problems = examined(layout, model)
     if isinstance(problems, RankFailure):

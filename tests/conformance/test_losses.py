@@ -14,7 +14,12 @@ from rotorch.testing.reference import fill, plain_config
 
 NUM_STEPS, SEED = 20, 3
 LAYOUTS = [
-    *(layout for kind in STRATEGIES for size in (1, 2, 3) if (layout := of_size(kind, size))),
+    *(
+        pytest.param(layout, marks=pytest.mark.slow) if size in (1, 3) and layout != kind else layout
+        for kind in STRATEGIES
+        for size in (1, 2, 3)
+        if (layout := of_size(kind, size))
+    ),
     *(f"{of_size(outer, 2)},{of_size(inner, 2)}" for outer, inner in sorted(COMPOSES)),
 ]
 

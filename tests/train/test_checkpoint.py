@@ -280,9 +280,17 @@ def read(paths, family, layouts):
 
 
 FEWER = {1: ["single"], 2: LAYOUTS[2][1:]}
+UNEVEN = {2: ["ddp=2"], 3: LAYOUTS[3][-1:]}
 
 
-@pytest.mark.parametrize(("family", "chosen"), [("llama", LAYOUTS), ("qwen3", FEWER)])  # qwen3: tied embedding and head
+@pytest.mark.parametrize(
+    ("family", "chosen"),
+    [
+        pytest.param("llama", LAYOUTS, marks=pytest.mark.slow),
+        ("llama", UNEVEN),
+        ("qwen3", FEWER),  # tied embedding and head
+    ],
+)
 def test_every_layout_continues_every_other(family, chosen, tmp_path):
     written = {}  # by layout: what each rank of it did
     for num_ranks, layouts in chosen.items():

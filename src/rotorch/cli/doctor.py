@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from rotorch import __version__
+from rotorch.comm.shared_file import shared_memory_directory
 from rotorch.comm.transports.peer_memory import OVERLAPPING, why_no_windows
-from rotorch.comm.transports.shared_memory import shared_memory_directory
 from rotorch.core.quantities import format_bytes
 
 _LIBRARIES = ("transformers", "safetensors", "tokenizers", "datasets", "pydantic", "typer", "rich", "tensorboard")

@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import TorchDispatchMode, storage_key, tree_flatten
 from rotorch.comm.collectives import barrier, gather_objects
-from rotorch.comm.transports.shared_memory import shared_memory_directory
+from rotorch.comm.shared_file import shared_memory_directory
 from rotorch.core.errors import RankFailure
 
 _NUM_CHANNELS = 8

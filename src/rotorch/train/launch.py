@@ -39,7 +39,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from rotorch.comm.transports.shared_memory import shared_memory_directory
+from rotorch.comm.shared_file import shared_memory_directory
 from rotorch.core.errors import ConfigError, RankFailure, RotorchError
 from rotorch.train.deaths import Watch, death_of, explain
 from rotorch.train.status import FailureKind, Phase, StatusBoard

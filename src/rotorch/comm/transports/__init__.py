@@ -12,10 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotorch.comm.collectives import any_rank, group_timeout_s
 from rotorch.comm.fp8 import Fp8Wire
 from rotorch.comm.ring import Ring
+from rotorch.comm.shared_file import SharedMemoryUnavailable
 from rotorch.comm.transports.hopping import HoppingRing
 from rotorch.comm.transports.peer_memory import OVERLAPPING, PeerMemoryUnavailable
 from rotorch.comm.transports.send_receive import SendReceiveRing
-from rotorch.comm.transports.shared_memory import SharedMemoryRing, SharedMemoryUnavailable
+from rotorch.comm.transports.shared_memory import SharedMemoryRing
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
 from rotorch.comm.wire import Wire
 from rotorch.core.errors import ConfigError

@@ -1,0 +1,180 @@
+"""Memory that several processes of one host map: one file in a memory file system, and waiting for a number in it.
+
+[Note: one file]
+    Each rank allocates what is its own (so that a full disk is an error here and not a crash later, and pages lie in
+    the memory next to their owner's processor). The file is unlinked at once: when the last process is gone, so is
+    the memory. Should the process be killed before that, the next one to make such a file on this host removes it: its
+    name tells the process, and in which space of process ids it has this number (containers may share the file
+    system only).
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rotorch.core.quantities import format_bytes
+
+_YIELDS = 2000  # then sleep: a rank that waits long must not take cycles from the one it waits for
+_YIELDS_CROWDED = 20  # where ranks exceed cores, and so the one that is waited for may have none
+
+
+class SharedMemoryUnavailable(Exception):
+    """Why shared memory cannot be used here."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Bytes of the file."""
+
+    start: int
+    num_bytes: int
+
+
+def share_file(
+    num_bytes: int, *, size: int, position: int, owned: Sequence[Extent], gather: Callable[[Any], list[Any]]
+) -> mmap.mmap:
+    """Makes a file of `num_bytes`, maps it on all ranks, and unlinks it. For a single rank, private memory will do.
+
+    Args:
+        num_bytes: its length.
+        size: number of ranks.
+        position: this rank's; the first makes the file.
+        owned: what this rank allocates.
+        gather: gives every rank's value of a small object, in the order of positions.
+
+    Raises:
+        SharedMemoryUnavailable: on all ranks: they are on several hosts, or the file system is missing or too small.
+    """
+    if size == 1:
+        return mmap.mmap(-1, num_bytes)
+    path, reason = _create(num_bytes) if position == 0 else (None, "")
+    try:
+        first, *_ = offers = gather((_host(), path, reason))
+        if first[2]:
+            raise SharedMemoryUnavailable(first[2])
+        if len({host for host, _, _ in offers}) > 1:
+            raise SharedMemoryUnavailable("the ranks are on several hosts")
+        mapped, reason = _open(first[1], num_bytes, position=position, owned=owned)
+        reasons = [why for why in gather(reason) if why]
+        if reasons or mapped is None:
+            raise SharedMemoryUnavailable(reasons[0])
+        return mapped
+    finally:
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+
+
+def shared_memory_directory() -> Path:
+    """Where shared memory lies: `ROTORCH_SHARED_MEMORY_DIR`, or `/dev/shm`."""
+    return Path(os.environ.get("ROTORCH_SHARED_MEMORY_DIR", "/dev/shm"))
+
+
+class Patience:
+    """How a rank waits for another one: it yields, then sleeps, and gives up in the end.
+
+    Args:
+        num_ranks: how many share this memory.
+        timeout_s: after so long it gives up.
+    """
+
+    def __init__(self, *, num_ranks: int, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._yields = _YIELDS_CROWDED if _ranks_here(num_ranks) > _num_cores() else _YIELDS
+
+    def wait(self, come: Callable[[], bool], *, meanwhile: Callable[[], None] | None = None) -> bool:
+        """Returns true once `come()` is; false if that takes too long. `meanwhile` is done over and over."""
+        deadline, yields = time.monotonic() + self.timeout_s, 0
+        while not come():
+            if meanwhile is not None:
+                meanwhile()
+            yields += 1
+            if yields < self._yields:
+                os.sched_yield()
+                continue
+            time.sleep(1e-4)
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+
+def _create(num_bytes: int) -> tuple[str | None, str]:
+    """Makes the file, empty yet. Returns its path, or why it could not be made."""
+    directory, path = shared_memory_directory(), None
+    try:
+        _sweep(directory)
+        descriptor, path = tempfile.mkstemp(prefix=f"{_file_prefix()}{os.getpid()}-", dir=directory)
+        try:
+            os.ftruncate(descriptor, num_bytes)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+        return None, f"{format_bytes(num_bytes)} cannot be made in {directory}: {error.strerror}"
+    return path, ""
+
+
+def _open(path: str, num_bytes: int, *, position: int, owned: Sequence[Extent]) -> tuple[mmap.mmap | None, str]:
+    """Allocates what is this rank's own, and maps the file. Returns the map, or why there is none."""
+    try:
+        with open(path, "r+b") as file:
+            for extent in owned:
+                if extent.num_bytes:
+                    os.posix_fallocate(file.fileno(), extent.start, extent.num_bytes)
+            return mmap.mmap(file.fileno(), num_bytes), ""
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return None, f"{format_bytes(num_bytes)} do not fit into {shared_memory_directory()}: {error.strerror}"
+        return None, f"rank {position} cannot map {format_bytes(num_bytes)}: {error.strerror}"
+
+
+def _host() -> str:
+    """Names this running host; containers that share a kernel differ in their host name."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{platform.node()}:{boot.read_text().strip() if boot.exists() else ''}"
+
+
+def _file_prefix() -> str:
+    """Begins the names of files whose next part is a process id as this process counts them."""
+    space = Path("/proc/self/ns/pid")
+    return f"rotorch-{space.stat().st_ino if space.exists() else 0}-"
+
+
+def _sweep(directory: Path) -> None:
+    """Removes files of processes that were killed between making one and unlinking it."""
+    for file in directory.glob(f"{_file_prefix()}*"):
+        owner = file.name.removeprefix(_file_prefix()).partition("-")[0]
+        if owner.isdigit() and not _runs(int(owner)):
+            with suppress(OSError):  # somebody else's, or swept by another job at this moment
+                file.unlink()
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _ranks_here(ring_size: int) -> int:
+    """How many ranks of the job this host runs, as far as is known: torchrun tells."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(ring_size, int(told) if told.isdigit() else 0)
+
+
+def _num_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
