@@ -91,7 +91,7 @@ def test_the_callers_random_numbers_are_left_alone():
 def test_a_model_is_tried_once(monkeypatch):
     tried = []
     original = probe._run_on_slices
-    monkeypatch.setattr(probe, "_run_on_slices", lambda *a: tried.append(1) or original(*a))
+    monkeypatch.setattr(probe, "_run_on_slices", lambda *a, **k: tried.append(1) or original(*a, **k))
     modules_of(transformers.LlamaForCausalLM, llama())
     modules_of(transformers.LlamaForCausalLM, llama())
     assert tried == [1]

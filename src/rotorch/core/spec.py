@@ -168,7 +168,7 @@ class ModelSpec:
     Attributes:
         name: the model's class.
         units: what it consists of.
-        kept_whole: weights that the rules for modules without a plan could not cut.
+        kept_whole: large weights that have no role in a declared plan, and that the rules could not cut either.
         by_plan: whether the user's own plan says what is cut, not the model's or our rules.
     """
 

@@ -3,8 +3,9 @@
 [Note: units]
     Weights with a column role and weights with a row role under one parent form a MODULE unit: the parent's own
         forward runs on slices, and their outputs sum. A weight that stands alone (an embedding, a head, a linear
-        layer whose output the plan gathers) forms a WEIGHT unit, cut along its output. Whatever has no role is
-        replicated. A module without any plan is cut by rules over its layers (`models/rules.py`).
+        layer whose output the plan gathers) forms a WEIGHT unit, cut along its output. A module without any plan is
+        cut by rules over its layers (`models/rules.py`), and so is what is large and has no role in a plan that the
+        model declares itself. The rest is replicated.
 
 [Note: groups]
     An attention may only be cut between key/value heads; its modules say their head's size (`head_dim`), its
@@ -16,8 +17,9 @@
 from __future__ import annotations
 
 import fnmatch
+import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 
 from torch import nn
@@ -25,8 +27,10 @@ from torch import nn
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.hf import Plan, head_weights, tensor_parallel_plan
-from rotorch.models.probe import classes_that_run_on_slices
-from rotorch.models.rules import spec_by_rule
+from rotorch.models.probe import Trial, try_tiny
+from rotorch.models.rules import cut_what_is_left, large_and_left, spec_by_rule
+
+_log = logging.getLogger(__name__)
 
 _COLUMN_BLOCKS = {"colwise": 1, "packed_colwise": 2}
 _ROW_BLOCKS = {"rowwise": 1, "packed_rowwise": 2}
@@ -62,8 +66,12 @@ def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
         return _marked(replace(_spec(module, _expand(plan, module), weights), by_plan=True), module)
     roles = _expand(tensor_parallel_plan(module), module)
     spec = _spec(module, roles, weights)
-    proven = classes_that_run_on_slices(module, spec, describe=_trusting)
-    return _marked(_spec(module, roles, weights, proven=proven), module)
+    classes = {type(module.get_submodule(u.name)) for u in spec.units if u.kind is UnitKind.MODULE}
+    trial = try_tiny(module, describe=_trusting) if classes or large_and_left(module, spec) else Trial()
+    for each in sorted(c.__name__ for c in classes - trial.on_slices):
+        _log.info("%s does not run on slices of its weights: they go round one by one", each)
+    spec = _spec(module, roles, weights, proven=trial.on_slices)
+    return _marked(cut_what_is_left(module, spec, weights, uses=trial.uses), module)
 
 
 def _marked(spec: ModelSpec, module: nn.Module) -> ModelSpec:
@@ -88,7 +96,7 @@ def _trusting(module: nn.Module) -> ModelSpec:
 
 
 def _spec(
-    module: nn.Module, roles: Mapping[str, str], weights: Mapping[str, Weight], *, proven: set[type] | None = None
+    module: nn.Module, roles: Mapping[str, str], weights: Mapping[str, Weight], *, proven: Set[type] | None = None
 ) -> ModelSpec:
     """The units that roles make of weights; with `proven`, only modules of these classes run on slices."""
     alone = {name for name, role in roles.items() if role in _ALONE and name in weights}

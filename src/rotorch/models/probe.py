@@ -1,4 +1,4 @@
-"""Which modules of a model can run on slices of their weights: tried on a tiny model of the same kind.
+"""What a model does with slices of its weights: tried on a tiny model of the same kind.
 
 [Note: probe]
     A plan says how a module's weights may be cut, not that its forward runs on the pieces: it may reshape with the
@@ -7,14 +7,19 @@
     with the input that it had. If the outputs of the slices do not add up to its own output, no module of its class
     runs on slices in the real model, and its weights go round one by one, which is right whatever the code does with
     them. The same holds for classes that the tiny model did not run, and for models of which there is no tiny one.
+
+    The same tiny model shows how the weights are used to which no plan gives a role (`models/uses.py`).
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ from torch import Tensor, nn
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.spec import ModelSpec, Unit, UnitKind
 from rotorch.models.tiny import inputs_for, shrunk_like
+from rotorch.models.uses import Use, uses_in_passes
 from rotorch.shard.held import cut_pieces
 from rotorch.shard.materialize import off_meta
 from rotorch.shard.sites import find_sites
@@ -31,52 +37,87 @@ _log = logging.getLogger(__name__)
 
 _NUM_SLICES = 2
 _TOLERANCE = 1e-4
-"""Relative, of outputs in float64, where norms and rotary positions may compute in float32."""
+"""Relative, of outputs; norms and rotary positions may compute in float32 where all else is float64."""
 
-_known: dict[str, frozenset[type]] = {}
+_ROWS_AND_TOKENS = ((2, 12), (2, 12), (1, 1), (1, 2))
+"""Of the passes in which uses of weights are watched: what depends on values or on their number differs among them."""
 
 
-def classes_that_run_on_slices(
-    module: nn.Module, spec: ModelSpec, *, describe: Callable[[nn.Module], ModelSpec]
-) -> set[type]:
-    """The classes of `spec`'s MODULE units whose forward runs on slices, by trial (see [Note: probe]).
+@dataclass(frozen=True)
+class Trial:
+    """What a tiny model of the same kind did.
+
+    Attributes:
+        on_slices: classes of modules whose forward runs on slices of their weights.
+        uses: of weights in a pass, by `pattern_of` their names; None: no tiny model runs.
+    """
+
+    on_slices: frozenset[type] = frozenset()
+    uses: Mapping[str, Use] | None = field(default=None, hash=False)
+
+
+_known: dict[str, Trial] = {}
+
+
+def try_tiny(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Trial:
+    """Tries a tiny model like `module` (see [Note: probe]); once per class and configuration in a process.
 
     Deterministic, the same on all ranks; draws from no random generator of the caller's.
 
     Args:
         module: a Hugging Face model.
-        spec: its units, if all of them could.
-        describe: makes the spec of another model alike.
+        describe: makes the spec of another model alike, with every unit that could run on slices.
     """
-    classes = {type(module.get_submodule(u.name)) for u in spec.units if u.kind is UnitKind.MODULE}
-    if not classes:
-        return set()
     key = f"{type(module).__module__}.{type(module).__qualname__} {_text(module.config)}"
     if key not in _known:
-        _known[key] = frozenset(_try(module, describe=describe))
-    for each in sorted(c.__name__ for c in classes - _known[key]):
-        _log.info("%s does not run on slices of its weights: they go round one by one", each)
-    return classes & _known[key]
+        _known[key] = _try(module, describe=describe)
+    return _known[key]
 
 
 def _text(config: Any) -> str:
     return repr(sorted(config.to_dict().items(), key=lambda item: item[0]))
 
 
-def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> set[type]:
+def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Trial:
     error: Exception | None = None
     with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta(), _one_thread():
-        for config in shrunk_like(module.config):
+        # In float32 as well: some code converts to it and goes on with weights of another dtype.
+        for config, embedded, dtype in product(
+            shrunk_like(module.config), (False, True), (torch.float64, torch.float32)
+        ):
             config.use_cache = False
             config._experts_implementation = "eager"  # others know no float64
             try:
                 torch.manual_seed(0)
-                tiny = type(module)._from_config(config).double().eval()
-                return _run_on_slices(tiny, describe(tiny))
+                tiny = type(module)._from_config(config).to(dtype).eval()
+                run = partial(_pass, tiny, dtype=dtype, embedded=embedded)
+                on_slices = _run_on_slices(tiny, describe(tiny), run=partial(run, num_rows=2, num_tokens=12))
             except Exception as failed:
-                error = failed
+                error = error or failed
+                continue
+            return Trial(frozenset(on_slices), _watched(tiny, run=run))
     _log.warning("no tiny %s runs (%s): its weights go round one by one", type(module).__name__, error)
-    return set()
+    return Trial()
+
+
+def _watched(tiny: nn.Module, *, run: Callable[..., Any]) -> Mapping[str, Use] | None:
+    """How the model uses its weights in training; None if it does not run so."""
+    tiny.train()
+    passes = [
+        partial(run, num_rows=rows, num_tokens=tokens, seed=seed)
+        for seed, (rows, tokens) in enumerate(_ROWS_AND_TOKENS)
+    ]
+    try:
+        return uses_in_passes(tiny, passes)
+    except Exception as error:
+        _log.info("how a tiny %s uses its weights was not seen (%s)", type(tiny).__name__, error)
+        return None
+
+
+def _pass(tiny: nn.Module, *, dtype: torch.dtype, embedded: bool, num_rows: int, num_tokens: int, seed: int = 0) -> Any:
+    sizes = {"num_rows": num_rows, "num_tokens": num_tokens}
+    made = inputs_for(type(tiny), tiny.config, **sizes, seed=seed, embedded=embedded)
+    return tiny(**{name: x.to(dtype) if x.is_floating_point() else x for name, x in made.items()})
 
 
 @contextmanager
@@ -90,7 +131,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _run_on_slices(tiny: nn.Module, spec: ModelSpec) -> set[type]:
+def _run_on_slices(tiny: nn.Module, spec: ModelSpec, *, run: Callable[[], Any]) -> set[type]:
     """The classes of units all of whose calls in one pass are sums over slices."""
     units = {u.name: u for u in spec.units if u.kind is UnitKind.MODULE}
     calls: list[tuple[str, Any, Any, Any]] = []
@@ -109,7 +150,7 @@ def _run_on_slices(tiny: nn.Module, spec: ModelSpec) -> set[type]:
         handles.append(child.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(child.register_forward_hook(after, with_kwargs=True))
     try:
-        tiny(**inputs_for(type(tiny), tiny.config, num_rows=2, num_tokens=12))
+        run()
     finally:
         for handle in handles:
             handle.remove()

@@ -1,4 +1,4 @@
-"""Units of modules that declare no plan, by rules over the kinds of their layers.
+"""Units by rules over the kinds of layers: of modules that declare no plan, and of what a declared plan leaves out.
 
 [Note: rules]
     Linear layers, embeddings and convolutions are cut along their output, weight by weight (RTP, arXiv 2311.01635,
@@ -10,22 +10,36 @@
     use: a stand-in answers linear layers, convolutions and look-ups slice by slice, and is made whole for the moment
     when anything else is asked of it (`ops/rotating_weight.py`). The result is right in any case, and the log says
     what was made whole.
+
+[Note: what a plan leaves out]
+    Plans of transformers are written for speed, and leave whole what is awkward to cut: latent attention, state spaces,
+    per-layer embeddings. Here that costs memory on every rank, so the same rules cut it, with two provisos. Ranks must
+    agree on which weights a pass uses; a trial on a tiny model shows that (`models/uses.py`), and what it does not show
+    stays whole. And what is small stays whole, all of it together less than a thousandth of the model: a message for
+    each router costs more than its memory. Inside a module that runs on slices such a weight is needed by every slice;
+    it is made whole once for all of them (`RotatedModule` in `strategies/rtp/apply.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 
 from torch import nn
 
 from rotorch.core.spec import Combine, Cut, KeptWhole, ModelSpec, Unit, UnitKind, Weight
-from rotorch.models.lora import is_adapter
+from rotorch.models.lora import is_adapter, without_adapters
+from rotorch.models.uses import Use, pattern_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _SMALL = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.PReLU)
 """Whole by design: as large as a row of the layers around them."""
+
+
+_SMALL_SHARE = 1 / 1000
+"""Of all bytes of a model, what its small weights may be together (see [Note: what a plan leaves out])."""
 
 
 def spec_by_rule(module: nn.Module, weights: Mapping[str, Weight]) -> ModelSpec:
@@ -35,17 +49,110 @@ def spec_by_rule(module: nn.Module, weights: Mapping[str, Weight]) -> ModelSpec:
         module: any module; meta tensors will do.
         weights: its parameters by their first names.
     """
-    order = {name: place for place, name in enumerate(weights)}
-    units = sorted(_units(module, weights), key=lambda u: min(order[w.name] for w in u.weights))
+    units = _units(module, _of_one_dtype(module, weights))
     owned = {w.name for unit in units for w in unit.weights}
-    rest = tuple(w for name, w in weights.items() if name not in owned)
+    left = [w for name, w in weights.items() if name not in owned and not _whole_by_design(w, module=module)]
+    kept = [KeptWhole(w.name, w.num_bytes, _reason(w, module=module)) for w in left]
+    return _spec(type(module).__name__, units, weights, kept=kept)
+
+
+def large_and_left(module: nn.Module, spec: ModelSpec) -> list[Weight]:
+    """The weights that a plan leaves whole and that are large (see [Note: what a plan leaves out])."""
+    whole = [w for unit in spec.units if unit.kind is UnitKind.REPLICATED for w in unit.weights]
+    left = sorted((w for w in whole if not _whole_by_design(w, module=module)), key=lambda w: w.num_bytes)
+    budget, small = spec.num_bytes * _SMALL_SHARE, 0
+    for num_bytes, alike in groupby(left, key=lambda w: w.num_bytes):
+        budget -= sum(w.num_bytes for w in alike)
+        if budget < 0:
+            break
+        small = num_bytes
+    return [w for w in left if w.num_bytes > small]
+
+
+def cut_what_is_left(
+    module: nn.Module, spec: ModelSpec, weights: Mapping[str, Weight], *, uses: Mapping[str, Use] | None
+) -> ModelSpec:
+    """Adds units by rule for what is large and has no role in the plan that `spec` was made by.
+
+    Args:
+        module: the model; meta tensors will do.
+        spec: its units by the plan that it declares.
+        weights: its parameters by their first names.
+        uses: of its weights, by pattern, as a tiny model showed; None: there is none that runs.
+    """
+    by_plan = [unit for unit in spec.cut_units if unit.kind is not UnitKind.WEIGHT or not _varies(unit, uses)]
+    kept = [
+        KeptWhole(w.name, w.num_bytes, _use_of(w, uses).obstacle)
+        for unit in spec.cut_units
+        if unit not in by_plan
+        for w in unit.weights[:1]  # its bias is small
+    ]
+    inside: dict[str, int] = {}
+    for unit in spec.units:
+        for name in unit.replicated:
+            inside[name] = inside.get(name, 0) + unit.uses
+    travelling = {w.name for unit in spec.cut_units for w in unit.weights}
+    of_one_dtype = _of_one_dtype(module, weights, among=travelling or None)
+    free: dict[str, Weight] = {}
+    large = large_and_left(module, spec)
+    for weight in large:
+        why = _obstacle(weight, uses, module=module)
+        if why:
+            kept.append(KeptWhole(weight.name, weight.num_bytes, why))
+        elif weight.name in of_one_dtype:
+            free[weight.name] = weight
+            bias = of_one_dtype.get(f"{weight.name.removesuffix('weight')}bias")
+            by_layers = weight.name not in inside and not _use_of(weight, uses).others
+            if bias is not None and bias.name not in travelling and by_layers:
+                free[bias.name] = bias
+    units = [
+        replace(unit, uses=inside[unit.name], reads_in_backward=0) if unit.name in inside else _as_used(unit, uses)
+        for unit in _units(module, free)
+    ]
+    settled = {w.name for unit in units for w in unit.weights} | {each.name for each in kept}
+    kept += [KeptWhole(w.name, w.num_bytes, _reason(w, module=module)) for w in large if w.name not in settled]
+    return _spec(spec.name, [*by_plan, *units], weights, kept=kept)
+
+
+def _varies(unit: Unit, uses: Mapping[str, Use] | None) -> bool:
+    """Whether ranks may use a WEIGHT unit differently: a list of experts, or stacked ones that are taken one by one."""
+    return uses is not None and any(_use_of(w, uses).varies for w in unit.weights)
+
+
+def _obstacle(weight: Weight, uses: Mapping[str, Use] | None, *, module: nn.Module) -> str:
+    """Why a weight without a role cannot go round, as far as its layer and the trial say; "" if nothing is known."""
+    if any(isinstance(_use(layer), str) for layer in _layers(weight, module)):
+        return _reason(weight, module=module)
+    if uses is None:
+        return f"no tiny {type(module).__name__} runs, so its uses are not known"
+    return _use_of(weight, uses).obstacle
+
+
+def _use_of(weight: Weight, uses: Mapping[str, Use] | None) -> Use:
+    found = (uses or {}).get(pattern_of(without_adapters(weight.name)))
+    return Use(obstacle="a pass of a tiny model does not use it") if found is None else found
+
+
+def _as_used(unit: Unit, uses: Mapping[str, Use] | None) -> Unit:
+    """A unit with the numbers of uses that a trial showed."""
+    if unit.kind is not UnitKind.WEIGHT:
+        return unit
+    use = _use_of(unit.weights[0], uses)
+    return replace(unit, uses=use.products + use.lookups + len(use.others), reads_in_backward=use.products)
+
+
+def _spec(name: str, units: Sequence[Unit], weights: Mapping[str, Weight], *, kept: Sequence[KeptWhole]) -> ModelSpec:
+    """Units in the order of their weights, and one of what is in none of them."""
+    order = {weight: place for place, weight in enumerate(weights)}
+    ordered = sorted(units, key=lambda u: min(order[w.name] for w in u.weights))
+    owned = {w.name for unit in units for w in unit.weights}
+    rest = tuple(w for weight, w in weights.items() if weight not in owned)
     if rest:
-        units.append(Unit("replicated", UnitKind.REPLICATED, Combine.NONE, rest))
-    return ModelSpec(type(module).__name__, tuple(units), kept_whole=_kept_whole(module, rest))
+        ordered.append(Unit("replicated", UnitKind.REPLICATED, Combine.NONE, rest))
+    return ModelSpec(name, tuple(ordered), kept_whole=tuple(sorted(kept, key=lambda k: -k.num_bytes)))
 
 
 def _units(module: nn.Module, weights: Mapping[str, Weight]) -> list[Unit]:
-    weights = _of_one_dtype(module, weights)
     units: list[Unit] = []
     inside_attentions: set[str] = set()
     for name, child in module.named_modules():
@@ -63,24 +170,22 @@ def _units(module: nn.Module, weights: Mapping[str, Weight]) -> list[Unit]:
     return units
 
 
-def _of_one_dtype(module: nn.Module, weights: Mapping[str, Weight]) -> dict[str, Weight]:
-    """The weights of the dtype in which the most bytes are: slices of all units travel in one."""
+def _of_one_dtype(
+    module: nn.Module, weights: Mapping[str, Weight], *, among: Collection[str] | None = None
+) -> dict[str, Weight]:
+    """The weights of the dtype in which the most bytes are (`among` these): slices of all units travel in one."""
     dtypes = {name: p.dtype for name, p in module.named_parameters() if p.is_floating_point()}
-    num_bytes = {d: sum(weights[n].num_bytes for n in dtypes if dtypes[n] is d) for d in set(dtypes.values())}
+    counted = [name for name in dtypes if among is None or name in among]
+    num_bytes = {d: sum(weights[n].num_bytes for n in counted if dtypes[n] is d) for d in set(dtypes.values())}
     most = max(num_bytes, key=lambda d: (num_bytes[d], str(d)), default=None)
     return {name: weight for name, weight in weights.items() if dtypes.get(name) is most}
 
 
-def _kept_whole(module: nn.Module, rest: Sequence[Weight]) -> tuple[KeptWhole, ...]:
-    """Weights of `rest` that are whole for lack of a rule, largest first; norms and biases are so by design."""
-    found = []
-    for weight in rest:
-        holder, _, attribute = weight.name.rpartition(".")
-        small = isinstance(module.get_submodule(holder), _SMALL) or is_adapter(weight.name)
-        by_design = "bias" in attribute or small or len(weight.shape) < 2
-        if not by_design:
-            found.append(KeptWhole(weight.name, weight.num_bytes, _reason(weight, module=module)))
-    return tuple(sorted(found, key=lambda kept: -kept.num_bytes))
+def _whole_by_design(weight: Weight, *, module: nn.Module) -> bool:
+    """Whether a weight is whole on every rank not for lack of a rule: norms, biases, vectors, adapters."""
+    holder, _, attribute = weight.name.rpartition(".")
+    small = "bias" in attribute or isinstance(module.get_submodule(holder), _SMALL) or len(weight.shape) < 2
+    return small or is_adapter(weight.name)
 
 
 @dataclass(frozen=True)

@@ -108,8 +108,8 @@ def _whole_for(func: Any, args: Any, kwargs: Any) -> Any:
 def _convolution(
     func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Tensor:
-    if not isinstance(weight, RotatingWeight):
-        raise ConfigError("rtp: a bias goes round but its weight does not. Give both the same role in the plan")
+    if not isinstance(weight, RotatingWeight):  # only the bias goes round
+        return _whole_for(func, (input, weight, bias, *args), kwargs)
     if weight.unit.whole is not None:
         (whole,) = made_whole(weight.unit)
         if isinstance(bias, RotatingWeight):
@@ -128,8 +128,8 @@ def _is_special(kwargs: dict[str, Any]) -> bool:
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, RotatingWeight):
-        raise ConfigError("rtp: a bias goes round but its weight does not. Give both the same role in the plan")
+    if not isinstance(weight, RotatingWeight):  # only the bias goes round
+        return _whole_for(F.linear, (input, weight, bias), {})
     cut_bias = bias.unit if isinstance(bias, RotatingWeight) else None
     together = cut_bias is weight.unit
     if weight.head and (bias is None or together):

@@ -14,6 +14,10 @@ class Site:
     module: nn.Module
     attribute: str
 
+    def get(self) -> Tensor | None:
+        """What the module finds here."""
+        return self.module._parameters[self.attribute]
+
     def put(self, tensor: Tensor | None) -> None:
         """Makes the module find `tensor` here: a plain tensor, a DTensor parameter, or None."""
         self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]

@@ -17,7 +17,7 @@ norms are lent whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -38,6 +38,7 @@ from rotorch.models.blocks import recompute
 from rotorch.models.compiled import compiled_forward
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
+from rotorch.ops.made_whole import made_whole
 from rotorch.ops.multihead import multihead_on_slice
 from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
@@ -132,6 +133,7 @@ class RTPHolding(Holding):
         self._home_gradients: dict[str, DTensor] = {}
         self._stand_ins: list[tuple[Site, Tensor]] = []
         self._home_sites: list[tuple[Site, str]] = []
+        alone = {u.unit.weights[0].name: u for u in self.units if u.unit.kind is UnitKind.WEIGHT}
         for rotating in self.units:
             self._hold(rotating, parameters=parameters, sites=sites)
             if rotating.unit.kind is UnitKind.MODULE:
@@ -140,6 +142,7 @@ class RTPHolding(Holding):
                     rotating,
                     sites=sites,
                     replicas=self.replicas,
+                    alone=alone,
                     proven=module_declares(module),
                     compiled=compiled,
                 )
@@ -281,6 +284,7 @@ class RotatedModule:
         *,
         sites: dict[str, tuple[Site, ...]],
         replicas: Replicas,
+        alone: Mapping[str, RotatingUnit],
         proven: bool,
         compiled: bool,
     ) -> None:
@@ -298,6 +302,7 @@ class RotatedModule:
         self._replicas = replicas
         self._whole = unit.replicated
         self._whole_sites = [sites[name] for name in unit.replicated]
+        self._alone = alone
         self._added_once = unit.added_once
         self._visiting: list[Tensor] = []
         # A graph has products of its own: it gives the gradients of a slice's weights as autograd does.
@@ -319,7 +324,12 @@ class RotatedModule:
     def _linear(self, weight: int, bias: int | None, x: Tensor) -> Tensor:
         return slice_linear(self._rotating, weight, bias, x, weights=self._visiting)
 
-    def _lend_whole(self, tensors: Sequence[Tensor]) -> None:
+    def _whole_weight(self, name: str) -> Tensor:
+        """A weight that every slice needs: there, or, if it goes round alone, made whole once for all of them."""
+        rotating = self._alone.get(name)
+        return self._replicas.twins[name] if rotating is None else made_whole(rotating)[0]
+
+    def _lend_whole(self, tensors: Sequence[Tensor | None]) -> None:
         """Puts the weights that the unit needs whole wherever they are used."""
         for sites, tensor in zip(self._whole_sites, tensors, strict=True):
             for site in sites:
@@ -330,7 +340,8 @@ class RotatedModule:
         self._refuse_cache((*args, *kwargs.values()))
         leaves, tree = tree_flatten((args, kwargs))
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        whole = [self._replicas.twins[name] for name in self._whole]
+        lent = [sites[0].get() for sites in self._whole_sites]
+        whole = [self._whole_weight(name) for name in self._whole]
         form = _Form()
 
         def run(weights: list[Tensor], inputs: Sequence[Tensor]) -> Tensor:
@@ -343,7 +354,7 @@ class RotatedModule:
                 given[i] = tensor
             slice_args, slice_kwargs = tree_unflatten(given, tree)
             output = self._dense_forward(*slice_args, **slice_kwargs)
-            self._lend_whole(whole)  # other modules may share them, and know nothing of this unit's graph
+            self._lend_whole(lent)  # other modules may share them, and know nothing of this unit's graph
             form.length = len(output) if isinstance(output, tuple) else None
             first, *more = output[: self._num_sums] if isinstance(output, tuple) else (output,)
             if not isinstance(first, Tensor):
