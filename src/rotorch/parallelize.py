@@ -65,6 +65,7 @@ def parallelize(
     strategies = tuple(strategy.at_precision(autocast) for strategy in strategies)
     for strategy in strategies:
         strategy.check(spec)
+        spec = strategy.units_of(spec)
     on = pick_device(device) if isinstance(device, str) else device
     for strategy in strategies:
         strategy.check_device(on.type)

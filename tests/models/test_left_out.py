@@ -74,7 +74,8 @@ def test_what_is_small_stays_whole_and_is_not_spoken_of():
 
 
 def test_weights_inside_a_module_on_slices_are_made_whole_once_a_call():
-    spec = spec_of(transformers.DeepseekV2Config(**SIZES, **LATENT))
+    as_described = spec_of(transformers.DeepseekV2Config(**SIZES, **LATENT))
+    spec = rotorch.RTP(size=2).units_of(as_described)
     (attention,) = (u for u in spec.units if u.name == "model.layers.0.self_attn")
     inside = {n for n in attention.replicated if "norm" not in n}
     assert attention.kind is UnitKind.MODULE and inside == {
@@ -82,6 +83,12 @@ def test_weights_inside_a_module_on_slices_are_made_whole_once_a_call():
         "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
     }
     assert all((alone(spec)[n].uses, alone(spec)[n].reads_in_backward) == (1, 0) for n in inside)
+    order = [u.name for u in spec.units]
+    assert all(order.index(n) < order.index(attention.name) for n in inside)
+    assert sorted(w.name for w in spec.weights) == sorted(w.name for w in as_described.weights)
+    # Strategies that do not make weights whole have them whole.
+    assert inside.isdisjoint(alone(as_described))
+    assert inside <= {kept.name for kept in as_described.kept_whole} - {kept.name for kept in spec.kept_whole}
 
 
 def test_a_users_own_plan_is_his_word():

@@ -61,6 +61,8 @@ class Prediction:
 def predict(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int) -> Prediction:
     """Sums the Layouts of `spec` under `strategies` (outermost first) on `rank`."""
     positions = _positions(strategies, rank=rank)
+    for strategy in strategies:
+        spec = strategy.units_of(spec)
     total = combine_layouts(_layout(unit, strategies=strategies, positions=positions) for unit in spec.units)
     sent: dict[str, int] = defaultdict(int)
     for transfer in total.transfers:

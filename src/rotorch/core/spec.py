@@ -15,7 +15,7 @@ whole, a `ModelSpec` is the whole model. All of it is plain data: the planner re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 
@@ -169,13 +169,30 @@ class ModelSpec:
         name: the model's class.
         units: what it consists of.
         kept_whole: large weights that have no role in a declared plan, and that the rules could not cut either.
+        inside: units of weights that modules which run on slices need whole: `replicated`, unless a strategy makes
+            them whole for each call (`with_inside_cut`).
         by_plan: whether the user's own plan says what is cut, not the model's or our rules.
     """
 
     name: str
     units: tuple[Unit, ...]
     kept_whole: tuple[KeptWhole, ...] = ()
+    inside: tuple[Unit, ...] = ()
     by_plan: bool = False
+
+    def with_inside_cut(self) -> ModelSpec:
+        """The same with the units of `inside` among the cut ones."""
+        cut = {w.name for unit in self.inside for w in unit.weights}
+        units: list[Unit] = list(self.cut_units)
+        for unit in self.inside:  # before the unit that needs it
+            places = (i for i, other in enumerate(units) if unit.name in other.replicated)
+            units.insert(next(places, len(units)), unit)
+        for unit in self.units:
+            if unit.kind is UnitKind.REPLICATED:
+                left = tuple(w for w in unit.weights if w.name not in cut)
+                units += [replace(unit, weights=left)] if left else []
+        kept = tuple(kept for kept in self.kept_whole if kept.name not in cut)
+        return replace(self, units=tuple(units), kept_whole=kept, inside=())
 
     @property
     def weights(self) -> tuple[Weight, ...]:

@@ -52,6 +52,10 @@ class Strategy(BaseModel, ABC):
         """What one micro-batch sends for `unit` beyond its Layout: activations, for strategies that move them."""
         return ()
 
+    def units_of(self, spec: ModelSpec) -> ModelSpec:
+        """The model's units as this strategy holds them."""
+        return spec
+
     def check(self, spec: ModelSpec) -> None:
         """Raises `ConfigError` if this strategy cannot hold the model; says which unit and what to write instead."""
         return None

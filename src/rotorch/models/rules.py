@@ -16,8 +16,8 @@
     per-layer embeddings. Here that costs memory on every rank, so the same rules cut it, with two provisos. Ranks must
     agree on which weights a pass uses; a trial on a tiny model shows that (`models/uses.py`), and what it does not show
     stays whole. And what is small stays whole, all of it together less than a thousandth of the model: a message for
-    each router costs more than its memory. Inside a module that runs on slices such a weight is needed by every slice;
-    it is made whole once for all of them (`RotatedModule` in `strategies/rtp/apply.py`).
+    each router costs more than its memory. Inside a module that runs on slices such a weight is needed by every slice
+    (`ModelSpec.inside`); rtp makes it whole once for all of them, other strategies have it whole.
 """
 
 from __future__ import annotations
@@ -105,13 +105,17 @@ def cut_what_is_left(
             by_layers = weight.name not in inside and not _use_of(weight, uses).others
             if bias is not None and bias.name not in travelling and by_layers:
                 free[bias.name] = bias
-    units = [
-        replace(unit, uses=inside[unit.name], reads_in_backward=0) if unit.name in inside else _as_used(unit, uses)
-        for unit in _units(module, free)
-    ]
-    settled = {w.name for unit in units for w in unit.weights} | {each.name for each in kept}
+    by_rule = _units(module, free)
+    for unit in by_rule:
+        if unit.name in inside:
+            why = "every slice of a module that runs on slices of its weights needs it"
+            kept.append(KeptWhole(unit.name, unit.num_bytes, why))
+    settled = {w.name for unit in by_rule for w in unit.weights} | {each.name for each in kept}
     kept += [KeptWhole(w.name, w.num_bytes, _reason(w, module=module)) for w in large if w.name not in settled]
-    return _spec(spec.name, [*by_plan, *units], weights, kept=kept)
+    units = [_as_used(unit, uses) for unit in by_rule if unit.name not in inside]
+    made = _spec(spec.name, [*by_plan, *units], weights, kept=kept)
+    called = (replace(u, uses=inside[u.name], reads_in_backward=0) for u in by_rule if u.name in inside)
+    return replace(made, inside=tuple(called))
 
 
 def _varies(unit: Unit, uses: Mapping[str, Use] | None) -> bool:

@@ -27,7 +27,7 @@ import psutil
 import torch
 
 from rotorch.core.errors import ConfigError, nearest
-from rotorch.core.spec import UnitKind
+from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.models.describe import describe
 from rotorch.strategies import parse_parallel
 from rotorch.testing.subjects import configurations, model_classes, tiny_subject
@@ -198,20 +198,26 @@ def outcomes_of(config_class: type, layouts: Iterable[str]) -> Iterable[Outcome]
         why = _why_not_built(config_class, _line(error))
         yield from (Outcome(name, layout, False, why=why) for layout in layouts)
         return
-    about: dict[str, Any] = {
-        "model": subject.model_class.__name__,
-        "num_modules": sum(u.kind is UnitKind.MODULE for u in spec.units),
-        "num_weights": sum(u.kind is UnitKind.WEIGHT for u in spec.units),
-        "share_cut": sum(u.num_bytes for u in spec.cut_units) / spec.num_bytes,
-    }
     for layout in layouts:
         start = time.monotonic()
+        about = {"model": subject.model_class.__name__, **_about(spec, parallel=layout)}
         try:
             report = verify_subject(subject, name=name, parallel=layout, steps=_STEPS, timeout_s=_SECONDS / 3)
             error, why = report.max_rel_err_grad, "" if report.ok else f"ours: {report.verdict}"
             yield Outcome(name, layout, report.ok, error, why, seconds=time.monotonic() - start, **about)
         except Exception as failure:
             yield Outcome(name, layout, False, why=f"ours: {_line(failure)}", **about)
+
+
+def _about(spec: ModelSpec, *, parallel: str) -> dict[str, Any]:
+    """What of a model is cut, as a layout holds it."""
+    for strategy in parse_parallel(parallel):
+        spec = strategy.units_of(spec)
+    return {
+        "num_modules": sum(u.kind is UnitKind.MODULE for u in spec.units),
+        "num_weights": sum(u.kind is UnitKind.WEIGHT for u in spec.units),
+        "share_cut": sum(u.num_bytes for u in spec.cut_units) / spec.num_bytes,
+    }
 
 
 def _why_not_built(config_class: type, said: str) -> str:
@@ -259,8 +265,10 @@ def table(outcomes: Sequence[Outcome], *, layouts: Sequence[str] = LAYOUTS) -> s
         "",
         "*Modules* run their own forward on slices of their weights; *weights* go round one by one: embeddings, heads,",
         "and layers of modules that cannot run on slices (found by a probe, `models/probe.py`). *Cut* is what these",
-        "are of all bytes; a weight to which the plan gives no role is whole on every rank, its gradients summed. Over",
-        "shared memory `rtp=2` multiplies with whole weights where they lie; `recompute=slice` makes it run on slices.",
+        "are of all bytes: what the model's plan names, and what is large besides (`models/rules.py`). The rest is",
+        "whole on every rank, its gradients summed: norms, biases, what is small, and towers for images or sound that a",
+        "pass on text does not use. Over shared memory `rtp=2` multiplies with whole weights where they lie;",
+        "`recompute=slice` makes it run on slices.",
         "",
         "| layout | exact | of |",
         "|---|---|---|",

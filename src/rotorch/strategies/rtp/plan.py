@@ -99,6 +99,9 @@ class RTP(Strategy):
     def batch_axes(self) -> tuple[str, ...]:
         return ("rtp",)
 
+    def units_of(self, spec: ModelSpec) -> ModelSpec:
+        return spec.with_inside_cut()
+
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         n = self.size
         if unit.kind is UnitKind.REPLICATED:
