@@ -56,6 +56,11 @@ class Strategy(BaseModel, ABC):
         """The model's units as this strategy holds them."""
         return spec
 
+    @property
+    def changes_the_model(self) -> str:
+        """What it computes that the model on one process does not, in words; "" for every strategy that is exact."""
+        return ""
+
     def check(self, spec: ModelSpec) -> None:
         """Raises `ConfigError` if this strategy cannot hold the model; says which unit and what to write instead."""
         return None

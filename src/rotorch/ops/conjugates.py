@@ -80,6 +80,37 @@ class Boundary:
         return leave(x, line=self.line)
 
 
+class PartlySynced(Boundary):
+    """Only the first channels of outputs are summed; the others stay each rank's own, so activations part.
+
+    CAAT-Net (arXiv 2506.19645). What stays own is scaled by the square root of the number of ranks, as large as a sum
+    of independent parts. Activations are no longer equal, so each rank's gradients are parts of sums throughout:
+    nothing is summed on the way in, and on the way out the gradient of what was summed. That is the derivative of what
+    forward computes, for as many bytes as forward sends.
+
+    Args:
+        line: the ranks over which modules are cut.
+        num_synced: how many channels of an output of so many features are summed.
+    """
+
+    def __init__(self, line: Line, *, num_synced: Callable[[int], int]) -> None:
+        super().__init__(line)
+        self._num_synced = num_synced
+
+    def enter(self, x: Tensor) -> Tensor:
+        """As it is."""
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The first channels summed, the others scaled."""
+        return x if self.line.size == 1 else _SyncSome.apply(x, self._num_synced(x.shape[-1]), self.line)
+
+
+def sum_of_parts(x: Tensor, *, line: Line) -> Tensor:
+    """Sums over `line`, its gradient too: where each rank has a part of that (see `PartlySynced`)."""
+    return x if line.size == 1 else _SyncSome.apply(x, x.shape[-1], line)
+
+
 def _summed(x: Tensor, line: Line) -> Tensor:
     return line.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
@@ -130,6 +161,23 @@ class _Leave(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return grad, None
+
+
+class _SyncSome(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_synced: int, line: Line) -> Tensor:
+        ctx.num_synced, ctx.line = num_synced, line
+        return _some_summed(x, num_synced, line)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _some_summed(grad, ctx.num_synced, ctx.line), None, None
+
+
+def _some_summed(x: Tensor, num_synced: int, line: Line) -> Tensor:
+    first, own = x.split([num_synced, x.shape[-1] - num_synced], dim=-1)
+    return torch.cat([_summed(first, line), own * line.size**0.5], dim=-1)
 
 
 class _Along(Function):

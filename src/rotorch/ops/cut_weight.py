@@ -23,7 +23,7 @@ from rotorch._torch_private import tree_flatten, tree_unflatten, wrapper_tensor
 from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Unit, Weight
-from rotorch.ops.conjugates import enter, leave, place_side_by_side, take_own
+from rotorch.ops.conjugates import enter, leave, place_side_by_side, sum_of_parts, take_own
 from rotorch.ops.cut_features import cut_cross_entropy
 from rotorch.ops.deferred_logits import LOGITS_BLOCK, DeferredLogits, Elementwise, Head, replay
 from rotorch.ops.stand_in import StandIn, writes
@@ -42,6 +42,8 @@ class CutUse:
         line: the ranks over which it is cut.
         strategy: kind of the strategy, for errors.
         by_plan: whether the user's own plan says that it is cut; then unforeseen uses are refused.
+        equal: whether activations are the same on all ranks, as are their gradients; else each rank's gradients are
+            parts of sums (`ops/conjugates.py`, PartlySynced).
         gathered: names of weights that have been made whole for a use; the log tells once.
     """
 
@@ -49,7 +51,16 @@ class CutUse:
     line: Line
     strategy: str
     by_plan: bool
+    equal: bool = True
     gathered: set[str] = field(default_factory=set)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """An activation, as what is cut sees it."""
+        return enter(x, line=self.line) if self.equal else x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' parts."""
+        return leave(x, line=self.line) if self.equal else sum_of_parts(x, line=self.line)
 
 
 class CutWeight(StandIn):
@@ -142,7 +153,7 @@ class CutHead(Head):
             bias = bias.local
         elif bias is not None:
             bias = take_own(bias, dim=0, lengths=weight.lengths, line=line)
-        return F.linear(enter(hidden, line=line), weight.local, bias)
+        return F.linear(weight.use.enter(hidden), weight.local, bias)
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -152,7 +163,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         return DeferredLogits(input, CutHead(weight, bias))
     line, lengths = weight.use.line, weight.lengths
     own_bias = bias.local if isinstance(bias, CutWeight) else None
-    output = F.linear(enter(input, line=line), weight.local, own_bias)
+    output = F.linear(weight.use.enter(input), weight.local, own_bias)
     output = place_side_by_side(output, dim=-1, lengths=lengths, line=line)
     return output if bias is None or own_bias is not None else output + bias
 
@@ -169,7 +180,7 @@ def _embedding(
     special = max_norm is not None or scale_grad_by_freq or sparse
     if not isinstance(weight, CutWeight) or weight.dim != 0 or special:
         return None
-    num_rows, rows, line = weight.weight.shape[0], weight.rows, weight.use.line
+    num_rows, rows = weight.weight.shape[0], weight.rows
     outside = (input < 0) | (input >= num_rows)
     if outside.any():
         raise IndexError(f"{int(input[outside][0])} is outside of {weight.weight.name!r}, which has {num_rows} rows")
@@ -182,7 +193,7 @@ def _embedding(
         found = found.masked_fill(~mine.unsqueeze(-1), 0.0)
     else:
         found = weight.local.new_zeros((*input.shape, weight.shape[-1]))
-    return leave(found, line=line)
+    return weight.use.leave(found)
 
 
 def _convolution(
@@ -212,6 +223,11 @@ def _whole_for(func: Any, args: Any, kwargs: Any) -> Any:
         raise ConfigError(
             f"{refused.use.strategy}: {refused.weight.name!r} is used by {name!r}, which cannot take a weight that is "
             "cut. Give it no role in the plan, or use fsdp"
+        )
+    if any(not one.use.equal for one in held):
+        raise ConfigError(
+            f"{held[0].use.strategy}: {held[0].weight.name!r} is used by {name!r}, which takes no slices, and ranks' "
+            "activations differ under sync_fraction. Leave sync_fraction out"
         )
     if isinstance(leaves[0], CutWeight) and writes(func):
         raise ConfigError(

@@ -194,6 +194,11 @@ def verify_subject(
         module = widen(subject.build()).train()
     spec = describe(module)
     for strategy in strategies:
+        if strategy.changes_the_model:
+            raise ConfigError(
+                f"verify: {strategy} is another model than one process computes ({strategy.changes_the_model}), so the "
+                "two are not to be equal. Leave that option out"
+            )
         strategy.at_precision(None).check(spec)
         strategy.check_device(device)
     if directory is None:

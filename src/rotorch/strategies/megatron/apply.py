@@ -20,7 +20,7 @@ from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.models.describe import module_declares
-from rotorch.ops.conjugates import Boundary
+from rotorch.ops.conjugates import Boundary, PartlySynced
 from rotorch.ops.cut_module import CutModule
 from rotorch.ops.cut_weight import CutUse, CutWeight
 from rotorch.ops.random_state import drawn_alike
@@ -61,7 +61,7 @@ class MegatronHolding(Holding):
         self._module = module
         self._mesh = mesh
         if mesh.size() > 1 and mesh.get_rank() == 0:
-            _tell(spec, num_ranks=mesh.size())
+            _tell(spec, strategy=strategy)
         sites = find_sites(module)
         self._twins = Twins(
             [
@@ -78,15 +78,21 @@ class MegatronHolding(Holding):
         self.weights = {w.name: self._twins.held[w.name] for w in spec.weights}
         self._added_once = [name for u in spec.units for name in u.added_once]
         self._stand_ins: list[tuple[str, Tensor]] = []
-        self._partial = [w.name for u in spec.units for w in u.weights if w.beside_slices]
+        equal = not strategy.changes_the_model
+        whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
+        self._partial = [w.name for w in whole if w.beside_slices or not equal]
         line = Line.along(mesh, "megatron")
-        _refuse_shared(spec, partial=self._partial)
+        boundary = Boundary(line) if equal else PartlySynced(line, num_synced=strategy.num_synced)
+        if equal:
+            _refuse_shared(spec, partial=self._partial)
+        else:
+            _refuse_other_losses(module, strategy=strategy)
         for unit in spec.cut_units:
             if unit.kind is UnitKind.MODULE:
                 CutModule(
                     module.get_submodule(unit.name),
                     unit=unit,
-                    boundary=Boundary(line),
+                    boundary=boundary,
                     sites=sites,
                     twins=self._twins.twins,
                     once=self._twins.twins.__getitem__,
@@ -95,7 +101,7 @@ class MegatronHolding(Holding):
                     compiled=compiled,
                 )
             else:
-                use = CutUse(unit, line, strategy.kind, spec.by_plan)
+                use = CutUse(unit, line, strategy.kind, spec.by_plan, equal)
                 self._stand_ins += [
                     (w.name, CutWeight(self._twins.twins[w.name], weight=w, use=use)) for w in unit.weights
                 ]
@@ -123,8 +129,11 @@ class MegatronHolding(Holding):
         self._twins.attach()
 
 
-def _tell(spec: ModelSpec, *, num_ranks: int) -> None:
-    """Says what is not cut at all, and what is not cut evenly."""
+def _tell(spec: ModelSpec, *, strategy: Megatron) -> None:
+    """Says what is another model, what is not cut at all, and what is not cut evenly."""
+    num_ranks = strategy.size
+    if strategy.changes_the_model:
+        _log.warning("%s trains another model than one process does: %s", strategy, strategy.changes_the_model)
     if spec.kept_whole:
         _log.warning("megatron: %s", spec.summary())
     for unit in spec.cut_units:
@@ -146,3 +155,14 @@ def _refuse_shared(spec: ModelSpec, *, partial: list[str]) -> None:
                     f"megatron: {name!r} is used inside {unit.name!r}, which is cut, and outside of it. "
                     "Give the weights of that module no role in the plan, or use rtp or fsdp"
                 )
+
+
+def _refuse_other_losses(module: nn.Module, *, strategy: Megatron) -> None:
+    """What is added to the loss beside the logits' (a router's) would count once per rank, of different activations."""
+    config = getattr(module, "config", None)
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(config, "output_router_logits", False):
+        raise ConfigError(
+            f"{strategy}: the model adds a router's loss, of which each rank would have another. "
+            f"Write megatron={strategy.size}, or output_router_logits=false"
+        )

@@ -25,17 +25,22 @@ Cost (unit of P bytes, n ranks, activations of A bytes at its input and output)
                (norms of heads) are summed once per step.
     hides      Nothing: the next product needs the sum.
 
+    changed    `sync_fraction=p` sums the first p of an output's channels only, and p A moves; the others stay each
+               rank's own (CAAT-Net, arXiv 2506.19645). That is ANOTHER MODEL than the one on one process, made of the
+               same weights, and depends on n; `rotorch verify` refuses it.
+
 Deviations
     Local tensors and these sums in place of torch's DTensor styles: modules run as they are, cuts may be uneven, fused
     in one matrix, or tied (docs/decisions). Where heads do not divide evenly the first ranks compute one more; where
-    there are fewer than ranks the last hold none and wait.
+    there are fewer than ranks the last hold none and wait. With `sync_fraction` gradients are the derivative of what
+    forward computes; that takes the sum in backward at a unit's output and not at its input.
 """
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
@@ -51,11 +56,14 @@ class Megatron(Strategy):
 
     Attributes:
         size: number of ranks.
+        sync_fraction: which part of the channels of a row-wise output is summed over ranks. Below 1 it changes the
+            model.
     """
 
     kind: ClassVar[str] = "megatron"
     cuts_weights: ClassVar[bool] = True
     size: PositiveInt
+    sync_fraction: float = Field(default=1.0, gt=0.0, le=1.0)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -65,11 +73,25 @@ class Megatron(Strategy):
     def batch_axes(self) -> tuple[str, ...]:
         return ()
 
+    @property
+    def changes_the_model(self) -> str:
+        if self.sync_fraction == 1.0 or self.size == 1:
+            return ""
+        return (
+            f"of the channels of attentions' and MLPs' outputs only the first {self.sync_fraction:.0%} are summed over "
+            f"the {self.size} ranks, the others stay each rank's own"
+        )
+
+    def num_synced(self, width: int) -> int:
+        """How many channels of a row-wise output of so many are summed."""
+        return round(self.sync_fraction * width)
+
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         n = self.size
         if unit.kind is not UnitKind.REPLICATED:
             return Layout(resident_bytes=unit.slice_bytes(num_slices=n, index=position))
-        summed = sum(w.num_bytes for w in unit.weights if w.trained and w.beside_slices)
+        parts = bool(self.changes_the_model)  # then every rank has a part of every gradient
+        summed = sum(w.num_bytes for w in unit.weights if w.trained and (w.beside_slices or parts))
         transfers = (all_reduce(summed, axis=_AXIS, size=n, phase=Phase.STEP),) if n > 1 and summed else ()
         return Layout(resident_bytes=unit.num_bytes, transfers=transfers)
 
@@ -81,8 +103,10 @@ class Megatron(Strategy):
         if self.size == 1 or unit.kind is UnitKind.REPLICATED:
             return ()
         tokens = batch.num_rows * batch.num_tokens
+        parts = bool(self.changes_the_model)
         if unit.kind is UnitKind.MODULE:
-            forward, backward = output_width(unit), input_width(unit)
+            forward = self.num_synced(output_width(unit))
+            backward = forward if parts else input_width(unit)
             sums = (
                 self._sum(tokens * forward * batch.itemsize, Phase.FORWARD),
                 self._sum(tokens * backward * batch.itemsize, Phase.BACKWARD),
@@ -94,6 +118,8 @@ class Megatron(Strategy):
         num_products = unit.uses if unit.combine is Combine.CONCAT else unit.reads_in_backward
         for _ in range(unit.uses - num_products):
             transfers.append(self._sum(tokens * width * batch.itemsize, Phase.FORWARD))
+            if parts:
+                transfers.append(self._sum(tokens * width * batch.itemsize, Phase.BACKWARD))
         for _ in range(num_products):
             if unit.logits:
                 per_token = tokens * batch.loss_itemsize
@@ -102,7 +128,8 @@ class Megatron(Strategy):
                 most = max(self._rows(matrix, index=k) for k in range(self.size))
                 part = tokens * most * batch.itemsize
                 transfers.append(all_gather(part, axis=_AXIS, size=self.size, phase=Phase.FORWARD))
-            transfers.append(self._sum(tokens * width * batch.itemsize, Phase.BACKWARD))
+            if not parts:
+                transfers.append(self._sum(tokens * width * batch.itemsize, Phase.BACKWARD))
         return tuple(transfers)
 
     def check(self, spec: ModelSpec) -> None:
@@ -117,6 +144,23 @@ class Megatron(Strategy):
                 f"megatron: {self.size} ranks over {spec.name}, whose finest cut has {most} groups: "
                 f"ranks would hold nothing. Write megatron={most} or less"
             )
+
+        if self.changes_the_model:
+            self._check_synced(spec)
+
+    def _check_synced(self, spec: ModelSpec) -> None:
+        """Each rank's loss must come from its own part of the logits, or gradients would count once per rank."""
+        if not any(u.logits for u in spec.cut_units):
+            raise ConfigError(
+                f"{self}: {spec.name} has no language-model head that is cut, so ranks whose activations differ have "
+                f"no loss in common. Write megatron={self.size}"
+            )
+        for unit in spec.cut_units:
+            if unit.kind is UnitKind.WEIGHT and unit.combine is Combine.CONCAT and not unit.logits:
+                raise ConfigError(
+                    f"{self}: {unit.name!r} is cut alone, so its outputs are placed side by side and not summed: there "
+                    f"is nothing to sum a part of. Write megatron={self.size}"
+                )
 
     def _rows(self, weight: Weight, *, index: int) -> int:
         return weight.slice_shape(num_slices=self.size, index=index)[0]
