@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,11 +18,21 @@ _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  #
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-@dataclass(frozen=True)
+class Sums(Protocol):
+    """Sums of parts that ranks of a line make for each other."""
+
+    def add(self, part: Tensor, *, target: int) -> None:
+        """This rank's part of what belongs to the rank at `target`; it may be overwritten."""
+
+    def mine(self) -> Tensor:
+        """After `add` for every target: the sum that belongs to this rank."""
+
+
+@dataclass(eq=False)
 class Line:
     """This rank and those that differ from it on one axis only. Every method is called by all of them, in one order.
 
-    With a single rank on it nothing is sent.
+    This one sends messages; `SharedLine` (`comm/shared_line.py`) reads in place. With a single rank nothing is sent.
 
     Attributes:
         axis: name of the mesh's axis.
@@ -29,6 +40,8 @@ class Line:
         position: this rank's, 0-based.
         group: their process group; None for a single rank.
     """
+
+    transport: ClassVar[str] = "messages"
 
     axis: str
     size: int
@@ -54,6 +67,40 @@ class Line:
         if self.group is None or not part.numel():
             return _nothing
         return _waiting(dist.reduce(part, group_dst=target, group=self.group, async_op=True))
+
+    def blocks(self, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None) -> Iterator[Tensor]:
+        """Every rank's block, in the order of positions; while one is in use the next is under way.
+
+        Args:
+            mine: this rank's block, contiguous.
+            shapes: of all their blocks; None if all are like `mine`.
+        """
+
+        def send_for(source: int) -> tuple[Tensor, Wait]:
+            block = (
+                mine if source == self.position else mine.new_empty(mine.shape if shapes is None else shapes[source])
+            )
+            return block, self.broadcast(block, source=source)
+
+        coming = send_for(0)
+        for source in range(self.size):
+            block, wait = coming
+            wait()
+            if source + 1 < self.size:
+                coming = send_for(source + 1)
+            yield block
+
+    def sums(self) -> Sums:
+        """Begins sums of parts; at most one is under way while the next is made."""
+        return _Reductions(self)
+
+    def start(self) -> None:
+        """Before a step, after all ranks have met."""
+        return None
+
+    def slots(self) -> list[Tensor]:
+        """Buffers for what ranks give each other that are there from step to step."""
+        return []
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks, in place, and returns it. Contiguous."""
@@ -90,6 +137,32 @@ class Line:
         ends = torch.tensor([value, -value], dtype=torch.int64)
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
         return int(ends[0]) == -int(ends[1])
+
+
+class _Reductions:
+    """See `Line.sums`."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._under_way: list[tuple[Tensor, Wait]] = []
+        self._mine: Tensor | None = None
+
+    def add(self, part: Tensor, *, target: int) -> None:
+        self._finish(at_most=1)
+        self._under_way.append((part, self._line.reduce(part, target=target)))
+        if target == self._line.position:
+            self._mine = part
+
+    def mine(self) -> Tensor:
+        self._finish(at_most=0)
+        if self._mine is None:
+            raise AssertionError("no part was made for this rank")
+        return self._mine
+
+    def _finish(self, *, at_most: int) -> None:
+        while len(self._under_way) > at_most:
+            _, wait = self._under_way.pop(0)
+            wait()
 
 
 def _nothing() -> None:

@@ -16,7 +16,7 @@ Shapes: B tokens of this rank's rows (all leading dims flattened), I input and O
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rotorch.comm.line import Line, Wait
+from rotorch.comm.line import Line
 from rotorch.ops.rotate import AutocastState
 
 
@@ -67,56 +67,6 @@ def summa_table_linear(grid: Grid, x: Tensor, table: Tensor, *, num_rows: Sequen
     return _TableLinear.apply(grid, dtype, tuple(num_rows), x, table)
 
 
-def _blocks(line: Line, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None) -> Iterator[Tensor]:
-    """Every rank's block, in the order of positions; while one is in use the next is under way.
-
-    Args:
-        line: the ranks.
-        mine: this rank's block.
-        shapes: of all their blocks; None if all are like `mine`.
-    """
-
-    def send_for(source: int) -> tuple[Tensor, Wait]:
-        block = mine if source == line.position else mine.new_empty(mine.shape if shapes is None else shapes[source])
-        return block, line.broadcast(block, source=source)
-
-    coming = send_for(0)
-    for source in range(line.size):
-        block, wait = coming
-        wait()
-        if source + 1 < line.size:
-            coming = send_for(source + 1)
-        yield block
-
-
-class _Sums:
-    """Sums of parts that ranks of a line make for each other; at most one is under way while the next is made."""
-
-    def __init__(self, line: Line) -> None:
-        self._line = line
-        self._under_way: list[tuple[Tensor, Wait]] = []
-        self._mine: Tensor | None = None
-
-    def add(self, part: Tensor, *, target: int) -> None:
-        """This rank's part of what belongs to the rank at `target`; it may be overwritten."""
-        self._finish(at_most=1)
-        self._under_way.append((part, self._line.reduce(part, target=target)))
-        if target == self._line.position:
-            self._mine = part
-
-    def mine(self) -> Tensor:
-        """The sum that belongs to this rank."""
-        self._finish(at_most=0)
-        if self._mine is None:
-            raise AssertionError("no part was made for this rank")
-        return self._mine
-
-    def _finish(self, *, at_most: int) -> None:
-        while len(self._under_way) > at_most:
-            _, wait = self._under_way.pop(0)
-            wait()
-
-
 def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach().reshape(-1, x.shape[-1]).to(dtype).contiguous()
 
@@ -129,7 +79,7 @@ class _Linear(torch.autograd.Function):
         x_BI, w_OI = _flat(x, dtype), weight.detach().to(dtype).contiguous()
         y_BO: Tensor | None = None
         with torch.autocast(x.device.type, enabled=False):
-            for x_t, w_t in zip(_blocks(grid.across, x_BI), _blocks(grid.down, w_OI), strict=True):
+            for x_t, w_t in zip(grid.across.blocks(x_BI), grid.down.blocks(w_OI), strict=True):
                 if y_BO is not None:
                     y_BO.addmm_(x_t, w_t.t())
                 elif bias is None:
@@ -146,9 +96,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _, _, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         dy_BO = _flat(grad, ctx.dtype)
-        dx, dw = _Sums(grid.across), _Sums(grid.down)
-        weights = _blocks(grid.down, weight.detach().to(ctx.dtype).contiguous()) if wants_x else None
-        inputs = _blocks(grid.across, _flat(x, ctx.dtype)) if wants_weight else None
+        dx, dw = grid.across.sums(), grid.down.sums()
+        weights = grid.down.blocks(weight.detach().to(ctx.dtype).contiguous()) if wants_x else None
+        inputs = grid.across.blocks(_flat(x, ctx.dtype)) if wants_weight else None
         with torch.autocast(x.device.type, enabled=False):
             for t in range(grid.down.size):
                 if weights is not None:
@@ -173,9 +123,9 @@ class _TableLinear(torch.autograd.Function):
         ctx.save_for_backward(x, table)
         x_BI, table_RI = _flat(x, dtype), table.detach().to(dtype).contiguous()
         shapes = [(rows, x_BI.shape[1]) for rows in num_rows]
-        y = _Sums(grid.across)
+        y = grid.across.sums()
         with torch.autocast(x.device.type, enabled=False):
-            for t, table_t in enumerate(_blocks(grid.down, table_RI, shapes=shapes)):
+            for t, table_t in enumerate(grid.down.blocks(table_RI, shapes=shapes)):
                 y.add(torch.mm(x_BI, table_t.t()), target=t)
         y_BO = y.mine()
         return y_BO.view(*x.shape[:-1], y_BO.shape[-1])
@@ -188,12 +138,12 @@ class _TableLinear(torch.autograd.Function):
         wants_x, wants_table = ctx.needs_input_grad[3:]
         x_BI, table_RI, dy_BO = _flat(x, ctx.dtype), table.detach().to(ctx.dtype).contiguous(), _flat(grad, ctx.dtype)
         dx_BI = torch.zeros_like(x_BI)
-        d_table = _Sums(grid.down)
+        d_table = grid.down.sums()
         of_table = [(rows, x_BI.shape[1]) for rows in ctx.num_rows]
         of_grad = [(x_BI.shape[0], rows) for rows in ctx.num_rows]
-        tables = _blocks(grid.down, table_RI, shapes=of_table) if wants_x else None
+        tables = grid.down.blocks(table_RI, shapes=of_table) if wants_x else None
         with torch.autocast(x.device.type, enabled=False):
-            for t, dy_t in enumerate(_blocks(grid.across, dy_BO, shapes=of_grad)):
+            for t, dy_t in enumerate(grid.across.blocks(dy_BO, shapes=of_grad)):
                 if tables is not None:
                     dx_BI.addmm_(dy_t, next(tables))
                 if wants_table:

@@ -1,0 +1,324 @@
+"""The ranks along one axis of a mesh, where all of them are on one host: they read each other's blocks in place.
+
+A rank copies what others need into memory that all of them map, and says so; they compute with it where it lies. So a
+block is copied once, whoever reads it, and nobody waits for a message to be taken apart and put together.
+
+[Note: lanes]
+    What is shared goes through lanes, each with a file of its own: whole tensors for everybody (`blocks`, sums over all
+    ranks), and parts for one rank each (`sums`). All ranks make the same calls in the same order, so they all know the
+    number of a lane's next operation, and how large it is. A rank's slot in a lane is used again when those that read
+    it are past the operation that it was used for; each of them says how far it is. A lane that is too small is made
+    anew, by all ranks in the same operation; readers keep the old one as long as they need it.
+
+[Note: steps]
+    Each step counts from a base of its own, so one that was broken off, at different places on different ranks, leaves
+    nothing to clean up. `start` comes after all ranks have met, and so after the last read of the step before.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.collectives import group_timeout_s
+from rotorch.comm.line import Line, Sums
+from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, share_file
+from rotorch.core.errors import ConfigError, RankFailure
+
+_log = logging.getLogger(__name__)
+
+_STEP = 1 << 24  # operations between the bases of two steps: more than a step can have
+_WORDS = 8  # 64 bytes: what two ranks write lies in different lines of the cache
+_CHUNK_BYTES = 4 << 20  # of a sum over all ranks: every rank holds two of them
+
+
+class SharedLine(Line):
+    """A `Line` over shared memory. All its ranks make it together, and call `start` together.
+
+    Raises:
+        SharedMemoryUnavailable: the ranks are on several hosts, or the file system is missing or too small.
+    """
+
+    transport = "shared_memory"
+
+    def __init__(self, line: Line, *, timeout_s: float) -> None:
+        super().__init__(line.axis, line.size, line.position, line.group)
+        patience = Patience(num_ranks=line.size, timeout_s=timeout_s)
+        self._whole = _Lane(line, num_slots=2, num_readers=1, patience=patience)
+        self._parts = _Lane(line, num_slots=max(line.size - 1, 1), num_readers=line.size, patience=patience)
+
+    def slots(self) -> list[Tensor]:
+        """This rank's part of the shared memory."""
+        return [slot for lane in (self._whole, self._parts) for slot in lane.own_slots()]
+
+    def start(self) -> None:
+        self._whole.start()
+        self._parts.start()
+
+    def blocks(self, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None) -> Iterator[Tensor]:
+        sizes = [mine.shape] * self.size if shapes is None else [torch.Size(shape) for shape in shapes]
+        with _Operation(self._whole, max(size.numel() for size in sizes) * mine.itemsize) as operation:
+            operation.publish(mine, slot=operation.number % 2, reader=0)
+            for source, size in enumerate(sizes):
+                if source == self.position:
+                    yield mine
+                else:
+                    yield operation.read(source, size, mine.dtype, slot=operation.number % 2, reader=0)
+
+    def sums(self) -> Sums:
+        return _SharedSums(self._parts, size=self.size, position=self.position)
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self._combine(tensor, torch.Tensor.add_)
+
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        return self._combine(tensor, lambda a, b: torch.maximum(a, b, out=a))
+
+    def _combine(self, tensor: Tensor, into: Any) -> Tensor:
+        """Combines all ranks' tensors in the order of their positions, so that all come to the same."""
+        for chunk in tensor.view(-1).split(_CHUNK_BYTES // tensor.itemsize):
+            with _Operation(self._whole, chunk.nbytes) as operation:
+                slot = operation.number % 2
+                operation.publish(chunk, slot=slot, reader=0)
+                for source in range(self.size):
+                    theirs = operation.read(source, chunk.shape, chunk.dtype, slot=slot, reader=0)
+                    if source == 0:
+                        chunk.copy_(theirs)
+                    else:
+                        into(chunk, theirs)
+        return tensor
+
+    def all_gather(self, part: Tensor) -> Tensor:
+        whole = part.new_empty(self.size, *part.shape)
+        for source, block in enumerate(self.blocks(part)):
+            whole[source].copy_(block)
+        return whole.flatten(0, 1)
+
+    def reduce_scatter(self, whole: Tensor) -> Tensor:
+        sums = self.sums()
+        for target, part in enumerate(whole.chunk(self.size)):
+            sums.add(part.clone() if target == self.position else part, target=target)
+        return sums.mine()
+
+
+class _SharedSums:
+    """Sums of parts that ranks make for each other: the rank that a sum belongs to reads the others' parts in place."""
+
+    def __init__(self, lane: _Lane, *, size: int, position: int) -> None:
+        self._lane, self._size, self._position = lane, size, position
+        self._operation: _Operation | None = None
+        self._mine: Tensor | None = None
+        self._theirs: _Operation | None = None
+
+    def add(self, part: Tensor, *, target: int) -> None:
+        if self._operation is None:
+            self._operation = _Operation(self._lane, part.nbytes)
+        self._operation.make_room(part.nbytes)
+        if target == self._position:
+            self._mine, self._theirs = part, self._operation.now()
+        else:
+            self._operation.publish(part, slot=self._slot(self._position, target), reader=target)
+
+    def mine(self) -> Tensor:
+        if self._mine is None or self._theirs is None or self._operation is None:
+            raise AssertionError("no part was made for this rank")
+        for source in range(self._size):
+            if source != self._position:
+                slot = self._slot(source, self._position)
+                args = (source, self._mine.shape, self._mine.dtype)
+                self._mine.add_(self._theirs.read(*args, slot=slot, reader=self._position))
+        self._operation.end()
+        return self._mine
+
+    def _slot(self, source: int, target: int) -> int:
+        return (target - source - 1) % self._size
+
+
+class _Lane:
+    """Slots of every rank, and how far each rank is (see [Note: lanes]).
+
+    Args:
+        line: the ranks.
+        num_slots: that each rank has.
+        num_readers: whom a rank tells separately that there is something; 1 if all are told at once.
+        patience: how to wait.
+    """
+
+    def __init__(self, line: Line, *, num_slots: int, num_readers: int, patience: Patience) -> None:
+        self.line, self.patience = line, patience
+        self._num_slots, self._num_readers = num_slots, num_readers
+        self.next = self._base = _STEP
+        self.is_open = False
+        self._lock = threading.Lock()
+        self.memory = self._make(0)
+
+    def begin(self) -> int:
+        """The number of the next operation; this rank is past all before it."""
+        if self.is_open:
+            raise AssertionError("an operation began on a line before the last one was over")
+        self.is_open = True
+        number, self.next = self.next, self.next + 1
+        self.past(number)
+        return number
+
+    def past(self, number: int) -> None:
+        """This rank is done with all operations before that one."""
+        done = self.memory.done[self.line.position]
+        if done[0] < number:
+            self.store(done, 0, number)
+
+    def store(self, numbers: np.ndarray, index: int, value: int) -> None:
+        """Writes a number that others look at, after what was written before."""
+        with self._lock:  # one cycle orders earlier stores before it, the next one the number's after it
+            pass
+        with self._lock:
+            numbers[index] = value
+
+    def make_room(self, num_bytes: int) -> None:
+        """All ranks, in the same operation: sees to it that a slot holds so many bytes."""
+        if num_bytes > self.memory.slot_bytes:
+            self.memory = self._make(num_bytes)
+            self.past(self.next - 1)
+
+    def start(self) -> None:
+        self._base += _STEP
+        self.next = self._base
+        self.is_open = False
+        self.past(self._base)
+
+    def own_slots(self) -> list[Tensor]:
+        return [self.memory.slots[self.line.position][slot] for slot in range(self._num_slots)]
+
+    def _make(self, num_bytes: int) -> _Memory:
+        return _Memory(self.line, num_slots=self._num_slots, num_readers=self._num_readers, slot_bytes=num_bytes)
+
+
+class _Memory:
+    """One file of a lane.
+
+    Attributes:
+        slot_bytes: of each slot.
+        done: per rank `[1]`: it is done with all operations before this one.
+        published: per rank `[num_readers]`: before which operation everything for a reader is there.
+        slots: per rank and slot, its bytes.
+    """
+
+    def __init__(self, line: Line, *, num_slots: int, num_readers: int, slot_bytes: int) -> None:
+        slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        words = _WORDS * (1 + num_readers)
+        header = -(-8 * words // mmap.PAGESIZE) * mmap.PAGESIZE
+        of_rank = header + num_slots * slot_bytes
+
+        def gather(value: Any) -> list[Any]:
+            gathered: list[Any] = [None] * line.size
+            dist.all_gather_object(gathered, value, group=line.group)
+            return gathered
+
+        own = Extent(line.position * of_rank, of_rank)
+        self._map = share_file(line.size * of_rank, size=line.size, position=line.position, owned=[own], gather=gather)
+        flat = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.slot_bytes = slot_bytes
+        self.done, self.published, self.slots = [], [], []
+        for rank in range(line.size):
+            start = rank * of_rank
+            numbers = np.frombuffer(self._map, dtype=np.int64, count=words, offset=start)
+            self.done.append(numbers[:1])
+            self.published.append(numbers[_WORDS::_WORDS])
+            body = flat[start + header : start + of_rank]
+            self.slots.append([body[s * slot_bytes : (s + 1) * slot_bytes] for s in range(num_slots)])
+
+
+class _Operation:
+    """One operation of a lane, on this rank; as a block it ends on leaving, also after an exception."""
+
+    def __init__(self, lane: _Lane, num_bytes: int, *, number: int | None = None) -> None:
+        self._lane = lane
+        self.number = lane.begin() if number is None else number
+        lane.make_room(num_bytes)
+        self._memory = lane.memory
+
+    def __enter__(self) -> _Operation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def now(self) -> _Operation:
+        """This operation, with the memory that it has now."""
+        return _Operation(self._lane, 0, number=self.number)
+
+    def make_room(self, num_bytes: int) -> None:
+        """See `_Lane.make_room`; what was published before stays where it is."""
+        self._lane.make_room(num_bytes)
+        self._memory = self._lane.memory
+
+    def end(self) -> None:
+        """This rank is done with it."""
+        if self.number + 1 == self._lane.next:  # else it is one that was broken off, of a step before
+            self._lane.is_open = False
+            self._lane.past(self.number + 1)
+
+    def publish(self, tensor: Tensor, *, slot: int, reader: int) -> None:
+        """Copies `tensor` where others read it. Waits until the slot is free."""
+        lane, memory, me = self._lane, self._memory, self._lane.line.position
+        everybody = memory.published[me].shape[0] == 1
+        # Two slots take turns, so everybody is past the operation before the last; else the last was read by `reader`.
+        for rank in [r for r in range(lane.line.size) if r != me] if everybody else [reader]:
+            self._wait(memory.done[rank], 0, self.number - 1 if everybody else self.number, rank)
+        room = memory.slots[me][slot][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        room.copy_(tensor)
+        lane.store(memory.published[me], reader, self.number + 1)
+
+    def read(self, source: int, shape: torch.Size, dtype: torch.dtype, *, slot: int, reader: int) -> Tensor:
+        """What the rank at `source` has published, where it lies. Waits for it."""
+        memory = self._memory
+        self._wait(memory.published[source], reader, self.number + 1, source)
+        return memory.slots[source][slot][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    def _wait(self, numbers: np.ndarray, index: int, at_least: int, rank: int) -> None:
+        if numbers[index] >= at_least:
+            return
+        patience, line = self._lane.patience, self._lane.line
+        if not patience.wait(lambda: numbers[index] >= at_least):
+            raise RankFailure(
+                f"position {line.position} on axis {line.axis!r} waited {patience.timeout_s:.0f} s for position "
+                f"{rank}, which is late or gone"
+            )
+
+
+def make_line(mesh: DeviceMesh, axis: str, *, transport: str, device: torch.device) -> Line:
+    """The ranks that this rank shares an axis of `mesh` with. All ranks of the mesh call it.
+
+    Args:
+        mesh: of all ranks.
+        axis: of it.
+        transport: "auto", "messages" or "shared_memory". "auto" takes shared memory on CPU if every rank can.
+        device: where tensors lie.
+
+    Raises:
+        ConfigError: shared memory was asked for and cannot be had.
+    """
+    line = Line.along(mesh, axis)
+    if transport == "messages" or line.size == 1 or (transport == "auto" and device.type != "cpu"):
+        return line
+    if device.type != "cpu":
+        raise ConfigError(
+            f"transport=shared_memory works between CPU ranks, not on {device.type}. Write transport=auto"
+        )
+    try:
+        return SharedLine(line, timeout_s=group_timeout_s(mesh[axis], device=device))
+    except SharedMemoryUnavailable as error:  # on all ranks of the line
+        if transport == "shared_memory":
+            raise ConfigError(f"transport=shared_memory is not possible: {error}. Write transport=auto") from None
+        if line.position == 0:
+            _log.warning("no shared memory on axis %s (%s): blocks travel as messages instead", axis, error)
+        return line

@@ -1,0 +1,144 @@
+"""Blocks and sums that ranks of one host read in place, against what they should be; and steps that break off."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from rotorch.comm.shared_line import SharedLine, make_line
+from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.testing.ranks import run_ranks
+
+
+def make(timeout_s=60.0):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("row",))
+    if timeout_s == 60.0:
+        return make_line(mesh, "row", transport="auto", device=torch.device("cpu"))
+    plain = make_line(mesh, "row", transport="messages", device=torch.device("cpu"))
+    return SharedLine(plain, timeout_s=timeout_s)
+
+
+def of(rank, number, shape):
+    return torch.full(shape, 100.0 * number + rank)
+
+
+def everything(line, number, *, size):
+    """One of each operation, of sizes that grow from one to the next; says what is wrong."""
+    n, me = line.size, line.position
+    shapes = [(size + rank, 3) for rank in range(n)]
+    for rank, block in enumerate(line.blocks(of(me, number, shapes[me]), shapes=shapes)):
+        if not torch.equal(block, of(rank, number, shapes[rank])):
+            yield f"block {rank} of {number}"
+    sums = line.sums()
+    for target in range(n):
+        sums.add(of(me, number + target, shapes[target]), target=target)
+    if not torch.equal(sums.mine(), sum(of(rank, number + me, shapes[me]) for rank in range(n))):
+        yield f"sum of {number}"
+    total = line.all_reduce(of(me, number, (size,)))
+    if not torch.equal(total, sum(of(rank, number, (size,)) for rank in range(n))):
+        yield f"sum over all of {number}"
+    if not torch.equal(line.all_reduce_max(of(me, number, (size,))), of(n - 1, number, (size,))):
+        yield f"largest of {number}"
+    ids = torch.arange(size) + 10 * me
+    if line.all_gather(ids).tolist() != [10 * rank + i for rank in range(n) for i in range(size)]:
+        yield f"all of {number}"
+    whole = torch.cat([of(me, number + target, (size, 2)) for target in range(n)])
+    if not torch.equal(line.reduce_scatter(whole), sum(of(rank, number + me, (size, 2)) for rank in range(n))):
+        yield f"scattered sum of {number}"
+    if not line.all_equal(number) or line.all_equal(number + me):
+        yield f"comparison of {number}"
+
+
+def many():
+    line = make()
+    problems = []
+    for number in range(30):
+        if number % 10 == 0:
+            line.start()
+        problems += everything(line, number, size=1 + 300 * (number % 7))
+    return line.transport, problems, sum(slot.numel() for slot in line.slots())
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_every_operation_gives_what_it_should(num_ranks):
+    for transport, problems, num_bytes in run_ranks(many, num_ranks=num_ranks):
+        assert transport == "shared_memory" and problems == []
+        assert 0 < num_bytes <= 2 * 24576 + (num_ranks - 1) * 24576  # of at most 1803 x 3 floats, in whole pages
+
+
+def sum_in_chunks():
+    line = make()
+    line.start()
+    total = line.all_reduce(torch.arange(3_000_000, dtype=torch.float32) * (line.position + 1))
+    return torch.equal(total, torch.arange(3_000_000, dtype=torch.float32) * 3)
+
+
+def test_a_sum_larger_than_a_chunk():
+    assert run_ranks(sum_in_chunks, num_ranks=2) == [True, True]
+
+
+def broken_off():
+    line = make()
+    me = line.position
+    line.start()
+    assert list(everything(line, 9, size=20)) == []
+    dist.barrier()
+    line.start()
+    with pytest.raises(ValueError, match="here"):
+        for number, _ in enumerate(line.blocks(of(me, 0, (5,)))):
+            if number == me:  # ranks leave at different places, and one of them has made a part already
+                raise ValueError("here")
+    if me == 0:
+        line.sums().add(of(me, 1, (5,)), target=1)
+    dist.barrier()  # as before every step
+    line.start()
+    return list(everything(line, 3, size=4))
+
+
+def test_after_a_step_that_broke_off_the_next_one_is_right():
+    assert run_ranks(broken_off, num_ranks=3) == [[], [], []]
+
+
+def nested():
+    line = make()
+    line.start()
+    blocks = line.blocks(of(line.position, 0, (5,)))
+    next(blocks)
+    with pytest.raises(AssertionError, match="before the last one was over"):
+        line.all_reduce(torch.ones(3))
+    return True
+
+
+def test_an_operation_inside_another_one_is_refused():
+    assert run_ranks(nested, num_ranks=2) == [True, True]
+
+
+def late():
+    line = make(timeout_s=2.0)
+    line.start()
+    line.all_reduce(torch.ones(3))
+    if line.position == 1:
+        return ""
+    with pytest.raises(RankFailure) as told:
+        line.all_reduce(torch.ones(3))
+    return str(told.value)
+
+
+def test_a_rank_that_is_late_is_named():
+    message, _ = run_ranks(late, num_ranks=2)
+    assert message == "position 0 on axis 'row' waited 2 s for position 1, which is late or gone"
+
+
+def without_room(transport):
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("row",))
+    try:
+        return make_line(mesh, "row", transport=transport, device=torch.device("cpu")).transport
+    except ConfigError as error:
+        return str(error)
+
+
+def test_without_shared_memory_blocks_travel_as_messages(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path / "missing"))
+    assert run_ranks(without_room, "auto", num_ranks=2) == ["messages"] * 2
+    for told in run_ranks(without_room, "shared_memory", num_ranks=2):
+        assert "No such file" in told and "Write transport=auto" in told
