@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rotorch.comm.line import Line
 from rotorch.comm.meter import Meter
+from rotorch.comm.shared_line import make_line
 from rotorch.ops.summa import Grid, summa_linear
 from rotorch.testing.ranks import run_ranks
 
@@ -119,9 +120,10 @@ def part(whole: Tensor, dim: int, index: int, of: int) -> Tensor:
 # ------------------------------------------------------------------ rows
 
 
-def ours(shape: Shape, mesh: DeviceMesh) -> Row:
+def ours(shape: Shape, mesh: DeviceMesh, *, transport: str) -> Row:
     """Tesseract by `ops/summa.py`: depth layers have rows of their own, so their weight gradients are summed."""
-    depth, row, col = (Line.along(mesh, axis) for axis in ("depth", "row", "col"))
+    cpu = torch.device("cpu")
+    depth, row, col = (make_line(mesh, axis, transport=transport, device=cpu) for axis in ("depth", "row", "col"))
     grid = Grid(row, col)
     x, up, down, grad = shape.whole()
 
@@ -138,7 +140,7 @@ def ours(shape: Shape, mesh: DeviceMesh) -> Row:
             depth.all_reduce(weight.grad)
 
     return Row(
-        name=f"rotorch {SIDE}x{SIDE}x{depth.size}",
+        name=f"rotorch {SIDE}x{SIDE}x{depth.size}, {transport.replace('_', ' ')}",
         inputs=(mine(x).requires_grad_(), mine(grad)),
         weights=weights,
         forward=lambda a: summa_linear(grid, F.gelu(summa_linear(grid, a, weights[0])), weights[1]),
@@ -254,12 +256,14 @@ def colossalai_products(mesh: DeviceMesh) -> Any:
 def measure(shape: Shape, depth: int, rounds: int, with_colossalai: bool) -> dict[str, Any]:
     """What this rank measures of every row."""
     mesh = init_device_mesh("cpu", (depth, SIDE, SIDE), mesh_dim_names=("depth", "row", "col"))
-    rows = [ours(shape, mesh), tensor_parallel(shape, mesh)]
+    rows = [ours(shape, mesh, transport=transport) for transport in ("shared_memory", "messages")]
+    rows.append(tensor_parallel(shape, mesh))
     if with_colossalai:
         rows += [colossalai(shape, mesh, sums_over_depth=sums) for sums in ((False, True) if depth > 1 else (False,))]
     gradients = whole_gradients(shape)
     results: dict[str, Any] = {}
     for row in rows:
+        row.timed()
         with Meter(smallest_counted_bytes=1024) as meter:
             row.timed()
         results[row.name] = {
@@ -313,9 +317,13 @@ def main() -> int:
             f"{row['name']:44} {row['forward_s_median'] * 1e3:7.2f} ms {row['backward_s_median'] * 1e3:7.2f} ms "
             f"{row['sent_bytes_per_rank']:12,} {row['weight_bytes_per_rank']:10,} {row['error']:9.1e}"
         )
-    for peer in rows[1:]:
-        ratios = {p: ratio(rows[0], peer, p) for p in ("forward_s", "backward_s")}
-        print(f"ours against {peer['name']}: forward x{ratios['forward_s']:.2f}, backward x{ratios['backward_s']:.2f}")
+    for own in rows[:2]:
+        for peer in rows[2:]:
+            ratios = {p: ratio(own, peer, p) for p in ("forward_s", "backward_s")}
+            print(
+                f"{own['name']} against {peer['name']}: "
+                f"forward x{ratios['forward_s']:.2f}, backward x{ratios['backward_s']:.2f}"
+            )
     if given.json:
         machine = {"torch": torch.__version__, "python": platform.python_version(), "cpu": platform.machine()}
         record = {"command": " ".join(sys.argv), "machine": machine, "shape": vars(shape), "rows": rows}
