@@ -29,6 +29,7 @@ LAYERS = {
     "models": 4,
     "ops": 5,
     "parallel_model": 5,
+    "grid_holding": 5,
     "parallelize": 6,
     "testing": 6.5,  # public, for tests and `rotorch verify`; IMPORTED_ONLY_BY keeps layer 7 out of it
     "train": 7,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import typing
 
 import pytest
@@ -17,12 +18,29 @@ MODELS = ("llama", "qwen3", "gemma2", "gpt_neox")
 
 def of_size(kind: str, size: int) -> str | None:
     """The layout of one strategy on so many ranks; None if it has no size."""
-    fields = STRATEGIES[kind].model_fields
-    if not any(field.is_required() for field in fields.values()):
-        return kind if size == 1 else None
-    if [name for name, field in fields.items() if field.is_required()] != ["size"]:
-        raise AssertionError(f"say here how {kind} is written on {size} ranks")
-    return f"{kind}={size}"
+    match STRATEGIES[kind].size_fields:
+        case ():
+            return kind if size == 1 else None
+        case ("size",):
+            return f"{kind}={size}"
+        case ("rows", "columns"):
+            side = math.isqrt(size)
+            return f"{kind}={side}x{side}" if side * side == size else None
+        case ("rows", "columns", "depth"):
+            side = max(q for q in (1, 2, 4) if size % (q * q) == 0)
+            return f"{kind}={side}x{side}x{size // (side * side)}"
+        case other:
+            raise AssertionError(f"say here how {kind} is written on {size} ranks: {other}")
+
+
+def smallest(kind: str, *, least: int = 2) -> str:
+    """The layout of one strategy on the fewest ranks, `least` or more, that it has one for."""
+    return next(layout for size in range(least, 65) if (layout := of_size(kind, size)))
+
+
+def is_grid(kind: str) -> bool:
+    """Whether a strategy has two sides, so that fewer than four ranks say little."""
+    return "rows" in STRATEGIES[kind].size_fields
 
 
 def options(strategy: type[Strategy]) -> list[dict[str, object]]:
@@ -59,23 +77,27 @@ def has_idle_options(strategy: type[Strategy], chosen: dict[str, object]) -> boo
 
 
 def on_two_ranks(strategy: type[Strategy], chosen: dict[str, object]) -> Strategy:
-    return strategy(**({"size": 2} if "size" in strategy.model_fields else {}), **chosen)
+    sizes = {"size": 2} if "size" in strategy.size_fields else dict.fromkeys(strategy.size_fields, 1)
+    return strategy(**sizes, **chosen)
 
 
 def table() -> list[tuple[str, str]]:
     """All (layout, model) pairs: two ranks and compositions on every model, the rest where it is most telling."""
     pairs: list[tuple[str, str]] = []
     for kind, strategy in STRATEGIES.items():
-        for size in (1, 2, 3, 4):
-            layout = of_size(kind, size)
+        # Of grids the one with a depth has all that the others have.
+        telling_size = (4 if "depth" in strategy.size_fields else 0) if is_grid(kind) else 2
+        for size in (1, 2, 4, 8) if is_grid(kind) else (1, 2, 3, 4):
+            layout, on_all = of_size(kind, size), size == telling_size
             if layout is not None:
-                pairs += [(layout, model) for model in (MODELS if size == 2 or layout == kind else MODELS[:1])]
+                pairs += [(layout, model) for model in (MODELS if on_all or layout == kind else MODELS[:1])]
         for chosen in options(strategy):
             # On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1.
             size = {"size": 3} if "size" in strategy.model_fields else {}
             pairs.append((format_parallel([strategy(**size, **chosen)]), "llama"))
     for outer, inner in sorted(COMPOSES):
-        pairs += [(f"{of_size(outer, 2)},{of_size(inner, 2)}", model) for model in MODELS]
+        models = MODELS[:1] if is_grid(inner) else MODELS
+        pairs += [(f"{of_size(outer, 2)},{smallest(inner)}", model) for model in models]
     return pairs
 
 
@@ -121,8 +143,9 @@ def more() -> list[tuple[str, str]]:
         for n, model in ((3, "qwen3"), (4, "gemma2"))
         if (layout := of_size(kind, n))
     ]
-    return [
-        *table(),
-        *sizes,
-        *[(f"{of_size(outer, 2)},{of_size(inner, 3)}", "gpt_neox") for outer, inner in sorted(COMPOSES)],
+    composed = [
+        (f"{of_size(outer, 2)},{layout}", "gpt_neox")
+        for outer, inner in sorted(COMPOSES)
+        if (layout := of_size(inner, 3))
     ]
+    return list(dict.fromkeys([*table(), *sizes, *composed]))

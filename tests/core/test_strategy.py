@@ -9,7 +9,7 @@ from rotorch.strategies import STRATEGIES
 def test_a_strategy_is_frozen_and_knows_its_fields(kind):
     cls = STRATEGIES[kind]
     assert issubclass(cls, Strategy) and cls.kind == kind
-    fields = {"size": 2} if "size" in cls.model_fields else {}
+    fields = dict.fromkeys(cls.size_fields, 2)
     strategy = cls(**fields)
     with pytest.raises(ValidationError):
         cls(**fields, no_such_option=1)
@@ -22,12 +22,12 @@ def test_a_strategy_is_frozen_and_knows_its_fields(kind):
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_ranks_are_the_product_of_axes_and_batch_axes_are_axes(kind):
     cls = STRATEGIES[kind]
-    strategy = cls(**({"size": 3} if "size" in cls.model_fields else {}))
+    strategy = cls(**dict.fromkeys(cls.size_fields, 3))
     product = 1
     for size in strategy.axes.values():
         product *= size
     assert strategy.num_ranks == product
-    assert set(strategy.batch_axes) <= set(strategy.axes)
+    assert {*strategy.batch_axes, *strategy.feature_axes} <= set(strategy.axes)
 
 
 def test_the_interface_cannot_be_made():

@@ -13,7 +13,9 @@ from rotorch.strategies import (
     FSDP,
     RTP,
     STRATEGIES,
+    SUMMA,
     Single,
+    Tesseract,
     batch_ranks,
     check_composition,
     format_parallel,
@@ -36,6 +38,8 @@ from rotorch.strategies import (
         ),
         ("rtp=2[]", (RTP(size=2),)),
         ("single[recompute=block]", (Single(recompute="block"),)),
+        ("summa=2x2", (SUMMA(rows=2, columns=2),)),
+        ("ddp=2,tesseract=4x4x3", (DDP(size=2), Tesseract(rows=4, columns=4, depth=3))),
         ("ddp=2,fsdp=2[recompute=block]", (DDP(size=2), FSDP(size=2, recompute="block"))),
     ],
 )
@@ -47,6 +51,8 @@ SIZES = st.integers(1, 512)
 SINGLES = st.one_of(
     st.builds(Single, recompute=st.sampled_from(["none", "block"])),
     st.builds(DDP, size=SIZES),
+    st.builds(lambda q: SUMMA(rows=q, columns=q), SIZES),
+    st.builds(lambda q, d: Tesseract(rows=q, columns=q, depth=d), SIZES, SIZES),
     st.builds(FSDP, size=SIZES, reshard=st.booleans(), recompute=st.sampled_from(["none", "block"])),
     st.builds(
         RTP,
@@ -91,6 +97,12 @@ def test_what_is_written_reads_back(strategies):
         ),
         ("rtp=2[recompute=all]", "recompute"),
         ("fsdp=2[reshard=maybe]", "reshard"),
+        ("summa=4", "'summa=4' needs the sizes of a grid, rows x columns. Write for example summa=2x2"),
+        ("tesseract=2x2", "needs the sizes of a grid, rows x columns x depth. Write for example tesseract=2x2x2"),
+        ("tesseract=2x2x0", "'tesseract=2x2x0' needs the sizes of a grid"),
+        ("tesseract=2x3x1", "a grid of 2 x 3 is not square. Write tesseract=2x2x1 or 3x3x1"),
+        ("summa=2x3", "parallel: 'summa=2x3': summa: a grid of 2 x 3 is not square"),
+        ("summa=2x2[rows=3]", "summa has no option 'rows'. It has none"),
         ("ddp=2;rtp=2", "'ddp=2;rtp=2' needs a positive number"),
         ("ddp=2,,rtp=2", "cannot read ''"),
         ("rtp=2[recompute=slice", "cannot read"),
@@ -114,6 +126,8 @@ def test_an_empty_list_of_strategies_is_refused():
 def test_ranks_multiply():
     strategies = parse_parallel("ddp=3,rtp=4")
     assert (num_ranks(strategies), batch_ranks(strategies)) == (12, 12)
+    strategies = parse_parallel("ddp=2,tesseract=2x2x3")
+    assert (num_ranks(strategies), batch_ranks(strategies)) == (24, 12)  # columns share a batch
     assert (num_ranks(parse_parallel("single")), batch_ranks(parse_parallel("single"))) == (1, 1)
 
 

@@ -31,7 +31,7 @@ from rotorch.mesh import check_world_size, device_type
 from rotorch.models.describe import describe
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
-from rotorch.strategies import num_ranks, parse_parallel
+from rotorch.strategies import cuts_features, num_ranks, parse_parallel
 
 OK, DOES_NOT_HOLD, RANK_FAILED = 0, 1, 3
 """Exit codes; 2, the input was wrong, is `ConfigError`."""
@@ -200,7 +200,7 @@ def check_model(task: Task, *, layouts: Layouts, peers: Sequence[str] = ()) -> M
     """
     check_shares(task, layouts=list(layouts.values()))
     with on_meta():
-        spec = describe(build(task))
+        spec = describe(build(task), features=any(map(cuts_features, layouts.values())))
     for strategies in layouts.values():
         for strategy in strategies:
             strategy.at_precision(task.autocast).check(spec)

@@ -74,12 +74,42 @@ class Cut:
 
 
 @dataclass(frozen=True)
+class GridCut:
+    """How a weight may be cut where activations are cut along their features, on a grid of ranks.
+
+    A matrix that linear layers multiply with is cut along its inputs by rows of the grid and along its outputs by
+    columns, a table that is looked up in by its rows and its columns, the vector of a norm or a bias by columns only.
+
+    Attributes:
+        rows: among the ranks of one column; None: they hold the same.
+        columns: among the ranks of one row; None: they hold the same.
+        sums: how many numbers per token are summed over all features where the weight is used (by a norm), in forward
+            and again in backward.
+    """
+
+    rows: Cut | None = None
+    columns: Cut | None = None
+    sums: int = 0
+
+    @property
+    def is_table(self) -> bool:
+        """Whether rows of the weight lie in rows of the grid, as for look-ups."""
+        return self.rows is not None and self.rows.dim == 0
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether its inputs lie in rows of the grid and its outputs in columns."""
+        return self.rows is not None and self.rows.dim == 1
+
+
+@dataclass(frozen=True)
 class Weight:
     """One parameter of the model: its name, its whole shape, and how it may be cut (None: not at all).
 
     `aliases` are further names of the same tensor (a head tied to its embedding); they never count twice. `trained`
     weights get gradients. One that is `beside_slices` is not cut, but used by nothing else than modules that run on
-    slices: each slice gives a part of its gradient.
+    slices: each slice gives a part of its gradient. `grid` is how it may be cut where activations are cut along their
+    features; None if nobody has asked.
     """
 
     name: str
@@ -89,6 +119,7 @@ class Weight:
     aliases: tuple[str, ...] = ()
     trained: bool = True
     beside_slices: bool = False
+    grid: GridCut | None = None
 
     @property
     def numel(self) -> int:
@@ -105,6 +136,16 @@ class Weight:
         dim = self.cut.dim
         ranges = self.cut.ranges(self.shape[dim], num_slices=num_slices, index=index)
         return (*self.shape[:dim], sum(r.length for r in ranges), *self.shape[dim + 1 :])
+
+    def block_shape(self, *, size: int, row: int, column: int) -> tuple[int, ...]:
+        """Returns the shape of the block at `row` and `column` of a grid of `size` x `size`."""
+        shape = list(self.shape)
+        if self.grid is not None:
+            for cut, index in ((self.grid.rows, row), (self.grid.columns, column)):
+                if cut is not None:
+                    ranges = cut.ranges(self.shape[cut.dim], num_slices=size, index=index)
+                    shape[cut.dim] = sum(r.length for r in ranges)
+        return tuple(shape)
 
     def slice_bytes(self, *, num_slices: int, index: int) -> int:
         """Returns the bytes of slice `index` of `num_slices`."""
@@ -172,6 +213,7 @@ class ModelSpec:
         inside: units of weights that modules which run on slices need whole: `replicated`, unless a strategy makes
             them whole for each call (`with_inside_cut`).
         by_plan: whether the user's own plan says what is cut, not the model's or our rules.
+        features_stay_whole: why activations cannot be cut along their features, in words; "" if they can.
     """
 
     name: str
@@ -179,6 +221,7 @@ class ModelSpec:
     kept_whole: tuple[KeptWhole, ...] = ()
     inside: tuple[Unit, ...] = ()
     by_plan: bool = False
+    features_stay_whole: str = ""
 
     def with_inside_cut(self) -> ModelSpec:
         """The same with the units of `inside` among the cut ones."""

@@ -26,6 +26,9 @@ from torch import nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.models.feature_probe import why_not_in_halves
+from rotorch.models.features import with_features_cut
+from rotorch.models.heads import GROUP_COUNTS, HEAD_SIZES
 from rotorch.models.hf import Plan, head_weights, tensor_parallel_plan
 from rotorch.models.probe import Trial, try_tiny
 from rotorch.models.rules import cut_what_is_left, large_and_left, spec_by_rule
@@ -47,31 +50,54 @@ _NOT_CUT = {
     "replicated_with_grad_allreduce",
 }
 _KNOWN = {*_COLUMN_BLOCKS, *_ROW_BLOCKS, *_ALONE, *_NOT_CUT}
-_HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
-_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_head")
 
 
-def describe(module: nn.Module, *, plan: Plan | None = None) -> ModelSpec:
+def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = False) -> ModelSpec:
     """Derives the units of `module` from `plan`, from the plan that it declares itself, or else by rules.
 
     Works on meta tensors.
+
+    Args:
+        module: the model.
+        plan: name patterns to roles, in place of its own.
+        features: say also how its weights are cut where activations are cut along their features.
 
     Raises:
         ConfigError: a pattern that matches nothing, or a role that is not known.
     """
     weights = _weights(module)
+    roles: dict[str, str] = {}
     if plan is None and not module_declares(module):
-        return _marked(spec_by_rule(module, weights), module)
-    if plan is not None:
-        return _marked(replace(_spec(module, _expand(plan, module), weights), by_plan=True), module)
-    roles = _expand(tensor_parallel_plan(module), module)
-    spec = _spec(module, roles, weights)
+        spec = spec_by_rule(module, weights)
+    elif plan is not None:
+        roles = _expand(plan, module)
+        spec = replace(_spec(module, roles, weights), by_plan=True)
+    else:
+        roles = _expand(tensor_parallel_plan(module), module)
+        spec = _spec(module, roles, weights)
+        classes = {type(module.get_submodule(u.name)) for u in spec.units if u.kind is UnitKind.MODULE}
+        trial = try_tiny(module, describe=_trusting) if classes or large_and_left(module, spec) else Trial()
+        for each in sorted(c.__name__ for c in classes - trial.on_slices):
+            _log.info("%s does not run on slices of its weights: they go round one by one", each)
+        spec = _spec(module, roles, weights, proven=trial.on_slices)
+        spec = cut_what_is_left(module, spec, weights, uses=trial.uses)
+    spec = _marked(spec, module)
+    return _with_features(spec, module, roles=roles) if features else spec
+
+
+def _with_features(spec: ModelSpec, module: nn.Module, *, roles: Mapping[str, str]) -> ModelSpec:
+    """The same, and how its weights are cut on a grid, or why not; a plan of the user's own is believed."""
+    spec = with_features_cut(module, spec, roles=roles)
+    if spec.features_stay_whole or spec.by_plan or not module_declares(module):
+        return spec
     classes = {type(module.get_submodule(u.name)) for u in spec.units if u.kind is UnitKind.MODULE}
-    trial = try_tiny(module, describe=_trusting) if classes or large_and_left(module, spec) else Trial()
-    for each in sorted(c.__name__ for c in classes - trial.on_slices):
-        _log.info("%s does not run on slices of its weights: they go round one by one", each)
-    spec = _spec(module, roles, weights, proven=trial.on_slices)
-    return _marked(cut_what_is_left(module, spec, weights, uses=trial.uses), module)
+
+    def describe_tiny(tiny: nn.Module) -> ModelSpec:
+        tiny_roles = _expand(tensor_parallel_plan(tiny), tiny)
+        tiny_spec = _marked(_spec(tiny, tiny_roles, _weights(tiny), proven=classes), tiny)
+        return with_features_cut(tiny, tiny_spec, roles=tiny_roles)
+
+    return replace(spec, features_stay_whole=why_not_in_halves(module, describe=describe_tiny))
 
 
 def _marked(spec: ModelSpec, module: nn.Module) -> ModelSpec:
@@ -253,10 +279,10 @@ def _num_head_groups(parent: nn.Module, *, least: int) -> int | None:
         parent: the module.
         least: length of the smallest of its weights along what is cut.
     """
-    head_sizes = [s for s in (getattr(parent, name, None) for name in _HEAD_SIZES) if isinstance(s, int)]
+    head_sizes = [s for s in (getattr(parent, name, None) for name in HEAD_SIZES) if isinstance(s, int)]
     if not head_sizes:
         return None
-    for name in _HEAD_COUNTS:
+    for name in GROUP_COUNTS:
         for source in (parent, getattr(parent, "config", None)):
             try:
                 count = getattr(source, name, None)

@@ -19,10 +19,16 @@ from rotorch.strategies.fsdp.plan import FSDP
 from rotorch.strategies.megatron.plan import Megatron
 from rotorch.strategies.rtp.plan import RTP
 from rotorch.strategies.single.plan import Single
+from rotorch.strategies.summa.plan import SUMMA
+from rotorch.strategies.tesseract.plan import Tesseract
 
-STRATEGIES: dict[str, type[Strategy]] = {"single": Single, "ddp": DDP, "fsdp": FSDP, "rtp": RTP, "megatron": Megatron}
+STRATEGIES: dict[str, type[Strategy]] = {
+    strategy.kind: strategy for strategy in (Single, DDP, FSDP, RTP, Megatron, SUMMA, Tesseract)
+}
 
-COMPOSES: frozenset[tuple[str, str]] = frozenset({("ddp", "fsdp"), ("ddp", "rtp"), ("ddp", "megatron")})
+COMPOSES: frozenset[tuple[str, str]] = frozenset(
+    {("ddp", "fsdp"), ("ddp", "rtp"), ("ddp", "megatron"), ("ddp", "summa"), ("ddp", "tesseract")}
+)
 """(outer, inner) pairs that work and are tested; every other composition is a ConfigError."""
 
 _ITEM = re.compile(r"^(?P<kind>[a-z_]+)(?:=(?P<size>[^\[\]]*))?(?:\[(?P<options>[^\[\]]*)\])?$")
@@ -72,6 +78,11 @@ def batch_ranks(strategies: Sequence[Strategy]) -> int:
         for axis in strategy.batch_axes:
             total *= strategy.axes[axis]
     return total
+
+
+def cuts_features(strategies: Sequence[Strategy]) -> bool:
+    """Whether activations are cut along their features, which a model's description must then say how."""
+    return any(strategy.feature_axes for strategy in strategies)
 
 
 def _parse_item(item: str, *, text: str) -> Strategy:

@@ -27,7 +27,7 @@ from rotorch.models.describe import describe
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
 from rotorch.shard.materialize import on_meta, take_recipes
-from rotorch.strategies import batch_ranks, format_parallel, num_ranks, parse_parallel
+from rotorch.strategies import batch_ranks, cuts_features, format_parallel, num_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.batches import share_of
 from rotorch.testing.compare import gradient_errors, gradients_along, relative_error, value_errors
@@ -192,7 +192,7 @@ def verify_subject(
     strategies = parse_parallel(parallel)
     with on_meta():
         module = widen(subject.build()).train()
-    spec = describe(module)
+    spec = describe(module, features=cuts_features(strategies))
     for strategy in strategies:
         if strategy.changes_the_model:
             raise ConfigError(

@@ -19,7 +19,7 @@ from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
-from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
+from rotorch.strategies import batch_ranks, cuts_features, num_ranks, parse_parallel
 from rotorch.train.data import BYTES, CheckedSource, check_source, default_cache_dir
 from rotorch.train.directories import check, checkpoints_of, latest
 from rotorch.train.manifest import Manifest, check_sizes, read_manifest
@@ -257,7 +257,7 @@ def check_model(
 
     with on_meta():
         module = make_module(model_config, lora=lora)
-    spec = describe(module)
+    spec = describe(module, features=cuts_features(strategies))
     for strategy in strategies:
         strategy.check(spec)
     if init != "random":

@@ -1,0 +1,151 @@
+"""How strategies on a grid of ranks hold a model: blocks of matrices, parts of vectors (`tesseract`, `summa`).
+
+At rest each parameter is a DTensor over this rank's block. For a pass matrices are replaced by stand-ins that multiply
+block by block (`ops/block_weight.py`), vectors by this rank's part. Activations are cut along their features from the
+embedding to the loss, so norms have their sums over features completed (`models/feature_sums.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from rotorch.comm.line import Line
+from rotorch.core.grid import ACROSS, DEPTH, DOWN
+from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
+from rotorch.models.feature_sums import CompletedSums
+from rotorch.ops.block_weight import BlockWeight
+from rotorch.ops.cut_features import sum_over
+from rotorch.ops.summa import Grid
+from rotorch.parallel_model import Holding
+from rotorch.shard.blocks import Blocks
+from rotorch.shard.held import Piece
+from rotorch.shard.sites import find_sites
+from rotorch.shard.twins import Part
+
+
+class GridHolding(Holding):
+    """One rank's blocks on a square grid, which may be several layers deep.
+
+    Args:
+        module: the model.
+        spec: its units, with their cuts on a grid.
+        mesh: with the axes `DOWN`, `ACROSS`, and `DEPTH` if there are several layers.
+        device: of this rank.
+    """
+
+    def __init__(self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
+        self._module = module
+        axes = mesh.mesh_dim_names or ()
+        self._depth = Line.along(mesh, DEPTH) if DEPTH in axes else Line(DEPTH, 1, 0, None)
+        self.grid = Grid(Line.along(mesh, DOWN), Line.along(mesh, ACROSS))
+        sites, parameters = find_sites(module), dict(module.named_parameters())
+        self._sizes = {"size": self.grid.down.size, "row": self.grid.down.position, "column": self.grid.across.position}
+        self._blocks = Blocks(
+            [self._part(w, axes=axes) for w in spec.weights],
+            sums={w.name: self._sums(w) for w in spec.weights},
+            parameters=parameters,
+            sites=sites,
+            mesh=mesh,
+            device=device,
+        )
+        self.weights = self._blocks.held
+        heads = {w.name for u in spec.units if u.logits for w in u.weights}
+        self._stand_ins = {
+            w.name: BlockWeight(w, self._blocks.twins[w.name], grid=self.grid, head=w.name in heads)
+            for w in spec.weights
+            if w.grid is not None and w.grid.rows is not None
+        }
+        for weight in spec.weights:
+            if weight.grid is not None and weight.grid.sums and self.grid.across.size > 1:
+                for site in sites[weight.name]:
+                    self._complete_sums(site.module, weight)
+
+    def _lines(self, weight: Weight) -> list[tuple[Line, Cut | None]]:
+        """The lines of ranks that this rank is on, and how a weight is cut among each."""
+        cut = weight.grid or GridCut()
+        return [(self._depth, None), (self.grid.down, cut.rows), (self.grid.across, cut.columns)]
+
+    def _part(self, weight: Weight, *, axes: tuple[str, ...]) -> Part:
+        placements: dict[str, Placement] = {axis: Replicate() for axis in axes}
+        num_holders, holder = 1, 0
+        for line, cut in self._lines(weight):
+            if cut is not None:
+                placements[line.axis] = Shard(cut.dim)
+            else:
+                holder, num_holders = holder * line.size + line.position, num_holders * line.size
+        return Part(
+            weight,
+            block_pieces(weight, **self._sizes),
+            weight.block_shape(**self._sizes),
+            tuple(placements.values()),
+            num_holders=num_holders,
+            holder=holder,
+        )
+
+    def _sums(self, weight: Weight) -> tuple[Line, ...]:
+        return tuple(line for line, cut in self._lines(weight) if cut is None and line.size > 1)
+
+    def _complete_sums(self, norm: nn.Module, weight: Weight) -> None:
+        (total,) = weight.shape
+        (mine,) = weight.block_shape(**self._sizes)
+        over = partial(sum_over, self.grid.across)
+        norm.forward = partial(_with_sums, norm.forward, mine, total, over)  # type: ignore[method-assign]
+
+    @contextmanager
+    def lend(self) -> Iterator[nn.Module]:
+        try:
+            self._blocks.lend()
+            for name, stand_in in self._stand_ins.items():
+                self._blocks.lend_instead(name, stand_in)
+            yield self._module
+        finally:
+            self._blocks.take_back()
+
+    def start(self) -> None:
+        self._blocks.start()
+
+    def finish(self) -> None:
+        self._blocks.sum_gradients()
+        self._blocks.attach()
+
+    def gradients(self) -> list[Tensor]:
+        return self._blocks.flat_gradients()
+
+
+def _with_sums(forward: Any, mine: int, total: int, over: Any, /, *args: Any, **kwargs: Any) -> Any:
+    with CompletedSums(mine=mine, total=total, sum_over=over):
+        return forward(*args, **kwargs)
+
+
+def block_pieces(weight: Weight, *, size: int, row: int, column: int) -> tuple[Piece, ...]:
+    """Where the block at `row` and `column` of a grid of `size` x `size` sits in the whole weight."""
+    cut = weight.grid or GridCut()
+    boxes: dict[int, tuple[Range, ...]] = {dim: (Range(0, length),) for dim, length in enumerate(weight.shape)}
+    for part, index in ((cut.rows, row), (cut.columns, column)):
+        if part is not None:
+            boxes[part.dim] = _ranges(part, weight, size=size, index=index)
+    several = [dim for dim, ranges in boxes.items() if len(ranges) > 1]
+    if len(several) > 1:
+        raise AssertionError(f"{weight.name} is fused along two dims")
+    along = several[0] if several else 0
+    pieces, local_start = [], 0
+    for part_range in boxes.get(along, (Range(0, 0),)) if weight.shape else ():
+        ranges = [part_range if dim == along else boxes[dim][0] for dim in range(len(weight.shape))]
+        if all(r.length for r in ranges):
+            piece = Piece(tuple(r.start for r in ranges), tuple(r.length for r in ranges), along, local_start)
+            pieces.append(piece)
+        local_start += part_range.length
+    return tuple(pieces) if weight.shape else (Piece((), ()),)
+
+
+def _ranges(cut: Cut, weight: Weight, *, size: int, index: int) -> tuple[Range, ...]:
+    return cut.ranges(weight.shape[cut.dim], num_slices=size, index=index)

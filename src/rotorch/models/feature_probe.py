@@ -1,0 +1,201 @@
+"""Whether a model gives the same with its activations cut along their features: tried on a tiny one of the same kind.
+
+[Note: feature probe]
+    The rules of `models/features.py` speak of weights. What modules do between them with the residual stream is code
+    that nobody has read: adding and scaling treat every feature alike, but a norm without weights, or a mean over
+    features, would be taken over a part of them, and nothing would look wrong. So a model with the same configuration
+    but for its sizes is built and run twice at once, in two threads, each with one half of all features. Where a layer
+    needs the other half, and where a norm sums over both, the threads exchange theirs. Side by side their outputs must
+    be the model's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rotorch._torch_private import tree_flatten
+from rotorch.core.spec import Cut, GridCut, ModelSpec, Weight
+from rotorch.models.feature_sums import CompletedSums
+from rotorch.models.tiny import inputs_for, shrunk_like
+from rotorch.shard.materialize import off_meta
+from rotorch.shard.sites import find_sites
+
+_log = logging.getLogger(__name__)
+
+_TOLERANCE = 1e-4
+"""Relative, of outputs in float64, where norms and rotary positions may compute in float32."""
+
+_PATIENCE_S = 60.0
+
+_known: dict[str, str] = {}
+
+
+def why_not_in_halves(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> str:
+    """Why a Hugging Face model's features cannot be cut, by trial (see [Note: feature probe]); "" if they can.
+
+    Deterministic, the same on all ranks; draws from no random generator of the caller's.
+
+    Args:
+        module: the model.
+        describe: makes the spec of another model alike, with its cuts on a grid.
+    """
+    key = f"{type(module).__module__}.{type(module).__qualname__} {sorted(module.config.to_dict().items(), key=str)!r}"
+    if key not in _known:
+        _known[key] = _try(module, describe=describe)
+    return _known[key]
+
+
+def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> str:
+    why = "there is no tiny one to try it on"
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a process that has threads of torch's cannot be forked into ranks
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta():
+            for config in shrunk_like(module.config):
+                config.use_cache = False
+                try:
+                    torch.manual_seed(0)
+                    tiny = type(module)._from_config(config).double().eval()
+                    spec = describe(tiny)
+                    if spec.features_stay_whole:
+                        return spec.features_stay_whole
+                    inputs = inputs_for(type(tiny), tiny.config, num_rows=2, num_tokens=12)
+                    expected = _first(tiny(**inputs))
+                except Exception as error:  # this variant does not run at all
+                    why = f"no tiny one runs ({error})"
+                    continue
+                return _compare(tiny, spec, inputs, expected)
+    finally:
+        torch.set_num_threads(num_threads)
+    return why
+
+
+def _compare(tiny: nn.Module, spec: ModelSpec, inputs: dict[str, Any], expected: Tensor) -> str:
+    exchange = _Exchange()
+    outputs: list[Tensor | Exception | None] = [None, None]
+
+    def run(mine: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            with torch.no_grad():
+                half = _Half(copy.deepcopy(tiny), spec, mine=mine, exchange=exchange)
+                outputs[mine] = _first(half(copy.deepcopy(inputs)))
+        except Exception as error:  # whatever its code does not like about half of the features
+            outputs[mine] = error
+            exchange.give_up()
+
+    threads = [threading.Thread(target=run, args=(mine,)) for mine in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [o for o in outputs if isinstance(o, Exception) and not isinstance(o, threading.BrokenBarrierError)]
+    if errors:
+        return f"a tiny one does not run on half of its features ({' '.join(str(errors[0]).split())[:200]})"
+    halves = [o for o in outputs if isinstance(o, Tensor)]
+    found = torch.cat(halves, -1) if len(halves) == 2 else expected.new_empty(0)
+    if found.shape != expected.shape or (found - expected).abs().max() > _TOLERANCE * expected.abs().max():
+        return "a tiny one gives something else on halves of its features: it does more with them than its weights say"
+    return ""
+
+
+def _first(output: Any) -> Tensor:
+    return next(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+class _Exchange:
+    """Two threads give each other tensors, in turns."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=_PATIENCE_S)
+        self._given: list[Tensor | None] = [None, None]
+
+    def both(self, mine: int, tensor: Tensor) -> list[Tensor]:
+        """What both threads gave, the first one's first."""
+        self._given[mine] = tensor
+        self._barrier.wait()
+        found = [given for given in self._given if given is not None]
+        self._barrier.wait()
+        return found
+
+    def give_up(self) -> None:
+        self._barrier.abort()
+
+
+class _Half(TorchFunctionMode):
+    """Runs a model on one half of its features. Its matrices stay whole; it takes its half of what they give.
+
+    Args:
+        model: a copy of its own; changed.
+        spec: with cuts on a grid.
+        mine: which half.
+        exchange: with the other one.
+    """
+
+    def __init__(self, model: nn.Module, spec: ModelSpec, *, mine: int, exchange: _Exchange) -> None:
+        super().__init__()
+        self._model, self._mine, self._exchange = model, mine, exchange
+        self._matrices: dict[int, Weight] = {}
+        sites = find_sites(model)
+        for weight in spec.weights:
+            cut, site = weight.grid or GridCut(), sites[weight.name][0]
+            whole = site.module._parameters[site.attribute]
+            if whole is None:
+                raise AssertionError(f"{weight.name} is not there")
+            if cut.rows is not None:
+                self._matrices[id(whole)] = weight
+            elif cut.columns is not None:
+                part = nn.Parameter(self._half_of(whole.detach(), cut.columns, size=weight.shape[0], dim=0))
+                for each in sites[weight.name]:
+                    each.put(part)
+                if cut.sums:
+                    norm = site.module
+                    norm.forward = partial(  # type: ignore[method-assign]
+                        self._with_sums, norm.forward, part.shape[0], weight.shape[0]
+                    )
+
+    def __call__(self, inputs: dict[str, Any]) -> Any:
+        with self:
+            return self._model(**inputs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        weight = self._matrices.get(id(args[1])) if len(args) > 1 else None
+        if weight is None or weight.grid is None or func not in (F.linear, F.embedding):
+            return func(*args, **kwargs)
+        rows, columns = weight.grid.rows, weight.grid.columns
+        if rows is None or columns is None:
+            raise AssertionError(f"{weight.name} is no matrix on a grid")
+        if func is F.embedding:
+            return self._half_of(func(*args, **kwargs), columns, size=weight.shape[1], dim=-1)
+        inputs, outputs = (columns, rows) if weight.grid.is_table else (rows, columns)
+        x = self._whole_of(args[0], inputs, size=weight.shape[1])
+        y = self._half_of(F.linear(x, args[1]), outputs, size=weight.shape[0], dim=-1)
+        bias = args[2] if len(args) > 2 else kwargs.get("bias")
+        return y if bias is None else y + bias
+
+    def _half_of(self, whole: Tensor, cut: Cut, *, size: int, dim: int) -> Tensor:
+        ranges = cut.ranges(size, num_slices=2, index=self._mine)
+        return torch.cat([whole.narrow(dim, r.start, r.length) for r in ranges], dim)
+
+    def _whole_of(self, half: Tensor, cut: Cut, *, size: int) -> Tensor:
+        whole = half.new_empty(*half.shape[:-1], size)
+        for index, part in enumerate(self._exchange.both(self._mine, half)):
+            ranges = cut.ranges(size, num_slices=2, index=index)
+            for r, piece in zip(ranges, part.split([r.length for r in ranges], -1), strict=True):
+                whole.narrow(-1, r.start, r.length).copy_(piece)
+        return whole
+
+    def _with_sums(self, forward: Any, mine: int, total: int, /, *args: Any, **kwargs: Any) -> Any:
+        with CompletedSums(mine=mine, total=total, sum_over=lambda part: sum(self._exchange.both(self._mine, part))):
+            return forward(*args, **kwargs)

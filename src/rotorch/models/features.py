@@ -1,0 +1,271 @@
+"""How a model's weights are cut where activations are cut along their features: into blocks on a grid of ranks.
+
+[Note: features]
+    Every rank of a row of the grid has the same tokens and its own part of their features, everywhere: of the residual
+    stream, of heads, of the columns of an MLP. A linear layer takes parts of its inputs and gives parts of its outputs,
+    whatever its role (`ops/summa.py`); the role says how parts of its interior must be made: by whole heads, by halves
+    that are fused. Attentions and MLPs that run on slices of their weights (`models/probe.py`) therefore run on their
+    part of the interior. Norms have their sums over features completed (`models/feature_sums.py`). What adds, scales or
+    drops single features needs nothing.
+
+[Note: what is not known is refused]
+    A model is refused by the name of its first part for which there is no rule: a matrix that no linear layer,
+    embedding or head uses, a vector of another size than the features it could belong to. Of a norm, the module itself
+    is tried: on random numbers, in two parts, against its own output.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from rotorch.core.spec import Cut, GridCut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.models.feature_sums import CompletedSums
+from rotorch.models.heads import HEAD_SIZES, num_head_groups, num_heads
+from rotorch.shard.sites import Site, find_sites
+
+_COLUMN_ROLES = {"colwise", "colwise_gather_output"}
+_ROW_ROLES = {"rowwise", "rowwise_split_input"}
+_TOLERANCE = 1e-5
+_MOST_SUMS = 8
+
+
+class _Unknown(Exception):
+    """There is no rule for a part of the model: says which."""
+
+
+def with_features_cut(module: nn.Module, spec: ModelSpec, *, roles: Mapping[str, str]) -> ModelSpec:
+    """The same spec, with `Weight.grid` of every weight; or with the reason why not in `features_stay_whole`.
+
+    Args:
+        module: the model, also on meta.
+        spec: its units.
+        roles: of its parameters, from its plan.
+    """
+    try:
+        cuts = _Cuts(module, spec, roles).by_name()
+    except _Unknown as unknown:
+        return replace(spec, features_stay_whole=str(unknown))
+    units = (replace(u, weights=tuple(replace(w, grid=cuts[w.name]) for w in u.weights)) for u in spec.units)
+    return replace(spec, units=tuple(units))
+
+
+@dataclass
+class _Cuts:
+    module: nn.Module
+    spec: ModelSpec
+    roles: Mapping[str, str]
+    _sites: dict[str, tuple[Site, ...]] = field(init=False)
+    _weights: dict[str, Weight] = field(init=False)
+    _cuts: dict[str, GridCut] = field(init=False)
+
+    def by_name(self) -> dict[str, GridCut]:
+        self._sites, self._cuts = find_sites(self.module), {}
+        self._weights = {w.name: w for w in self.spec.weights}
+        self._hidden = self._hidden_size()
+        for unit in self.spec.units:
+            if unit.kind is UnitKind.MODULE:
+                self._module(unit)
+            elif unit.kind is UnitKind.WEIGHT:
+                self._single(unit)
+        for weight in self._weights.values():
+            if weight.name not in self._cuts:
+                self._cuts[weight.name] = self._rest(weight)
+        self._try_norms()
+        return self._cuts
+
+    def _hidden_size(self) -> int:
+        """Features of the residual stream: what units that run on slices take in and give out."""
+        sizes = {w.shape[1 - w.cut.dim] for u in self._modules() for w in u.weights if w.cut and len(w.shape) == 2}
+        if len(sizes) != 1:
+            raise _Unknown(
+                f"its attentions and MLPs work between {' and '.join(map(str, sorted(sizes)))} features"
+                if sizes
+                else "it has no attention or MLP that is known to run on slices of its weights"
+            )
+        return sizes.pop()
+
+    def _modules(self) -> Iterator[Unit]:
+        return (u for u in self.spec.units if u.kind is UnitKind.MODULE)
+
+    def _module(self, unit: Unit) -> None:
+        for weight in unit.weights:
+            cut = weight.cut
+            if cut is None or len(weight.shape) > 2 or not self._is_used_by(weight, nn.Linear):
+                raise _Unknown(f"{weight.name!r} is used by no linear layer")
+            if len(weight.shape) == 1:
+                self._cuts[weight.name] = GridCut(columns=cut)
+            elif cut.dim == 0:
+                self._cuts[weight.name] = GridCut(rows=Cut(1, self._hidden), columns=cut)
+            else:
+                self._cuts[weight.name] = GridCut(rows=cut, columns=Cut(0, self._hidden))
+        for name in unit.added_once:
+            self._cuts[name] = self._hidden_vector()
+        for name in unit.replicated:
+            self._cuts[name] = self._inside(self._weights[name], self.module.get_submodule(unit.name))
+
+    def _inside(self, weight: Weight, parent: nn.Module, *, spans: Mapping[int, int] | None = None) -> GridCut:
+        """A vector inside of an attention or an MLP: of one head, of all features, or of sizes that `spans` groups."""
+        (size,) = weight.shape if len(weight.shape) == 1 else (0,)
+        head_sizes = {getattr(parent, name, None) for name in HEAD_SIZES}
+        if size and size == self._hidden:
+            return self._hidden_vector()
+        if spans is not None and size in spans:
+            return GridCut(columns=Cut(0, spans[size]))
+        if size in head_sizes:
+            return GridCut()
+        raise _Unknown(f"{weight.name!r} {list(weight.shape)} is neither of one head nor of all features")
+
+    def _hidden_vector(self) -> GridCut:
+        return GridCut(columns=Cut(0, self._hidden))
+
+    def _single(self, unit: Unit) -> None:
+        weight, *biases = unit.weights
+        if self._is_used_by(weight, nn.Embedding) or (weight.aliases and unit.logits):
+            self._cuts[weight.name] = self._table(weight, unit)
+        elif unit.logits:
+            self._cuts[weight.name] = self._linear(weight, Cut(1, self._hidden), Cut(0, weight.shape[0]))
+        else:
+            self._cuts[weight.name] = self._projection(weight)
+        for bias in biases:
+            cut = self._cuts[weight.name]
+            self._cuts[bias.name] = GridCut(columns=cut.rows if cut.is_table else cut.columns)
+
+    def _table(self, weight: Weight, unit: Unit) -> GridCut:
+        layers = [site.module for site in self._sites[weight.name] if isinstance(site.module, nn.Embedding)]
+        special = any(e.max_norm is not None or e.scale_grad_by_freq or e.sparse for e in layers)
+        heads = len(self._sites[weight.name]) - len(layers)
+        if weight.shape[1] != self._hidden or special or (heads and not unit.logits):
+            raise _Unknown(f"{weight.name!r} {list(weight.shape)} is no table of {self._hidden} features")
+        return GridCut(rows=Cut(0, weight.shape[0]), columns=Cut(1, self._hidden))
+
+    def _linear(self, weight: Weight, inputs: Cut, outputs: Cut) -> GridCut:
+        if not self._is_used_by(weight, nn.Linear) or weight.shape[inputs.dim] % inputs.groups:
+            raise _Unknown(f"{weight.name!r} {list(weight.shape)} is no linear layer of {self._hidden} features")
+        return GridCut(rows=inputs, columns=outputs)
+
+    def _projection(self, weight: Weight) -> GridCut:
+        """Of an attention whose forward is more than a sum over heads: a norm over all heads lies between."""
+        parent_name = weight.name.rpartition(".")[0].rpartition(".")[0]
+        parent = self.module.get_submodule(parent_name)
+        role = self.roles.get(weight.name, "")
+        groups, heads = num_head_groups(parent), num_heads(parent)
+        size = next((s for s in (getattr(parent, n, None) for n in HEAD_SIZES) if isinstance(s, int)), 0)
+        if not groups or not heads or not size or len(weight.shape) != 2:
+            raise _Unknown(f"{parent_name!r} ({type(parent).__name__}) is not known to run on slices of its weights")
+        spans = {groups * size: groups, heads * size: groups}
+        interior = weight.shape[0 if role in _COLUMN_ROLES else 1]
+        if role not in _COLUMN_ROLES | _ROW_ROLES or interior not in spans:
+            raise _Unknown(f"{weight.name!r} {list(weight.shape)} does not project to heads of {size} or from them")
+        prefix = f"{parent_name}."
+        for other in self._weights.values():
+            vector = len(other.shape) == 1 and not isinstance(self._sites[other.name][0].module, nn.Linear)
+            if other.name.startswith(prefix) and vector:
+                self._cuts[other.name] = self._inside(other, parent, spans=spans)
+        if role in _COLUMN_ROLES:
+            return self._linear(weight, Cut(1, self._hidden), Cut(0, groups))
+        return self._linear(weight, Cut(1, groups), Cut(0, self._hidden))
+
+    def _rest(self, weight: Weight) -> GridCut:
+        """What no unit cuts."""
+        layer = self._sites[weight.name][0].module
+        if weight.shape == (self._hidden,):
+            return self._hidden_vector()
+        if isinstance(layer, nn.Embedding):
+            return self._table(weight, Unit("", UnitKind.WEIGHT, self.spec.units[0].combine, (weight,)))
+        raise _Unknown(f"{weight.name!r} {list(weight.shape)} of a {type(layer).__name__} has no rule")
+
+    def _is_used_by(self, weight: Weight, kind: type[nn.Module]) -> bool:
+        layers = [site.module for site in self._sites[weight.name]]
+        return isinstance(layers[0], kind) if kind is nn.Embedding else all(type(each) is kind for each in layers)
+
+    def _try_norms(self) -> None:
+        """Counts the sums of every module with vectors of its own, by trial; refuses those that go wrong."""
+        tried: dict[tuple[type, int], int] = {}
+        for name, weight in self._weights.items():
+            layer = self._sites[name][0].module
+            cut = self._cuts[name]
+            own = next(iter(layer._parameters))
+            if cut.columns is None or cut.rows is not None or isinstance(layer, nn.Linear):
+                continue
+            if self._sites[name][0].attribute != own:  # counted with the module's first
+                continue
+            key = (type(layer), weight.shape[0])
+            if key not in tried:
+                tried[key] = sums_of_norm(layer, size=weight.shape[0], name=name.rpartition(".")[0])
+            self._cuts[name] = replace(cut, sums=tried[key])
+
+
+def sums_of_norm(norm: nn.Module, *, size: int, name: str = "") -> int:
+    """How many sums over features a module's forward takes, by trial in two halves on random numbers.
+
+    Raises:
+        _Unknown: completing them does not give what the whole module gives.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.manual_seed(0)
+        whole = copy.deepcopy(norm)
+        for key, parameter in norm._parameters.items():
+            if parameter is not None:
+                whole._parameters[key] = nn.Parameter(torch.randn(parameter.shape, dtype=torch.float32))
+        x = torch.randn(3, size) + 0.5
+        try:
+            expected = whole(x)
+            widths = [size - size // 2, size // 2]
+            halves = [_half(whole, part, size=size) for part in range(2)]
+            outputs, num_sums = _in_lockstep(halves, list(x.split(widths, -1)), size=size)
+            found = torch.cat(outputs, -1)
+        except _Unknown:
+            raise
+        except Exception as error:  # whatever its code does not like about halves
+            raise _Unknown(
+                f"{name!r} ({type(norm).__name__}) does not run on a part of its features: {error}"
+            ) from None
+    if found.shape != expected.shape or (found - expected).abs().max() > _TOLERANCE * expected.abs().max():
+        raise _Unknown(f"{name!r} ({type(norm).__name__}) does something over its features that has no rule")
+    return num_sums
+
+
+def _half(whole: nn.Module, part: int, *, size: int) -> nn.Module:
+    half = copy.deepcopy(whole)
+    widths = [size - size // 2, size // 2]
+    for key, parameter in whole._parameters.items():
+        if parameter is not None and parameter.shape == (size,):
+            half._parameters[key] = nn.Parameter(parameter.detach().split(widths)[part].clone())
+    return half
+
+
+def _in_lockstep(halves: list[nn.Module], inputs: list[Tensor], *, size: int) -> tuple[list[Tensor], int]:
+    """Runs two modules that sum over each other, without any other rank: again and again, until all sums are known.
+
+    The first sum that a run takes is right in the second run, the second in the third, and so on.
+    """
+    known: list[list[Tensor]] = [[], []]
+    while True:
+        heard = [_Heard(other) for other in reversed(known)]
+        outputs = []
+        for half, x, listener in zip(halves, inputs, heard, strict=True):
+            with CompletedSums(mine=x.shape[-1], total=size, sum_over=listener):
+                outputs.append(half(x))
+        known, before = [listener.parts for listener in heard], known
+        if len(known[0]) != len(known[1]) or len(known[0]) > _MOST_SUMS:
+            raise _Unknown(f"{type(halves[0]).__name__} sums over its features in a way that depends on them")
+        if all(len(a) == len(b) and all(map(torch.equal, a, b)) for a, b in zip(known, before, strict=True)):
+            return outputs, len(known[0])
+
+
+class _Heard:
+    """Sums what one half gives with what the other gave in the run before, and remembers it."""
+
+    def __init__(self, other: list[Tensor]) -> None:
+        self._other = other
+        self.parts: list[Tensor] = []
+
+    def __call__(self, part: Tensor) -> Tensor:
+        place = len(self.parts)
+        self.parts.append(part)
+        return part + (self._other[place] if place < len(self._other) else part)

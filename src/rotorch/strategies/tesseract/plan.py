@@ -1,0 +1,98 @@
+"""tesseract: 2.5-D tensor parallelism. Every matrix in blocks on a grid of ranks, and the grid several layers deep.
+
+Idea
+    On a grid of q x q ranks each product of activations with weights goes block by block: blocks of activations are
+    broadcast along rows, blocks of weights along columns, and no rank ever has a whole row or column of either. d such
+    grids, one behind another, hold the same weights and each its own rows of the batch. Source: Tesseract (Wang et al.,
+    arXiv 2105.14500).
+
+Picture (q = 2, d = 2; one layer of the grid computes y = x W; a digit pair is a block's row and column)
+               holds    t = 0: x . W       t = 1: x . W
+    rank 0,0 | 00 00 |  00 . 00 <- own  |  01 . 10 <- x from its row, W from its column |  y 00
+    rank 0,1 | 01 01 |  00 . 01         |  01 . 11                                     |  y 01
+    rank 1,0 | 10 10 |  10 . 00         |  11 . 10                                     |  y 10
+    rank 1,1 | 11 11 |  10 . 01         |  11 . 11                                     |  y 11
+    The other layer does the same with its own x and the same W; gradients of W are summed over layers after backward.
+
+Layout
+    `W[D_row, F_col]`: inputs by rows of the grid, outputs by columns; heads are cut between key/value heads. Embedding
+    `E[V_row, D_col]`, a head that is tied to it as well; others as linear layers, `W[D_row, V_col]`. Norms and biases
+    `[D_col]`. Activations `[b/(d q), s, D_col]` everywhere, the residual stream included: ranks that differ only in
+    their column share a batch, row i of layer k has batch share i + k q. Logits exist for V/q columns, the loss is
+    computed on those.
+
+Cost (a layer of P bytes of weights, X of inputs and Y of outputs on this rank's tokens, all per rank: P/q^2 and so on)
+    resident   P/q^2, on each of d layers.
+    transient  One or two blocks of other ranks and two parts of gradients.
+    sent       Forward (q-1) (x + w) in broadcasts; backward the same again and (q-1) (x + w) in reductions; the sum of
+               gradients over layers 2 (d-1)/d w. A norm sums one number per token (layer norms two), forward and
+               backward; an embedding sends its rows where they are asked for; the loss three numbers per token.
+    hides      Blocks for the next step of a product come while this one is computed; the others wait.
+
+Deviations
+    Gradients of weights are summed over the depth of the grid; the best-known implementation leaves that out. Attention
+        is local: heads lie in columns, whole sequences in rows. Vocabularies need not divide by q.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Self
+
+from pydantic import PositiveInt, model_validator
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.grid import ACROSS, DEPTH, DOWN, GridPlace, check_grid
+from rotorch.core.layout import Layout
+from rotorch.core.spec import ModelSpec, Unit
+from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch, Transfer
+
+
+class Tesseract(Strategy):
+    """Blocks on `depth` grids of `rows` x `columns` ranks. Written `tesseract=2x2x2`: rows, columns, depth.
+
+    Attributes:
+        rows: of the grid.
+        columns: of the grid, as many.
+        depth: how many grids hold the same weights.
+    """
+
+    kind: ClassVar[str] = "tesseract"
+    cuts_weights: ClassVar[bool] = True
+    size_fields: ClassVar[tuple[str, ...]] = ("rows", "columns", "depth")
+    rows: PositiveInt
+    columns: PositiveInt
+    depth: PositiveInt
+
+    @model_validator(mode="after")
+    def _is_square(self) -> Self:
+        if self.rows != self.columns:
+            raise ConfigError(
+                f"tesseract: a grid of {self.rows} x {self.columns} is not square. Write "
+                f"tesseract={self.rows}x{self.rows}x{self.depth} or {self.columns}x{self.columns}x{self.depth}"
+            )
+        return self
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {DEPTH: self.depth, DOWN: self.rows, ACROSS: self.columns}
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return (DEPTH, DOWN)
+
+    @property
+    def feature_axes(self) -> tuple[str, ...]:
+        return (ACROSS,)
+
+    def layout(self, unit: Unit, *, position: int = 0) -> Layout:
+        return GridPlace.at(position, size=self.rows, depth=self.depth).layout(unit)
+
+    def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
+        return tuple(GridPlace.at(position, size=self.rows, depth=self.depth).activation_transfers(unit, batch))
+
+    def check(self, spec: ModelSpec) -> None:
+        check_grid(spec, strategy=str(self), size=self.rows)
+
+    def __str__(self) -> str:
+        return f"tesseract={self.rows}x{self.columns}x{self.depth}{self._options_text()}"

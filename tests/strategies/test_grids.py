@@ -1,0 +1,91 @@
+"""Blocks on grids of ranks: bytes at sizes that no machine here has, what is refused and how, what is named."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import rotorch
+from rotorch.comm.meter import Meter
+from rotorch.core.errors import ConfigError
+from rotorch.core.traffic import Kind
+from rotorch.models.hf import causal_lm, config_from_dict, load_config
+from rotorch.strategies import num_ranks, parse_parallel
+from rotorch.testing.batches import global_batch
+from rotorch.testing.fake import as_rank
+from rotorch.testing.traffic import expected_sent_bytes, micro_batch_of, traffic_problems
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+def llama(tiny, **changes):
+    values = {**json.loads(Path(tiny("llama")).read_text()), **changes}
+    with rotorch.on_meta():
+        return causal_lm(config_from_dict(values, source="test"))
+
+
+def sent(module, parallel, *, rank):
+    """(problems, bytes sent, bytes that the Layouts say) of one micro-batch, the other ranks faked."""
+    with as_rank(rank, num_ranks=num_ranks(parse_parallel(parallel))):
+        model = rotorch.parallelize(module, parallel, device="cpu").materialize(seed=0)
+        batch = global_batch(
+            seed=0, step=0, num_shares=1, num_micro_batches=1, num_rows=2, num_tokens=24, vocab_size=300
+        )
+        with Meter() as meter:
+            model.forward_backward(batch)
+        shape = micro_batch_of(model, batch)
+        found = list(traffic_problems(model, meter, batch=shape)), dict(meter.sent_bytes)
+        said = expected_sent_bytes(model, batch=shape)
+        model.close()
+    return *found, said
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("parallel", ["tesseract=2x2x2", "tesseract=4x4x4", "tesseract=8x8x1", "summa=8x8"])
+def test_bytes_of_blocks_are_the_layouts_to_the_byte(tiny, parallel, tied):
+    total = num_ranks(parse_parallel(parallel))
+    for rank in (0, total // 2 + 1, total - 1):
+        # 330 rows of vocabulary divide by neither 4 nor 8
+        module = llama(tiny, num_key_value_heads=8, vocab_size=330, tie_word_embeddings=tied)
+        problems, found, said = sent(module, parallel, rank=rank)
+        assert not problems, (rank, problems)
+        for kind in (Kind.BROADCAST, Kind.REDUCE):
+            assert found[kind] == said[kind] > 0
+
+
+def test_depth_divides_what_activations_send_and_adds_sums_of_gradients(tiny):
+    def per_kind(parallel):
+        return sent(llama(tiny, num_key_value_heads=8), parallel, rank=0)[1]
+
+    flat, deep = per_kind("tesseract=2x2x1"), per_kind("tesseract=2x2x4")
+    assert flat[Kind.BROADCAST] == deep[Kind.BROADCAST]  # of as many tokens; a global batch has a fourth on each rank
+    assert flat[Kind.REDUCE] == deep[Kind.REDUCE]
+    assert flat[Kind.ALL_REDUCE] < deep[Kind.ALL_REDUCE]
+
+
+REFUSED = [
+    ("llama", "summa=8x8", "'model.layers.0.self_attn.q_proj.weight' [128, 128]: its 4 heads are not a multiple of 8"),
+    ("llama", "tesseract=3x3x1", "its 128 features are not a multiple of 3. Write a grid whose sides divide 128"),
+    ("mixtral", "summa=2x2", "'model.layers.0.mlp.experts.gate_up_proj' is used by no linear layer. Write rtp or fsdp"),
+]
+
+
+@pytest.mark.parametrize(("model", "parallel", "words"), REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(tiny, model, parallel, words):
+    with rotorch.on_meta():
+        module = causal_lm(load_config(tiny(model)))
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught, as_rank(0, num_ranks=64):
+        rotorch.parallelize(module, parallel, device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_module_without_a_plan_is_refused():
+    with pytest.raises(ConfigError, match=r"Sequential cannot be cut along their features.*known to run on slices"):
+        rotorch.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), "summa=1x1", device="cpu")
+
+
+def test_compiled_blocks_are_refused(tiny):
+    with pytest.raises(ConfigError, match="tesseract=1x1x1: its blocks travel in the middle of layers"):
+        rotorch.parallelize(llama(tiny), "tesseract=1x1x1", device="cpu", compile=True)
