@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -157,3 +158,29 @@ def test_no_checkpoint(tmp_path):
         export_checkpoint(tmp_path, tmp_path / "out")
     with pytest.raises(ConfigError, match="no such directory"):
         export_checkpoint(tmp_path / "nothing", tmp_path / "out")
+
+
+def load_and_save(run_dir, published, parallel):
+    with rotorch.on_meta():
+        module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(published))
+    model = rotorch.parallelize(module, parallel).materialize(seed=0).load(str(published))
+    save(run_dir, TrainState(model=model), keep=1)
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5_000_000_000, 30_000])
+def test_experts_come_out_one_by_one_as_they_were_published(tmp_path, warm, max_shard_bytes):
+    torch.manual_seed(0)
+    original = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(CONFIGS / "mixtral.json"))
+    original.save_pretrained(tmp_path / "published")
+    run_ranks(load_and_save, tmp_path / "run", tmp_path / "published", "rtp=2", num_ranks=2)
+    done = export_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_bytes=max_shard_bytes)
+    theirs = load_file(tmp_path / "published" / "model.safetensors")
+    ours = {}
+    for file in (tmp_path / "out").glob("*.safetensors"):
+        ours |= load_file(file)
+    assert ours.keys() == theirs.keys() and done["num_tensors"] == len(theirs)
+    assert any(".experts.1." in name for name in ours)
+    assert all(ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]) for name in theirs)
+    _, model = loaded_logits(tmp_path / "out")
+    again = model.state_dict()
+    assert all(torch.equal(again[name], value) for name, value in original.state_dict().items())

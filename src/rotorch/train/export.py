@@ -1,5 +1,6 @@
 """A checkpoint as a Hugging Face directory: one process, one tensor in memory at a time, whole or not at all.
 
+Names and shapes are those in which the family is published: experts that the model stacks are written one by one.
 Of a model with adapters these alone, as peft keeps them, or merged into the weights beside them.
 """
 
@@ -8,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.quantities import format_bytes
+from rotorch.models.hf import config_from_dict
 from rotorch.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -27,6 +30,8 @@ from rotorch.models.lora import (
     name_in_peft,
     without_adapters,
 )
+from rotorch.models.published import Published, as_published
+from rotorch.shard.materialize import on_meta
 from rotorch.train.companions import COMPANIONS
 from rotorch.train.directories import check, find_checkpoint, fsync
 from rotorch.train.manifest import BUFFER, MODEL, Manifest
@@ -157,7 +162,37 @@ def _entries(reader: CheckpointReader, manifest: Manifest, *, dtype: str | None,
         entry = stored[name][1]
         to = dtype if dtype and DTYPES[entry.dtype].is_floating_point else entry.dtype
         entries.append(Entry(called, to, entry.shape, lambda name=name, to=to: value(name).to(DTYPES[to])))
-    return entries
+    return entries if config is not None and not merged else _as_published(entries, manifest)
+
+
+def _as_published(entries: list[Entry], manifest: Manifest) -> list[Entry]:
+    """The same tensors as the model's family publishes them; of a class that transformers does not have, as they are.
+
+    What several are made of is in memory while they are written, one after another.
+    """
+    import transformers
+
+    kind = getattr(transformers, manifest.model.name, None)
+    if kind is None:
+        return entries
+    by_name = {entry.name: entry for entry in entries}
+    with on_meta():
+        module = kind(config_from_dict(manifest.model.config or {}, source="the checkpoint"))
+        held = {e.name: torch.empty(e.shape, dtype=DTYPES[e.dtype]) for e in entries}
+    made: list[Entry] = []
+    latest: dict[int, Mapping[str, Tensor]] = {}
+
+    def value(number: int, published: Published, name: str) -> Tensor:
+        if number not in latest:
+            latest.clear()
+            latest[number] = published.make([by_name[source].get() for source in published.sources])
+        return latest[number][name]
+
+    for number, published in enumerate(as_published(held, module=module)):
+        dtype = by_name[published.sources[0]].dtype
+        for name, shape in published.shapes.items():
+            made.append(Entry(name, dtype, shape, partial(value, number, published, name)))
+    return made
 
 
 def _write_adapters(directory: Path, manifest: Manifest, entries: list[Entry]) -> dict[str, int]:
