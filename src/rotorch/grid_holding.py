@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from rotorch.comm.line import Line
+from rotorch.comm.shared_line import make_line
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
 from rotorch.models.feature_sums import CompletedSums
@@ -40,13 +41,17 @@ class GridHolding(Holding):
         spec: its units, with their cuts on a grid.
         mesh: with the axes `DOWN`, `ACROSS`, and `DEPTH` if there are several layers.
         device: of this rank.
+        transport: of blocks: "auto", "shared_memory" or "messages".
     """
 
-    def __init__(self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(
+        self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device, transport: str
+    ) -> None:
         self._module = module
         axes = mesh.mesh_dim_names or ()
-        self._depth = Line.along(mesh, DEPTH) if DEPTH in axes else Line(DEPTH, 1, 0, None)
-        self.grid = Grid(Line.along(mesh, DOWN), Line.along(mesh, ACROSS))
+        make = partial(make_line, mesh, transport=transport, device=device)
+        self._depth = make(DEPTH) if DEPTH in axes else Line(DEPTH, 1, 0, None)
+        self.grid = Grid(make(DOWN), make(ACROSS))
         sites, parameters = find_sites(module), dict(module.named_parameters())
         self._sizes = {"size": self.grid.down.size, "row": self.grid.down.position, "column": self.grid.across.position}
         self._blocks = Blocks(
@@ -111,7 +116,20 @@ class GridHolding(Holding):
             self._blocks.take_back()
 
     def start(self) -> None:
+        for line in self._all_lines():
+            line.start()
         self._blocks.start()
+
+    def _all_lines(self) -> tuple[Line, ...]:
+        return (self._depth, self.grid.down, self.grid.across)
+
+    @property
+    def transport(self) -> str | None:
+        found = {line.transport for line in self._all_lines() if line.size > 1}
+        return None if not found else found.pop() if len(found) == 1 else "auto"
+
+    def slots(self) -> list[Tensor]:
+        return [slot for line in self._all_lines() for slot in line.slots()]
 
     def finish(self) -> None:
         self._blocks.sum_gradients()

@@ -91,10 +91,8 @@ def table() -> list[tuple[str, str]]:
             layout, on_all = of_size(kind, size), size == telling_size
             if layout is not None:
                 pairs += [(layout, model) for model in (MODELS if on_all or layout == kind else MODELS[:1])]
-        for chosen in options(strategy):
-            # On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1.
-            size = {"size": 3} if "size" in strategy.model_fields else {}
-            pairs.append((format_parallel([strategy(**size, **chosen)]), "llama"))
+        for chosen in options(strategy) if telling_size else []:
+            pairs.append((format_parallel([strategy(**for_options(strategy), **chosen)]), "llama"))
     for outer, inner in sorted(COMPOSES):
         models = MODELS[:1] if is_grid(inner) else MODELS
         pairs += [(f"{of_size(outer, 2)},{smallest(inner)}", model) for model in models]
@@ -114,12 +112,21 @@ def repeats(layout: str, model: str) -> bool:
     return "[" in layout and strategies[0].model_dump() not in telling(strategy)
 
 
+def for_options(strategy: type[Strategy]) -> dict[str, int]:
+    """The size at which options are looked at.
+
+    On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1.
+    """
+    sizes = {"size": 3, "rows": 2, "columns": 2, "depth": 1}
+    return {name: sizes[name] for name in strategy.size_fields}
+
+
 def telling(strategy: type[Strategy]) -> list[dict[str, object]]:
     """Fields of a strategy in its layouts of `table` that change one option, and of some more.
 
     Between them they have every value of each option.
     """
-    size = {"size": 3} if "size" in strategy.model_fields else {}
+    size = for_options(strategy)
     every = [strategy(**size, **chosen).model_dump() for chosen in options(strategy)]
     default = strategy(**size).model_dump()
     kept = [fields for fields in every if len(fields.items() - default.items()) == 1]

@@ -1,5 +1,6 @@
 """What one of 8 or of 64 ranks holds, to the byte what the Layout says: the rank alone, the others faked."""
 
+import typing
 from fractions import Fraction
 
 import pytest
@@ -29,10 +30,16 @@ LAYOUTS = [
 def over_messages(parallel):
     """The layout with every transport left to choice set to messages: no other rank is there to share memory with."""
     chosen = [
-        s.model_copy(update={name: "send_receive" for name, value in s.model_dump().items() if value == "auto"})
+        s.model_copy(update={name: _messages(s, name) for name, value in s.model_dump().items() if value == "auto"})
         for s in parse_parallel(parallel)
     ]
     return parse_parallel(format_parallel(chosen))
+
+
+def _messages(strategy, name):
+    """What messages are called among the values of an option."""
+    choices = typing.get_args(type(strategy).model_fields[name].annotation)
+    return next(value for value in ("send_receive", "messages") if value in choices)
 
 
 def held_bytes(path, strategies, *, rank, num_ranks):

@@ -102,7 +102,7 @@ def test_what_is_written_reads_back(strategies):
         ("tesseract=2x2x0", "'tesseract=2x2x0' needs the sizes of a grid"),
         ("tesseract=2x3x1", "a grid of 2 x 3 is not square. Write tesseract=2x2x1 or 3x3x1"),
         ("summa=2x3", "parallel: 'summa=2x3': summa: a grid of 2 x 3 is not square"),
-        ("summa=2x2[rows=3]", "summa has no option 'rows'. It has none"),
+        ("summa=2x2[rows=3]", "summa has no option 'rows'. It has: transport"),
         ("ddp=2;rtp=2", "'ddp=2;rtp=2' needs a positive number"),
         ("ddp=2,,rtp=2", "cannot read ''"),
         ("rtp=2[recompute=slice", "cannot read"),

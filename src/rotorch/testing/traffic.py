@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rotorch.comm.meter import Meter
 from rotorch.core.spec import Unit
+from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.parallel_model import ParallelModel
 
@@ -40,7 +41,7 @@ def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None
         batch: the micro-batch; None leaves out activations.
     """
     sent: dict[Kind, Fraction] = defaultdict(Fraction)
-    inner = model.strategies[-1]
+    inner = _as_it_runs(model)
     for unit in model.spec.units:
         layout = inner.layout(unit, position=_position(model))
         for transfer in layout.transfers:
@@ -72,6 +73,14 @@ def traffic_problems(model: ParallelModel, meter: Meter, *, batch: MicroBatch | 
         if found > said + slack or too_little:
             number = meter.num_messages[kind]
             yield f"{kind}: sent {found} bytes in {number} messages, the Layouts say {float(said):.0f}"
+
+
+def _as_it_runs(model: ParallelModel) -> Strategy:
+    """The innermost strategy, with the transport that "auto" came to."""
+    inner, transport = model.strategies[-1], model.holding.transport
+    if transport is None or getattr(inner, "transport", None) != "auto":
+        return inner
+    return inner.model_copy(update={"transport": transport})
 
 
 def _position(model: ParallelModel) -> int:

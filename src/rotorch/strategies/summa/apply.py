@@ -25,4 +25,4 @@ def apply(
     """Cuts `module` into blocks over `mesh`."""
     if compiled:
         raise ConfigError(f"{strategy}: its blocks travel in the middle of layers, so none is compiled. Leave it out")
-    return GridHolding(module, spec=spec, mesh=mesh, device=device)
+    return GridHolding(module, spec=spec, mesh=mesh, device=device, transport=strategy.transport)

@@ -25,7 +25,8 @@ Deviations
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from dataclasses import replace
+from typing import ClassVar, Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
@@ -43,6 +44,8 @@ class SUMMA(Strategy):
     Attributes:
         rows: of the grid.
         columns: of the grid, as many.
+        transport: how blocks travel. "auto" takes shared memory between CPU ranks of one host, where ranks read blocks
+            and add up parts in place, else messages.
     """
 
     kind: ClassVar[str] = "summa"
@@ -50,6 +53,7 @@ class SUMMA(Strategy):
     size_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
     rows: PositiveInt
     columns: PositiveInt
+    transport: Literal["auto", "shared_memory", "messages"] = "auto"
 
     @model_validator(mode="after")
     def _is_square(self) -> Self:
@@ -73,13 +77,26 @@ class SUMMA(Strategy):
         return (ACROSS,)
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
-        return GridPlace.at(position, size=self.rows, depth=1).layout(unit)
+        layout = self._place(position).layout(unit)
+        return replace(layout, transfers=()) if self.transport == "shared_memory" else layout
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
-        return tuple(GridPlace.at(position, size=self.rows, depth=1).activation_transfers(unit, batch))
+        if self.transport == "shared_memory":
+            return ()
+        return tuple(self._place(position).activation_transfers(unit, batch))
+
+    def _place(self, position: int) -> GridPlace:
+        return GridPlace.at(position, size=self.rows, depth=1)
 
     def check(self, spec: ModelSpec) -> None:
         check_grid(spec, strategy=str(self), size=self.rows)
+
+    def check_device(self, device_type: str) -> None:
+        if self.transport == "shared_memory" and device_type != "cpu":
+            raise ConfigError(
+                f"{self.kind}: transport=shared_memory works between CPU ranks, not on {device_type}. "
+                "Write transport=auto"
+            )
 
     def __str__(self) -> str:
         return f"summa={self.rows}x{self.columns}{self._options_text()}"

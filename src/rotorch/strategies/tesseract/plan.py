@@ -36,7 +36,8 @@ Deviations
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+from dataclasses import replace
+from typing import ClassVar, Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
@@ -55,6 +56,8 @@ class Tesseract(Strategy):
         rows: of the grid.
         columns: of the grid, as many.
         depth: how many grids hold the same weights.
+        transport: how blocks travel. "auto" takes shared memory between CPU ranks of one host, where ranks read blocks
+            and add up parts in place, else messages.
     """
 
     kind: ClassVar[str] = "tesseract"
@@ -63,6 +66,7 @@ class Tesseract(Strategy):
     rows: PositiveInt
     columns: PositiveInt
     depth: PositiveInt
+    transport: Literal["auto", "shared_memory", "messages"] = "auto"
 
     @model_validator(mode="after")
     def _is_square(self) -> Self:
@@ -86,13 +90,26 @@ class Tesseract(Strategy):
         return (ACROSS,)
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
-        return GridPlace.at(position, size=self.rows, depth=self.depth).layout(unit)
+        layout = self._place(position).layout(unit)
+        return replace(layout, transfers=()) if self.transport == "shared_memory" else layout
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
-        return tuple(GridPlace.at(position, size=self.rows, depth=self.depth).activation_transfers(unit, batch))
+        if self.transport == "shared_memory":
+            return ()
+        return tuple(self._place(position).activation_transfers(unit, batch))
+
+    def _place(self, position: int) -> GridPlace:
+        return GridPlace.at(position, size=self.rows, depth=self.depth)
 
     def check(self, spec: ModelSpec) -> None:
         check_grid(spec, strategy=str(self), size=self.rows)
+
+    def check_device(self, device_type: str) -> None:
+        if self.transport == "shared_memory" and device_type != "cpu":
+            raise ConfigError(
+                f"{self.kind}: transport=shared_memory works between CPU ranks, not on {device_type}. "
+                "Write transport=auto"
+            )
 
     def __str__(self) -> str:
         return f"tesseract={self.rows}x{self.columns}x{self.depth}{self._options_text()}"
