@@ -63,6 +63,12 @@ def test_experts_are_refused_by_name(tiny):
     assert "'model.layers.0.mlp.experts.gate_up_proj'" in described(tiny("mixtral")).features_stay_whole
 
 
+def test_a_model_that_returns_features_is_refused(tiny):
+    with rotorch.on_meta():
+        headless = causal_lm(load_config(tiny("llama"))).model
+    assert "no language-model head" in describe(headless, features=True).features_stay_whole
+
+
 def test_nobody_is_asked_who_does_not_cut_features(tiny):
     with rotorch.on_meta():
         spec = describe(causal_lm(load_config(tiny("llama"))))

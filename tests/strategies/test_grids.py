@@ -16,6 +16,7 @@ from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.batches import global_batch
 from rotorch.testing.fake import as_rank
 from rotorch.testing.traffic import expected_sent_bytes, micro_batch_of, traffic_problems
+from rotorch.testing.verify import verify
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -56,14 +57,31 @@ def test_bytes_of_blocks_are_the_layouts_to_the_byte(tiny, parallel, tied):
             assert found[kind] == said[kind] > 0
 
 
-def test_depth_divides_what_activations_send_and_adds_sums_of_gradients(tiny):
+def test_depth_adds_sums_of_gradients_and_nothing_else(tiny):
     def per_kind(parallel):
         return sent(llama(tiny, num_key_value_heads=8), parallel, rank=0)[1]
 
     flat, deep = per_kind("tesseract=2x2x1"), per_kind("tesseract=2x2x4")
-    assert flat[Kind.BROADCAST] == deep[Kind.BROADCAST]  # of as many tokens; a global batch has a fourth on each rank
-    assert flat[Kind.REDUCE] == deep[Kind.REDUCE]
+    for kind in (Kind.BROADCAST, Kind.REDUCE):
+        assert flat[kind] == deep[kind]  # for as many tokens; of a global batch a rank has a fourth of them
     assert flat[Kind.ALL_REDUCE] < deep[Kind.ALL_REDUCE]
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("olmo2", "summa=2x2"),
+        *[
+            pytest.param(model, parallel, marks=pytest.mark.slow)
+            for model in ("qwen3", "gemma2", "gpt_neox", "olmo2")
+            for parallel in ("tesseract=2x2x2", "summa=2x2[transport=messages]")
+        ],
+    ],
+)
+def test_float64_parity_of_what_the_table_of_layouts_leaves_out(tiny, model, parallel):
+    report = verify(tiny(model), parallel=parallel, layers=2, timeout_s=600)
+    assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
+    assert report.num_modules_compared > 10
 
 
 REFUSED = [

@@ -67,6 +67,8 @@ class _Cuts:
         self._sites, self._cuts = find_sites(self.module), {}
         self._weights = {w.name: w for w in self.spec.weights}
         self._hidden = self._hidden_size()
+        if not any(u.logits for u in self.spec.units):
+            raise _Unknown("it has no language-model head, so each rank would return a part of the features")
         for unit in self.spec.units:
             if unit.kind is UnitKind.MODULE:
                 self._module(unit)
