@@ -4,8 +4,8 @@ python examples/07_minilm.py [STEPS]
 torchrun --nproc-per-node 2 examples/07_minilm.py [STEPS]
 
 The State of the Union addresses of 1790 to 2020, in passages of three sentences: before the Civil War, up to the end of
-the Second World War, or since. Every eighth speech is held out. After 40 steps 76 % of 384 passages of those speeches are
-told right, where 48 % are from the commonest age. Losses are the same on one rank and on two.
+the Second World War, or since. Every eighth speech is held out. After 40 steps 76 % of 384 passages of those speeches
+are told right, where 48 % are from the commonest age. Losses are the same on one rank and on two.
 """
 
 import json
