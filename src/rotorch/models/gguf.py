@@ -9,6 +9,10 @@ that it was made from.
 another order, and a family's processor in transformers puts them back. It is asked, once per tensor, what it does to
 row numbers: if it only moves rows, a rank reads the rows of its slice; if it does anything else, the tensor is made
 whole.
+
+[Note: experts] A file keeps the gates, the ups and the downs of a layer's experts apart, each as one tensor
+(`blk.0.ffn_gate_exps`); older files keep every expert's by itself (`blk.0.ffn_gate.3`). Where the model has
+`experts.gate_up_proj`, gates over ups for each expert, and `experts.down_proj`, they are put together box by box.
 """
 
 from __future__ import annotations
@@ -17,9 +21,10 @@ import json
 import math
 import mmap
 import os
+import re
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, final
@@ -31,12 +36,14 @@ from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.models.conversions import bare, is_pretrained
-from rotorch.shard.stored import Box, Computed, Stored
+from rotorch.shard.stored import Box, Computed, Joined, Stacked, Stored
 
 _CHUNK_ELEMENTS = 1 << 16
 """So many numbers are made at a time; making them takes a few times their memory."""
 
 _NUMBER_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+_EXPERTS = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<part>gate|up|down)(_exps|\.(?P<expert>\d+))\.weight")
+
 _TEXT, _LIST = 8, 9
 """Types of GGUF's metadata: numbers by their size, text, lists."""
 
@@ -75,29 +82,98 @@ def open_gguf(path: Path, *, module: nn.Module) -> Iterator[dict[str, Stored]]:
         raise ConfigError(
             f"load: {str(path)!r}: GGUF is read for models of transformers only, not {type(module).__name__}"
         )
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     header = _read_header(path, package)
     model = bare(module)
     processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=model.config.to_dict())
-    try:
-        names = get_gguf_hf_weights_map(_Names(model, depth=1), processor)
-    except NotImplementedError as error:
-        raise ConfigError(f"load: {str(path)!r}: {error}") from None
+    names = _names(model, processor, path=path, architecture=header.architecture)
     made: dict[str, Stored] = {}
+    experts: dict[str, dict[int | None, Stored]] = {}  # by target and part, number by number; None: all in one
     with path.open("rb") as stream:
         for tensor in header.tensors:
+            try:
+                stored = _Tensor(tensor, stream, package=package, processor=processor)
+            except (NotImplementedError, ValueError, KeyError) as error:
+                raise ConfigError(f"load: cannot read {tensor.name} in {str(path)!r}: {error}") from None
+            of_experts = _EXPERTS.fullmatch(tensor.name)
             name = names.get(tensor.name, tensor.name)
-            if name in made:
+            if of_experts is not None:
+                number = of_experts["expert"]
+                key = f"{of_experts['layer']}.{of_experts['part']}"
+                experts.setdefault(key, {})[None if number is None else int(number)] = stored
+            elif name in made:
                 raise ConfigError(
                     f"load: {str(path)!r}: {name} is stored in several parts, which is not read from GGUF. "
                     "Write a directory of safetensors"
                 )
-            try:
-                made[name] = _Tensor(tensor, stream, package=package, processor=processor)
-            except (NotImplementedError, ValueError, KeyError) as error:
-                raise ConfigError(f"load: cannot read {tensor.name} in {str(path)!r}: {error}") from None
-        yield made
+            else:
+                made[name] = stored
+        yield made | _put_together(experts, model=model, path=path)
+
+
+def _names(model: nn.Module, processor: Any, *, path: Path, architecture: str) -> dict[str, str]:
+    """The model's names of a file's tensors, by the rules for the model's own type, else for the file's."""
+    from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
+
+    try:
+        return get_gguf_hf_weights_map(_Names(model, depth=1), processor)
+    except NotImplementedError as error:
+        try:  # Mixtral, say, is stored as a llama with experts
+            return get_gguf_hf_weights_map(_Names(model, depth=1), processor, model_type=architecture)
+        except NotImplementedError:
+            raise ConfigError(f"load: {str(path)!r}: {error}") from None
+
+
+def _put_together(
+    experts: Mapping[str, Mapping[int | None, Stored]], *, model: nn.Module, path: Path
+) -> dict[str, Stored]:
+    """The model's tensors of experts (see [Note: experts]).
+
+    Raises:
+        ConfigError: a layer of the file has other parts than the model, or the model keeps experts in another way.
+    """
+    parts = {key: _all_in_one(key, numbered, path=path) for key, numbered in experts.items()}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    made: dict[str, Stored] = {}
+    for layer in dict.fromkeys(key.partition(".")[0] for key in parts):
+        left = {key.partition(".")[2]: stored for key, stored in parts.items() if key.partition(".")[0] == layer}
+        said = ", ".join(f"ffn_{part} {list(stored.shape)}" for part, stored in left.items())
+        ours: dict[str, Stored] = {}
+        ending = re.compile(rf"(.*\.)?layers\.{layer}\.(.*\.)?experts\.(?P<what>gate_up|gate|up|down)_proj")
+        for name in shapes:
+            match = ending.fullmatch(name)
+            wanted = match["what"].split("_") if match is not None else []
+            if wanted and left.keys() >= set(wanted):
+                those = [left.pop(part) for part in wanted]
+                with suppress(ValueError):  # sizes that do not go together
+                    ours[name] = those[0] if len(those) == 1 else Joined(those, dim=1)
+        holders = [model.get_submodule(name.rpartition(".")[0]) for name in ours]
+        otherwise = any(getattr(h, "is_transposed", False) or not getattr(h, "is_concatenated", True) for h in holders)
+        if left or not ours or otherwise or any(stored.shape != shapes[name] for name, stored in ours.items()):
+            known = ", ".join(
+                f"{n} {list(shape)}" for n, shape in shapes.items() if f".{layer}." in n and "experts" in n
+            )
+            raise ConfigError(
+                f"load: {str(path)!r}: the experts of blk.{layer} ({said}) are not in a form that "
+                f"{type(model).__name__} has ({known or 'no experts'}). Write a directory of safetensors"
+            )
+        made |= ours
+    return made
+
+
+def _all_in_one(key: str, numbered: Mapping[int | None, Stored], *, path: Path) -> Stored:
+    """One part of all experts of a layer as one tensor, however the file keeps it."""
+    if None in numbered:
+        return numbered[None]
+    missing = sorted(set(range(len(numbered))) - {number for number in numbered if number is not None})
+    if missing:
+        layer, _, part = key.partition(".")
+        raise ConfigError(f"load: {str(path)!r}: blk.{layer}.ffn_{part}.{missing[0]}.weight is missing")
+    try:
+        return Stacked([numbered[number] for number in range(len(numbered))], dim=0)
+    except ValueError as error:
+        raise ConfigError(f"load: {str(path)!r}: ffn_{key.partition('.')[2]} of blk.{key[0]}: {error}") from None
 
 
 class _Names:
