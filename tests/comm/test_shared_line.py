@@ -129,6 +129,26 @@ def test_a_rank_that_is_late_is_named():
     assert message == "position 0 on axis 'row' waited 2 s for position 1, which is late or gone"
 
 
+def growing(directory):
+    line = make()
+    line.start()
+    list(line.blocks(torch.ones(1)))
+    dist.barrier()
+    if line.position == 0:
+        directory.rmdir()
+    dist.barrier()
+    return [float(block.sum()) for block in line.blocks(torch.full((5000,), float(line.position)))]
+
+
+def test_memory_that_is_made_after_the_launchers_directory_has_gone(monkeypatch, tmp_path):
+    """Blocks may be larger than all before at any time; the directory goes as soon as all ranks have built."""
+    (tmp_path / "own").mkdir()
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_LATER", str(tmp_path))
+    assert run_ranks(growing, tmp_path / "own", num_ranks=2) == [[0.0, 5000.0]] * 2
+    assert not list(tmp_path.iterdir())
+
+
 def without_room(transport):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("row",))
     try:

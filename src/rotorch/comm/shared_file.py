@@ -75,8 +75,14 @@ def share_file(
 
 
 def shared_memory_directory() -> Path:
-    """Where shared memory lies: `ROTORCH_SHARED_MEMORY_DIR`, or `/dev/shm`."""
-    return Path(os.environ.get("ROTORCH_SHARED_MEMORY_DIR", "/dev/shm"))
+    """Where shared memory lies: `ROTORCH_SHARED_MEMORY_DIR`, or `/dev/shm`.
+
+    A launcher gives its ranks a directory that goes once all of them have built what they begin with. What they make
+    later lies in `ROTORCH_SHARED_MEMORY_LATER`.
+    """
+    directory = Path(os.environ.get("ROTORCH_SHARED_MEMORY_DIR", "/dev/shm"))
+    later = os.environ.get("ROTORCH_SHARED_MEMORY_LATER")
+    return Path(later) if later is not None and not directory.is_dir() else directory
 
 
 class Patience:

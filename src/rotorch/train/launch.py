@@ -282,7 +282,7 @@ def _own_shared_memory() -> Iterator[Path | None]:
         return
     with (
         tempfile.TemporaryDirectory(prefix="rotorch-", dir=parent, ignore_cleanup_errors=True) as directory,
-        _environment(ROTORCH_SHARED_MEMORY_DIR=directory),
+        _environment(ROTORCH_SHARED_MEMORY_DIR=directory, ROTORCH_SHARED_MEMORY_LATER=str(parent)),
     ):
         yield Path(directory)
 
