@@ -15,11 +15,16 @@ from functools import cache
 
 import pytest
 
+import rotorch
 from rotorch.bench.contender import make_contender
 from rotorch.bench.rank import load_code
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import measure_tensors
+from rotorch.core.layout import combine_layouts
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.run_config import OptimizerSection
+from rotorch.strategies import parse_parallel
 from rotorch.testing.ranks import run_ranks
 
 LLAMA = {
@@ -111,3 +116,16 @@ def test_a_rank_needs_three_quarters_of_what_fsdp_does(measured, transport):
     theirs = measured("fsdp=4[recompute=block]", **case)
     ours = measured(f"rtp=4[recompute={recompute},transport={transport}]", **case)
     assert ours.peak_bytes <= 0.75 * theirs.peak_bytes
+
+
+def test_blocks_on_a_grid_take_what_their_layout_says(measured):
+    """Weights, gradients and two averages of AdamW at rest, and a few blocks; of few tokens activations are little."""
+    parallel = "tesseract=2x2x2[transport=messages]"
+    (strategy,) = parse_parallel(parallel)
+    with rotorch.on_meta():
+        spec = describe(causal_lm(config_from_dict(LLAMA, source="claims")), features=True)
+    said = combine_layouts(strategy.layout(unit) for unit in spec.units)
+    found = measured(parallel, vocabulary=512, num_ranks=8, sequence_length=4)
+    assert found.resident["weights"] == said.resident_bytes
+    assert found.peak_bytes == pytest.approx(4 * said.resident_bytes + said.transient_bytes, rel=0.05)
+    assert said.resident_bytes < 0.26 * spec.num_bytes  # on each of two grids

@@ -109,6 +109,8 @@ def repeats(layout: str, model: str) -> bool:
     if len(strategies) > 1:
         return model not in MODELS[:2]
     strategy = type(strategies[0])
+    if is_grid(strategy.kind) and getattr(strategies[0], "transport", "") == "shared_memory":
+        return True  # ranks of tests share a host, so it is what "auto" takes
     return "[" in layout and strategies[0].model_dump() not in telling(strategy)
 
 
