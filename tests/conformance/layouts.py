@@ -29,6 +29,9 @@ def of_size(kind: str, size: int) -> str | None:
         case ("rows", "columns", "depth"):
             side = max(q for q in (1, 2, 4) if size % (q * q) == 0)
             return f"{kind}={side}x{side}x{size // (side * side)}"
+        case ("d1", "d2"):
+            d2 = max(q for q in range(1, math.isqrt(size) + 1) if size % q == 0)
+            return f"{kind}=1x2" if size == 2 else f"{kind}={size // d2}x{d2}"
         case other:
             raise AssertionError(f"say here how {kind} is written on {size} ranks: {other}")
 
@@ -40,7 +43,7 @@ def smallest(kind: str, *, least: int = 2) -> str:
 
 def is_grid(kind: str) -> bool:
     """Whether a strategy has two sides, so that fewer than four ranks say little."""
-    return "rows" in STRATEGIES[kind].size_fields
+    return len(STRATEGIES[kind].size_fields) > 1
 
 
 def options(strategy: type[Strategy]) -> list[dict[str, object]]:
@@ -85,8 +88,8 @@ def table() -> list[tuple[str, str]]:
     """All (layout, model) pairs: two ranks and compositions on every model, the rest where it is most telling."""
     pairs: list[tuple[str, str]] = []
     for kind, strategy in STRATEGIES.items():
-        # Of grids the one with a depth has all that the others have.
-        telling_size = (4 if "depth" in strategy.size_fields else 0) if is_grid(kind) else 2
+        # Of square grids the one with a depth has all that the others have.
+        telling_size = (0 if strategy.size_fields == ("rows", "columns") else 4) if is_grid(kind) else 2
         for size in (1, 2, 4, 8) if is_grid(kind) else (1, 2, 3, 4):
             layout, on_all = of_size(kind, size), size == telling_size
             if layout is not None:

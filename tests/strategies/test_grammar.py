@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from rotorch.core.errors import ConfigError
 from rotorch.strategies import (
+    ATP,
     COMPOSES,
     DDP,
     FSDP,
     RTP,
     STRATEGIES,
     SUMMA,
+    Megatron,
     Single,
     Tesseract,
     batch_ranks,
@@ -38,6 +40,8 @@ from rotorch.strategies import (
         ),
         ("rtp=2[]", (RTP(size=2),)),
         ("single[recompute=block]", (Single(recompute="block"),)),
+        ("atp=2x4[order=row_first]", (ATP(d1=2, d2=4, order="row_first"),)),
+        ("megatron=4[sync_fraction=0.5]", (Megatron(size=4, sync_fraction=0.5),)),
         ("summa=2x2", (SUMMA(rows=2, columns=2),)),
         ("ddp=2,tesseract=4x4x3", (DDP(size=2), Tesseract(rows=4, columns=4, depth=3))),
         ("ddp=2,fsdp=2[recompute=block]", (DDP(size=2), FSDP(size=2, recompute="block"))),
@@ -51,6 +55,8 @@ SIZES = st.integers(1, 512)
 SINGLES = st.one_of(
     st.builds(Single, recompute=st.sampled_from(["none", "block"])),
     st.builds(DDP, size=SIZES),
+    st.builds(Megatron, size=SIZES, sync_fraction=st.sampled_from([1.0, 0.5, 0.125])),
+    st.builds(ATP, d1=SIZES, d2=SIZES, order=st.sampled_from(["column_first", "row_first"]), chunks=SIZES),
     st.builds(lambda q: SUMMA(rows=q, columns=q), SIZES),
     st.builds(lambda q, d: Tesseract(rows=q, columns=q, depth=d), SIZES, SIZES),
     st.builds(FSDP, size=SIZES, reshard=st.booleans(), recompute=st.sampled_from(["none", "block"])),
@@ -97,6 +103,8 @@ def test_what_is_written_reads_back(strategies):
         ),
         ("rtp=2[recompute=all]", "recompute"),
         ("fsdp=2[reshard=maybe]", "reshard"),
+        ("atp=4", "'atp=4' needs the sizes of a grid, d1 x d2. Write for example atp=2x2"),
+        ("atp=2x2[order=rows]", "order"),
         ("summa=4", "'summa=4' needs the sizes of a grid, rows x columns. Write for example summa=2x2"),
         ("tesseract=2x2", "needs the sizes of a grid, rows x columns x depth. Write for example tesseract=2x2x2"),
         ("tesseract=2x2x0", "'tesseract=2x2x0' needs the sizes of a grid"),

@@ -108,6 +108,12 @@ class Line:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def all_reduce_later(self, tensor: Tensor) -> Wait:
+        """Starts summing `tensor` over all ranks, in place. Contiguous."""
+        if self.group is None or not tensor.numel():
+            return _nothing
+        return _waiting(dist.all_reduce(tensor, group=self.group, async_op=True))
+
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """The element-wise largest of all ranks, in place; returns it. Contiguous."""
         if self.group is not None and tensor.numel():

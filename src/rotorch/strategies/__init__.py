@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.strategy import Strategy
+from rotorch.strategies.atp.plan import ATP
 from rotorch.strategies.ddp.plan import DDP
 from rotorch.strategies.fsdp.plan import FSDP
 from rotorch.strategies.megatron.plan import Megatron
@@ -23,11 +24,11 @@ from rotorch.strategies.summa.plan import SUMMA
 from rotorch.strategies.tesseract.plan import Tesseract
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.kind: strategy for strategy in (Single, DDP, FSDP, RTP, Megatron, SUMMA, Tesseract)
+    strategy.kind: strategy for strategy in (Single, DDP, FSDP, RTP, Megatron, ATP, SUMMA, Tesseract)
 }
 
 COMPOSES: frozenset[tuple[str, str]] = frozenset(
-    {("ddp", "fsdp"), ("ddp", "rtp"), ("ddp", "megatron"), ("ddp", "summa"), ("ddp", "tesseract")}
+    {("ddp", "fsdp"), ("ddp", "rtp"), ("ddp", "megatron"), ("ddp", "atp"), ("ddp", "summa"), ("ddp", "tesseract")}
 )
 """(outer, inner) pairs that work and are tested; every other composition is a ConfigError."""
 

@@ -1,0 +1,228 @@
+"""A matrix in blocks on two axes of ranks that share a batch, in the place where a module looks for it (ATP).
+
+One axis cuts features of the residual stream, the other what lies between two products (heads, columns of an MLP, the
+vocabulary). A `PlaneWeight` answers linear layers and look-ups with this rank's block, and sums over the axis whose
+part of a product it is. What attentions and MLPs that run on slices sum over the other axis, `ops/cut_module.py` does
+around them. With one rank on the axis of features these are the operations of `ops/cut_weight.py`.
+
+    column   x [.., D_f] -> interior [.., F_i]    the sum over features follows; chunk by chunk behind the next product
+    row      interior [.., F_i] -> y [.., D_f]    in backward the gradient of the interior is summed over features
+    spread   x [.., D_f] -> all of an interior    a column whose outputs are placed side by side
+    collect  all of an interior -> y [.., D_f]    outputs are cut by both axes
+    table    look-ups, and a head's logits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import Function, once_differentiable
+
+from rotorch._torch_private import wrapper_tensor
+from rotorch.comm.line import Line
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Range, Weight
+from rotorch.ops.block_weight import CutHead
+from rotorch.ops.conjugates import enter, leave, place_side_by_side
+from rotorch.ops.cut_weight import look_up_own
+from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.ops.rotate import AutocastState
+from rotorch.ops.stand_in import StandIn
+
+
+class Role(StrEnum):
+    """What a matrix does between features and interiors; see the top of this file."""
+
+    COLUMN = "column"
+    ROW = "row"
+    SPREAD = "spread"
+    COLLECT = "collect"
+    TABLE = "table"
+
+
+@dataclass(frozen=True)
+class Plane:
+    """This rank's place among ranks that share a batch.
+
+    Attributes:
+        interior: the ranks that have other parts of interiors.
+        features: the ranks that have other features of the residual stream.
+        chunks: in how many parts of the tokens a product is computed whose sum over features follows.
+    """
+
+    interior: Line
+    features: Line
+    chunks: int = 1
+
+
+class PlaneWeight(StandIn):
+    """Stands for one matrix.
+
+    Attributes:
+        weight: which.
+        block: this rank's part of it, a plain parameter.
+        role: what it does.
+        plane: this rank's place.
+        rows: of the whole weight that each rank of the interior's axis has, but of columns and rows.
+        head: whether products with it are logits.
+    """
+
+    weight: Weight
+    block: Tensor
+    role: Role
+    plane: Plane
+    rows: tuple[Range, ...]
+    head: bool
+
+    @staticmethod
+    def __new__(
+        cls, weight: Weight, block: Tensor, *, role: Role, plane: Plane, rows: tuple[Range, ...], head: bool
+    ) -> PlaneWeight:
+        """Makes the stand-in for `weight`, of which this rank holds `block`."""
+        self: PlaneWeight = wrapper_tensor(cls, weight.shape, like=block)
+        self.weight, self.block, self.role, self.plane = weight, block, role, plane
+        self.rows, self.head = rows, head
+        return self
+
+    @classmethod
+    def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        """Multiplies with the block, or looks up in it."""
+        if func is F.linear:
+            return _linear(*args, **kwargs)
+        if func is F.embedding:
+            return _embedding(*args, **kwargs)
+        held = next((a for a in (*args, *kwargs.values()) if isinstance(a, PlaneWeight)), None)
+        raise ConfigError(
+            f"atp: {held.weight.name if held else 'a weight'!r} is used by {getattr(func, '__name__', func)!r}, which "
+            "cannot take a weight that lies in blocks. Write megatron, rtp or fsdp"
+        )
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    if not isinstance(weight, PlaneWeight):
+        raise ConfigError("atp: a bias lies in blocks, but its weight does not. Write megatron, rtp or fsdp")
+    plane, block, role = weight.plane, weight.block, weight.role
+    lengths = [r.length for r in weight.rows]
+    if role is Role.COLUMN:
+        return _column(plane, input, block, bias)
+    if role is Role.ROW:
+        return _row(plane, input, block, bias)
+    if role is Role.COLLECT:
+        output = _row(plane, enter(input, line=plane.interior), block, bias)
+        return place_side_by_side(output, dim=-1, lengths=lengths, line=plane.interior)
+
+    def product(x: Tensor) -> Tensor:
+        return _column(plane, enter(x, line=plane.interior), block, bias)
+
+    if weight.head:
+        return DeferredLogits(input, CutHead(plane.interior, weight.rows, product))
+    return place_side_by_side(product(input), dim=-1, lengths=lengths, line=plane.interior)
+
+
+def _column(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
+    """This rank's part of an interior: the product, summed over features, plus its part of the bias."""
+    if plane.features.size == 1:
+        return F.linear(x, block, bias)
+    if plane.chunks > 1:
+        y = _ProductThenSum.apply(plane, _dtype(x), x, block)
+    else:
+        y = leave(F.linear(x, block), line=plane.features)
+    return y if bias is None else y + bias
+
+
+def _row(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
+    """This rank's features, or its part of their sum; the gradient of `x` is summed over features."""
+    if plane.features.size > 1 and plane.chunks > 1:
+        y = _ProductSumInBackward.apply(plane, _dtype(x), x, block)
+        return y if bias is None else y + bias
+    return F.linear(enter(x, line=plane.features), block, bias)
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    special = max_norm is not None or scale_grad_by_freq or sparse
+    if not isinstance(weight, PlaneWeight) or weight.role is not Role.TABLE or special:
+        raise ConfigError(
+            "atp: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot lie in blocks"
+        )
+    interior = weight.plane.interior
+    rows = weight.rows[interior.position]
+    found = look_up_own(input, weight.block, weight=weight.weight, rows=rows, padding_idx=padding_idx)
+    return leave(found, line=interior)
+
+
+def _dtype(x: Tensor) -> torch.dtype:
+    return AutocastState.now(x.device.type).dtype or x.dtype
+
+
+def _summed_by_chunks(plane: Plane, x_BI: Tensor, multiply: Callable[[Tensor, Tensor], Any], width: int) -> Tensor:
+    """Products of chunks of tokens, each summed over features while the next is computed: `[B, width]`."""
+    y_BO = x_BI.new_empty(x_BI.shape[0], width)
+    waits = []
+    for x, y in zip(x_BI.chunk(plane.chunks), y_BO.chunk(plane.chunks), strict=True):
+        multiply(x, y)
+        waits.append(plane.features.all_reduce_later(y))
+    for wait in waits:
+        wait()
+    return y_BO
+
+
+class _ProductThenSum(Function):
+    """`sum over features of x W^T`, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, plane: Plane, dtype: torch.dtype, x: Tensor, block: Tensor) -> Tensor:
+        ctx.dtype = dtype
+        ctx.save_for_backward(x, block)
+        x_BI, w_OI = _flat(x, dtype), block.detach().to(dtype)
+        y_BO = _summed_by_chunks(plane, x_BI, lambda a, out: torch.mm(a, w_OI.t(), out=out), w_OI.shape[0])
+        return y_BO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, block = ctx.saved_tensors
+        dy_BO = _flat(grad, ctx.dtype)
+        dx = (dy_BO @ block.to(ctx.dtype)).view(x.shape).to(x.dtype) if ctx.needs_input_grad[2] else None
+        dw = (dy_BO.t() @ _flat(x, ctx.dtype)).to(block.dtype) if ctx.needs_input_grad[3] else None
+        return None, None, dx, dw
+
+
+class _ProductSumInBackward(Function):
+    """`x W^T`, the gradient of `x` summed over features, chunk by chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, plane: Plane, dtype: torch.dtype, x: Tensor, block: Tensor) -> Tensor:
+        ctx.plane, ctx.dtype = plane, dtype
+        ctx.save_for_backward(x, block)
+        return (_flat(x, dtype) @ block.detach().to(dtype).t()).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, block = ctx.saved_tensors
+        dy_BO, w_OI = _flat(grad, ctx.dtype), block.to(ctx.dtype)
+        dx = dw = None
+        if ctx.needs_input_grad[2]:
+            dx_BI = _summed_by_chunks(ctx.plane, dy_BO, lambda a, out: torch.mm(a, w_OI, out=out), w_OI.shape[1])
+            dx = dx_BI.view(x.shape).to(x.dtype)
+        if ctx.needs_input_grad[3]:
+            dw = (dy_BO.t() @ _flat(x, ctx.dtype)).to(block.dtype)
+        return None, None, dx, dw
+
+
+def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1]).to(dtype)

@@ -1,0 +1,1 @@
+"""`atp`: see `plan.py` for what it is, `apply.py` for how."""
