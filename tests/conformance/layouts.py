@@ -122,7 +122,7 @@ def for_options(strategy: type[Strategy]) -> dict[str, int]:
 
     On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1.
     """
-    sizes = {"size": 3, "rows": 2, "columns": 2, "depth": 1}
+    sizes = {"size": 3, "rows": 2, "columns": 2, "depth": 1, "d1": 2, "d2": 2}
     return {name: sizes[name] for name in strategy.size_fields}
 
 

@@ -114,7 +114,7 @@ def test_what_is_written_reads_back(strategies):
         ("ddp=2;rtp=2", "'ddp=2;rtp=2' needs a positive number"),
         ("ddp=2,,rtp=2", "cannot read ''"),
         ("rtp=2[recompute=slice", "cannot read"),
-        ("rtp=2,ddp=2", "'rtp=2,ddp=2' cannot be composed. Compositions that work: ddp=..,fsdp=.., "),
+        ("rtp=2,ddp=2", "'rtp=2,ddp=2' cannot be composed. Compositions that work: ddp=..,atp=.., ddp=..,fsdp=.."),
         ("ddp=2,ddp=2", "cannot be composed"),
         ("single,ddp=2", "cannot be composed"),
         ("ddp=2,fsdp=2,rtp=2", "'fsdp=2,rtp=2' cannot be composed"),
