@@ -70,11 +70,13 @@ def sum_in_chunks():
     line = make()
     line.start()
     total = line.all_reduce(torch.arange(3_000_000, dtype=torch.float32) * (line.position + 1))
-    return torch.equal(total, torch.arange(3_000_000, dtype=torch.float32) * 3)
+    expected = torch.arange(3_000_000, dtype=torch.float32) * sum(range(1, line.size + 1))
+    return torch.equal(total, expected)
 
 
-def test_a_sum_larger_than_a_chunk():
-    assert run_ranks(sum_in_chunks, num_ranks=2) == [True, True]
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_sum_larger_than_a_chunk(num_ranks):
+    assert run_ranks(sum_in_chunks, num_ranks=num_ranks) == [True] * num_ranks
 
 
 def broken_off():

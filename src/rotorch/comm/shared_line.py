@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 import mmap
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,19 @@ _log = logging.getLogger(__name__)
 _STEP = 1 << 24  # operations between the bases of two steps: more than a step can have
 _WORDS = 8  # 64 bytes: what two ranks write lies in different lines of the cache
 _CHUNK_BYTES = 4 << 20  # of a sum over all ranks: every rank holds two of them
+
+
+_SMALL_BYTES = 16 << 10  # up to this, reading all of it takes less than waiting for each other once more
+
+Combine = Callable[[Tensor, Tensor], None]
+
+
+def _into_sum(total: Tensor, part: Tensor) -> None:
+    total.add_(part)
+
+
+def _into_maximum(largest: Tensor, part: Tensor) -> None:
+    torch.maximum(largest, part, out=largest)
 
 
 class SharedLine(Line):
@@ -78,24 +91,42 @@ class SharedLine(Line):
         return _SharedSums(self._parts, size=self.size, position=self.position)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        return self._combine(tensor, torch.Tensor.add_)
+        return self._combine(tensor, _into_sum)
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
-        return self._combine(tensor, lambda a, b: torch.maximum(a, b, out=a))
+        return self._combine(tensor, _into_maximum)
 
-    def _combine(self, tensor: Tensor, into: Any) -> Tensor:
-        """Combines all ranks' tensors in the order of their positions, so that all come to the same."""
+    def _combine(self, tensor: Tensor, into: Combine) -> Tensor:
+        """Combines all ranks' tensors in the order of their positions, so that all come to the same.
+
+        Small ones each rank combines itself; of large ones each does a stretch, which the others take from it.
+        """
         for chunk in tensor.view(-1).split(_CHUNK_BYTES // tensor.itemsize):
-            with _Operation(self._whole, chunk.nbytes) as operation:
-                slot = operation.number % 2
-                operation.publish(chunk, slot=slot, reader=0)
-                for source in range(self.size):
-                    theirs = operation.read(source, chunk.shape, chunk.dtype, slot=slot, reader=0)
-                    if source == 0:
-                        chunk.copy_(theirs)
-                    else:
-                        into(chunk, theirs)
+            if self.size == 2 or chunk.nbytes < _SMALL_BYTES:
+                self._combined(chunk, into, out=chunk, start=0)
+                continue
+            stretches = chunk.tensor_split(self.size)
+            start = sum(stretch.numel() for stretch in stretches[: self.position])
+            mine = stretches[self.position]
+            self._combined(chunk, into, out=mine, start=start)
+            shapes = [tuple(stretch.shape) for stretch in stretches]
+            for stretch, theirs in zip(stretches, self.blocks(mine, shapes=shapes), strict=True):
+                if stretch is not mine:
+                    stretch.copy_(theirs)
         return tensor
+
+    def _combined(self, chunk: Tensor, into: Combine, *, out: Tensor, start: int) -> None:
+        """Writes into `out` what all ranks' elements from `start` combine to."""
+        with _Operation(self._whole, chunk.nbytes) as operation:
+            slot = operation.number % 2
+            operation.publish(chunk, slot=slot, reader=0)
+            for source in range(self.size):
+                theirs = operation.read(source, chunk.shape, chunk.dtype, slot=slot, reader=0)
+                part = theirs[start : start + out.numel()]
+                if source == 0:
+                    out.copy_(part)
+                else:
+                    into(out, part)
 
     def all_gather(self, part: Tensor) -> Tensor:
         whole = part.new_empty(self.size, *part.shape)

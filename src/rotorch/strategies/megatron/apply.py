@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import all_reduce_sum
-from rotorch.comm.line import Line
+from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.models.describe import module_declares
@@ -81,7 +81,7 @@ class MegatronHolding(Holding):
         equal = not strategy.changes_the_model
         whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
         self._partial = [w.name for w in whole if w.beside_slices or not equal]
-        line = Line.along(mesh, "megatron")
+        self._line = line = make_line(mesh, "megatron", transport=strategy.transport, device=device)
         boundary = Boundary(line) if equal else PartlySynced(line, num_synced=strategy.num_synced)
         if equal:
             _refuse_shared(spec, partial=self._partial)
@@ -120,7 +120,15 @@ class MegatronHolding(Holding):
             finally:
                 self._twins.take_back()
 
+    @property
+    def transport(self) -> str | None:
+        return self._line.transport
+
+    def slots(self) -> list[Tensor]:
+        return self._line.slots()
+
     def start(self) -> None:
+        self._line.start()
         self._twins.start()
 
     def finish(self) -> None:

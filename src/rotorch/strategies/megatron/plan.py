@@ -38,7 +38,7 @@ Deviations
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -58,12 +58,15 @@ class Megatron(Strategy):
         size: number of ranks.
         sync_fraction: which part of the channels of a row-wise output is summed over ranks. Below 1 it changes the
             model.
+        transport: how activations are summed: by "messages", or over "shared_memory" of one host, where nothing is
+            sent; "auto" takes that on CPU where it can be had.
     """
 
     kind: ClassVar[str] = "megatron"
     cuts_weights: ClassVar[bool] = True
     size: PositiveInt
     sync_fraction: float = Field(default=1.0, gt=0.0, le=1.0)
+    transport: Literal["auto", "shared_memory", "messages"] = "auto"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -100,7 +103,7 @@ class Megatron(Strategy):
 
         Further inputs that require a gradient (weights of a router) are not in it.
         """
-        if self.size == 1 or unit.kind is UnitKind.REPLICATED:
+        if self.size == 1 or unit.kind is UnitKind.REPLICATED or self.transport == "shared_memory":
             return ()
         tokens = batch.num_rows * batch.num_tokens
         parts = bool(self.changes_the_model)
@@ -147,6 +150,10 @@ class Megatron(Strategy):
 
         if self.changes_the_model:
             self._check_synced(spec)
+
+    def check_device(self, device_type: str) -> None:
+        if self.transport == "shared_memory" and device_type != "cpu":
+            raise ConfigError(f"{self}: shared_memory is between CPU ranks, not on {device_type}. Write transport=auto")
 
     def _check_synced(self, spec: ModelSpec) -> None:
         """Each rank's loss must come from its own part of the logits, or gradients would count once per rank."""
