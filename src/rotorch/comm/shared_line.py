@@ -339,7 +339,9 @@ def make_line(mesh: DeviceMesh, axis: str, *, transport: str, device: torch.devi
         ConfigError: shared memory was asked for and cannot be had.
     """
     line = Line.along(mesh, axis)
-    if transport == "messages" or line.size == 1 or (transport == "auto" and device.type != "cpu"):
+    if transport == "messages" or line.size == 1:
+        return line
+    if transport == "auto" and (device.type != "cpu" or dist.get_backend(line.group) == "fake"):
         return line
     if device.type != "cpu":
         raise ConfigError(
