@@ -58,4 +58,14 @@ def test_the_whole_model_is_loaded_over_three_ranks_within_its_memory(tmp_path):
     )
     assert len(ranks) == 3
     for peak, share, largest in ranks:
-        assert int(peak) <= int(share) + int(largest) + 300
+        assert int(peak) <= int(share) + int(largest) + 300 + VARIES_MB
+
+
+VARIES_MB = 20
+"""What importing torch and transformers takes differs by so much from process to process, and from version to version."""
+
+
+def test_the_whole_model_comes_out_as_it_was(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    printed = run([*command, str(EXAMPLE / "untouched.py")], cwd=tmp_path)
+    assert "rtp=2: 272 of 272 tensors are the same to the bit" in printed

@@ -2,6 +2,7 @@
 
     python examples/finetune_smollm2/finetune.py                          # the whole model: about a minute a step
     python examples/finetune_smollm2/finetune.py --layers 2 --steps 4     # its first two layers, to see it run
+    python examples/finetune_smollm2/finetune.py --lora 8                 # adapters of rank 8 beside the whole model
 
 The model has nine heads in three groups, which two ranks hold unevenly: two groups and one. The prompt of a record is
 how a speech begins, the response how it goes on; only responses are learnt. The weights come from a file of four-bit
@@ -36,6 +37,7 @@ def main() -> int:
     parser.add_argument("--parallel", default="rtp=2", help="layout; rtp=2 by default")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--layers", type=int, help="keep the model's first layers only")
+    parser.add_argument("--lora", type=int, help="train adapters of this rank only")
     parser.add_argument("--out", type=Path, default=Path("runs/smollm2"), help="must not exist")
     options = parser.parse_args()
     try:
@@ -55,9 +57,14 @@ def main() -> int:
         "train.steps": options.steps,
         "train.out": run,
     }
+    if options.lora is not None:
+        settings |= {"lora.rank": options.lora, "optimizer.lr": 1e-3}
     overrides = [f"{key}={value.absolute() if isinstance(value, Path) else value}" for key, value in settings.items()]
     code = cli.run(["train", str(HERE / "run.toml"), "--parallel", options.parallel, *overrides])
-    code = code or cli.run(["export", str(run), str(options.out / "export"), "--max-shard-bytes", "200000000"])
+    export = ["export", str(run), str(options.out / "export"), "--max-shard-bytes", "200000000"]
+    code = code or cli.run([*export, *(["--merge"] if options.lora is not None else [])])
+    if options.lora is not None:
+        code = code or cli.run(["export", str(run), str(options.out / "adapter")])  # for peft
     if code == 0:
         print(f"it says: {generate(options.out / 'export')!r}")
     return code
