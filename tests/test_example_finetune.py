@@ -62,7 +62,7 @@ def test_the_whole_model_is_loaded_over_three_ranks_within_its_memory(tmp_path):
 
 
 VARIES_MB = 20
-"""What importing torch and transformers takes differs by so much from process to process, and from version to version."""
+"""What importing torch and transformers takes differs by so much from process to process and version to version."""
 
 
 def test_the_whole_model_comes_out_as_it_was(tmp_path):
