@@ -1,5 +1,6 @@
 from rotorch.bench.prediction import predict
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.traffic import MicroBatch
 from rotorch.strategies import parse_parallel
 
 MLP = Unit(
@@ -52,3 +53,11 @@ def test_ranks_have_their_own_slices():
     uneven = [of("rtp=5[transport=send_receive]", rank=rank).weights_bytes for rank in range(5)]
     assert sum(uneven) == P + 5 * R and len(set(uneven)) == 2
     assert [of("ddp=2,rtp=5[transport=send_receive]", rank=r).weights_bytes for r in range(10)] == uneven * 2
+
+
+def test_activations_that_move_are_counted_where_the_batch_is_known():
+    """Two sums of batch x sequence x 8 features: at the MLP's output, and of the gradient at its input."""
+    batch, strategies = MicroBatch(3, 5), parse_parallel("ddp=2,megatron=2")
+    weights = predict(SPEC, strategies=strategies, rank=3).sent_bytes["all_reduce"]
+    found = predict(SPEC, strategies=strategies, rank=3, batch=batch).sent_bytes["all_reduce"]
+    assert found - weights == 2 * (3 * 5 * 8 * 4)

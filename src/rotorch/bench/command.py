@@ -27,11 +27,12 @@ from rotorch.bench.trace_files import RowTrace, file_stem, summary, write_traces
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch
 from rotorch.mesh import check_world_size, device_type
 from rotorch.models.describe import describe
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
-from rotorch.strategies import cuts_features, num_ranks, parse_parallel
+from rotorch.strategies import batch_ranks, cuts_features, num_ranks, parse_parallel
 
 OK, DOES_NOT_HOLD, RANK_FAILED = 0, 1, 3
 """Exit codes; 2, the input was wrong, is `ConfigError`."""
@@ -240,7 +241,10 @@ def _predictions(
         else strategy
         for strategy in (s.at_precision(task.autocast) for s in strategies)
     ]
-    return [predict(spec, strategies=as_run, rank=rank) for rank in range(num_ranks(strategies))]
+    rows = task.global_batch // task.accumulation // batch_ranks(strategies)
+    # Under autocast some activations have its precision and some their weights', as the model's code will have it.
+    batch = None if task.autocast else MicroBatch(rows, task.sequence_length)
+    return [predict(spec, strategies=as_run, rank=rank, batch=batch) for rank in range(num_ranks(strategies))]
 
 
 def _check_options(options: BenchOptions, *, json_file: Path | None) -> None:

@@ -10,6 +10,7 @@ from math import prod
 from rotorch.core.layout import Layout, combine_layouts
 from rotorch.core.spec import ModelSpec, Unit, Weight
 from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch
 
 _ADAMW_COUNTER_BYTES = 4
 """AdamW keeps its number of steps beside each parameter."""
@@ -58,8 +59,17 @@ class Prediction:
         return sum(self.sent_bytes.values())
 
 
-def predict(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int) -> Prediction:
-    """Sums the Layouts of `spec` under `strategies` (outermost first) on `rank`."""
+def predict(
+    spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int, batch: MicroBatch | None = None
+) -> Prediction:
+    """Sums the Layouts of `spec` under `strategies` (outermost first) on `rank`.
+
+    Args:
+        spec: the model.
+        strategies: outermost first.
+        rank: which rank's part.
+        batch: what it computes on, for strategies that move activations; None leaves those out.
+    """
     positions = _positions(strategies, rank=rank)
     for strategy in strategies:
         spec = strategy.units_of(spec)
@@ -67,6 +77,9 @@ def predict(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int) -> Pr
     sent: dict[str, int] = defaultdict(int)
     for transfer in total.transfers:
         sent[str(transfer.kind)] += transfer.sent_bytes
+    for unit in spec.units if batch is not None else ():
+        for transfer in strategies[-1].activation_transfers(unit, batch=batch, position=positions[-1]):
+            sent[str(transfer.kind)] += transfer.sent_bytes
     return Prediction(
         weights_bytes=total.resident_bytes,
         transient_bytes=total.transient_bytes,
