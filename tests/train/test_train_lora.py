@@ -213,3 +213,9 @@ def test_a_model_without_adapters_has_none_to_merge(tmp_path, warm, capsys):
     assert command(tmp_path / "log", "train", run, "train.steps=1").code == 0
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merge"]) == 2
     assert "has no adapters to merge. Leave --merge out" in capsys.readouterr().err
+
+
+def test_a_bench_does_not_pass_over_adapters(published, tmp_path, capsys):
+    run = write_lora_run(tmp_path, published)
+    assert cli.run(["bench", str(run), "--parallel", "rtp=2"]) == 2
+    assert capsys.readouterr().err == "rotorch: bench: adapters are not measured. Leave [lora] out\n"
