@@ -17,15 +17,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import record_function
 
 from rotorch._torch_private import tree_flatten, tree_unflatten, wrapper_tensor
 from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Unit, Weight
+from rotorch.ops.block_weight import CutHead
 from rotorch.ops.conjugates import enter, leave, place_side_by_side, sum_of_parts, take_own
-from rotorch.ops.cut_features import cut_cross_entropy
-from rotorch.ops.deferred_logits import LOGITS_BLOCK, DeferredLogits, Elementwise, Head, replay
+from rotorch.ops.deferred_logits import DeferredLogits
 from rotorch.ops.stand_in import StandIn, writes
 
 _log = logging.getLogger(__name__)
@@ -119,50 +118,20 @@ class CutWeight(StandIn):
         return _whole_for(func, args, kwargs)
 
 
-@dataclass(frozen=True)
-class CutHead(Head):
-    """A head whose weight is cut along the vocabulary.
-
-    Attributes:
-        weight: the stand-in of its weight.
-        bias: cut as the weight is, or whole, or None.
-    """
-
-    weight: CutWeight
-    bias: Tensor | None
-
-    @property
-    def vocab_size(self) -> int:
-        return self.weight.weight.shape[0]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        weight = self.weight
-        return place_side_by_side(self._own(hidden), dim=-1, lengths=weight.lengths, line=weight.use.line)
-
-    def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:
-        with record_function(LOGITS_BLOCK):
-            logits_BV = replay(self._own(hidden_BD), chain)
-        weight = self.weight
-        return cut_cross_entropy(weight.use.line, logits_BV, target_B, columns=weight.rows, ignore_index=ignore_index)
-
-    def _own(self, hidden: Tensor) -> Tensor:
-        """This rank's logits."""
-        weight, bias = self.weight, self.bias
-        line = weight.use.line
-        if isinstance(bias, CutWeight):
-            bias = bias.local
-        elif bias is not None:
-            bias = take_own(bias, dim=0, lengths=weight.lengths, line=line)
-        return F.linear(weight.use.enter(hidden), weight.local, bias)
-
-
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
     if not isinstance(weight, CutWeight) or weight.dim != 0:
         return None
-    if weight.use.unit.logits:
-        return DeferredLogits(input, CutHead(weight, bias))
     line, lengths = weight.use.line, weight.lengths
     own_bias = bias.local if isinstance(bias, CutWeight) else None
+    if weight.use.unit.logits:
+        if bias is not None and own_bias is None:
+            own_bias = take_own(bias, dim=0, lengths=lengths, line=line)
+
+        def product(hidden: Tensor) -> Tensor:
+            return F.linear(weight.use.enter(hidden), weight.local, own_bias)
+
+        columns = tuple(weight._ranges(k)[0] for k in range(line.size))
+        return DeferredLogits(input, CutHead(line, columns, product))
     output = F.linear(weight.use.enter(input), weight.local, own_bias)
     output = place_side_by_side(output, dim=-1, lengths=lengths, line=line)
     return output if bias is None or own_bias is not None else output + bias
