@@ -102,6 +102,16 @@ def test_a_bias_added_twice_is_named(tiny, plant):
     assert (report.first_divergence.what, report.first_divergence.step) == ("output", 1)
 
 
+def test_experts_are_run_in_a_way_that_knows_float64(tiny, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(tiny("mixtral"), output_router_logits=True)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(config.to_json_string())
+    assert verify(str(tmp_path / "config.json"), parallel="fsdp=2", steps=1).ok
+    assert verify(str(tmp_path), parallel="rtp=2", steps=1).ok
+
+
 @pytest.mark.parametrize("inside", ["mlp", "mlp.down_proj"])
 def test_of_a_unit_that_runs_on_slices_the_unit_is_named(tiny, plant, inside):
     def mistake(model):

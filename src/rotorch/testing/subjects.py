@@ -171,7 +171,7 @@ def tiny_subject(config_class: type) -> TinySubject:
     why: list[str] = []
     try:
         for config in shrunk(config_class):
-            _compute_exactly(config)
+            compute_exactly(config)
             for model_class in model_classes(config_class):
                 for embedded in (False, True):
                     subject = TinySubject(config, model_class, embedded)
@@ -184,7 +184,7 @@ def tiny_subject(config_class: type) -> TinySubject:
     raise ConfigError(f"no tiny {config_class.__name__} runs: {why[0] if why else 'transformers has no model for it'}")
 
 
-def _compute_exactly(config: Any) -> None:
+def compute_exactly(config: Any) -> None:
     """Attention and experts in plain torch operations: the fused ones know no float64."""
     config.use_cache = False
     config._experts_implementation = "eager"

@@ -33,7 +33,7 @@ from rotorch.testing.batches import share_of
 from rotorch.testing.compare import gradient_errors, gradients_along, relative_error, value_errors
 from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import has_weights, initialised_reference, loaded_reference, plain_config, reference_step
-from rotorch.testing.subjects import NUM_MICRO_BATCHES, NUM_ROWS, CausalLM, Subject
+from rotorch.testing.subjects import NUM_MICRO_BATCHES, NUM_ROWS, CausalLM, Subject, compute_exactly
 from rotorch.testing.trace import output_errors, recorded
 
 BAR = 1e-10
@@ -151,6 +151,7 @@ def verify(
     strategies = parse_parallel(parallel)
     check_world_size(strategies, world_size=num_ranks(strategies) if nproc is None else nproc)
     config = plain_config(model_path, layers=layers)
+    compute_exactly(config)
     return verify_subject(
         CausalLM(config),
         name=model_path,
