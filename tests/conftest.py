@@ -1,4 +1,5 @@
 import importlib
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,15 @@ def pytest_xdist_make_scheduler(config, log):
             return nodeid.rsplit("-", parts)[0] if parts else nodeid
 
     return Together(config, log)
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    """A process group of one, which a test's own process may join, would be joined by all ranks forked after it."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
+from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.line import Line
 from rotorch.comm.shared_line import make_line
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
@@ -25,6 +26,7 @@ from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
 from rotorch.models.feature_sums import CompletedSums
 from rotorch.ops.block_weight import BlockWeight
 from rotorch.ops.cut_features import sum_over
+from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.summa import Grid
 from rotorch.parallel_model import Holding
 from rotorch.shard.blocks import Blocks
@@ -48,10 +50,14 @@ class GridHolding(Holding):
         self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device, transport: str
     ) -> None:
         self._module = module
+        self._mesh = mesh
         axes = mesh.mesh_dim_names or ()
         make = partial(make_line, mesh, transport=transport, device=device)
         self._depth = make(DEPTH) if DEPTH in axes else Line(DEPTH, 1, 0, None)
         self.grid = Grid(make(DOWN), make(ACROSS))
+        self._rank = 0
+        for line in self._all_lines():
+            self._rank = self._rank * line.size + line.position
         sites, parameters = find_sites(module), dict(module.named_parameters())
         self._sizes = {"size": self.grid.down.size, "row": self.grid.down.position, "column": self.grid.across.position}
         self._blocks = Blocks(
@@ -107,13 +113,16 @@ class GridHolding(Holding):
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
-        try:
-            self._blocks.lend()
-            for name, stand_in in self._stand_ins.items():
-                self._blocks.lend_instead(name, stand_in)
-            yield self._module
-        finally:
-            self._blocks.take_back()
+        # Every rank has tokens or features that no other has, so what is drawn (dropout) must differ from all others'.
+        seed = all_reduce_sum(torch.randint(2**62, ()) * (self._rank == 0), mesh=self._mesh)
+        with drawn_alike(int(seed) + self._rank):
+            try:
+                self._blocks.lend()
+                for name, stand_in in self._stand_ins.items():
+                    self._blocks.lend_instead(name, stand_in)
+                yield self._module
+            finally:
+                self._blocks.take_back()
 
     def start(self) -> None:
         for line in self._all_lines():
@@ -134,6 +143,10 @@ class GridHolding(Holding):
     def finish(self) -> None:
         self._blocks.sum_gradients()
         self._blocks.attach()
+
+    def close(self) -> None:
+        for line in self._all_lines():
+            line.close()
 
     def gradients(self) -> list[Tensor]:
         return self._blocks.flat_gradients()

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier
 from rotorch.comm.observe import Observer
 from rotorch.core.spec import ModelSpec
@@ -31,6 +32,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.pretrained import open_pretrained
+from rotorch.ops.deferred_logits import DeferredLogits
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.held import HeldWeight, Pieces
 from rotorch.shard.load import load_stored
@@ -314,7 +316,10 @@ class ParallelModel:
         try:
             with self._holding.lend() as callee, self._forward_pass():
                 self._holding.start()
-                output = callee(**batch)
+                leaves, tree = tree_flatten(callee(**batch))
+                # Deferred to their use, logits would be made by who uses them, alone and later.
+                made = [leaf.real_logits() if isinstance(leaf, DeferredLogits) else leaf for leaf in leaves]
+                output = tree_unflatten(made, tree)
         finally:
             self.module.train(training)
         barrier(mesh=self.mesh)  # and may change again

@@ -98,6 +98,10 @@ class Line:
         """Before a step, after all ranks have met."""
         return None
 
+    def close(self) -> None:
+        """Gives memory back. All ranks; nothing may be called afterwards."""
+        return None
+
     def slots(self) -> list[Tensor]:
         """Buffers for what ranks give each other that are there from step to step."""
         return []
@@ -154,10 +158,10 @@ class _Reductions:
         self._mine: Tensor | None = None
 
     def add(self, part: Tensor, *, target: int) -> None:
-        self._finish(at_most=1)
         self._under_way.append((part, self._line.reduce(part, target=target)))
         if target == self._line.position:
             self._mine = part
+        self._finish(at_most=1)
 
     def mine(self) -> Tensor:
         self._finish(at_most=0)

@@ -77,6 +77,10 @@ class SharedLine(Line):
         self._whole.start()
         self._parts.start()
 
+    def close(self) -> None:
+        self._whole.close()
+        self._parts.close()
+
     def blocks(self, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None) -> Iterator[Tensor]:
         sizes = [mine.shape] * self.size if shapes is None else [torch.Size(shape) for shape in shapes]
         with _Operation(self._whole, max(size.numel() for size in sizes) * mine.itemsize) as operation:
@@ -217,7 +221,13 @@ class _Lane:
     def make_room(self, num_bytes: int) -> None:
         """All ranks, in the same operation: sees to it that a slot holds so many bytes."""
         if num_bytes > self.memory.slot_bytes:
-            self.memory = self._make(num_bytes)
+            try:
+                self.memory = self._make(num_bytes)
+            except SharedMemoryUnavailable as error:  # on all ranks of the line
+                raise RankFailure(
+                    f"axis {self.line.axis!r}: shared memory for blocks of {num_bytes:,} bytes cannot be had: {error}. "
+                    "Write transport=messages, or make room there"
+                ) from None
             self.past(self.next - 1)
 
     def start(self) -> None:
@@ -228,6 +238,10 @@ class _Lane:
 
     def own_slots(self) -> list[Tensor]:
         return [self.memory.slots[self.line.position][slot] for slot in range(self._num_slots)]
+
+    def close(self) -> None:
+        """Lets go of the memory, which is gone once all ranks have."""
+        del self.memory
 
     def _make(self, num_bytes: int) -> _Memory:
         return _Memory(self.line, num_slots=self._num_slots, num_readers=self._num_readers, slot_bytes=num_bytes)

@@ -67,12 +67,12 @@ class GridPlace:
         )
 
     def _transient_bytes(self, unit: Unit) -> int:
-        """The block in use and the next one, of other ranks; two parts of gradients, one of them under way."""
+        """Of other ranks, the block in use and the next one; of gradients, this rank's, one made and one under way."""
         matrices = [w for w in unit.weights if w.grid is not None and w.grid.rows is not None]
         if self.size == 1 or not matrices:
             return 0
         largest = max(self._largest_block_bytes(w) for w in matrices)
-        return (min(2, self.size - 1) + 2) * largest
+        return (min(2, self.size - 1) + min(3, self.size)) * largest
 
     def _largest_block_bytes(self, weight: Weight) -> int:
         shapes = (weight.block_shape(size=self.size, row=k, column=self.column) for k in range(self.size))

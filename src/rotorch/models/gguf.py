@@ -173,7 +173,9 @@ def _all_in_one(key: str, numbered: Mapping[int | None, Stored], *, path: Path) 
     try:
         return Stacked([numbered[number] for number in range(len(numbered))], dim=0)
     except ValueError as error:
-        raise ConfigError(f"load: {str(path)!r}: ffn_{key.partition('.')[2]} of blk.{key[0]}: {error}") from None
+        raise ConfigError(
+            f"load: {str(path)!r}: ffn_{key.partition('.')[2]} of blk.{key.partition('.')[0]}: {error}"
+        ) from None
 
 
 class _Names:

@@ -45,22 +45,6 @@ def take_own(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tens
     return x if line.size == 1 else _Along.apply(x, _own, _gathered, dim, tuple(lengths), line)
 
 
-def gather_in(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
-    """Lets what each rank has a stretch of into what is cut: side by side; of the summed gradient each takes its own.
-
-    As `enter` after `place_side_by_side`, in one message per pass (Korthikanti et al., arXiv 2205.05198).
-    """
-    return x if line.size == 1 else _Along.apply(x, _gathered, _scattered, dim, tuple(lengths), line)
-
-
-def scatter_out(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
-    """Sums parts over `line` and takes this rank's stretch along `dim`; its gradient is placed side by side.
-
-    As `take_own` after `leave`, in one message per pass.
-    """
-    return x if line.size == 1 else _Along.apply(x, _scattered, _gathered, dim, tuple(lengths), line)
-
-
 class Boundary:
     """How activations go into a module that is cut, and how its output comes out: equal on both sides.
 
@@ -123,12 +107,6 @@ def _gathered(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor
     longest = max(lengths)
     parts = line.all_gather(_padded(x.movedim(dim, 0), longest)).split(longest)
     return torch.cat([p[:n] for p, n in zip(parts, lengths, strict=True)]).movedim(0, dim).contiguous()
-
-
-def _scattered(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
-    longest = max(lengths)
-    parts = [_padded(p, longest) for p in x.movedim(dim, 0).split(list(lengths))]
-    return line.reduce_scatter(torch.cat(parts))[: lengths[line.position]].movedim(0, dim).contiguous()
 
 
 def _padded(part: Tensor, length: int) -> Tensor:

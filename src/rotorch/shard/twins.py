@@ -128,7 +128,12 @@ class Twins:
             site.put(tensor)
 
     def take_back(self, name: str | None = None) -> None:
-        """Puts the DTensors back: all, or one."""
+        """Puts the DTensors back: all, or one. A step that broke off leaves the gradients that were there before it."""
+        if name is None:
+            for broken, before in self._carried.items():  # the new ones may lie in the same memory
+                if (grad := self.held[broken].local_grad) is not None:
+                    grad.copy_(before)
+            self._carried = {}
         for each in self._sites if name is None else (name,):
             for site in self._sites[each]:
                 site.put(self.held[each].parameter)
@@ -145,7 +150,7 @@ class Twins:
         self._carried = {
             name: held.local_grad.clone()  # type: ignore[union-attr]
             for name, held in self.held.items()
-            if held.parameter.grad is not None
+            if held.parameter.grad is not None and torch.is_grad_enabled()  # an evaluation adds nothing to them
         }
         for twin in self.twins.values():
             twin.grad = None

@@ -131,6 +131,9 @@ class MegatronHolding(Holding):
         self._line.start()
         self._twins.start()
 
+    def close(self) -> None:
+        self._line.close()
+
     def finish(self) -> None:
         self._twins.reduce(self._partial)
         self._twins.unused_count_as_zero()

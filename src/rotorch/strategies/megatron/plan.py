@@ -33,7 +33,8 @@ Deviations
     Local tensors and these sums in place of torch's DTensor styles: modules run as they are, cuts may be uneven, fused
     in one matrix, or tied (docs/decisions). Where heads do not divide evenly the first ranks compute one more; where
     there are fewer than ranks the last hold none and wait. With `sync_fraction` gradients are the derivative of what
-    forward computes; that takes the sum in backward at a unit's output and not at its input.
+    forward computes; that takes the sum in backward at a unit's output and not at its input. There is no sequence
+    parallelism: a model that is used as it is makes masks and positions of the length that its embedding gives.
 """
 
 from __future__ import annotations

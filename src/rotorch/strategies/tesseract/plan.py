@@ -31,7 +31,8 @@ Cost (a layer of P bytes of weights, X of inputs and Y of outputs on this rank's
 
 Deviations
     Gradients of weights are summed over the depth of the grid; the best-known implementation leaves that out. Attention
-        is local: heads lie in columns, whole sequences in rows. Vocabularies need not divide by q.
+        is local: heads lie in columns, whole sequences in rows. Vocabularies need not divide by q. Each layer of the
+        grid holds all its weights; they are not cut once more over the depth.
 """
 
 from __future__ import annotations
