@@ -129,3 +129,27 @@ def test_without_the_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(ConfigError, match=r"pip install 'rotorch\[lora\]'"):
         add_lora(torch.nn.Linear(2, 2), rank=2, targets=["x"])
+
+
+def test_layers_that_peft_takes_for_experts_are_refused():
+    """Of some models with experts peft makes another target than was named: merging would leave that out in silence."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    config = DeepseekV2Config(
+        hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, n_routed_experts=2, n_shared_experts=1, num_experts_per_tok=1, first_k_dense_replace=1,
+        kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, vocab_size=64,
+    )  # fmt: skip
+    for targets in (None, ["down_proj"]):
+        with pytest.raises(ConfigError, match="takes 'down_proj' for its experts, which are no linear layers"):
+            add_lora(DeepseekV2ForCausalLM(config), rank=2, targets=targets)
+    model = add_lora(DeepseekV2ForCausalLM(config), rank=2, targets=["q_a_proj", "o_proj"])
+    assert sum(".lora_A." in name for name, _ in model.named_parameters()) == 4
+
+
+def test_default_targets_of_a_model_with_experts_are_its_linear_layers(tiny):
+    from rotorch.models.hf import causal_lm, load_config
+
+    model = add_lora(causal_lm(load_config(tiny("mixtral"))), rank=2)
+    adapted = {name.rpartition(".lora_A.")[0] for name, _ in model.named_parameters() if ".lora_A." in name}
+    assert adapted and all(name.rpartition(".")[2] in ("q_proj", "k_proj", "v_proj", "o_proj") for name in adapted)

@@ -56,27 +56,46 @@ def add_lora(
         raise ConfigError(f"lora: rank {rank}: an adapter needs a positive inner width. Write rank=8, for example")
     try:
         from peft import LoraConfig, inject_adapter_in_model
+        from peft.tuners.lora import LoraLayer
     except ImportError:
         raise ConfigError("lora: needs the package peft. Write pip install 'rotorch[lora]'") from None
     layers = _linear_layers(module)
     for target in targets or ():
         _check_target(target, module=module, layers=layers)
+    chosen = sorted(_chosen(targets, module=module, layers=layers))
     config = LoraConfig(
         r=rank,
         lora_alpha=2 * rank if alpha is None else alpha,
         lora_dropout=dropout,
-        target_modules="all-linear" if targets is None else list(targets),
+        target_modules=chosen,  # whole names: of shorter ones peft makes adapters of stacked experts, too
         fan_in_fan_out=any(not isinstance(layer, nn.Linear) for layer in layers.values()),
     )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # it asks models for what transformers no longer likes
+            warnings.simplefilter("ignore", RuntimeWarning)  # of what it did not find: looked at below
             module = inject_adapter_in_model(config, module, adapter_name=_NAME)
     except ValueError as error:
         raise ConfigError(f"lora: targets {targets and list(targets)}: {error}") from None
+    adapted = sorted(name for name, layer in module.named_modules() if isinstance(layer, LoraLayer))
+    if adapted != chosen:
+        other = sorted(set(adapted) ^ set(chosen))
+        fine = sorted({n.rpartition(".")[2] for n in chosen} - {n.rpartition(".")[2] for n in other})
+        raise ConfigError(
+            f"lora: of a {type(module).__name__} peft takes {other[0].rpartition('.')[2]!r} for its experts, which are "
+            f"no linear layers, and would put adapters elsewhere. Write lora.targets={fine} or some of these"
+        )
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     return module
+
+
+def _chosen(targets: Sequence[str] | None, *, module: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
+    """Names of the layers that get adapters: all but the head, or those that `targets` end."""
+    if targets is None:
+        head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        return [name for name, layer in layers.items() if layer is not head]
+    return [name for name in layers if any(f".{name}".endswith(f".{target}") for target in targets)]
 
 
 def _linear_layers(module: nn.Module) -> dict[str, nn.Module]:
