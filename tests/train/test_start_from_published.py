@@ -137,9 +137,15 @@ def lose_head(published):
     (published / "config.json").write_text(json.dumps({**config, "model_type": "siglip_vision_model"}))
 
 
+def make_it_an_encoder(published):
+    sizes = {"vocab_size": 300, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (published / "config.json").write_text(json.dumps({"model_type": "bert", **sizes}))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
+        (make_it_an_encoder, "'bert' reads in both directions: its tokens see the next one. Write is_decoder = true"),
         (spoil_config, "Write the path of a Hugging Face config.json"),
         (spoil_file, "is no safetensors file, or a corrupt or truncated one"),
         (truncate_file, "is no safetensors file, or a corrupt or truncated one"),

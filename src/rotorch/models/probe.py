@@ -80,7 +80,7 @@ def _text(config: Any) -> str:
 
 def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Trial:
     error: Exception | None = None
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta(), _one_thread():
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta(), one_thread():
         # In float32 as well: some code converts to it and goes on with weights of another dtype.
         for config, embedded, dtype in product(
             shrunk_like(module.config), (False, True), (torch.float64, torch.float32)
@@ -121,7 +121,7 @@ def _pass(tiny: nn.Module, *, dtype: torch.dtype, embedded: bool, num_rows: int,
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Starts no threads: a process that has some cannot be forked into ranks, which would wait for them for ever."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -221,7 +221,10 @@ def _about(spec: ModelSpec, *, parallel: str) -> dict[str, Any]:
 
 
 def _why_not_built(config_class: type, said: str) -> str:
-    """Whose part it is that no tiny model runs: theirs if their own defaults make no model either."""
+    """Whose part it is that no tiny model runs: theirs if there is no model of it.
+
+    Defaults that make no model say what a rule of `models/tiny.py` would have to fill in.
+    """
     classes = model_classes(config_class)
     if not classes:
         return "theirs: transformers has no model for it"
@@ -233,7 +236,7 @@ def _why_not_built(config_class: type, said: str) -> str:
             return f"ours: {said}"
         except Exception as error:
             reasons.append(f"{each.__name__} of its defaults: {type(error).__name__}: {_line(error)}")
-    return f"theirs: {reasons[0]}"
+    return f"ours: no rule fills in what its defaults lack: {reasons[0]}"
 
 
 def _line(error: BaseException) -> str:

@@ -247,6 +247,7 @@ def check_model(
     model_config: Any, *, strategies: Sequence[Strategy], init: str = "random", lora: LoraSection | None = None
 ) -> ModelSpec:
     """Every strategy can hold the model, and the weights to start from fit it. Builds it without memory for weights."""
+    from rotorch.models.causality import reads_ahead
     from rotorch.models.describe import describe
     from rotorch.models.lora import ADAPTERS
     from rotorch.models.pretrained import open_pretrained
@@ -257,6 +258,11 @@ def check_model(
 
     with on_meta():
         module = make_module(model_config, lora=lora)
+    if reads_ahead(model_config):
+        raise ConfigError(
+            f"model: {model_config.model_type!r} reads in both directions: its tokens see the next one. "
+            "Write is_decoder = true in its configuration, or a decoder's"
+        )
     spec = describe(module, features=cuts_features(strategies))
     for strategy in strategies:
         strategy.check(spec)
