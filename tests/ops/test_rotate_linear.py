@@ -40,7 +40,7 @@ def linear(make, transport, with_bias, shape):
         out = []
 
         def run(mine=mine, out=out):
-            out.append(rotate_linear(rotating.unit, mine))
+            out.append(rotate_linear(rotating.unit, mine).mul_(1.0))  # models write into outputs
             return (out[0].sin() * (dist.get_rank() + 1)).sum()
 
         rotating.step(run, fresh=fresh)

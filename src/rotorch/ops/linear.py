@@ -34,7 +34,9 @@ def rotate_linear(unit: RotatingUnit, x: Tensor) -> Tensor:
 def _linear_forward(unit: RotatingUnit, x: Tensor, autocast: AutocastState) -> Tensor:
     dtype = autocast.dtype or x.dtype
     x_BI = x.reshape(-1, x.shape[-1]).to(dtype)
-    y_BO = x_BI.new_empty(x_BI.shape[0], unit.slices.weights[0].shape[0])
+    # The output itself, not a view of it: autograd lets nobody write into a view that a function returns.
+    y = x_BI.new_empty(*x.shape[:-1], unit.slices.weights[0].shape[0])
+    y_BO = y.view(-1, y.shape[-1])
     with torch.autocast(x.device.type, enabled=False):
         for visit in unit.visits(backward=False):
             weight, *bias = (w.detach().to(dtype) for w in unit.weights(visit))
@@ -43,7 +45,7 @@ def _linear_forward(unit: RotatingUnit, x: Tensor, autocast: AutocastState) -> T
             torch.mm(x_BI, weight.t(), out=columns)
             if bias:
                 columns.add_(bias[0])
-    return y_BO.view(*x.shape[:-1], y_BO.shape[-1])
+    return y
 
 
 class _RotateLinear(torch.autograd.Function):
@@ -112,7 +114,8 @@ def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
     ids_B = ids.reshape(-1)
     home = unit.ring.home_weights(unit.item)
     num_rows, width = unit.slices.weights[0].shape
-    y_BD = home.new_zeros(ids_B.shape[0], width)
+    y = home.new_zeros(*ids.shape, width)  # see _linear_forward
+    y_BD = y.view(-1, width)
     found = 0
     for visit in unit.visits(backward=False):
         tokens, local = _in_slice(ids_B, slice_rows(unit, visit.index))
@@ -120,7 +123,7 @@ def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
         y_BD.index_copy_(0, tokens, unit.weights(visit)[0].detach().index_select(0, local).to(y_BD.dtype))
     if found < ids_B.numel():
         raise IndexError(f"token ids from {int(ids.min())} to {int(ids.max())} in a vocabulary of {num_rows}")
-    return y_BD.view(*ids.shape, y_BD.shape[-1])
+    return y
 
 
 def _in_slice(ids_B: Tensor, rows: Range) -> tuple[Tensor, Tensor]:
