@@ -174,7 +174,8 @@ def waits(path, layout):
     groups = [g for g in (getattr(ring, "_weight_group", None), getattr(ring, "_gradient_group", None)) if g]
     limits = [group_timeout(g, device=torch.device("cpu")) for g in groups]
     model.close()
-    return getattr(ring, "_timeout_s", None), [limit.total_seconds() for limit in limits]
+    patience = getattr(ring, "_patience", None)
+    return getattr(patience, "timeout_s", None), [limit.total_seconds() for limit in limits]
 
 
 def test_a_ring_waits_as_long_as_the_job_does(tiny):
