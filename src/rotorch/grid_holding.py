@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,19 +17,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from rotorch.comm.collectives import all_reduce_sum
+from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
 from rotorch.comm.shared_line import make_line
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
-from rotorch.models.feature_sums import CompletedSums
+from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.block_weight import BlockWeight
-from rotorch.ops.cut_features import sum_over
+from rotorch.ops.conjugates import sum_of_parts
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.summa import Grid
 from rotorch.parallel_model import Holding
 from rotorch.shard.blocks import Blocks
-from rotorch.shard.held import Piece
+from rotorch.shard.held import Piece, box_pieces
 from rotorch.shard.sites import find_sites
 from rotorch.shard.twins import Part
 
@@ -108,21 +107,13 @@ class GridHolding(Holding):
     def _complete_sums(self, norm: nn.Module, weight: Weight) -> None:
         (total,) = weight.shape
         (mine,) = weight.block_shape(**self._sizes)
-        over = partial(sum_over, self.grid.across)
-        norm.forward = partial(_with_sums, norm.forward, mine, total, over)  # type: ignore[method-assign]
+        complete_sums(norm, mine=mine, total=total, sum_over=partial(sum_of_parts, line=self.grid.across))
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
         # Every rank has tokens or features that no other has, so what is drawn (dropout) must differ from all others'.
-        seed = all_reduce_sum(torch.randint(2**62, ()) * (self._rank == 0), mesh=self._mesh)
-        with drawn_alike(int(seed) + self._rank):
-            try:
-                self._blocks.lend()
-                for name, stand_in in self._stand_ins.items():
-                    self._blocks.lend_instead(name, stand_in)
-                yield self._module
-            finally:
-                self._blocks.take_back()
+        with drawn_alike(common_seed(mesh=self._mesh) + self._rank), self._blocks.lent(self._stand_ins.items()):
+            yield self._module
 
     def start(self) -> None:
         for line in self._all_lines():
@@ -152,31 +143,11 @@ class GridHolding(Holding):
         return self._blocks.flat_gradients()
 
 
-def _with_sums(forward: Any, mine: int, total: int, over: Any, /, *args: Any, **kwargs: Any) -> Any:
-    with CompletedSums(mine=mine, total=total, sum_over=over):
-        return forward(*args, **kwargs)
-
-
 def block_pieces(weight: Weight, *, size: int, row: int, column: int) -> tuple[Piece, ...]:
     """Where the block at `row` and `column` of a grid of `size` x `size` sits in the whole weight."""
     cut = weight.grid or GridCut()
-    boxes: dict[int, tuple[Range, ...]] = {dim: (Range(0, length),) for dim, length in enumerate(weight.shape)}
+    boxes: list[tuple[Range, ...]] = [(Range(0, length),) for length in weight.shape]
     for part, index in ((cut.rows, row), (cut.columns, column)):
         if part is not None:
-            boxes[part.dim] = _ranges(part, weight, size=size, index=index)
-    several = [dim for dim, ranges in boxes.items() if len(ranges) > 1]
-    if len(several) > 1:
-        raise AssertionError(f"{weight.name} is fused along two dims")
-    along = several[0] if several else 0
-    pieces, local_start = [], 0
-    for part_range in boxes.get(along, (Range(0, 0),)) if weight.shape else ():
-        ranges = [part_range if dim == along else boxes[dim][0] for dim in range(len(weight.shape))]
-        if all(r.length for r in ranges):
-            piece = Piece(tuple(r.start for r in ranges), tuple(r.length for r in ranges), along, local_start)
-            pieces.append(piece)
-        local_start += part_range.length
-    return tuple(pieces) if weight.shape else (Piece((), ()),)
-
-
-def _ranges(cut: Cut, weight: Weight, *, size: int, index: int) -> tuple[Range, ...]:
-    return cut.ranges(weight.shape[cut.dim], num_slices=size, index=index)
+            boxes[part.dim] = part.ranges(weight.shape[part.dim], num_slices=size, index=index)
+    return box_pieces(boxes)

@@ -11,7 +11,8 @@ from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import Cut
 from rotorch.core.traffic import Kind
-from rotorch.ops.cut_features import cut_cross_entropy, gather_features, look_up, sum_over
+from rotorch.ops.conjugates import place_side_by_side, sum_of_parts
+from rotorch.ops.cut_features import cut_cross_entropy, look_up
 from rotorch.ops.summa import Grid, summa_linear, summa_table_linear
 from rotorch.testing.ranks import run_ranks
 
@@ -112,7 +113,7 @@ def table(q, transport):
     y = summa_table_linear(grid, mine + looked_up, block, num_rows=[r.length for r in rows])
     columns = rows[grid.across.position]
     whole = (x + F.embedding(ids, e)).detach() @ e.detach().t()
-    all_columns = gather_features(grid.across, y, widths=tuple(r.length for r in rows))
+    all_columns = place_side_by_side(y, dim=-1, lengths=[r.length for r in rows], line=grid.across)
     y.backward(part(dy, 0, grid.down)[:, columns.start : columns.stop])
     return [
         not close(y, part(whole, 0, grid.down)[:, columns.start : columns.stop]),
@@ -144,7 +145,7 @@ def loss_and_norm(q, transport):
     x = values(B, V, seed=2).requires_grad_()
     (x * x.pow(2).sum(-1, keepdim=True).rsqrt()).backward(logits.detach())
     my_x = x.detach()[:, columns.start : columns.stop].clone().requires_grad_()
-    y = my_x * sum_over(grid.across, my_x.pow(2).sum(-1, keepdim=True)).rsqrt()
+    y = my_x * sum_of_parts(my_x.pow(2).sum(-1, keepdim=True), line=grid.across).rsqrt()
     y.backward(logits.detach()[:, columns.start : columns.stop])
     return [
         not close(found, expected.detach()),

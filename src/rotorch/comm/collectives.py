@@ -34,6 +34,12 @@ def all_reduce_sum(tensor: Tensor, *, mesh: DeviceMesh) -> Tensor:
     return tensor
 
 
+def common_seed(*, mesh: DeviceMesh) -> int:
+    """Draws a seed, the same on all ranks of `mesh`: that of the first one. All ranks' generators go on alike."""
+    first = not any(mesh.get_coordinate() or [0])
+    return int(all_reduce_sum(torch.randint(2**62, ()) * first, mesh=mesh))
+
+
 def all_reduce_sum_later(tensor: Tensor, *, mesh: DeviceMesh) -> Callable[[], Tensor]:
     """Starts summing `tensor` over all ranks of `mesh`, in place; the returned function waits for it and returns it."""
     groups = list(_groups(mesh))

@@ -15,7 +15,6 @@ import copy
 import logging
 import threading
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from rotorch._torch_private import tree_flatten
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Weight
-from rotorch.models.feature_sums import CompletedSums
+from rotorch.models.feature_sums import complete_sums
 from rotorch.models.tiny import inputs_for, shrunk_like
 from rotorch.shard.materialize import off_meta
 from rotorch.shard.sites import find_sites
@@ -159,10 +158,7 @@ class _Half(TorchFunctionMode):
                 for each in sites[weight.name]:
                     each.put(part)
                 if cut.sums:
-                    norm = site.module
-                    norm.forward = partial(  # type: ignore[method-assign]
-                        self._with_sums, norm.forward, part.shape[0], weight.shape[0]
-                    )
+                    complete_sums(site.module, mine=part.shape[0], total=weight.shape[0], sum_over=self._sum_over)
 
     def __call__(self, inputs: dict[str, Any]) -> Any:
         with self:
@@ -196,6 +192,5 @@ class _Half(TorchFunctionMode):
                 whole.narrow(-1, r.start, r.length).copy_(piece)
         return whole
 
-    def _with_sums(self, forward: Any, mine: int, total: int, /, *args: Any, **kwargs: Any) -> Any:
-        with CompletedSums(mine=mine, total=total, sum_over=lambda part: sum(self._exchange.both(self._mine, part))):
-            return forward(*args, **kwargs)
+    def _sum_over(self, part: Tensor) -> Tensor:
+        return sum(self._exchange.both(self._mine, part))

@@ -8,11 +8,12 @@ else the forward does treats every feature alike, or the result is wrong, which 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 Sum = Callable[[Tensor], Tensor]
@@ -58,6 +59,16 @@ class CompletedSums(TorchFunctionMode):
     @property
     def total(self) -> int:
         return self._total
+
+
+def complete_sums(norm: nn.Module, *, mine: int, total: int, sum_over: Sum) -> None:
+    """Runs a norm's own forward, from now on, with its sums over features completed (see `CompletedSums`)."""
+    norm.forward = partial(_with_sums, norm.forward, mine, total, sum_over)  # type: ignore[method-assign]
+
+
+def _with_sums(forward: Any, mine: int, total: int, sum_over: Sum, /, *args: Any, **kwargs: Any) -> Any:
+    with CompletedSums(mine=mine, total=total, sum_over=sum_over):
+        return forward(*args, **kwargs)
 
 
 def _is_last(x: Tensor, dim: Any) -> bool:

@@ -6,50 +6,19 @@ layer's own forward runs as it is, on this rank's part of the features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch.profiler import record_function
 
 from rotorch._torch_private import wrapper_tensor
-from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Range, Weight
-from rotorch.ops.cut_features import cut_cross_entropy, gather_features, look_up
-from rotorch.ops.deferred_logits import LOGITS_BLOCK, DeferredLogits, Elementwise, Head, replay
+from rotorch.ops.cut_features import look_up
+from rotorch.ops.cut_head import CutHead
+from rotorch.ops.deferred_logits import DeferredLogits
 from rotorch.ops.stand_in import StandIn
 from rotorch.ops.summa import Grid, summa_linear, summa_table_linear
-
-
-@dataclass(frozen=True)
-class CutHead(Head):
-    """A head of whose logits each rank of a line makes some columns.
-
-    Attributes:
-        line: the ranks.
-        columns: of the vocabulary, by position.
-        product: makes this rank's logits of its features of hidden states.
-    """
-
-    line: Line
-    columns: tuple[Range, ...]
-    product: Callable[[Tensor], Tensor]
-
-    @property
-    def vocab_size(self) -> int:
-        return sum(r.length for r in self.columns)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return gather_features(self.line, self.product(hidden), widths=tuple(r.length for r in self.columns))
-
-    def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:
-        with record_function(LOGITS_BLOCK):
-            logits_BV = replay(self.product(hidden_BD), chain)
-        mine = self.columns[self.line.position]
-        return cut_cross_entropy(self.line, logits_BV, target_B, columns=mine, ignore_index=ignore_index)
 
 
 class BlockWeight(StandIn):

@@ -91,8 +91,8 @@ class PartlySynced(Boundary):
 
 
 def sum_of_parts(x: Tensor, *, line: Line) -> Tensor:
-    """Sums over `line`, its gradient too: where each rank has a part of that (see `PartlySynced`)."""
-    return x if line.size == 1 else _SyncSome.apply(x, x.shape[-1], line)
+    """Sums over `line`, its gradient too: where each rank goes on with it for its own part (see `PartlySynced`)."""
+    return x if line.size == 1 else _SumOfParts.apply(x, line)
 
 
 def _summed(x: Tensor, line: Line) -> Tensor:
@@ -139,6 +139,18 @@ class _Leave(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return grad, None
+
+
+class _SumOfParts(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
+        ctx.line = line
+        return _summed(x, line)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _summed(grad, ctx.line), None
 
 
 class _SyncSome(Function):

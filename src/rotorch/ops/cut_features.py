@@ -1,7 +1,6 @@
 """What else a model needs whose activations are cut along their features, over ranks that share its tokens.
 
-Sums over all features (of norms), look-ups in a table cut both ways, cross-entropy over a vocabulary of which each rank
-has a part of the logits, and all logits where somebody wants them.
+Look-ups in a table cut both ways, and cross-entropy over a vocabulary of which each rank has a part of the logits.
 
 Shapes: B tokens (all leading dims flattened), D features of this rank, V logits of this rank.
 """
@@ -18,47 +17,6 @@ from rotorch.comm.line import Line
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import Range
 from rotorch.ops.summa import Grid
-
-
-def sum_over(line: Line, part: Tensor) -> Tensor:
-    """The sum of all ranks' `part`. Each rank goes on with it for its own features, so gradients sum as well."""
-    return _SumOver.apply(line, part) if line.size > 1 else part
-
-
-class _SumOver(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, line: Line, part: Tensor) -> Tensor:
-        ctx.line = line
-        return line.all_reduce(part.detach().clone(memory_format=torch.contiguous_format))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, ctx.line.all_reduce(grad.clone(memory_format=torch.contiguous_format))
-
-
-def gather_features(line: Line, part: Tensor, *, widths: tuple[int, ...]) -> Tensor:
-    """All ranks' `part [.., widths[position]]` side by side, `[.., sum(widths)]`, for who does the same on all ranks.
-
-    So the gradient of the whole is the same on all of them, and a rank takes its part of it.
-    """
-    return _GatherFeatures.apply(line, widths, part) if line.size > 1 else part
-
-
-class _GatherFeatures(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, line: Line, widths: tuple[int, ...], part: Tensor) -> Tensor:
-        ctx.line, ctx.widths = line, widths
-        mine = part.detach().movedim(-1, 0)
-        padded = mine.new_zeros(max(widths), *mine.shape[1:])
-        padded[: mine.shape[0]].copy_(mine)
-        parts = line.all_gather(padded).split(max(widths))
-        return torch.cat([p[:width] for p, width in zip(parts, widths, strict=True)]).movedim(0, -1).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return None, None, grad.split(ctx.widths, dim=-1)[ctx.line.position]
 
 
 def look_up(grid: Grid, ids: Tensor, table: Tensor, *, rows: Range, padding_idx: int | None = None) -> Tensor:

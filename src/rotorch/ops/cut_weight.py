@@ -22,8 +22,8 @@ from rotorch._torch_private import tree_flatten, tree_unflatten, wrapper_tensor
 from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Unit, Weight
-from rotorch.ops.block_weight import CutHead
 from rotorch.ops.conjugates import enter, leave, place_side_by_side, sum_of_parts, take_own
+from rotorch.ops.cut_head import CutHead
 from rotorch.ops.deferred_logits import DeferredLogits
 from rotorch.ops.stand_in import StandIn, writes
 

@@ -6,6 +6,7 @@ DTensor), checkpoints and loading (through the pieces), verification (both).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import Weight
+from rotorch.core.spec import Range, Weight
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,21 @@ def cut_pieces(weight: Weight, *, num_slices: int, index: int) -> tuple[Piece, .
             pieces.append(Piece(offsets, sizes, dim, local_start))
             local_start += part.length
     return tuple(pieces)
+
+
+def box_pieces(boxes: Sequence[Sequence[Range]]) -> tuple[Piece, ...]:
+    """Returns the pieces of a part that takes `boxes[dim]` of a weight: one range, but of one dim at most several."""
+    several = [dim for dim, ranges in enumerate(boxes) if len(ranges) > 1]
+    if len(several) > 1:
+        raise AssertionError(f"a weight is fused along the dims {several}")
+    along = several[0] if several else 0
+    pieces, local_start = [], 0
+    for part in boxes[along] if boxes else ():
+        ranges = [part if dim == along else other[0] for dim, other in enumerate(boxes)]
+        if all(r.length for r in ranges):
+            pieces.append(Piece(tuple(r.start for r in ranges), tuple(r.length for r in ranges), along, local_start))
+        local_start += part.length
+    return tuple(pieces) if boxes else (Piece((), ()),)
 
 
 class LocalParameter(nn.Parameter):

@@ -6,7 +6,8 @@ the same part throughout a pass have in common.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -137,6 +138,17 @@ class Twins:
         for each in self._sites if name is None else (name,):
             for site in self._sites[each]:
                 site.put(self.held[each].parameter)
+
+    @contextmanager
+    def lent(self, instead: Iterable[tuple[str, Tensor | None]]) -> Iterator[None]:
+        """Within it the module has the plain twins, and for some weights something else (see `lend_instead`)."""
+        try:
+            self.lend()
+            for name, tensor in instead:
+                self.lend_instead(name, tensor)
+            yield
+        finally:
+            self.take_back()
 
     def start(self) -> None:
         """Before a step: gradients that the user has not cleared are set aside, to be added at the end.

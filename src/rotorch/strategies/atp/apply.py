@@ -10,25 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from rotorch.comm.collectives import all_reduce_sum
+from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import Combine, GridCut, ModelSpec, Range, Unit, UnitKind, Weight
-from rotorch.models.feature_sums import CompletedSums
-from rotorch.ops.conjugates import Boundary
-from rotorch.ops.cut_features import sum_over
+from rotorch.core.spec import Combine, GridCut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.models.feature_sums import complete_sums
+from rotorch.ops.conjugates import Boundary, sum_of_parts
 from rotorch.ops.cut_module import CutModule
 from rotorch.ops.plane_weight import Plane, PlaneWeight, Role
 from rotorch.ops.random_state import drawn_alike
 from rotorch.parallel_model import Holding
-from rotorch.shard.held import Piece
+from rotorch.shard.held import box_pieces
 from rotorch.shard.sites import find_sites
 from rotorch.shard.twins import Part, Twins
 from rotorch.strategies.atp.plan import ATP, AtpPlace, is_column
@@ -72,10 +70,9 @@ class ATPHolding(Holding):
         )
         self.weights = {w.name: self._twins.held[w.name] for w in spec.weights}
         self._partial = [w.name for w in spec.weights if w.beside_slices]
-        self._added_once = [name for u in spec.units for name in u.added_once]
-        self._stand_ins: list[tuple[str, Tensor]] = []
+        self._instead: list[tuple[str, Tensor | None]] = [(name, None) for u in spec.units for name in u.added_once]
         for unit in spec.units:
-            self._stand_ins += [(w.name, self._stand_in(w, unit)) for w in unit.weights if _is_block(w)]
+            self._instead += [(w.name, self._stand_in(w, unit)) for w in unit.weights if _is_block(w)]
             if unit.kind is UnitKind.MODULE:
                 CutModule(
                     module.get_submodule(unit.name),
@@ -107,7 +104,7 @@ class ATPHolding(Holding):
                 holder, num_holders = holder * n + k, num_holders * n
         return Part(
             weight,
-            _pieces(place.ranges(weight)),
+            box_pieces(place.ranges(weight)),
             place.shape(weight),
             tuple(placements.values()),
             num_holders=num_holders,
@@ -128,23 +125,13 @@ class ATPHolding(Holding):
 
     def _complete_sums(self, norm: nn.Module, weight: Weight) -> None:
         (mine,) = self._place.shape(weight)
-        over = partial(sum_over, self.plane.features)
-        norm.forward = partial(_with_sums, norm.forward, mine, weight.shape[0], over)  # type: ignore[method-assign]
+        (total,) = weight.shape
+        complete_sums(norm, mine=mine, total=total, sum_over=partial(sum_of_parts, line=self.plane.features))
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
-        first = self._place.interior == self._place.feature == 0
-        seed = all_reduce_sum(torch.randint(2**62, ()) * first, mesh=self._mesh)
-        with drawn_alike(int(seed)):
-            try:
-                self._twins.lend()
-                for name in self._added_once:
-                    self._twins.lend_instead(name, None)
-                for name, stand_in in self._stand_ins:
-                    self._twins.lend_instead(name, stand_in)
-                yield self._module
-            finally:
-                self._twins.take_back()
+        with drawn_alike(common_seed(mesh=self._mesh)), self._twins.lent(self._instead):
+            yield self._module
 
     def start(self) -> None:
         self._twins.start()
@@ -155,22 +142,5 @@ class ATPHolding(Holding):
         self._twins.attach()
 
 
-def _with_sums(forward: Any, mine: int, total: int, over: Any, /, *args: Any, **kwargs: Any) -> Any:
-    with CompletedSums(mine=mine, total=total, sum_over=over):
-        return forward(*args, **kwargs)
-
-
 def _is_block(weight: Weight) -> bool:
     return len(weight.shape) == 2 and weight.grid is not None and weight.grid.columns is not None
-
-
-def _pieces(boxes: tuple[tuple[Range, ...], ...]) -> tuple[Piece, ...]:
-    """Where this rank's part sits in the whole: several boxes if one dim is cut in several blocks."""
-    along = next((dim for dim, ranges in enumerate(boxes) if len(ranges) > 1), 0)
-    pieces, local_start = [], 0
-    for part in boxes[along] if boxes else ():
-        ranges = [part if dim == along else other[0] for dim, other in enumerate(boxes)]
-        if all(r.length for r in ranges):
-            pieces.append(Piece(tuple(r.start for r in ranges), tuple(r.length for r in ranges), along, local_start))
-        local_start += part.length
-    return tuple(pieces) if boxes else (Piece((), ()),)

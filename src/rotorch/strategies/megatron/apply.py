@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import all_reduce_sum
+from rotorch.comm.collectives import common_seed
 from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
@@ -76,8 +76,7 @@ class MegatronHolding(Holding):
             gradients_stay=False,
         )
         self.weights = {w.name: self._twins.held[w.name] for w in spec.weights}
-        self._added_once = [name for u in spec.units for name in u.added_once]
-        self._stand_ins: list[tuple[str, Tensor]] = []
+        self._instead: list[tuple[str, Tensor | None]] = [(name, None) for u in spec.units for name in u.added_once]
         equal = not strategy.changes_the_model
         whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
         self._partial = [w.name for w in whole if w.beside_slices or not equal]
@@ -102,23 +101,14 @@ class MegatronHolding(Holding):
                 )
             else:
                 use = CutUse(unit, line, strategy.kind, spec.by_plan, equal)
-                self._stand_ins += [
+                self._instead += [
                     (w.name, CutWeight(self._twins.twins[w.name], weight=w, use=use)) for w in unit.weights
                 ]
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
-        seed = torch.randint(2**62, ()) * (self._mesh.get_local_rank() == 0)
-        with drawn_alike(int(all_reduce_sum(seed, mesh=self._mesh))):
-            try:
-                self._twins.lend()
-                for name in self._added_once:
-                    self._twins.lend_instead(name, None)
-                for name, stand_in in self._stand_ins:
-                    self._twins.lend_instead(name, stand_in)
-                yield self._module
-            finally:
-                self._twins.take_back()
+        with drawn_alike(common_seed(mesh=self._mesh)), self._twins.lent(self._instead):
+            yield self._module
 
     @property
     def transport(self) -> str | None:

@@ -1,0 +1,44 @@
+"""A language-model head whose vocabulary is cut over ranks that share a batch: no rank has all logits for the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from rotorch.comm.line import Line
+from rotorch.core.spec import Range
+from rotorch.ops.conjugates import place_side_by_side
+from rotorch.ops.cut_features import cut_cross_entropy
+from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
+
+
+@dataclass(frozen=True)
+class CutHead(Head):
+    """A head of whose logits each rank of a line makes some columns.
+
+    Attributes:
+        line: the ranks.
+        columns: of the vocabulary, by position.
+        product: makes this rank's logits of its features of hidden states.
+    """
+
+    line: Line
+    columns: tuple[Range, ...]
+    product: Callable[[Tensor], Tensor]
+
+    @property
+    def vocab_size(self) -> int:
+        return sum(r.length for r in self.columns)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        lengths = [r.length for r in self.columns]
+        return place_side_by_side(self.product(hidden), dim=-1, lengths=lengths, line=self.line)
+
+    def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:
+        with record_function(LOGITS_BLOCK):
+            logits_BV = replay(self.product(hidden_BD), chain)
+        mine = self.columns[self.line.position]
+        return cut_cross_entropy(self.line, logits_BV, target_B, columns=mine, ignore_index=ignore_index)
