@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import typing
+from collections.abc import Callable
 
 import pytest
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
-from rotorch.strategies import COMPOSES, STRATEGIES, format_parallel, parse_parallel
+from rotorch.strategies import COMPOSES, STRATEGIES, format_parallel, num_ranks, parse_parallel
 
 MODELS = ("llama", "qwen3", "gemma2", "gpt_neox")
 """A bias everywhere and uneven cuts; tied weights and norms inside attention; soft caps; heads fused in one matrix."""
@@ -102,19 +103,38 @@ def table() -> list[tuple[str, str]]:
     return pairs
 
 
-def repeats(layout: str, model: str) -> bool:
-    """Whether a pair of `table` says little that others of it do not.
+def says_new(layout: str, model: str) -> bool:
+    """Whether loss and gradients of a pair of `more` say what those of others do not.
 
-    Those are compositions on further models than the first two, since each of their parts is examined on all models;
-    and combinations of options whose every value another one has, too.
+    Each strategy is held against every model, on one to four ranks; of compositions one model is enough, since each of
+    their parts is examined by itself; of combinations of options those are, between which every value of each is.
     """
     strategies = parse_parallel(layout)
+    kind, size = strategies[0].kind, num_ranks(strategies)
     if len(strategies) > 1:
-        return model not in MODELS[:2]
-    strategy = type(strategies[0])
-    if is_grid(strategy.kind) and getattr(strategies[0], "transport", "") == "shared_memory":
+        return model == MODELS[0]
+    if "[" in layout:
+        return not _repeats_options(strategies[0])
+    if is_grid(kind):
+        return size <= 4 or kind == "tesseract"  # whose depth shows on eight
+    return size == 1 or (size, model) in {(2, "gpt_neox"), (3, "qwen3"), (4, "gemma2")}
+
+
+def says_new_of_invariants(layout: str, model: str) -> bool:
+    """The same of the invariants, which have less to do with the model: tied weights and uneven cuts are enough."""
+    strategies = parse_parallel(layout)
+    kind, size = strategies[0].kind, num_ranks(strategies)
+    if len(strategies) > 1 or "[" in layout:
+        return says_new(layout, model)
+    if is_grid(kind):
+        return (size, model) in {(1, "llama"), (2, "llama"), (4, "qwen3"), (8 if kind == "tesseract" else 4, "llama")}
+    return (size, model) in {(1, "llama"), (2, "qwen3"), (3, "llama")}
+
+
+def _repeats_options(strategy: Strategy) -> bool:
+    if is_grid(strategy.kind) and getattr(strategy, "transport", "") == "shared_memory":
         return True  # ranks of tests share a host, so it is what "auto" takes
-    return "[" in layout and strategies[0].model_dump() not in telling(strategy)
+    return strategy.model_dump() not in telling(type(strategy))
 
 
 def for_options(strategy: type[Strategy]) -> dict[str, int]:
@@ -142,9 +162,9 @@ def telling(strategy: type[Strategy]) -> list[dict[str, object]]:
     return kept
 
 
-def cells(pairs: list[tuple[str, str]]) -> list[typing.Any]:
+def cells(pairs: list[tuple[str, str]], *, says_new: Callable[[str, str], bool]) -> list[typing.Any]:
     """The pairs as a test's parameters; those that repeat what others say are slow."""
-    return [pytest.param(*pair, marks=pytest.mark.slow) if repeats(*pair) else pair for pair in pairs]
+    return [pair if says_new(*pair) else pytest.param(*pair, marks=pytest.mark.slow) for pair in pairs]
 
 
 def more() -> list[tuple[str, str]]:

@@ -1,14 +1,14 @@
 """Loss and gradients of every layout equal one process's: float64, three AdamW steps (`rotorch verify`)."""
 
 import pytest
-from layouts import cells, more
+from layouts import cells, more, says_new
 
 from rotorch.testing.verify import BAR, verify
 
 pytestmark = pytest.mark.usefixtures("warm")
 
 
-@pytest.mark.parametrize(("layout", "model"), cells(more()))
+@pytest.mark.parametrize(("layout", "model"), cells(more(), says_new=says_new))
 def test_float64_parity(tiny, layout, model):
     report = verify(tiny(model), parallel=layout, layers=2, timeout_s=300)
     assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)

@@ -6,7 +6,7 @@ One fork per (layout, model) runs all invariants; each is a test of its own, so 
 from functools import cache
 
 import pytest
-from layouts import MODELS, cells, table
+from layouts import MODELS, cells, says_new_of_invariants, table
 
 from rotorch.core.errors import RankFailure
 from rotorch.strategies import COMPOSES, STRATEGIES, parse_parallel
@@ -31,7 +31,7 @@ def examined(warm, tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("invariant", INVARIANTS)
-@pytest.mark.parametrize(("layout", "model"), cells(PAIRS))
+@pytest.mark.parametrize(("layout", "model"), cells(PAIRS, says_new=says_new_of_invariants))
 def test_invariant(examined, layout, model, invariant):
     problems = examined(layout, model)
     if isinstance(problems, RankFailure):

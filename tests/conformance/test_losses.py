@@ -13,15 +13,12 @@ from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import fill, plain_config
 
 NUM_STEPS, SEED = 20, 3
-LAYOUTS = [
-    *(
-        pytest.param(layout, marks=pytest.mark.slow) if size in (1, 3) and layout != kind else layout
-        for kind in STRATEGIES
-        for size in (1, 2, 3)
-        if (layout := of_size(kind, size))
-    ),
+QUICK = ["single", *(smallest(kind) for kind in STRATEGIES if kind != "single")]
+SLOW = [
+    *(layout for kind in STRATEGIES for size in (1, 3) if (layout := of_size(kind, size)) and layout != kind),
     *(f"{of_size(outer, 2)},{smallest(inner)}" for outer, inner in sorted(COMPOSES)),
 ]
+LAYOUTS = [*QUICK, *(pytest.param(layout, marks=pytest.mark.slow) for layout in SLOW)]
 
 
 @pytest.fixture(scope="module")
