@@ -23,9 +23,9 @@ from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.strategies import parse_parallel
 from rotorch.testing.ranks import run_ranks
 from rotorch.train import storage
-from rotorch.train.checkpoint import check, latest, load, save
+from rotorch.train.checkpoint import check, latest, load, load_newest, save
 from rotorch.train.directories import leftovers
-from rotorch.train.manifest import NewerFormat, json_digest
+from rotorch.train.manifest import NewerFormat, json_digest, manifest_text, read_manifest
 from rotorch.train.state import TrainState
 
 WEIGHTS = (Weight("up", (64, 16), 4, Cut(0, 64)), Weight("down", (16, 64), 4, Cut(1, 64)), Weight("norm", (16,), 4))
@@ -377,9 +377,9 @@ def refused(path, *, num_ranks=2, **options):
     return message
 
 
-def flip(file, position):
+def flip(file, position, *, bits=0x10):
     content = bytearray(file.read_bytes())
-    content[position] ^= 0x10
+    content[position] ^= bits
     file.write_bytes(content)
 
 
@@ -387,13 +387,61 @@ def test_a_flipped_byte_anywhere_is_found_and_named(copy):
     rng = random.Random(0)
     for file in sorted(copy.iterdir()):
         whole_file = file.read_bytes()
-        for position in {0, len(whole_file) - 2, *(rng.randrange(len(whole_file)) for _ in range(20))}:
-            flip(file, position)
+        for position in {0, len(whole_file) - 1, *(rng.randrange(len(whole_file)) for _ in range(40))}:
+            flip(file, position, bits=rng.randrange(1, 256))
             with pytest.raises(ConfigError) as caught:
                 check(copy)
             assert str(file) in str(caught.value), position
             file.write_bytes(whole_file)
     check(copy)
+
+
+def test_a_manifest_with_any_byte_flipped_or_cut_off(copy):
+    """The file that says what the others must be: every byte of it counts, those between its values too."""
+    file = copy / "manifest.json"
+    whole_file, rng = file.read_bytes(), random.Random(1)
+    end = len(whole_file)
+    for position in (*range(30), *range(30, end - 80, 13), *range(end - 80, end)):
+        content = bytearray(whole_file)
+        content[position] ^= rng.randrange(1, 256)
+        for text in (bytes(content), whole_file[:position]):
+            file.write_bytes(text)
+            with pytest.raises(ConfigError, match=r"manifest\.json: (damaged|written by another program)"):
+                read_manifest(copy)
+    for before, after in ((b" ", b"\t"), (b'"version": 1', b'"version": 9'), (b"}\n", b"}\n\n")):
+        file.write_bytes(whole_file.replace(before, after, 1))
+        with pytest.raises(ConfigError, match=r"manifest\.json: damaged"):
+            read_manifest(copy)
+
+
+def test_a_file_cut_off_anywhere_is_skipped(copy, caplog):
+    """As on a disk that lost what it said to have: the manifest is there, the end of another file is not."""
+    rng = random.Random(2)
+    for file in sorted(copy.glob("rank-*")):
+        content = file.read_bytes()
+        for length in {0, len(content) - 1, *(rng.randrange(len(content)) for _ in range(30))}:
+            file.write_bytes(content[:length])
+            assert latest(copy.parents[1]).name == "step-00000001"
+            assert f"{file}: truncated ({length} bytes instead of {len(content)}) (skipped" in caplog.text
+        file.write_bytes(content)
+    assert latest(copy.parents[1]) == copy
+
+
+def load_what_is_whole(path):
+    state = make()
+    try:
+        return load_newest(path, state).name, state.step
+    except ConfigError as error:
+        return str(error), state.step
+
+
+def test_a_damaged_one_gives_way_to_the_one_before(copy):
+    flip(copy / "rank-00001.safetensors", 900)
+    assert run_ranks(load_what_is_whole, copy, num_ranks=2) == [("step-00000001", 1)] * 2
+    flip(copy.parent / "step-00000001" / "rank-00000.safetensors", -1)
+    (told, step), other = run_ranks(load_what_is_whole, copy, num_ranks=2)
+    assert other == (told, step) and step == 0
+    assert "step-00000001/rank-00000.safetensors: damaged" in told and "there is none before it" in told
 
 
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"])
@@ -427,7 +475,7 @@ def rewrite(copy, **changes):
         for key in parents:
             inner = inner[key]
         inner[last] = value
-    file.write_text(json.dumps({**content, "digest": json_digest(content)}))
+    file.write_text(manifest_text({**content, "digest": json_digest(content)}))
 
 
 def test_a_newer_format(copy):

@@ -3,6 +3,7 @@
     save(run_dir, state, keep=3)          all ranks; RUN_DIR/checkpoints/step-00000100
     path = latest(run_dir)                the newest whole one
     load(path, state)                     all ranks; any strategies, any number of ranks
+    load_newest(path, state)              the same, or the one before where bytes of it have changed
 
 `manifest.py` describes what lies on disk, `storage.py` moves the bytes, `state.py` says what is saved.
 
@@ -34,11 +35,12 @@ from rotorch.core.errors import ConfigError, RankFailure, RotorchError
 from rotorch.shard.held import Pieces
 from rotorch.strategies import format_parallel
 from rotorch.train.companions import TOKENIZER_FILES
-from rotorch.train.directories import check, checkpoints_of, find_checkpoint, latest, prune, step_name
+from rotorch.train.directories import check, checkpoints_of, find_checkpoint, latest, one_before, prune, step_name
 from rotorch.train.manifest import (
     BUFFER,
     MODEL,
     OPTIMIZER,
+    DamagedCheckpoint,
     Manifest,
     TensorEntry,
     check_contents,
@@ -72,7 +74,7 @@ from rotorch.train.storage import (
     without_dcp_notices,
 )
 
-__all__ = ["check", "inspect_checkpoint", "latest", "load", "save"]
+__all__ = ["check", "inspect_checkpoint", "latest", "load", "load_newest", "save"]
 
 _LOG = logging.getLogger(__name__)
 _MESSAGE_CHARS = 1000
@@ -132,7 +134,8 @@ def load(path: Path | str, state: TrainState) -> Manifest:
         What the checkpoint says of itself.
 
     Raises:
-        ConfigError: if the checkpoint is damaged, foreign, or of another model or optimizer; nothing is changed.
+        DamagedCheckpoint: if bytes of it are missing or have changed; nothing is changed.
+        ConfigError: if it is foreign, or of another model or optimizer; nothing is changed.
         RankFailure: if reading failed after that; values are then partly overwritten.
     """
     path, mesh = Path(path), state.model.mesh
@@ -184,6 +187,30 @@ def load(path: Path | str, state: TrainState) -> Manifest:
     for note in notes if state.rank == 0 else ():
         _LOG.warning("checkpoint: %s: %s", path, note)
     return manifest
+
+
+def load_newest(path: Path, state: TrainState) -> Path:
+    """Loads the checkpoint `path` of a run, or the newest one before it whose bytes are those written. All ranks.
+
+    Returns:
+        The directory that was loaded.
+
+    Raises:
+        DamagedCheckpoint: if it is damaged and there is none before it.
+        ConfigError, RankFailure: as `load` does.
+    """
+    while True:
+        try:
+            load(path, state)
+        except DamagedCheckpoint as error:
+            before = one_before(path)
+            if before is None:
+                raise DamagedCheckpoint(f"{error}, and there is none before it. Begin the run anew") from None
+            if state.rank == 0:
+                _LOG.warning("%s: skipped, going on from %s", error, before)
+            path = before
+        else:
+            return path
 
 
 def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
@@ -339,15 +366,16 @@ def _agreed(mesh: DeviceMesh) -> Iterator[None]:
     first = int(all_reduce_min(float(rank if error else mesh.size()), mesh=mesh))
     if first == mesh.size():
         return
+    kinds = (DamagedCheckpoint, ConfigError, RankFailure)
     text = torch.zeros(1 + _MESSAGE_CHARS, dtype=torch.int64)
     if rank == first:
         assert error is not None, "the first rank with an error has one"
         codes = [ord(char) for char in str(error)[:_MESSAGE_CHARS]]
-        text[0] = isinstance(error, ConfigError)
+        text[0] = next(number for number, kind in enumerate(kinds) if isinstance(error, kind))
         text[1 : 1 + len(codes)] = torch.tensor(codes, dtype=torch.int64)
     all_reduce_sum(text, mesh=mesh)
     message = "".join(chr(code) for code in text[1:].tolist() if code)
-    raise (ConfigError if text[0] else RankFailure)(message) from error
+    raise kinds[int(text[0])](message) from error
 
 
 def _as_ours(error: CheckpointException, *, what: str, after: str = "") -> BaseException:

@@ -41,7 +41,16 @@ def latest(run_dir: Path | str) -> Path | None:
     for path in leftovers(parent):
         if not stands_in(path):
             _LOG.warning("checkpoint: skipping %s, left by a save that was cut off", path)
-    for path in reversed(_candidates(parent)):
+    return _newest_whole(_candidates(parent))
+
+
+def one_before(path: Path) -> Path | None:
+    """Returns the newest whole checkpoint of an earlier step beside `path`, or None; skips others with a word."""
+    return _newest_whole([other for other in _candidates(path.parent) if _step(other) < _step(path)])
+
+
+def _newest_whole(candidates: list[Path]) -> Path | None:
+    for path in reversed(candidates):
         try:
             check_sizes(path, read_manifest(path))
         except NewerFormat:

@@ -41,6 +41,10 @@ class NewerFormat(ConfigError):
     """The checkpoint is whole, but written by a later rotorch."""
 
 
+class DamagedCheckpoint(ConfigError):
+    """Bytes of the checkpoint are missing or are not those that were written."""
+
+
 class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -126,7 +130,12 @@ class Manifest(_Part):
     def to_json(self) -> str:
         """The text of `manifest.json`."""
         content = self.model_dump(mode="json")
-        return json.dumps({**content, "digest": _digest(content)}, indent=1) + "\n"
+        return manifest_text({**content, "digest": _digest(content)})
+
+
+def manifest_text(content: dict[str, JsonValue]) -> str:
+    """The one text that says `content`: with it also a byte between two values that is not as written is found."""
+    return json.dumps(content, indent=1) + "\n"
 
 
 def json_digest(content: JsonValue) -> str:
@@ -146,26 +155,29 @@ def read_manifest(path: Path) -> Manifest:
 
     Raises:
         NewerFormat: if a later rotorch wrote it.
-        ConfigError: if it is missing, foreign or damaged; names the file and the reason.
+        DamagedCheckpoint: if any byte of it is not as it was written; names the file.
+        ConfigError: if it is missing or foreign; names the file and the reason.
     """
     file = path / MANIFEST
     try:
-        raw = json.loads(file.read_bytes())
+        text = file.read_bytes()
+        raw = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(_why_no_manifest(path)) from None
     except OSError as error:
         raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError):
-        raise ConfigError(f"checkpoint: {file}: damaged (not valid JSON). {_ADVICE}") from None
+        raise DamagedCheckpoint(f"checkpoint: {file}: damaged (not valid JSON)") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
         raise ConfigError(f"checkpoint: {file}: written by another program (no format {FORMAT!r})")
+    is_as_written = text == manifest_text(raw).encode()
+    if raw.pop("digest", None) != _digest(raw) or not is_as_written:  # before the version: that may be the damage
+        raise DamagedCheckpoint(f"checkpoint: {file}: damaged (its contents do not match its own digest)")
     version = raw.get("version")
     if isinstance(version, int) and version > VERSION:
         raise NewerFormat(
             f"checkpoint: {file}: format version {version}, and this rotorch reads up to {VERSION}. Use a newer rotorch"
         )
-    if raw.pop("digest", None) != _digest(raw):
-        raise ConfigError(f"checkpoint: {file}: damaged (its contents do not match its own digest). {_ADVICE}")
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:
@@ -175,9 +187,6 @@ def read_manifest(path: Path) -> Manifest:
     if problem := _nonsense(manifest):
         raise ConfigError(f"checkpoint: {file}: cannot be used: {problem}")
     return manifest
-
-
-_ADVICE = "Remove this checkpoint to go on from the one before"
 
 
 def _why_no_manifest(path: Path) -> str:
@@ -217,26 +226,26 @@ def _nonsense(manifest: Manifest) -> str | None:
 
 
 def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Raises `ConfigError` unless every file is there with the size that the manifest says. Reads no contents."""
+    """Raises `DamagedCheckpoint` unless every file is there with the size that the manifest says. Reads no contents."""
     for name, entry in manifest.files.items():
         try:
             num_bytes = (path / name).stat().st_size
         except OSError:
-            raise ConfigError(f"checkpoint: {path / name}: missing. {_ADVICE}") from None
+            raise DamagedCheckpoint(f"checkpoint: {path / name}: missing") from None
         if num_bytes != entry.num_bytes:
             what = "truncated" if num_bytes < entry.num_bytes else "changed"
-            raise ConfigError(
-                f"checkpoint: {path / name}: {what} ({num_bytes} bytes instead of {entry.num_bytes}). {_ADVICE}"
+            raise DamagedCheckpoint(
+                f"checkpoint: {path / name}: {what} ({num_bytes} bytes instead of {entry.num_bytes})"
             )
 
 
 def check_contents(path: Path, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> None:
-    """Reads every `num_shares`-th file from number `share` on; raises `ConfigError` unless each has its digest."""
+    """Reads every `num_shares`-th file from `share` on; raises `DamagedCheckpoint` unless each has its digest."""
     check_sizes(path, manifest)
     for name in sorted(manifest.files)[share::num_shares]:
         if file_digest(path / name) != manifest.files[name].sha256:
-            raise ConfigError(
-                f"checkpoint: {path / name}: damaged (its contents do not match the digest in {MANIFEST}). {_ADVICE}"
+            raise DamagedCheckpoint(
+                f"checkpoint: {path / name}: damaged (its contents do not match the digest in {MANIFEST})"
             )
 
 

@@ -35,7 +35,7 @@ from rotorch.parallelize import parallelize
 from rotorch.run_config import RunConfig
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel
-from rotorch.train.checkpoint import load
+from rotorch.train.checkpoint import load_newest
 from rotorch.train.companions import companions
 from rotorch.train.data import BYTES, TokenFile, prepare_corpus, train_and_held_out
 from rotorch.train.display import make_display
@@ -111,7 +111,7 @@ def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Pa
     state.data = {**data_position(config, sizes=run.sizes), "corpus": file.fingerprint}
     if run.resume is not None:
         board.doing(Phase.LOADING)
-        load(run.resume.checkpoint, state)
+        load_newest(run.resume.checkpoint, state)
     windows, held_out = train_and_held_out(
         file,
         tokens=run.source.tokens,
