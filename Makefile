@@ -13,7 +13,7 @@ TORCH ?= torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 
 # The torch-free layers, which mypy holds to its strict rules.
-PURE = $(wildcard src/rotorch/core src/rotorch/planner src/rotorch/run_config.py \
+PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner src/rotorch/run_config.py \
           src/rotorch/strategies/__init__.py src/rotorch/strategies/*/plan.py src/rotorch/strategies/*/schedule.py)
 
 .DEFAULT_GOAL := help

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "rotorch"
 # A module belongs to the first entry that its dotted name begins with. Imports never point to a higher layer.
 LAYERS = {
     "core": 0,
+    "pipelining": 0.5,
     "strategies.*.apply": 6,
     "strategies": 1,  # the dict of all, each plan.py, and pure schedules
     "planner": 2,

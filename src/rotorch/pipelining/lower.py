@@ -1,0 +1,219 @@
+"""From who computes what, to everything that ranks do: messages, gathers of weights and sums of gradients.
+
+[Note: order of messages]
+    All messages get one order that every rank keeps: that in which an ideal pipeline (`_starts`) would have them ready.
+    Of what is not done yet, the first message in that order can always pass, because neither of its two ranks has
+    anything open before it but computations. So nothing hangs, whether ranks wait for each message, or for all those
+    between two computations at once, or only for what they compute with. And messages from one rank to another arrive
+    in the order in which they are sent.
+
+[Note: spans]
+    A stage's weights are whole during spans: from the first to the last of its forwards in a unit, and of its
+    backwards. Spans that overlap are one: 1F1B with a unit of several micro-batches keeps the weights. So there are at
+    most two gathers per chunk and unit, and exactly two where forwards and backwards do not mix.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rotorch.pipelining.actions import COMPUTE, Action, ActionKind, Schedule, ScheduleError, table
+
+_SLOTS = {
+    ActionKind.FORWARD: 1,
+    ActionKind.BACKWARD: 2,
+    ActionKind.BACKWARD_INPUT: 1,
+    ActionKind.BACKWARD_WEIGHT: 1,
+}
+_GIVES_INPUT_GRADIENT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
+_TAKES_WEIGHT_GRADIENT = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
+
+Span = tuple[int, int]
+"""First and last place in a row."""
+
+
+def lower(schedule: Schedule, *, keep_adjacent: bool = False, weight_gradients_need_weights: bool = True) -> Schedule:
+    """Adds to plain rows what moves: SEND and RECV, UNSHARD and RESHARD, REDUCE_GRAD.
+
+    A SEND stands right after what it sends. The RECV stands where the SEND's moment is in the receiver's row, often
+    long before its use: post it there and wait where it is used. UNSHARD and REDUCE_GRAD concern the ranks that share
+    a stage, which all have the same row.
+
+    Args:
+        schedule: of plain rows.
+        keep_adjacent: keep the weights also where one span ends and the next of the same stage begins, if no other
+            stage computes in between: fewer gathers at the same peak.
+        weight_gradients_need_weights: whether BACKWARD_WEIGHT must find the stage's weights whole.
+
+    Raises:
+        ScheduleError: if rows wait for each other, or are lowered already.
+    """
+    for rank, row in enumerate(schedule.rows):
+        for place, action in enumerate(row):
+            if action.kind not in COMPUTE:
+                raise ScheduleError(
+                    f"{schedule.name}: rank {rank}, action {place} ({action}): rows are lowered already"
+                )
+    with_shards = []
+    for row in schedule.rows:
+        spans = _spans(
+            schedule, row, keep_adjacent=keep_adjacent, weight_gradients_need_weights=weight_gradients_need_weights
+        )
+        with_shards.append(list(_with_sharding(schedule, row, spans)))
+    return replace(schedule, rows=_with_messages(schedule, with_shards))
+
+
+def needs(schedule: Schedule, action: Action) -> Iterator[Action]:
+    """What a computation needs to have been done before, as FORWARD or BACKWARD_INPUT (BACKWARD does as well)."""
+    micro_batch, last = action.micro_batch, schedule.num_stages - 1
+    match action.kind:
+        case ActionKind.FORWARD if action.stage > 0:
+            yield Action(ActionKind.FORWARD, action.stage - 1, micro_batch)
+        case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
+            yield Action(ActionKind.FORWARD, action.stage, micro_batch)
+            if action.stage < last:
+                yield Action(ActionKind.BACKWARD_INPUT, action.stage + 1, micro_batch)
+        case ActionKind.BACKWARD_WEIGHT:
+            yield Action(ActionKind.BACKWARD_INPUT, action.stage, micro_batch)
+
+
+def gives(action: Action) -> Action:
+    """What a computation is, where another one needs it: BACKWARD gives what BACKWARD_INPUT does."""
+    if action.kind is ActionKind.BACKWARD:
+        return Action(ActionKind.BACKWARD_INPUT, action.stage, action.micro_batch)
+    return action
+
+
+# ---------------------------------------------------------------- messages
+
+
+def _starts(schedule: Schedule) -> list[list[int]]:
+    """When each plain action starts if forward, input and weight gradient take a slot each, and messages no time."""
+    ends: dict[Action, int] = {}
+    starts: list[list[int]] = [[] for _ in schedule.rows]
+    free = [0] * schedule.num_ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(schedule.rows):
+            while len(starts[rank]) < len(row):
+                action = row[len(starts[rank])]
+                needed = list(needs(schedule, action))
+                if not all(need in ends for need in needed):
+                    break
+                start = max([free[rank], *(ends[need] for need in needed)])
+                starts[rank].append(start)
+                free[rank] = ends[gives(action)] = start + _SLOTS[action.kind]
+                moved = True
+    stuck = [f"rank {r} at action {len(starts[r])} ({row[len(starts[r])]})" for r, row in enumerate(schedule.rows)
+             if len(starts[r]) < len(row)]  # fmt: skip
+    if stuck:
+        raise ScheduleError(f"{schedule.name}: rows wait for each other: {', '.join(stuck)}\n{table(schedule.rows)}")
+    return starts
+
+
+def _with_messages(schedule: Schedule, rows: list[list[Action]]) -> tuple[tuple[Action, ...], ...]:
+    """Rows with messages between computations, in one order for all (see [Note: order of messages])."""
+    starts = _starts(schedule)
+    messages: list[tuple[int, int, int, Action, Action]] = []
+    for rank, row in enumerate(schedule.rows):
+        for start, action in zip(starts[rank], row, strict=True):
+            ready = start + _SLOTS[action.kind]
+            for send, receive in _messages_after(schedule, action):
+                messages.append((ready, rank, schedule.rank_of(receive.stage), send, receive))
+    messages.sort(key=lambda m: (m[0], m[3].stage, m[3].kind))  # a stage has one message of a kind ready at a time
+    mine: list[deque[tuple[int, Action]]] = [deque() for _ in rows]
+    for ready, source, target, send, receive in messages:
+        mine[source].append((ready, send))
+        mine[target].append((ready, receive))
+    return tuple(tuple(_merged(*of_rank)) for of_rank in zip(rows, starts, mine, strict=True))
+
+
+def _merged(row: list[Action], starts: list[int], messages: deque[tuple[int, Action]]) -> Iterator[Action]:
+    """A row with its messages: those ready by the end of a computation right after it, others right before the next.
+
+    So what a computation gives is sent before gradients are summed, and weights are asked for before an input is.
+    """
+    times = iter(starts)
+    for action in row:
+        if action.kind not in COMPUTE:
+            yield action
+            continue
+        start = next(times)
+        yield from _until(start, messages)
+        yield action
+        yield from _until(start + _SLOTS[action.kind], messages)
+    yield from (message for _, message in messages)
+
+
+def _until(moment: int, messages: deque[tuple[int, Action]]) -> Iterator[Action]:
+    while messages and messages[0][0] <= moment:
+        yield messages.popleft()[1]
+
+
+def _messages_after(schedule: Schedule, action: Action) -> Iterator[tuple[Action, Action]]:
+    """The SEND and RECV that pass on what a computation gives, if its taker is on another rank."""
+    stage, micro_batch = action.stage, action.micro_batch
+    if action.kind is ActionKind.FORWARD and stage < schedule.num_stages - 1:
+        send, receive = Action(ActionKind.SEND_FORWARD, stage, micro_batch), ActionKind.RECV_FORWARD
+        taker = stage + 1
+    elif action.kind in _GIVES_INPUT_GRADIENT and stage > 0:
+        send, receive = Action(ActionKind.SEND_BACKWARD, stage, micro_batch), ActionKind.RECV_BACKWARD
+        taker = stage - 1
+    else:
+        return
+    if schedule.rank_of(taker) != schedule.rank_of(stage):
+        yield send, Action(receive, taker, micro_batch)
+
+
+# ---------------------------------------------------------------- weights and their gradients
+
+
+def _spans(
+    schedule: Schedule, row: tuple[Action, ...], *, keep_adjacent: bool, weight_gradients_need_weights: bool
+) -> dict[int, list[Span]]:
+    """When the weights of each of a rank's stages are whole, in order (see [Note: spans])."""
+    uses: dict[int, dict[tuple[int, bool], Span]] = {}
+    for place, action in enumerate(row):
+        if action.kind is ActionKind.BACKWARD_WEIGHT and not weight_gradients_need_weights:
+            continue
+        assert action.micro_batch is not None
+        use = (schedule.unit_of(action.micro_batch), action.kind is ActionKind.FORWARD)
+        first, _ = uses.setdefault(action.stage, {}).get(use, (place, place))
+        uses[action.stage][use] = (first, place)
+    spans: dict[int, list[Span]] = {}
+    for stage, mine in uses.items():
+        joined: list[Span] = []
+        for first, last in sorted(mine.values()):
+            if joined and (first < joined[-1][1] or (keep_adjacent and _alone(row, stage, joined[-1][1], first))):
+                joined[-1] = (joined[-1][0], max(joined[-1][1], last))
+            else:
+                joined.append((first, last))
+        spans[stage] = joined
+    return spans
+
+
+def _alone(row: tuple[Action, ...], stage: int, first: int, last: int) -> bool:
+    return all(action.stage == stage for action in row[first : last + 1])
+
+
+def _with_sharding(schedule: Schedule, row: tuple[Action, ...], spans: dict[int, list[Span]]) -> Iterator[Action]:
+    """A plain row with UNSHARD and RESHARD around its spans, and REDUCE_GRAD after a unit's last weight gradient."""
+    unshard = {first: stage for stage, mine in spans.items() for first, _ in mine}
+    reshard = {last: stage for stage, mine in spans.items() for _, last in mine}
+    last_gradient: dict[tuple[int, int], int] = {}
+    for place, action in enumerate(row):
+        if action.kind in _TAKES_WEIGHT_GRADIENT:
+            assert action.micro_batch is not None
+            last_gradient[action.stage, schedule.unit_of(action.micro_batch)] = place
+    reduce = {place: stage for (stage, _), place in last_gradient.items()}
+    for place, action in enumerate(row):
+        if place in unshard:
+            yield Action(ActionKind.UNSHARD, unshard[place])
+        yield action
+        if place in reshard:
+            yield Action(ActionKind.RESHARD, reshard[place])
+        if place in reduce:
+            yield Action(ActionKind.REDUCE_GRAD, reduce[place])
