@@ -119,6 +119,11 @@ class TrainSection(_Section):
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         keep: how many checkpoints are kept.
         timeout_s: a rank that waits longer than this for another one ends the run.
+        on_nonfinite: where the loss or a gradient is not finite nothing is updated, and then the run has to "stop",
+            "skip" that batch, or "roll_back" to the last checkpoint and read on behind that batch.
+        spike_factor: a loss above this many times the median of the last 32 rolls back; 0 never.
+        check_every: steps between comparisons of replicated weights over ranks, to the bit, and then also before each
+            checkpoint; 0 never.
         tensorboard: also write TensorBoard files.
     """
 
@@ -136,6 +141,9 @@ class TrainSection(_Section):
     checkpoint_every: NonNegativeInt = 0
     keep: PositiveInt = 2
     timeout_s: PositiveFloat = 600.0
+    on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
+    spike_factor: NonNegativeFloat = 0.0
+    check_every: NonNegativeInt = 0
     tensorboard: bool = True
 
 

@@ -73,6 +73,9 @@ class _Plain:
         if record.held_out is not None:
             self._print(_held_out(record))
 
+    def on_rolled_back(self, step: int) -> None:
+        return None
+
     def on_note(self, text: str) -> None:
         self._print(text)
 
@@ -106,6 +109,9 @@ class _Live:
             self._shown_s = now
         if record.held_out is not None:
             self.on_note(_held_out(record))
+
+    def on_rolled_back(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
 
     def on_note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)

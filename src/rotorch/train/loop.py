@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rotorch.core.errors import RankFailure
 from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.run_config import BatchSizes, RunConfig
 from rotorch.train.checkpoint import save
 from rotorch.train.data import TokenWindows, bits_per_byte
+from rotorch.train.divergence import DivergenceGuard, read_ahead
 from rotorch.train.memory import PeakMeter, TensorBytes, tensor_bytes
 from rotorch.train.metrics import HeldOut, Listener, StepRecord
+from rotorch.train.nonfinite import first_nonfinite
 from rotorch.train.optim import learning_rate
+from rotorch.train.replicas import check_replicas
 from rotorch.train.state import TrainState
 from rotorch.train.status import Phase, StatusBoard
-from rotorch.train.step import train_step
+from rotorch.train.step import StepResult, train_step
 
 
 @dataclass(frozen=True)
@@ -67,20 +72,35 @@ def run_loop(
     model, optimizer, train = state.model, state.optimizer, config.train
     assert optimizer is not None, "training needs one"
     peak = PeakMeter(model.device)
+    guard = DivergenceGuard(train)
     measured: HeldOut | None = None
     checkpoint = out
     while True:
         start_s = time.perf_counter()
         step = state.step + 1
         board.doing(Phase.READING, step=step)
-        batches = read_batches(windows, model, step=step, sizes=sizes)
+        batches = read_batches(windows, model, step=step + read_ahead(state), sizes=sizes)
         lr = learning_rate(step, settings=config.optimizer, steps=train.steps)
         result = train_step(
-            model, optimizer, batches=batches, lr=lr, clip_norm=config.optimizer.clip_norm, peak=peak, board=board
+            model,
+            optimizer,
+            batches=batches,
+            lr=lr,
+            clip_norm=config.optimizer.clip_norm,
+            highest_loss=guard.highest_loss,
+            peak=peak,
+            board=board,
         )
         step_s = time.perf_counter() - start_s
+        if result.updated:
+            guard.done(result.loss)
+        else:
+            board.doing(Phase.EXAMINING)
+            if _went_back(state, result, guard=guard, step=step, lr=lr, batches=batches, out=out, listeners=listeners):
+                continue
         num_tokens = sizes.global_batch * config.data.sequence_length
-        state.step, state.tokens = step, state.tokens + num_tokens
+        state.step = step
+        state.tokens += num_tokens if result.updated else 0
 
         is_last = step == train.steps
         now_measured = None
@@ -99,16 +119,59 @@ def run_loop(
             peak_bytes=max(result.peak_bytes),
             step_s=step_s,
             held_out=now_measured,
+            skipped=not result.updated,
         )
         for listener in listeners:
             listener.on_step(record)
         if result.stop and not is_last:
             _tell(listeners, f"asked to stop: writing a checkpoint after step {step}")
-        if is_last or result.stop or _is_due(step, every=train.checkpoint_every):
+        is_saving = is_last or result.stop or _is_due(step, every=train.checkpoint_every)
+        if train.check_every and (is_saving or _is_due(step, every=train.check_every)):
+            board.doing(Phase.EXAMINING)
+            check_replicas(model)
+        if is_saving:
             board.doing(Phase.SAVING)
             checkpoint = save(out, state, keep=train.keep)
+            guard.saved()
         if is_last or result.stop:
             return LoopEnd(measured, checkpoint, not is_last, tensor_bytes(model, optimizer), result.peak_bytes)
+
+
+def _went_back(
+    state: TrainState,
+    result: StepResult,
+    *,
+    guard: DivergenceGuard,
+    step: int,
+    lr: float,
+    batches: Sequence[Batch],
+    out: Path,
+    listeners: Sequence[Listener],
+) -> bool:
+    """After a step that was not updated: whether the run is at an earlier checkpoint now, else the step is skipped.
+
+    Raises:
+        RankFailure: if it is to stop; says what was wrong, and where it began.
+    """
+    what = guard.describe(result)
+    if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+        what += f"; first not finite is {first_nonfinite(state.model, batches)}"
+    action = guard.action(result, what=what)
+    if action == "stop":
+        raise RankFailure(
+            f"{what}. Nothing was updated, and earlier checkpoints are untouched. Lower optimizer.lr (it is {lr:.3g} "
+            "here), lengthen optimizer.warmup_steps, or write train.on_nonfinite=skip or roll_back"
+        )
+    if action == "skip":
+        _tell(listeners, f"step {step} is skipped: {what}")
+        return False
+    path = guard.go_back(state, step=step, out=out, what=what)
+    for listener in listeners:
+        listener.on_rolled_back(state.step)
+    _tell(
+        listeners, f"step {step}: {what}. Back to {path}, to read on behind what steps {state.step + 1} to {step} read"
+    )
+    return True
 
 
 def read_batches(windows: TokenWindows, model: ParallelModel, *, step: int, sizes: BatchSizes) -> list[Batch]:

@@ -6,10 +6,12 @@ A resumed run goes on in the same files: what was written after the step that it
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 METRICS = "metrics.jsonl"
 
@@ -43,6 +45,7 @@ class StepRecord:
         peak_bytes: the most memory that any rank took so far.
         step_s: how long the step took.
         held_out: where it was measured after this step.
+        skipped: whether the weights were left as they were.
     """
 
     step: int
@@ -54,10 +57,13 @@ class StepRecord:
     peak_bytes: int
     step_s: float
     held_out: HeldOut | None = None
+    skipped: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The object of `metrics.jsonl`."""
-        fields = asdict(self)
+        """The object of `metrics.jsonl`; numbers that are not finite, which JSON does not have, are null."""
+        fields = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+        if not self.skipped:
+            del fields["skipped"]
         held_out = fields.pop("held_out")
         if held_out is not None:
             fields |= {"held_out_bits_per_byte": held_out["bits_per_byte"], "held_out_loss": held_out["loss"]}
@@ -69,6 +75,9 @@ class Listener(Protocol):
 
     def on_step(self, record: StepRecord) -> None:
         """Called after every step."""
+
+    def on_rolled_back(self, step: int) -> None:
+        """Called when the run has gone back to the end of `step`; later steps come again."""
 
     def on_note(self, text: str) -> None:
         """Called with a line for the user: a checkpoint was written, the run was asked to stop."""
@@ -83,15 +92,22 @@ class MetricsFile:
     def __init__(self, run_dir: Path, *, after_step: int) -> None:
         """Opens the file and drops what was written after step `after_step`."""
         self.path = run_dir / METRICS
-        kept = [line for line in _whole_lines(self.path) if json.loads(line)["step"] <= after_step]
+        self._stream = self._without_steps_after(after_step)
+
+    def _without_steps_after(self, step: int) -> TextIO:
+        kept = [line for line in _whole_lines(self.path) if json.loads(line)["step"] <= step]
         temporary = self.path.with_suffix(".partial")
         temporary.write_text("".join(kept), "utf-8")
         os.replace(temporary, self.path)
-        self._stream = self.path.open("a", encoding="utf-8")
+        return self.path.open("a", encoding="utf-8")
 
     def on_step(self, record: StepRecord) -> None:
         self._stream.write(json.dumps(record.to_json()) + "\n")
         self._stream.flush()
+
+    def on_rolled_back(self, step: int) -> None:
+        self._stream.close()
+        self._stream = self._without_steps_after(step)
 
     def on_note(self, text: str) -> None:
         return None
@@ -106,13 +122,19 @@ class TensorBoard:
     def __init__(self, run_dir: Path, *, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # here: it takes a while, and a run may do without
 
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=after_step + 1 if after_step else None)
+        self._open = partial(SummaryWriter, str(run_dir / "tensorboard"))
+        self._writer = self._open(purge_step=after_step + 1 if after_step else None)
 
     def on_step(self, record: StepRecord) -> None:
         fields = record.to_json()
         step = fields.pop("step")
         for name, value in fields.items():
-            self._writer.add_scalar(name, value, step)
+            if value is not None:
+                self._writer.add_scalar(name, value, step)
+
+    def on_rolled_back(self, step: int) -> None:
+        self._writer.close()
+        self._writer = self._open(purge_step=step + 1)
 
     def on_note(self, text: str) -> None:
         return None

@@ -87,6 +87,7 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
     out = Path(config.train.out)
     check_out(out, resume=resume, command=command)
+    check_roll_back(config)
     check_device(config, strategies=strategies)
     config = with_published_files(config)
     model_config = read_model_config(config)
@@ -164,6 +165,22 @@ def check_out(out: Path, *, resume: bool, command: str) -> None:
         )
     if any(out.iterdir()):
         raise ConfigError(f"train.out: {out} is not empty, and is no run of rotorch. Write another train.out=...")
+
+
+def check_roll_back(config: RunConfig) -> None:
+    """What goes back to checkpoints has some to go back to, and does not do so for any loss."""
+    train = config.train
+    if 0 < train.spike_factor <= 1:
+        raise ConfigError(
+            f"train.spike_factor = {train.spike_factor:g}: most losses are above that many times their median. "
+            "Write more than 1, e.g. 3, or 0 for never"
+        )
+    wanted = "train.on_nonfinite = 'roll_back'" if train.on_nonfinite == "roll_back" else ""
+    wanted = wanted or (f"train.spike_factor = {train.spike_factor:g}" if train.spike_factor else "")
+    if wanted and not train.checkpoint_every:
+        raise ConfigError(
+            f"{wanted} goes back to checkpoints, and there are none: write train.checkpoint_every=... too"
+        )
 
 
 def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:

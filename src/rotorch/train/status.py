@@ -36,6 +36,7 @@ class Phase(IntEnum):
     SAMPLING = 10
     REPORTING = 11
     DONE = 12
+    EXAMINING = 13
 
     @property
     def text(self) -> str:
@@ -56,6 +57,7 @@ _TEXTS = {
     Phase.SAMPLING: "writing the sample",
     Phase.REPORTING: "reporting",
     Phase.DONE: "leaving",
+    Phase.EXAMINING: "examining its numbers",
 }
 
 

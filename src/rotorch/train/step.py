@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from rotorch.comm.collectives import all_reduce_sum
-from rotorch.core.errors import RankFailure
 from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.train.memory import PeakMeter
 from rotorch.train.optim import clip_gradients, set_learning_rate, squared_norm_share
@@ -25,12 +24,14 @@ class StepResult:
         grad_norm: global, before clipping.
         peak_bytes: of each rank so far, by rank.
         stop: whether the run was asked to stop; all ranks see it after the same step.
+        updated: whether the weights were updated: not where loss or norm are not finite, or the loss is a spike.
     """
 
     loss: float
     grad_norm: float
     peak_bytes: tuple[int, ...]
     stop: bool
+    updated: bool
 
 
 def train_step(
@@ -40,10 +41,13 @@ def train_step(
     batches: Sequence[Batch],
     lr: float,
     clip_norm: float,
+    highest_loss: float,
     peak: PeakMeter,
     board: StatusBoard,
 ) -> StepResult:
-    """Does one step. All ranks; gradients are still there when it returns.
+    """Does one step, or leaves the weights as they are if its numbers went wrong: all ranks the same.
+
+    All ranks; gradients are still there when it returns.
 
     Args:
         model: the model.
@@ -51,40 +55,44 @@ def train_step(
         batches: this rank's micro-batches.
         lr: learning rate of this step.
         clip_norm: see `clip_gradients`.
+        highest_loss: a higher loss is not learnt from.
         peak: of this rank.
         board: where this rank notes what it is doing, and learns that it is asked to stop.
-
-    Raises:
-        RankFailure: if the loss or the gradients are not finite; nothing is updated then.
     """
     optimizer.zero_grad(set_to_none=True)
     board.doing(Phase.FORWARD_BACKWARD)
     loss = float(model.forward_backward(batches))
     board.doing(Phase.CLIPPING)
-    squared_norm, stop, peaks = _agree(
-        model, squared_norm=squared_norm_share(model), stop=board.stop_requested, peak_bytes=peak.peak_bytes()
+    squared_norm, stop, is_wrong, peaks = _agree(
+        model,
+        squared_norm=squared_norm_share(model),
+        stop=board.stop_requested,
+        is_wrong=not math.isfinite(loss) or loss > highest_loss,
+        peak_bytes=peak.peak_bytes(),
     )
     norm = math.sqrt(squared_norm) if math.isfinite(squared_norm) else squared_norm
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise RankFailure(
-            f"the loss is {loss:.6g} and the gradient norm {norm:.6g}: training has diverged. Lower optimizer.lr "
-            f"(it is {lr:.3g} here), or lengthen optimizer.warmup_steps"
-        )
+    if is_wrong or not math.isfinite(norm):
+        return StepResult(loss=loss, grad_norm=norm, peak_bytes=peaks, stop=stop, updated=False)
     clip_gradients(model, norm=norm, clip_norm=clip_norm)
     board.doing(Phase.OPTIMIZER)
     set_learning_rate(optimizer, lr=lr)
     optimizer.step()
-    return StepResult(loss=loss, grad_norm=norm, peak_bytes=peaks, stop=stop)
+    return StepResult(loss=loss, grad_norm=norm, peak_bytes=peaks, stop=stop, updated=True)
 
 
 def _agree(
-    model: ParallelModel, *, squared_norm: float, stop: bool, peak_bytes: int
-) -> tuple[float, bool, tuple[int, ...]]:
+    model: ParallelModel, *, squared_norm: float, stop: bool, is_wrong: bool, peak_bytes: int
+) -> tuple[float, bool, bool, tuple[int, ...]]:
     """Sums the norm's shares, and with them tells all ranks who was asked to stop and how much memory each took."""
     num_ranks = model.mesh.size()
     rank = model.mesh.get_rank() if num_ranks > 1 else 0
-    numbers = torch.zeros(2 + num_ranks, dtype=torch.float64)
-    numbers[0], numbers[1], numbers[2 + rank] = squared_norm, float(stop), float(peak_bytes)
+    numbers = torch.zeros(3 + num_ranks, dtype=torch.float64)
+    numbers[0], numbers[1], numbers[2], numbers[3 + rank] = (
+        squared_norm,
+        float(stop),
+        float(is_wrong),
+        float(peak_bytes),
+    )
     all_reduce_sum(numbers, mesh=model.mesh)
-    total, stops, *peaks = numbers.tolist()
-    return total, stops > 0, tuple(int(peak) for peak in peaks)
+    total, stops, wrongs, *peaks = numbers.tolist()
+    return total, stops > 0, wrongs > 0, tuple(int(peak) for peak in peaks)

@@ -1,0 +1,106 @@
+"""What becomes of a step whose loss or gradients went wrong: stop, skip its batch, or go back to a checkpoint.
+
+[Note: going back]
+    A step is a function of the checkpoint before it and of what it reads, so doing it again gives the same numbers
+    again. A run that goes back from step F to step S therefore reads on behind what step F read: step S + 1 gets what
+    step F + 1 would have got. How far reading is ahead of the steps is kept with the data position in checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from pathlib import Path
+from typing import Literal
+
+from rotorch.core.errors import RankFailure
+from rotorch.run_config import TrainSection
+from rotorch.train.checkpoint import load_newest
+from rotorch.train.directories import latest
+from rotorch.train.state import TrainState
+from rotorch.train.step import StepResult
+
+READ_AHEAD = "steps_read_ahead"
+"""The entry of a checkpoint's data position that says how far reading is ahead of the steps."""
+
+_MEDIAN_OF = 32
+_FEWEST = 8
+_MOST_SKIPS = 10
+_MOST_RETURNS = 3
+
+Action = Literal["stop", "skip", "roll_back"]
+
+
+class DivergenceGuard:
+    """Remembers the last losses, and how often the run has skipped or gone back. The same on all ranks."""
+
+    def __init__(self, train: TrainSection) -> None:
+        self._train = train
+        self._losses: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._skips = 0
+        self._returns = 0
+
+    @property
+    def highest_loss(self) -> float:
+        """A loss above this is a spike."""
+        if not self._train.spike_factor or len(self._losses) < _FEWEST:
+            return math.inf
+        return self._train.spike_factor * statistics.median(self._losses)
+
+    def done(self, loss: float) -> None:
+        """A step went well."""
+        self._losses.append(loss)
+        self._skips = 0
+
+    def saved(self) -> None:
+        """A checkpoint was written: going back to it is a new beginning."""
+        self._returns = 0
+
+    def describe(self, result: StepResult) -> str:
+        """What was wrong with a step, as a sentence without its end."""
+        if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+            return f"the loss is {result.loss:.6g} and the gradient norm {result.grad_norm:.6g}"
+        return (
+            f"the loss is {result.loss:.6g}, more than train.spike_factor = {self._train.spike_factor:g} times "
+            f"{statistics.median(self._losses):.6g}, the median of the last {len(self._losses)}"
+        )
+
+    def action(self, result: StepResult, *, what: str) -> Action:
+        """What to do about a step that was not updated.
+
+        Raises:
+            RankFailure: if it was done too often already.
+        """
+        is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
+        action: Action = "roll_back" if is_finite else self._train.on_nonfinite
+        if action == "skip":
+            self._skips += 1
+            if self._skips > _MOST_SKIPS:
+                raise RankFailure(f"{what}, after {_MOST_SKIPS} steps in a row that were skipped for the like")
+        if action == "roll_back":
+            self._returns += 1
+            if self._returns > _MOST_RETURNS:
+                raise RankFailure(f"{what}, after going back {_MOST_RETURNS} times without coming to a new checkpoint")
+        return action
+
+    def go_back(self, state: TrainState, *, step: int, out: Path, what: str) -> Path:
+        """Loads the last checkpoint, to read on behind what `step` read (see [Note: going back]). All ranks.
+
+        Raises:
+            RankFailure: if there is no checkpoint yet.
+        """
+        position = step + read_ahead(state)
+        path = latest(out)
+        if path is None:
+            raise RankFailure(f"{what}, and there is no checkpoint yet to go back to")
+        path = load_newest(path, state)
+        state.data = {**state.data, READ_AHEAD: position - state.step}
+        self._losses.clear()
+        return path
+
+
+def read_ahead(state: TrainState) -> int:
+    """How many steps' worth of data the run has passed over so far."""
+    found = state.data.get(READ_AHEAD, 0)
+    return found if isinstance(found, int) else 0
