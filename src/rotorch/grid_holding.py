@@ -2,7 +2,8 @@
 
 At rest each parameter is a DTensor over this rank's block. For a pass matrices are replaced by stand-ins that multiply
 block by block (`ops/block_weight.py`), vectors by this rank's part. Activations are cut along their features from the
-embedding to the loss, so norms have their sums over features completed (`models/feature_sums.py`).
+embedding to the loss, or to a classifier, which gives whole outputs; so norms have their sums over features completed
+(`models/feature_sums.py`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ class GridHolding(Holding):
         self._stand_ins = {
             w.name: BlockWeight(w, self._blocks.twins[w.name], grid=self.grid, head=w.name in heads)
             for w in spec.weights
-            if w.grid is not None and w.grid.rows is not None
+            if w.grid is not None and (w.grid.rows is not None or w.grid.whole_output)
         }
         for weight in spec.weights:
             if weight.grid is not None and weight.grid.sums and self.grid.across.size > 1:

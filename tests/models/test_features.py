@@ -48,7 +48,7 @@ def test_norms_of_heads_of_all_heads_and_of_layers(tiny):
     [
         ("NanoChatConfig", "gives something else on halves of its features"),  # its norms have no weights
         ("OlmoConfig", "does not run on half of its features"),  # the same, by torch's own function
-        ("Phi3Config", "no attention or MLP that is known to run on slices"),
+        ("Phi3Config", "does not project to heads of 'model.layers.0.self_attn' or from them"),  # fused
         ("CohereConfig", "has no rule"),
     ],
 )
@@ -67,6 +67,45 @@ def test_a_model_that_returns_features_is_refused(tiny):
     with rotorch.on_meta():
         headless = causal_lm(load_config(tiny("llama"))).model
     assert "no language-model head" in describe(headless, features=True).features_stay_whole
+
+
+def small(kind, **fields):
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+    return getattr(transformers, f"{kind}Config")(**sizes, **fields)
+
+
+def test_images_come_in_by_channels_and_classes_go_out_whole():
+    import transformers
+
+    config = small("ViT", image_size=8, patch_size=4, num_channels=1, num_labels=3)
+    with rotorch.on_meta():
+        spec = describe(transformers.ViTForImageClassification(config), features=True)
+    assert spec.features_stay_whole == ""
+    grids = {w.name.removeprefix("vit."): w.grid for w in spec.weights}
+    assert grids["embeddings.patch_embeddings.projection.weight"] == GridCut(None, Cut(0, 16))
+    assert grids["embeddings.position_embeddings"] == GridCut(None, Cut(2, 16))
+    assert grids["layers.0.attention.q_proj.weight"] == GridCut(Cut(1, 4), Cut(0, 4))  # between heads
+    assert grids["layers.0.mlp.fc1.bias"] == GridCut(None, Cut(0, 24))
+    assert grids["classifier.weight"] == GridCut(None, Cut(1, 16), whole_output=True)
+    assert grids["classifier.bias"] == GridCut()
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ("ViTModel", "gives something else on halves of its features"),  # what it returns first is no linear layer's
+        ("Dinov2ForImageClassification", "has no rule"),  # its head takes two features side by side
+    ],
+)
+def test_encoders_that_return_features_are_refused(model, words):
+    import transformers
+
+    kind = "ViT" if model.startswith("ViT") else "Dinov2"
+    with rotorch.on_meta():
+        module = getattr(transformers, model)(small(kind, image_size=8, patch_size=4, num_channels=1))
+    assert words in describe(module, features=True).features_stay_whole
 
 
 def test_nobody_is_asked_who_does_not_cut_features(tiny):

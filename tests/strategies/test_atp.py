@@ -136,3 +136,12 @@ def test_what_cannot_be_cut_is_refused_by_name(tiny, family, layout, words):
             module = causal_lm(load_config(tiny(family)))
         rotorch.parallelize(module, layout, device="cpu")
     assert "\n" not in str(caught.value)
+
+
+def test_what_has_no_roles_is_refused():
+    from transformers import ViTConfig, ViTForImageClassification
+
+    with rotorch.on_meta():
+        vit = ViTForImageClassification(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=4))
+    with pytest.raises(ConfigError, match=r"projection\.weight' has no role in a plan"), as_rank(0, num_ranks=4):
+        rotorch.parallelize(vit, "atp=2x2", device="cpu")

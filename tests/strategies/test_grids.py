@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 import rotorch
 from rotorch.comm.meter import Meter
@@ -112,6 +114,50 @@ def test_what_does_not_fit_is_refused_in_one_line(tiny, model, parallel, words):
 def test_a_module_without_a_plan_is_refused():
     with pytest.raises(ConfigError, match=r"Sequential cannot be cut along their features.*known to run on slices"):
         rotorch.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), "summa=1x1", device="cpu")
+
+
+class Mixer(nn.Module):
+    """Whole patches in, whole classes out, and between them features: a plain module, by a plan of the user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches = nn.Linear(6, 12)
+        self.places = nn.Parameter(torch.randn(5, 12))
+        self.norm = nn.LayerNorm(12)
+        self.mlp = nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Linear(20, 12))
+        self.classes = nn.Linear(12, 3)
+
+    def forward(self, x):
+        h = self.patches(x) + self.places
+        h = h + self.mlp(self.norm(h))
+        return self.classes(h.mean(1))
+
+
+PLAN = {"patches": "colwise", "mlp.0": "colwise", "mlp.2": "rowwise", "classes": "colwise_gather_output"}
+
+
+def mixed(layout):
+    torch.manual_seed(0)
+
+    def loss(module, batch, num_targets):
+        return F.cross_entropy(module(batch["x"]), batch["labels"], reduction="sum") / num_targets
+
+    model = rotorch.parallelize(Mixer().double(), layout, device="cpu", plan=PLAN, loss=loss)
+    x, labels = torch.randn(8, 5, 6, dtype=torch.float64), torch.randint(3, (8,))
+    rows = slice(model.batch_rank, None, model.num_batch_ranks)
+    found = float(model.forward_backward({"x": x[rows], "labels": labels[rows]}))
+    grads = {name: model.full_tensor(name, grad=True) for name in model.weights}
+    model.close()
+    return found, grads
+
+
+@pytest.mark.parametrize("layout", ["summa=2x2", "tesseract=2x2x1[transport=messages]"])
+def test_a_plain_module_with_a_plan_is_exact(layout):
+    (loss, expected), *_ = run_ranks(mixed, "single", num_ranks=1)
+    for found, grads in run_ranks(mixed, layout, num_ranks=4):
+        assert found == pytest.approx(loss, rel=1e-12)
+        for name, grad in expected.items():
+            assert torch.allclose(grads[name], grad, rtol=1e-10, atol=1e-12), name
 
 
 def test_compiled_blocks_are_refused(tiny):

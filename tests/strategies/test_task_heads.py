@@ -25,7 +25,7 @@ SIZES = {
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     """Loads here what every forked rank would load for itself."""
-    for name in ("ddp", "fsdp", "rtp"):
+    for name in ("ddp", "fsdp", "rtp", "summa", "tesseract"):
         importlib.import_module(f"rotorch.strategies.{name}.apply")
     importlib.import_module("torch._dynamo")
     for build in (masked_bert, vit, t5, eurobert, t5gemma):
@@ -146,13 +146,24 @@ def on_this_rank(build, layout):
     return float(loss), grads, cut
 
 
-QUICK = [*((build, "rtp=2") for build in CASES), (t5, MESSAGES), (vit, MESSAGES), (masked_bert, "fsdp=2")]
+QUICK = [
+    *((build, "rtp=2") for build in CASES),
+    (t5, MESSAGES),
+    (vit, MESSAGES),
+    (masked_bert, "fsdp=2"),
+    (vit, "summa=2x2"),
+    (classifying_bert, "tesseract=2x2x1[transport=messages]"),
+]
 MORE = [
     *((build, MESSAGES) for build in CASES if build not in (t5, vit)),
     (masked_bert, "ddp=2"),
     (masked_bert, "rtp=4[transport=send_receive,recompute=slice]"),
     (t5, "fsdp=2"),
     (vit, "ddp=2"),
+    (vit, "tesseract=2x2x2"),
+    (eurobert, "summa=2x2"),
+    (masked_bert, "summa=2x2"),
+    (regressing_bert, "ddp=2,summa=2x2"),
 ]
 
 

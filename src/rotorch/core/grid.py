@@ -111,6 +111,9 @@ class GridPlace:
             elif len(weight.shape) == 2 and cut.is_table:
                 yield from self._look_ups(unit, weight, num_tokens, batch)
                 yield from self._logits_sent(unit, weight, num_tokens * batch.itemsize)
+            elif cut.whole_output:  # of every token; a model that pools before it sends less
+                payload = num_tokens * weight.shape[0] * batch.itemsize
+                yield from [all_reduce(payload, axis=ACROSS, size=self.size, phase=Phase.FORWARD)] * unit.uses
         if unit.logits:
             for numbers in (1, 2):  # the largest; the sum of exponentials and the target's
                 payload = numbers * num_tokens * batch.loss_itemsize

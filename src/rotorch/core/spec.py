@@ -78,18 +78,22 @@ class GridCut:
     """How a weight may be cut where activations are cut along their features, on a grid of ranks.
 
     A matrix that linear layers multiply with is cut along its inputs by rows of the grid and along its outputs by
-    columns, a table that is looked up in by its rows and its columns, the vector of a norm or a bias by columns only.
+    columns, a table that is looked up in by its rows and its columns; what has one feature of the residual stream per
+    entry of a dim (norms, biases, positions, a convolution that makes features of an image) by columns only.
 
     Attributes:
         rows: among the ranks of one column; None: they hold the same.
         columns: among the ranks of one row; None: they hold the same.
         sums: how many numbers per token are summed over all features where the weight is used (by a norm), in forward
             and again in backward.
+        whole_output: whether it is the matrix of a linear layer whose outputs every rank has whole, a classifier's:
+            cut along its inputs, by columns; what ranks of a row make of their inputs is summed.
     """
 
     rows: Cut | None = None
     columns: Cut | None = None
     sums: int = 0
+    whole_output: bool = False
 
     @property
     def is_table(self) -> bool:

@@ -26,7 +26,7 @@ from torch import nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
-from rotorch.models.feature_probe import why_not_in_halves
+from rotorch.models.feature_probe import is_from_config, last_linear, why_not_in_halves
 from rotorch.models.features import with_features_cut
 from rotorch.models.heads import GROUP_COUNTS, HEAD_SIZES
 from rotorch.models.hf import Plan, head_weights, tensor_parallel_plan
@@ -87,15 +87,18 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
 
 def _with_features(spec: ModelSpec, module: nn.Module, *, roles: Mapping[str, str]) -> ModelSpec:
     """The same, and how its weights are cut on a grid, or why not; a plan of the user's own is believed."""
-    spec = with_features_cut(module, spec, roles=roles)
-    if spec.features_stay_whole or spec.by_plan or not module_declares(module):
+    tried = is_from_config(module) and not spec.by_plan
+    last = last_linear(module) if tried and not any(u.logits for u in spec.units) else ""
+    spec = with_features_cut(module, spec, roles=roles, last=last, tried=tried)
+    if spec.features_stay_whole or not tried:
         return spec
     classes = {type(module.get_submodule(u.name)) for u in spec.units if u.kind is UnitKind.MODULE}
 
     def describe_tiny(tiny: nn.Module) -> ModelSpec:
-        tiny_roles = _expand(tensor_parallel_plan(tiny), tiny)
-        tiny_spec = _marked(_spec(tiny, tiny_roles, _weights(tiny), proven=classes), tiny)
-        return with_features_cut(tiny, tiny_spec, roles=tiny_roles)
+        tiny_roles, weights = _expand(tensor_parallel_plan(tiny), tiny), _weights(tiny)
+        declares = module_declares(tiny)
+        made = _spec(tiny, tiny_roles, weights, proven=classes) if declares else spec_by_rule(tiny, weights)
+        return with_features_cut(tiny, _marked(made, tiny), roles=tiny_roles, last=last, tried=True)
 
     return replace(spec, features_stay_whole=why_not_in_halves(module, describe=describe_tiny))
 

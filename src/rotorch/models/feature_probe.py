@@ -12,9 +12,9 @@
 from __future__ import annotations
 
 import copy
-import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,11 +25,10 @@ from torch.overrides import TorchFunctionMode
 from rotorch._torch_private import tree_flatten
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Weight
 from rotorch.models.feature_sums import complete_sums
+from rotorch.models.probe import one_thread
 from rotorch.models.tiny import inputs_for, shrunk_like
 from rotorch.shard.materialize import off_meta
 from rotorch.shard.sites import find_sites
-
-_log = logging.getLogger(__name__)
 
 _TOLERANCE = 1e-4
 """Relative, of outputs in float64, where norms and rotary positions may compute in float32."""
@@ -37,6 +36,26 @@ _TOLERANCE = 1e-4
 _PATIENCE_S = 60.0
 
 _known: dict[str, str] = {}
+_known_last: dict[str, str] = {}
+
+
+def is_from_config(module: nn.Module) -> bool:
+    """Whether a model is made from a configuration, so that there can be a tiny one of its kind."""
+    return hasattr(type(module), "_from_config") and hasattr(getattr(module, "config", None), "to_dict")
+
+
+def last_linear(module: nn.Module) -> str:
+    """The name of the weight of the linear layer that runs last of all layers in a pass of a Hugging Face model.
+
+    What that gives is the model's output, if it is no language-model head. "" if the last layer is of another kind, or
+    if no tiny model runs. Deterministic, the same on all ranks.
+    """
+    key = _key(module)
+    if key not in _known_last:
+        with _trial():
+            found = _tiny(module)
+            _known_last[key] = "" if isinstance(found, str) else _last_of(*found[:2])
+    return _known_last[key]
 
 
 def why_not_in_halves(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> str:
@@ -48,35 +67,54 @@ def why_not_in_halves(module: nn.Module, *, describe: Callable[[nn.Module], Mode
         module: the model.
         describe: makes the spec of another model alike, with its cuts on a grid.
     """
-    key = f"{type(module).__module__}.{type(module).__qualname__} {sorted(module.config.to_dict().items(), key=str)!r}"
+    key = _key(module)
     if key not in _known:
-        _known[key] = _try(module, describe=describe)
+        with _trial():
+            found = _tiny(module)
+            _known[key] = found if isinstance(found, str) else _try(*found, describe=describe)
     return _known[key]
 
 
-def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> str:
+def _key(module: nn.Module) -> str:
+    of_config = sorted(module.config.to_dict().items(), key=str)
+    return f"{type(module).__module__}.{type(module).__qualname__} {of_config!r}"
+
+
+@contextmanager
+def _trial() -> Iterator[None]:
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta(), one_thread():
+        yield
+
+
+def _tiny(module: nn.Module) -> tuple[nn.Module, dict[str, Any], Tensor] | str:
+    """A tiny model that runs, its inputs, and what it gives; or why there is none."""
     why = "there is no tiny one to try it on"
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a process that has threads of torch's cannot be forked into ranks
-    try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta():
-            for config in shrunk_like(module.config):
-                config.use_cache = False
-                try:
-                    torch.manual_seed(0)
-                    tiny = type(module)._from_config(config).double().eval()
-                    spec = describe(tiny)
-                    if spec.features_stay_whole:
-                        return spec.features_stay_whole
-                    inputs = inputs_for(type(tiny), tiny.config, num_rows=2, num_tokens=12)
-                    expected = _first(tiny(**inputs))
-                except Exception as error:  # this variant does not run at all
-                    why = f"no tiny one runs ({error})"
-                    continue
-                return _compare(tiny, spec, inputs, expected)
-    finally:
-        torch.set_num_threads(num_threads)
+    for config in shrunk_like(module.config):
+        config.use_cache = False
+        try:
+            torch.manual_seed(0)
+            tiny = type(module)._from_config(config).double().eval()
+            inputs = inputs_for(type(tiny), tiny.config, num_rows=2, num_tokens=12)
+            return tiny, inputs, _first(tiny(**inputs))
+        except Exception as error:  # this variant does not run at all
+            why = f"no tiny one runs ({error})"
     return why
+
+
+def _last_of(tiny: nn.Module, inputs: dict[str, Any]) -> str:
+    ran: list[str] = []
+    for name, layer in tiny.named_modules():
+        if any(p is not None for p in layer._parameters.values()):
+            layer.register_forward_hook(lambda *_, name=name: ran.append(name))
+    tiny(**inputs)
+    return f"{ran[-1]}.weight" if ran and type(tiny.get_submodule(ran[-1])) is nn.Linear else ""
+
+
+def _try(
+    tiny: nn.Module, inputs: dict[str, Any], expected: Tensor, *, describe: Callable[[nn.Module], ModelSpec]
+) -> str:
+    spec = describe(tiny)
+    return spec.features_stay_whole or _compare(tiny, spec, inputs, expected)
 
 
 def _compare(tiny: nn.Module, spec: ModelSpec, inputs: dict[str, Any], expected: Tensor) -> str:
@@ -102,10 +140,15 @@ def _compare(tiny: nn.Module, spec: ModelSpec, inputs: dict[str, Any], expected:
     if errors:
         return f"a tiny one does not run on half of its features ({' '.join(str(errors[0]).split())[:200]})"
     halves = [o for o in outputs if isinstance(o, Tensor)]
-    found = torch.cat(halves, -1) if len(halves) == 2 else expected.new_empty(0)
-    if found.shape != expected.shape or (found - expected).abs().max() > _TOLERANCE * expected.abs().max():
+    if not any(w.grid is not None and w.grid.whole_output for w in spec.weights):
+        halves = [torch.cat(halves, -1)] if len(halves) == 2 else []
+    if not halves or any(_differ(found, expected) for found in halves):
         return "a tiny one gives something else on halves of its features: it does more with them than its weights say"
     return ""
+
+
+def _differ(found: Tensor, expected: Tensor) -> bool:
+    return found.shape != expected.shape or bool((found - expected).abs().max() > _TOLERANCE * expected.abs().max())
 
 
 def _first(output: Any) -> Tensor:
@@ -151,10 +194,11 @@ class _Half(TorchFunctionMode):
             whole = site.module._parameters[site.attribute]
             if whole is None:
                 raise AssertionError(f"{weight.name} is not there")
-            if cut.rows is not None:
+            if cut.rows is not None or cut.whole_output:
                 self._matrices[id(whole)] = weight
             elif cut.columns is not None:
-                part = nn.Parameter(self._half_of(whole.detach(), cut.columns, size=weight.shape[0], dim=0))
+                dim = cut.columns.dim
+                part = nn.Parameter(self._half_of(whole.detach(), cut.columns, size=weight.shape[dim], dim=dim))
                 for each in sites[weight.name]:
                     each.put(part)
                 if cut.sums:
@@ -170,12 +214,16 @@ class _Half(TorchFunctionMode):
         if weight is None or weight.grid is None or func not in (F.linear, F.embedding):
             return func(*args, **kwargs)
         rows, columns = weight.grid.rows, weight.grid.columns
+        if weight.grid.whole_output and columns is not None:
+            return F.linear(self._whole_of(args[0], columns, size=weight.shape[1]), *args[1:], **kwargs)
         if rows is None or columns is None:
             raise AssertionError(f"{weight.name} is no matrix on a grid")
         if func is F.embedding:
             return self._half_of(func(*args, **kwargs), columns, size=weight.shape[1], dim=-1)
         inputs, outputs = (columns, rows) if weight.grid.is_table else (rows, columns)
-        x = self._whole_of(args[0], inputs, size=weight.shape[1])
+        x = args[0]
+        if weight.grid.is_table or x.shape[-1] != weight.shape[1]:  # else it comes from outside, and is whole
+            x = self._whole_of(x, inputs, size=weight.shape[1])
         y = self._half_of(F.linear(x, args[1]), outputs, size=weight.shape[0], dim=-1)
         bias = args[2] if len(args) > 2 else kwargs.get("bias")
         return y if bias is None else y + bias

@@ -8,6 +8,15 @@
     part of the interior. Norms have their sums over features completed (`models/feature_sums.py`). What adds, scales or
     drops single features needs nothing.
 
+    Tokens come in through tables, images through convolutions whose output channels are the features; a linear layer
+    that is given whole patches takes its part of them. What comes out is a language model's head, whose logits are cut
+    for the loss, or the last linear layer of a pass (a classifier), whose outputs are made whole on every rank.
+
+[Note: without a plan]
+    Models of Hugging Face that declare no plan have linear layers without a role, all of which are cut evenly along
+    inputs and outputs: where heads divide, between heads. Whether that is how their forward takes them apart, only the
+    trial says (`models/feature_probe.py`).
+
 [Note: what is not known is refused]
     A model is refused by the name of its first part for which there is no rule: a matrix that no linear layer,
     embedding or head uses, a vector of another size than the features it could belong to. Of a norm, the module itself
@@ -26,6 +35,7 @@ from torch import Tensor, nn
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.feature_sums import CompletedSums
 from rotorch.models.heads import HEAD_SIZES, num_head_groups, num_heads
+from rotorch.models.rules import CONVOLUTIONS
 from rotorch.shard.sites import Site, find_sites
 
 _COLUMN_ROLES = {"colwise", "colwise_gather_output"}
@@ -38,16 +48,20 @@ class _Unknown(Exception):
     """There is no rule for a part of the model: says which."""
 
 
-def with_features_cut(module: nn.Module, spec: ModelSpec, *, roles: Mapping[str, str]) -> ModelSpec:
+def with_features_cut(
+    module: nn.Module, spec: ModelSpec, *, roles: Mapping[str, str], last: str = "", tried: bool = False
+) -> ModelSpec:
     """The same spec, with `Weight.grid` of every weight; or with the reason why not in `features_stay_whole`.
 
     Args:
         module: the model, also on meta.
         spec: its units.
         roles: of its parameters, from its plan.
+        last: the weight of the linear layer that gives the model's output, by name; "" if none does.
+        tried: whether a trial will show what rules alone cannot know (see [Note: without a plan]).
     """
     try:
-        cuts = _Cuts(module, spec, roles).by_name()
+        cuts = _Cuts(module, spec, roles, last, tried).by_name()
     except _Unknown as unknown:
         return replace(spec, features_stay_whole=str(unknown))
     units = (replace(u, weights=tuple(replace(w, grid=cuts[w.name]) for w in u.weights)) for u in spec.units)
@@ -59,6 +73,8 @@ class _Cuts:
     module: nn.Module
     spec: ModelSpec
     roles: Mapping[str, str]
+    last: str
+    tried: bool
     _sites: dict[str, tuple[Site, ...]] = field(init=False)
     _weights: dict[str, Weight] = field(init=False)
     _cuts: dict[str, GridCut] = field(init=False)
@@ -67,8 +83,11 @@ class _Cuts:
         self._sites, self._cuts = find_sites(self.module), {}
         self._weights = {w.name: w for w in self.spec.weights}
         self._hidden = self._hidden_size()
-        if not any(u.logits for u in self.spec.units):
-            raise _Unknown("it has no language-model head, so each rank would return a part of the features")
+        if not any(u.logits for u in self.spec.units) and not any(map(self._gives_output, self._weights.values())):
+            raise _Unknown(
+                "it has no language-model head and ends with no linear layer, so each rank would return a part of the "
+                "features"
+            )
         for unit in self.spec.units:
             if unit.kind is UnitKind.MODULE:
                 self._module(unit)
@@ -81,8 +100,11 @@ class _Cuts:
         return self._cuts
 
     def _hidden_size(self) -> int:
-        """Features of the residual stream: what units that run on slices take in and give out."""
+        """Features of the residual stream: what units that run on slices take in and give out, or what a head takes."""
         sizes = {w.shape[1 - w.cut.dim] for u in self._modules() for w in u.weights if w.cut and len(w.shape) == 2}
+        if not sizes and self.tried:
+            heads = [w for u in self.spec.units for w in u.weights if u.logits or self._gives_output(w)]
+            sizes = {w.shape[1] for w in heads if len(w.shape) == 2}
         if len(sizes) != 1:
             raise _Unknown(
                 f"its attentions and MLPs work between {' and '.join(map(str, sorted(sizes)))} features"
@@ -90,6 +112,21 @@ class _Cuts:
                 else "it has no attention or MLP that is known to run on slices of its weights"
             )
         return sizes.pop()
+
+    def _gives_output(self, weight: Weight) -> bool:
+        """Whether it is the matrix of a linear layer whose outputs are to be whole on every rank."""
+        if len(weight.shape) != 2 or not self._is_used_by(weight, nn.Linear):
+            return False
+        if self.roles.get(weight.name) == "colwise_gather_output":
+            return not self._heads_around(weight)
+        return weight.name == self.last
+
+    def _heads_around(self, weight: Weight) -> Mapping[int, int]:
+        """Sizes that the heads of the attention around a layer take together, and into how many groups they divide."""
+        parent = self.module.get_submodule(weight.name.rpartition(".")[0].rpartition(".")[0])
+        groups, heads = num_head_groups(parent), num_heads(parent)
+        size = next((s for s in (getattr(parent, n, None) for n in HEAD_SIZES) if isinstance(s, int)), 0)
+        return {groups * size: groups, heads * size: groups} if groups and heads and size else {}
 
     def _modules(self) -> Iterator[Unit]:
         return (u for u in self.spec.units if u.kind is UnitKind.MODULE)
@@ -131,11 +168,16 @@ class _Cuts:
             self._cuts[weight.name] = self._table(weight, unit)
         elif unit.logits:
             self._cuts[weight.name] = self._linear(weight, Cut(1, self._hidden), Cut(0, weight.shape[0]))
+        elif self._gives_output(weight):
+            self._cuts[weight.name] = GridCut(columns=Cut(1, weight.shape[1]), whole_output=True)
+        elif self._is_used_by(weight, CONVOLUTIONS):
+            self._cuts[weight.name] = self._convolution(weight)
+        elif self._is_cut_evenly(weight):
+            self._cuts[weight.name] = self._without_role(weight)
         else:
             self._cuts[weight.name] = self._projection(weight)
         for bias in biases:
-            cut = self._cuts[weight.name]
-            self._cuts[bias.name] = GridCut(columns=cut.rows if cut.is_table else cut.columns)
+            self._cuts[bias.name] = _of_bias(self._cuts[weight.name])
 
     def _table(self, weight: Weight, unit: Unit) -> GridCut:
         layers = [site.module for site in self._sites[weight.name] if isinstance(site.module, nn.Embedding)]
@@ -144,6 +186,28 @@ class _Cuts:
         if weight.shape[1] != self._hidden or special or (heads and not unit.logits):
             raise _Unknown(f"{weight.name!r} {list(weight.shape)} is no table of {self._hidden} features")
         return GridCut(rows=Cut(0, weight.shape[0]), columns=Cut(1, self._hidden))
+
+    def _convolution(self, weight: Weight) -> GridCut:
+        """Of whole images, its output channels are features; one that is given features finds too few of them."""
+        layers = [site.module for site in self._sites[weight.name]]
+        if any(getattr(layer, "groups", 0) != 1 for layer in layers):
+            raise _Unknown(f"{weight.name!r} {list(weight.shape)} is a convolution in groups")
+        return GridCut(columns=Cut(0, weight.shape[0]))
+
+    def _is_cut_evenly(self, weight: Weight) -> bool:
+        """Whether nothing is known of a linear layer, and that is no harm: see [Note: without a plan].
+
+        Of a plan of the user's own a single layer is taken, as all of it.
+        """
+        if self.tried:
+            return weight.name not in self.roles and next(self._modules(), None) is None
+        return len(weight.shape) == 2 and not self._heads_around(weight)
+
+    def _without_role(self, weight: Weight) -> GridCut:
+        """See [Note: without a plan]."""
+        heads = self._heads_around(weight)
+        inputs, outputs = (Cut(dim, heads.get(weight.shape[dim], weight.shape[dim])) for dim in (1, 0))
+        return self._linear(weight, inputs, outputs)
 
     def _linear(self, weight: Weight, inputs: Cut, outputs: Cut) -> GridCut:
         if not self._is_used_by(weight, nn.Linear) or weight.shape[inputs.dim] % inputs.groups:
@@ -155,14 +219,15 @@ class _Cuts:
         parent_name = weight.name.rpartition(".")[0].rpartition(".")[0]
         parent = self.module.get_submodule(parent_name)
         role = self.roles.get(weight.name, "")
-        groups, heads = num_head_groups(parent), num_heads(parent)
-        size = next((s for s in (getattr(parent, n, None) for n in HEAD_SIZES) if isinstance(s, int)), 0)
-        if not groups or not heads or not size or len(weight.shape) != 2:
+        spans = self._heads_around(weight)
+        if not spans or len(weight.shape) != 2:
             raise _Unknown(f"{parent_name!r} ({type(parent).__name__}) is not known to run on slices of its weights")
-        spans = {groups * size: groups, heads * size: groups}
+        groups = next(iter(spans.values()))
         interior = weight.shape[0 if role in _COLUMN_ROLES else 1]
         if role not in _COLUMN_ROLES | _ROW_ROLES or interior not in spans:
-            raise _Unknown(f"{weight.name!r} {list(weight.shape)} does not project to heads of {size} or from them")
+            raise _Unknown(
+                f"{weight.name!r} {list(weight.shape)} does not project to heads of {parent_name!r} or from them"
+            )
         prefix = f"{parent_name}."
         for other in self._weights.values():
             vector = len(other.shape) == 1 and not isinstance(self._sites[other.name][0].module, nn.Linear)
@@ -175,15 +240,27 @@ class _Cuts:
     def _rest(self, weight: Weight) -> GridCut:
         """What no unit cuts."""
         layer = self._sites[weight.name][0].module
+        for name, sites in self._sites.items():  # a bias goes with its layer
+            its_layer = any(site == Site(each.module, "weight") for site in sites for each in self._sites[weight.name])
+            if its_layer and name in self._cuts and name != weight.name:
+                return _of_bias(self._cuts[name])
         if weight.shape == (self._hidden,):
             return self._hidden_vector()
         if isinstance(layer, nn.Embedding):
             return self._table(weight, Unit("", UnitKind.WEIGHT, self.spec.units[0].combine, (weight,)))
+        if self._gives_output(weight):
+            return GridCut(columns=Cut(1, weight.shape[1]), whole_output=True)
+        if isinstance(layer, CONVOLUTIONS):
+            return self._convolution(weight)
+        if not isinstance(layer, nn.Linear) and weight.shape[-1:] == (self._hidden,):  # positions, a token of classes
+            return GridCut(columns=Cut(len(weight.shape) - 1, self._hidden))
         raise _Unknown(f"{weight.name!r} {list(weight.shape)} of a {type(layer).__name__} has no rule")
 
-    def _is_used_by(self, weight: Weight, kind: type[nn.Module]) -> bool:
+    def _is_used_by(self, weight: Weight, kind: type[nn.Module] | tuple[type[nn.Module], ...]) -> bool:
         layers = [site.module for site in self._sites[weight.name]]
-        return isinstance(layers[0], kind) if kind is nn.Embedding else all(type(each) is kind for each in layers)
+        if kind is nn.Embedding:
+            return isinstance(layers[0], kind)
+        return all(type(each) in (kind if isinstance(kind, tuple) else (kind,)) for each in layers)
 
     def _try_norms(self) -> None:
         """Counts the sums of every module with vectors of its own, by trial; refuses those that go wrong."""
@@ -192,7 +269,9 @@ class _Cuts:
             layer = self._sites[name][0].module
             cut = self._cuts[name]
             own = next(iter(layer._parameters))
-            if cut.columns is None or cut.rows is not None or isinstance(layer, nn.Linear):
+            if cut.columns is None or cut.rows is not None or isinstance(layer, (nn.Linear, *CONVOLUTIONS)):
+                continue
+            if len(weight.shape) > 1 or next(layer.children(), None) is not None:  # no norm: the trial of the whole
                 continue
             if self._sites[name][0].attribute != own:  # counted with the module's first
                 continue
@@ -200,6 +279,13 @@ class _Cuts:
             if key not in tried:
                 tried[key] = sums_of_norm(layer, size=weight.shape[0], name=name.rpartition(".")[0])
             self._cuts[name] = replace(cut, sums=tried[key])
+
+
+def _of_bias(of_matrix: GridCut) -> GridCut:
+    """How the bias of a layer is cut: as its outputs."""
+    if of_matrix.whole_output:
+        return GridCut()
+    return GridCut(columns=of_matrix.rows if of_matrix.is_table else of_matrix.columns)
 
 
 def sums_of_norm(norm: nn.Module, *, size: int, name: str = "") -> int:

@@ -217,6 +217,12 @@ class ATP(Strategy):
                 f"{self}: activations of {spec.name} cannot be cut along their features: {spec.features_stay_whole}. "
                 "Write megatron, rtp or fsdp"
             )
+        whole = [w.name for w in spec.weights if w.grid is not None and _without_interior(w)]
+        if whole or not any(u.kind is UnitKind.MODULE for u in spec.units):
+            raise ConfigError(
+                f"{self}: {whole[0] if whole else spec.name!r} has no role in a plan that says where interiors begin. "
+                "Write tesseract, summa, rtp or fsdp"
+            )
         if spec.by_plan:
             raise ConfigError(f"{self}: a plan of your own says nothing of features. Write megatron, rtp or fsdp")
         place = self.place(0)
@@ -246,6 +252,12 @@ class ATP(Strategy):
 def is_column(weight: Weight) -> bool:
     """Whether a matrix takes features and gives interiors, as those of columns, heads and tables do."""
     return weight.grid is not None and weight.grid.columns is not None and weight.grid.columns.dim == 1
+
+
+def _without_interior(weight: Weight) -> bool:
+    """Whether it is more than a vector, and cut along features only."""
+    cut = weight.grid or GridCut()
+    return len(weight.shape) > 1 and cut.rows is None and cut.columns is not None
 
 
 def _cut(unit: Unit, weight: Weight, *, whole: bool) -> GridCut:
