@@ -94,6 +94,8 @@ class Schedule:
         unit: micro-batches that share a gather of weights and a reduction of gradients (U); the last unit of a step has
             what is left where M is not a multiple.
         placement: which rank holds which stage.
+        most_in_flight: the most micro-batches of its stages that a rank is between forward and weight gradient of at a
+            time. `validate.py` holds the generator to it; divided by `num_chunks` it compares across schedules.
         rows: per rank what it does, in order. Plain rows hold `COMPUTE` only, lowered ones (`lower.py`) all of it.
     """
 
@@ -103,6 +105,7 @@ class Schedule:
     num_micro_batches: int
     unit: int
     placement: Placement
+    most_in_flight: int
     rows: tuple[tuple[Action, ...], ...]
 
     @property
@@ -118,6 +121,10 @@ class Schedule:
     def unit_of(self, micro_batch: int) -> int:
         """The unit that a micro-batch belongs to."""
         return micro_batch // self.unit
+
+    def micro_batches_of(self, unit: int) -> range:
+        """Those of one unit."""
+        return range(unit * self.unit, min((unit + 1) * self.unit, self.num_micro_batches))
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds `stage`."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.pipelining.actions import Action, ActionKind, Placement, Schedule
 
 F, B = ActionKind.FORWARD, ActionKind.BACKWARD
+I, W = ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT  # noqa: E741
 
 Row = Iterator[Action]
 
@@ -32,16 +34,17 @@ def make_schedule(
             f"schedule {name!r}: unknown{nearest(name, known=BASELINES)}. Write one of {', '.join(BASELINES)}"
         )
     unit = check_shape(name, num_ranks=num_ranks, num_chunks=num_chunks, num_micro_batches=num_micro_batches, unit=unit)
-    rows, placement, check = BASELINES[name]
-    check(name, num_ranks, num_chunks, num_micro_batches)
+    baseline, shape = BASELINES[name], (num_ranks, num_chunks, num_micro_batches)
+    baseline.check(name, *shape)
     return Schedule(
         name=name,
         num_ranks=num_ranks,
         num_chunks=num_chunks,
         num_micro_batches=num_micro_batches,
         unit=unit,
-        placement=placement,
-        rows=tuple(tuple(rows(rank, num_ranks, num_chunks, num_micro_batches)) for rank in range(num_ranks)),
+        placement=baseline.placement,
+        most_in_flight=min(baseline.most_in_flight(*shape), num_chunks * num_micro_batches),
+        rows=tuple(tuple(baseline.row(rank, *shape)) for rank in range(num_ranks)),
     )
 
 
@@ -81,22 +84,132 @@ def _one_forward_one_backward(rank: int, num_ranks: int, num_chunks: int, num_mi
             yield Action(F, rank, micro_batch + ahead)
 
 
+def _interleaved(rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Row:
+    """1F1B over several stages per rank, a round of micro-batches through each in turn (arXiv 2104.04473)."""
+    per_round = _per_round(num_ranks, num_micro_batches)
+    rounds = range(0, num_micro_batches, per_round)
+    order = [(chunk, first + i) for first in rounds for chunk in range(num_chunks) for i in range(per_round)]
+    forwards = [Action(F, chunk * num_ranks + rank, micro_batch) for chunk, micro_batch in order]
+    backwards = [Action(B, (num_chunks - 1 - chunk) * num_ranks + rank, micro_batch) for chunk, micro_batch in order]
+    ahead = min((num_chunks - 1) * per_round + 2 * (num_ranks - 1 - rank), len(order))
+    yield from forwards[:ahead]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        yield forward
+        yield backward
+    yield from backwards[len(order) - ahead :]
+
+
+def _per_round(num_ranks: int, num_micro_batches: int) -> int:
+    return num_micro_batches // max(1, num_micro_batches // num_ranks)
+
+
+def _looped_bfs(rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Row:
+    """All micro-batches through one stage, then through the next; backwards the other way (arXiv 2211.05953)."""
+    forwards = [
+        (chunk * num_ranks + rank, micro_batch)
+        for chunk in range(num_chunks)
+        for micro_batch in range(num_micro_batches)
+    ]
+    yield from (Action(F, *what) for what in forwards)
+    yield from (Action(B, *what) for what in reversed(forwards))
+
+
+def _zb_h1(rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Row:
+    """1F1B with weight gradients as much later as a rank has others before it; its memory (arXiv 2401.10241, 3.1)."""
+    ahead = min(num_ranks - 1 - rank, num_micro_batches)
+    for micro_batch in range(ahead):
+        yield Action(F, rank, micro_batch)
+    for micro_batch in range(num_micro_batches):
+        if micro_batch + ahead < num_micro_batches:
+            yield Action(F, rank, micro_batch + ahead)
+        yield Action(I, rank, micro_batch)
+        if micro_batch >= rank:
+            yield Action(W, rank, micro_batch - rank)
+    for micro_batch in range(max(0, num_micro_batches - rank), num_micro_batches):
+        yield Action(W, rank, micro_batch)
+
+
+def _zbv(rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int) -> Row:
+    """Two stages per rank, there and back, in 1F1B's memory (arXiv 2401.10241, 6).
+
+    The pattern is for as many micro-batches as fill the pipeline; those beyond the step's are left out.
+    """
+    there, back = rank, 2 * num_ranks - 1 - rank
+    after = num_ranks - rank  # ranks from here on
+    full = max(num_micro_batches, 2 * num_ranks - 1)
+    pattern = [(F, there)] * (2 * after - 1)
+    pattern += [(F, back), (F, there)] * rank
+    pattern += [(F, back), (I, back), (W, back)] * after
+    pattern += [(F, there), (I, there), (W, there), (F, back), (I, back), (W, back)] * (full - num_ranks - after + 1)
+    pattern += [(I, there), (W, there), (F, back), (I, back), (W, back)] * (after - 1)
+    pattern += [(I, there), (I, back)] * rank
+    pattern += [(I, there), (W, there)] * after
+    pattern += [(W, back)] * rank + [(W, there)] * rank
+    done = dict.fromkeys(pattern, 0)
+    for kind, stage in pattern:
+        if done[kind, stage] < num_micro_batches:
+            yield Action(kind, stage, done[kind, stage])
+        done[kind, stage] += 1
+
+
 # ---------------------------------------------------------------- shapes
+
+
+def _any_shape(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
+    pass
 
 
 def _one_chunk(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
     if num_chunks != 1:
         raise ConfigError(
             f"schedule {name}: {num_chunks} chunks per rank, but it has one stage per rank. "
-            "Write 1 chunk, or a schedule with more: interleaved, looped_bfs"
+            "Write 1 chunk, or a schedule with more: interleaved_1f1b, looped_bfs, zeropp"
         )
 
 
-Rows = Callable[[int, int, int, int], Row]
-Check = Callable[[str, int, int, int], None]
+def _two_chunks(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
+    if num_chunks != 2:
+        raise ConfigError(
+            f"schedule {name}: {num_chunks} chunks per rank, but its stages lie there and back. Write 2 chunks"
+        )
 
-BASELINES: dict[str, tuple[Rows, Placement, Check]] = {
-    "gpipe": (_gpipe, Placement.LOOP, _one_chunk),
-    "1f1b": (_one_forward_one_backward, Placement.LOOP, _one_chunk),
+
+def _whole_rounds(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
+    rounds = max(1, num_micro_batches // num_ranks)
+    if num_micro_batches % rounds:
+        raise ConfigError(
+            f"schedule {name}: {num_micro_batches} micro-batches over {num_ranks} ranks are not {rounds} rounds of "
+            f"equal size. Write a multiple of {num_ranks}: {rounds * num_ranks} or {(rounds + 1) * num_ranks}"
+        )
+
+
+# ---------------------------------------------------------------- by name
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """How a schedule is made; all of it from number of ranks, of chunks per rank, and of micro-batches.
+
+    Attributes:
+        row: of a rank, which comes first.
+        placement: which rank holds which stage.
+        most_in_flight: see `Schedule`; more than a step has counts as all of a step.
+        check: raises `ConfigError` for shapes that it does not have; the schedule's name comes first.
+    """
+
+    row: Callable[[int, int, int, int], Row]
+    placement: Placement
+    most_in_flight: Callable[[int, int, int], int]
+    check: Callable[[str, int, int, int], None]
+
+
+BASELINES = {
+    "gpipe": Baseline(_gpipe, Placement.LOOP, lambda p, v, m: m, _one_chunk),
+    "1f1b": Baseline(_one_forward_one_backward, Placement.LOOP, lambda p, v, m: p, _one_chunk),
+    "interleaved_1f1b": Baseline(
+        _interleaved, Placement.LOOP, lambda p, v, m: (v - 1) * _per_round(p, m) + 2 * p - 1, _whole_rounds
+    ),
+    "looped_bfs": Baseline(_looped_bfs, Placement.LOOP, lambda p, v, m: v * m, _any_shape),
+    "zb_h1": Baseline(_zb_h1, Placement.LOOP, lambda p, v, m: p, _one_chunk),
+    "zbv": Baseline(_zbv, Placement.V, lambda p, v, m: 2 * p, _two_chunks),
 }
-"""By name: how a rank's row is made, which rank holds which stage, and what is asked of the shape."""

@@ -1,0 +1,88 @@
+import pytest
+
+from rotorch.pipelining.actions import ActionKind
+from rotorch.pipelining.baselines import make_schedule
+from rotorch.pipelining.lower import lower
+from rotorch.pipelining.simulate import ACTIVATIONS, GRADIENTS, WEIGHTS, Link, StageCosts, simulate
+
+
+@pytest.mark.parametrize(
+    ("name", "num_chunks", "bubble_slots", "in_flight"),
+    [  # in slots and stages of a whole rank: 1F1B 3 (P-1), interleaved a V-th of it, ZB-H1 a third, ZBV half of that
+        ("gpipe", 1, 9, 16),
+        ("1f1b", 1, 9, 4),
+        ("interleaved_1f1b", 2, 4.5, 5.5),
+        ("looped_bfs", 2, 4.5, 16),
+        ("zb_h1", 1, 3, 4),
+        ("zbv", 2, 1.5, 4),
+    ],
+)
+def test_bubbles_and_peaks_are_those_of_the_papers(name, num_chunks, bubble_slots, in_flight):
+    found = simulate(make_schedule(name, num_ranks=4, num_chunks=num_chunks, num_micro_batches=16))
+    assert found.bubble_s / num_chunks == bubble_slots
+    assert found.bubble_ratio == pytest.approx(bubble_slots / (48 + bubble_slots))
+    assert max(found.peak_bytes(rank) for rank in range(4)) / num_chunks == in_flight
+
+
+def test_times_and_links_count():
+    one = make_schedule("gpipe", num_ranks=2, num_micro_batches=1)
+    costs = [
+        StageCosts(forward_s=2, backward_input_s=3, backward_weight_s=5),
+        StageCosts(forward_s=7, backward_input_s=11, backward_weight_s=13, message_bytes=100),
+    ]
+    found = simulate(one, costs=costs, link=Link(bytes_per_s=50, latency_s=0.5))
+    assert found.makespan_s == 2 + 2.5 + 7 + 24 + 2.5 + 8
+    assert [found.busy_s(rank) for rank in range(2)] == [10, 31]
+    assert found.bubble_s == pytest.approx(46 - 41 / 2)
+    sends = [(e.start_s, e.end_s) for e in found.timeline if e.action.kind is ActionKind.SEND_FORWARD]
+    assert sends == [(2, 4.5)]
+
+
+def test_messages_go_one_after_another_when_both_ends_are_reached():
+    schedule = make_schedule("gpipe", num_ranks=2, num_micro_batches=3)
+    slow = simulate(schedule, costs=StageCosts(message_bytes=4), link=Link(bytes_per_s=1))
+    ends = [e.end_s for e in slow.timeline if e.action.kind is ActionKind.SEND_FORWARD]
+    assert ends == [5, 10, 15]  # the next RECV stands behind a forward in its row
+
+
+def test_blocking_ranks_stand_still():
+    schedule = make_schedule("1f1b", num_ranks=3, num_micro_batches=6)
+    costs, link = StageCosts(message_bytes=1), Link(bytes_per_s=2)
+    free, blocking = (simulate(schedule, costs=costs, link=link, blocking=b) for b in (False, True))
+    assert blocking.makespan_s > free.makespan_s > simulate(schedule).makespan_s
+
+
+def test_gathers_delay_and_sums_run_beside():
+    full = lower(make_schedule("gpipe", num_ranks=1, num_micro_batches=4, unit=2))
+    found = simulate(full, costs=StageCosts(unshard_s=10, reduce_s=100))
+    # two gathers and forwards; two gathers and backwards, of which the second gather waits for the first sum
+    assert found.makespan_s == (10 + 2) + (10 + 2) + (10 + 4) + 100 + (10 + 4) + 100
+    assert found.busy_s(0) == 12
+
+
+def test_memory_by_category_over_time():
+    full = lower(make_schedule("gpipe", num_ranks=1, num_micro_batches=2, unit=1))
+    found = simulate(full, costs=StageCosts(activation_bytes=3, weight_bytes=100, gradient_bytes=10, reduce_s=0.5))
+    assert [(m.time_s, m.held) for m in found.memory[0]] == [
+        (0, (3, 100, 0)),
+        (1, (6, 100, 0)),
+        (2, (6, 100, 10)),
+        (4, (3, 0, 10)),
+        (4.5, (3, 100, 10)),
+        (6.5, (0, 0, 10)),
+        (7, (0, 0, 0)),
+    ]
+    assert found.peak_bytes(0) == 116
+    assert [found.peak_bytes(0, category=c) for c in (ACTIVATIONS, WEIGHTS, GRADIENTS)] == [6, 100, 10]
+
+
+def test_less_may_be_kept_between_the_two_gradients():
+    schedule = make_schedule("zb_h1", num_ranks=3, num_micro_batches=9)
+    whole, half = (simulate(schedule, costs=StageCosts(pending_bytes=b)) for b in (None, 0.5))
+    assert [half.peak_bytes(rank) for rank in range(3)] == [3, 2.5, 2]
+    assert [whole.peak_bytes(rank) for rank in range(3)] == [3, 3, 3]
+
+
+def test_costs_of_every_stage_are_wanted():
+    with pytest.raises(ValueError, match="costs of 1 stages, but there are 2"):
+        simulate(make_schedule("gpipe", num_ranks=2, num_micro_batches=1), costs=[StageCosts()])
