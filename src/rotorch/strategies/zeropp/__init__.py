@@ -1,0 +1,1 @@
+"""`zeropp`: see `schedule.py` for the order in which its ranks compute."""
