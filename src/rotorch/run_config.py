@@ -12,6 +12,7 @@ in overrides at the working directory.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    field_validator,
 )
 
 from rotorch.core.errors import ConfigError, nearest
@@ -124,6 +126,8 @@ class TrainSection(_Section):
         spike_factor: a loss above this many times the median of the last 32 rolls back; 0 never.
         check_every: steps between comparisons of replicated weights over ranks, to the bit, and then also before each
             checkpoint; 0 never.
+        max_restarts: how often the run goes on from its last checkpoint after a rank failed.
+        elastic: "least:most" ranks that it may go on with; by default as many as the layout has.
         tensorboard: also write TensorBoard files.
     """
 
@@ -144,7 +148,25 @@ class TrainSection(_Section):
     on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
     spike_factor: NonNegativeFloat = 0.0
     check_every: NonNegativeInt = 0
+    max_restarts: NonNegativeInt = 0
+    elastic: str | None = None
     tensorboard: bool = True
+
+    @field_validator("elastic")
+    @classmethod
+    def _is_two_numbers(cls, text: str | None) -> str | None:
+        if text is not None:
+            match = re.fullmatch(r"([0-9]+):([0-9]+)", text)
+            if match is None or not 1 <= int(match[1]) <= int(match[2]):
+                raise ValueError('write the least and the most ranks, e.g. "2:4"')
+        return text
+
+    @property
+    def elastic_ranks(self) -> tuple[int, int]:
+        """The least and the most ranks; call it only if `elastic` is given."""
+        assert self.elastic is not None
+        least, most = self.elastic.split(":")
+        return int(least), int(most)
 
 
 class OptimizerSection(_Section):

@@ -90,6 +90,12 @@ def train(
     ] = None,
     compile_blocks: Compile = False,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")] = False,
+    max_restarts: Annotated[
+        int | None, typer.Option(min=0, help="How often to go on from the last checkpoint after a rank failed")
+    ] = None,
+    elastic: Annotated[
+        str | None, typer.Option(metavar="LEAST:MOST", help="Ranks that it may go on with, e.g. 2:4")
+    ] = None,
     json_file: Json = None,
 ) -> None:
     """Trains a model on ranks of this machine, or as one rank under torchrun."""
@@ -98,6 +104,8 @@ def train(
 
     changes = [*(overrides or ()), *([f"parallel.layout={parallel}"] if parallel else ())]
     changes += ["train.compile=true"] if compile_blocks else []
+    changes += [] if max_restarts is None else [f"train.max_restarts={max_restarts}"]
+    changes += [] if elastic is None else [f'train.elastic="{elastic}"']
     config = load_run_config(run_file, overrides=changes)
     parse_parallel(config.parallel.layout)  # before seconds are spent on loading torch
     check_json(json_file)

@@ -44,6 +44,11 @@ from rotorch.core.errors import ConfigError, RankFailure, RotorchError
 from rotorch.train.deaths import Watch, death_of, explain
 from rotorch.train.status import FailureKind, Phase, StatusBoard
 
+
+class FailedWhileStopping(RankFailure):
+    """A rank failed after somebody had asked the run to stop: it is not what ended the run."""
+
+
 Work = Callable[[StatusBoard], None]
 """What a rank does, given the board on which it notes what it is doing."""
 
@@ -71,6 +76,7 @@ def launch(
 
     Raises:
         RankFailure: if a rank failed; the message names it, the signal or exception, and what it was doing.
+        FailedWhileStopping: the same, after Ctrl-C or a signal to end.
         ConfigError: if a rank found the input to be wrong.
         KeyboardInterrupt: after a second Ctrl-C.
     """
@@ -87,7 +93,9 @@ def launch(
         try:
             result = _run_agent(watch, arguments, num_ranks=num_ranks, directory=directory, shared_memory=shared_memory)
         except SignalException as error:
-            raise RankFailure(f"the launcher was ended by {error.sigval.name}") from None
+            raise FailedWhileStopping(f"the launcher was ended by {error.sigval.name}") from None
+        except RankFailure as failure:
+            raise FailedWhileStopping(str(failure)) if watch.board.stop_requested else failure from None
         if result.is_failed():
             deaths = {rank: death_of(failure.exitcode) for rank, failure in result.failures.items()}
             raise explain(watch.board.all(), deaths=deaths)

@@ -84,6 +84,7 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     """
     strategies = parse_parallel(config.parallel.layout)
     check_ranks(strategies, nproc=nproc)
+    check_elastic(config, strategies=strategies)
     sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
     out = Path(config.train.out)
     check_out(out, resume=resume, command=command)
@@ -153,12 +154,11 @@ def check_out(out: Path, *, resume: bool, command: str) -> None:
     existing = next(parent for parent in (out, *out.parents) if parent.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"train.out: {existing} cannot be written. Write train.out=... with a directory that can be")
-    holds_run = any((out / name).exists() for name in (RUN_FILE, METRICS)) or checkpoints_of(out).is_dir()
-    if resume and not holds_run:
+    if resume and not holds_run(out):
         raise ConfigError(f"--resume: {out} holds no run to go on with. Leave --resume out, or write its train.out=...")
     if resume or not out.is_dir():
         return
-    if holds_run:
+    if holds_run(out):
         raise ConfigError(
             f"train.out: {out} already holds a run. Write --resume to go on with it, another train.out=..., "
             f"or remove it (rm -r {out})"
@@ -180,6 +180,32 @@ def check_roll_back(config: RunConfig) -> None:
     if wanted and not train.checkpoint_every:
         raise ConfigError(
             f"{wanted} goes back to checkpoints, and there are none: write train.checkpoint_every=... too"
+        )
+
+
+def holds_run(out: Path) -> bool:
+    """Whether a directory is a run's."""
+    return any((out / name).exists() for name in (RUN_FILE, METRICS)) or checkpoints_of(out).is_dir()
+
+
+def begun_by(out: Path) -> str | None:
+    """The launcher's name for the job that began the run in a directory, if it says."""
+    try:
+        found = json.loads((out / RUN_FILE).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found.get("job") if isinstance(found, dict) else None
+
+
+def check_elastic(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
+    """The layout is one of those that the run may go on with."""
+    if config.train.elastic is None:
+        return
+    least, most = config.train.elastic_ranks
+    if not least <= num_ranks(strategies) <= most:
+        raise ConfigError(
+            f"train.elastic = {config.train.elastic!r}, but {config.parallel.layout!r} takes {num_ranks(strategies)} "
+            "ranks. Write the least and the most ranks so that it is among them"
         )
 
 

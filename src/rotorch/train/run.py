@@ -3,6 +3,7 @@
 start                      once: in the launcher, or in every rank that torchrun started
   preflight.check_run        all that can be wrong, before anything is written
   data.prepare_corpus        text -> tokens, cached
+  restart.launch_again       once, or again from the last checkpoint after a rank failed
   launch.launch              ranks, and what becomes of them
     train                  in every rank
       build                  the model, spread over the ranks, with its first values or a checkpoint's
@@ -16,6 +17,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -45,6 +47,7 @@ from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
 from rotorch.train.module import make_module
 from rotorch.train.optim import load_optimizer_code, make_optimizer, schedule_numbers
 from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
+from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
 from rotorch.train.sample import write_sample
 from rotorch.train.state import TrainState, derive_rng, model_config
 from rotorch.train.status import Phase, StatusBoard
@@ -70,6 +73,8 @@ def start(
     # Asking for GPUs in the usual way would spoil CUDA for forked ranks.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     torch.set_num_threads(1)
+    if is_rank():
+        config, resume = as_started(config, resume=resume)
     run = check_run(config, nproc=nproc, resume=resume, command=command)
     console = Console(soft_wrap=True)
     if not is_rank() or os.environ["RANK"] == "0":
@@ -77,16 +82,27 @@ def start(
     tokens = prepare_corpus(run.source)
     check_same_corpus(run, tokens)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
-    work = partial(train, run=run, tokens_path=tokens.path, summary=summary)
+    work = partial(train, tokens_path=tokens.path, summary=summary)
     if is_rank():
-        run_as_rank(work, traceback_dir=run.out)
+        run_as_rank(partial(work, run=run), traceback_dir=run.out)
         return
-    _load_code(run)
-    backend = "cpu:gloo,cuda:nccl" if _uses_cuda(config) else "gloo"
-    try:
-        launch(work, num_ranks=run.num_ranks, backend=backend, timeout_s=config.train.timeout_s, traceback_dir=run.out)
-    finally:
-        console.show_cursor()  # a rank that was killed could not
+
+    def launch_once(run: CheckedRun) -> None:
+        _load_code(run)
+        backend = "cpu:gloo,cuda:nccl" if _uses_cuda(config) else "gloo"
+        timeout_s = config.train.timeout_s
+        try:
+            launch(
+                partial(work, run=run),
+                num_ranks=run.num_ranks,
+                backend=backend,
+                timeout_s=timeout_s,
+                traceback_dir=run.out,
+            )
+        finally:
+            console.show_cursor()  # a rank that was killed could not
+
+    launch_again(run, launch=launch_once, tell=lambda text: print(f"rotorch: {text}", file=sys.stderr, flush=True))
 
 
 def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:
@@ -262,6 +278,7 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
     run.out.mkdir(parents=True, exist_ok=True)
     about = {
         "command": run.command,
+        "job": os.environ.get(ELASTIC_RUN),
         "parallel": format_parallel(run.strategies),
         "config": run.config.model_dump(mode="json"),
         "model_config": model_config(state.model.module),
