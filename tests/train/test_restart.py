@@ -2,12 +2,19 @@
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from commands import Command, rotorch, wait_until, write_run
 
+from rotorch.core.errors import ConfigError
+from rotorch.run_config import load_run_config
 from rotorch.train.directories import latest
 from rotorch.train.metrics import read_metrics
+from rotorch.train.preflight import RUN_FILE
+from rotorch.train.restart import ELASTIC_RUN, as_started
 
 EXACT = "rtp=2[transport=send_receive]"
 """Over shared memory the last bits of a gradient depend on which rank comes first."""
@@ -91,3 +98,62 @@ def test_nothing_is_restarted_after_ctrl_c(tmp_path, warm):
 def test_ranks_that_it_may_not_have_are_refused(tmp_path, elastic, message):
     command = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--parallel=rtp=2", f"--elastic={elastic}")
     assert command.code == 2 and message in command.stderr
+
+
+@pytest.fixture
+def under_torchrun(tmp_path, monkeypatch):
+    """A run that is there, begun by the job "ours"; returns what a rank of that job would do."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / RUN_FILE).write_text('{"job": "ours"}')
+    config = load_run_config(write_run(tmp_path), overrides=["parallel.layout=ddp=2,rtp=2", "train.elastic=2:4"])
+
+    def started(world_size, *, job, restarts=0, resume=False):
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(restarts))
+        monkeypatch.setenv(ELASTIC_RUN, job)
+        return as_started(config, resume=resume)
+
+    return started
+
+
+@pytest.mark.parametrize(
+    ("job", "restarts", "goes_on"), [("ours", 0, True), ("another", 0, False), ("another", 1, True), ("none", 0, False)]
+)
+def test_a_rank_goes_on_with_the_run_of_its_own_job(under_torchrun, job, restarts, goes_on):
+    assert under_torchrun(4, job=job, restarts=restarts)[1] == goes_on
+    assert under_torchrun(4, job=job, restarts=restarts, resume=True)[1]
+
+
+def test_the_layout_is_chosen_for_the_ranks_that_there_are(under_torchrun):
+    assert under_torchrun(4, job="ours")[0].parallel.layout == "ddp=2,rtp=2"
+    config, _ = under_torchrun(2, job="ours")
+    assert config.parallel.layout == "rtp=2"
+    assert config.train.global_batch == 8  # as it was on four ranks
+    with pytest.raises(ConfigError, match="there are 6 ranks"):
+        under_torchrun(6, job="ours")
+    with pytest.raises(ConfigError, match="is not micro_batch"):
+        under_torchrun(3, job="ours")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_again(tmp_path):
+    settings = ["--parallel=rtp=2", "train.steps=60", "train.checkpoint_every=10"]
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "-m",
+        "rotorch",
+    ]
+    with (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(
+            [sys.executable, *torchrun, "train", write_run(tmp_path), *settings], stdout=log, stderr=log
+        )
+        wait_until(lambda: len(read_metrics(tmp_path / "run")) > 15, what="15 steps")
+        ranks = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+        os.kill(int(ranks[-1]), signal.SIGKILL)
+        assert job.wait() == 0, (tmp_path / "log").read_text()
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 61))
+    assert "resume  step" in (tmp_path / "log").read_text()
