@@ -21,7 +21,8 @@ from torch.distributed.tensor.placement_types import Placement
 from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
 from rotorch.comm.shared_line import make_line
-from rotorch.core.grid import ACROSS, DEPTH, DOWN
+from rotorch.core.errors import ConfigError
+from rotorch.core.grid import ACROSS, DEPTH, DOWN, GridStrategy
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.block_weight import BlockWeight
@@ -33,6 +34,21 @@ from rotorch.shard.blocks import Blocks
 from rotorch.shard.held import Piece, box_pieces
 from rotorch.shard.sites import find_sites
 from rotorch.shard.twins import Part
+
+
+def apply(
+    module: nn.Module,
+    *,
+    strategy: GridStrategy,
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compiled: bool = False,
+) -> Holding:
+    """Cuts `module` into blocks over `mesh`, for every strategy on grids."""
+    if compiled:
+        raise ConfigError(f"{strategy}: its blocks travel in the middle of layers, so none is compiled. Leave it out")
+    return GridHolding(module, spec=spec, mesh=mesh, device=device, transport=strategy.transport)
 
 
 class GridHolding(Holding):

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import rotorch
-from rotorch.comm.meter import Meter
 from rotorch.core.errors import ConfigError
 from rotorch.core.traffic import Kind, MicroBatch, Phase
 from rotorch.models.describe import describe
@@ -15,7 +14,7 @@ from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.batches import global_batch
 from rotorch.testing.fake import as_rank
 from rotorch.testing.ranks import run_ranks
-from rotorch.testing.traffic import expected_sent_bytes, micro_batch_of
+from rotorch.testing.traffic import sent_and_said
 from rotorch.testing.verify import verify
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -78,14 +77,7 @@ def metered(config, parallel):
     """Bytes that a step sends, and what the formulas say."""
     with rotorch.on_meta():
         module = causal_lm(config).train()
-    model = rotorch.parallelize(module, parallel, device="cpu").materialize(seed=0)
-    batch = batch_for(config)
-    with Meter() as meter:
-        model.forward_backward(batch)
-    assert not meter.not_counted
-    expected = expected_sent_bytes(model, batch=micro_batch_of(model, batch))
-    model.close()
-    return dict(meter.sent_bytes), {kind: int(n) for kind, n in expected.items()}
+    return sent_and_said(module, parallel, batch=batch_for(config))
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "olmo2"])

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+from pydantic import PositiveInt, model_validator
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import (
     Kind,
     MicroBatch,
@@ -158,7 +162,78 @@ class GridPlace:
         return Transfer(Kind.REDUCE, axis, phase, times * sum(sizes), times * sum(sent), times * len(sizes))
 
 
-def check_grid(spec: ModelSpec, *, strategy: str, size: int) -> None:
+class GridStrategy(Strategy):
+    """Blocks on grids of `rows` x `columns` ranks: what `summa` and `tesseract` have in common.
+
+    Attributes:
+        rows: of a grid.
+        columns: of a grid, as many.
+        transport: how blocks travel. "auto" takes shared memory between CPU ranks of one host, where ranks read blocks
+            and add up parts in place, else messages.
+    """
+
+    cuts_weights: ClassVar[bool] = True
+    size_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
+    rows: PositiveInt
+    columns: PositiveInt
+    transport: Literal["auto", "shared_memory", "messages"] = "auto"
+
+    @model_validator(mode="after")
+    def _is_square(self) -> Self:
+        if self.rows != self.columns:
+            rest = [getattr(self, field) for field in self.size_fields[2:]]
+            squares = ("x".join(map(str, [side, side, *rest])) for side in (self.rows, self.columns))
+            raise ConfigError(
+                f"{self.kind}: a grid of {self.rows} x {self.columns} is not square. "
+                f"Write {self.kind}={' or '.join(squares)}"
+            )
+        return self
+
+    @property
+    def num_layers(self) -> int:
+        """How many grids hold the same weights, one behind another."""
+        return 1
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {DOWN: self.rows, ACROSS: self.columns}
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return (DOWN,)
+
+    @property
+    def feature_axes(self) -> tuple[str, ...]:
+        return (ACROSS,)
+
+    def layout(self, unit: Unit, *, position: int = 0) -> Layout:
+        layout = self._place(position).layout(unit)
+        return replace(layout, transfers=()) if self.transport == "shared_memory" else layout
+
+    def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
+        if self.transport == "shared_memory":
+            return ()
+        return tuple(self._place(position).activation_transfers(unit, batch))
+
+    def _place(self, position: int) -> GridPlace:
+        return GridPlace.at(position, size=self.rows, depth=self.num_layers)
+
+    def check(self, spec: ModelSpec) -> None:
+        _check_grid(spec, strategy=str(self), size=self.rows)
+
+    def check_device(self, device_type: str) -> None:
+        if self.transport == "shared_memory" and device_type != "cpu":
+            raise ConfigError(
+                f"{self.kind}: transport=shared_memory works between CPU ranks, not on {device_type}. "
+                "Write transport=auto"
+            )
+
+    def __str__(self) -> str:
+        sizes = "x".join(str(getattr(self, field)) for field in self.size_fields)
+        return f"{self.kind}={sizes}{self._options_text()}"
+
+
+def _check_grid(spec: ModelSpec, *, strategy: str, size: int) -> None:
     """Raises `ConfigError` if a model cannot lie in `size` x `size` blocks; says why, and what to write instead."""
     if spec.features_stay_whole:
         raise ConfigError(

@@ -6,13 +6,14 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from rotorch.comm.meter import Meter
 from rotorch.core.spec import Unit
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.parallel_model import ParallelModel
+from rotorch.parallelize import parallelize
 
 _TO_THE_BYTE = (Kind.SEND, Kind.BROADCAST, Kind.REDUCE)
 _ROUNDING_BYTES = 64
@@ -53,6 +54,26 @@ def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None
             for transfer in outer.layout(unit).transfers:
                 sent[transfer.kind] += Fraction(transfer.sent_bytes * layout.resident_bytes, unit.num_bytes)
     return {kind: num_bytes for kind, num_bytes in sent.items() if num_bytes}
+
+
+def sent_and_said(
+    module: nn.Module, parallel: str, *, batch: Mapping[str, Tensor]
+) -> tuple[dict[Kind, int], dict[Kind, int]]:
+    """Bytes that this rank sends in a first step, by kind, and what the Layouts say. All ranks call it.
+
+    Args:
+        module: a model of token ids; its weights are initialised.
+        parallel: the layout.
+        batch: this rank's micro-batch.
+    """
+    model = parallelize(module, parallel, device="cpu").materialize(seed=0)
+    with Meter() as meter:
+        model.forward_backward(batch)
+    if meter.not_counted:
+        raise AssertionError(f"the meter has no rule for {dict(meter.not_counted)}")
+    said = expected_sent_bytes(model, batch=micro_batch_of(model, batch))
+    model.close()
+    return dict(meter.sent_bytes), {kind: int(num_bytes) for kind, num_bytes in said.items()}
 
 
 def traffic_problems(model: ParallelModel, meter: Meter, *, batch: MicroBatch | None = None) -> Iterator[str]:

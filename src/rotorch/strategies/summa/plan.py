@@ -25,78 +25,12 @@ Deviations
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar
 
-from pydantic import PositiveInt, model_validator
-
-from rotorch.core.errors import ConfigError
-from rotorch.core.grid import ACROSS, DOWN, GridPlace, check_grid
-from rotorch.core.layout import Layout
-from rotorch.core.spec import ModelSpec, Unit
-from rotorch.core.strategy import Strategy
-from rotorch.core.traffic import MicroBatch, Transfer
+from rotorch.core.grid import GridStrategy
 
 
-class SUMMA(Strategy):
-    """Blocks on a grid of `rows` x `columns` ranks. Written `summa=2x2`.
-
-    Attributes:
-        rows: of the grid.
-        columns: of the grid, as many.
-        transport: how blocks travel. "auto" takes shared memory between CPU ranks of one host, where ranks read blocks
-            and add up parts in place, else messages.
-    """
+class SUMMA(GridStrategy):
+    """Blocks on a grid of `rows` x `columns` ranks. Written `summa=2x2`."""
 
     kind: ClassVar[str] = "summa"
-    cuts_weights: ClassVar[bool] = True
-    size_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
-    rows: PositiveInt
-    columns: PositiveInt
-    transport: Literal["auto", "shared_memory", "messages"] = "auto"
-
-    @model_validator(mode="after")
-    def _is_square(self) -> Self:
-        if self.rows != self.columns:
-            raise ConfigError(
-                f"summa: a grid of {self.rows} x {self.columns} is not square. Write "
-                f"summa={self.rows}x{self.rows} or summa={self.columns}x{self.columns}"
-            )
-        return self
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {DOWN: self.rows, ACROSS: self.columns}
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return (DOWN,)
-
-    @property
-    def feature_axes(self) -> tuple[str, ...]:
-        return (ACROSS,)
-
-    def layout(self, unit: Unit, *, position: int = 0) -> Layout:
-        layout = self._place(position).layout(unit)
-        return replace(layout, transfers=()) if self.transport == "shared_memory" else layout
-
-    def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
-        if self.transport == "shared_memory":
-            return ()
-        return tuple(self._place(position).activation_transfers(unit, batch))
-
-    def _place(self, position: int) -> GridPlace:
-        return GridPlace.at(position, size=self.rows, depth=1)
-
-    def check(self, spec: ModelSpec) -> None:
-        check_grid(spec, strategy=str(self), size=self.rows)
-
-    def check_device(self, device_type: str) -> None:
-        if self.transport == "shared_memory" and device_type != "cpu":
-            raise ConfigError(
-                f"{self.kind}: transport=shared_memory works between CPU ranks, not on {device_type}. "
-                "Write transport=auto"
-            )
-
-    def __str__(self) -> str:
-        return f"summa={self.rows}x{self.columns}{self._options_text()}"

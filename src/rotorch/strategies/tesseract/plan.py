@@ -37,80 +37,32 @@ Deviations
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveInt
 
-from rotorch.core.errors import ConfigError
-from rotorch.core.grid import ACROSS, DEPTH, DOWN, GridPlace, check_grid
-from rotorch.core.layout import Layout
-from rotorch.core.spec import ModelSpec, Unit
-from rotorch.core.strategy import Strategy
-from rotorch.core.traffic import MicroBatch, Transfer
+from rotorch.core.grid import DEPTH, GridStrategy
 
 
-class Tesseract(Strategy):
+class Tesseract(GridStrategy):
     """Blocks on `depth` grids of `rows` x `columns` ranks. Written `tesseract=2x2x2`: rows, columns, depth.
 
     Attributes:
-        rows: of the grid.
-        columns: of the grid, as many.
         depth: how many grids hold the same weights.
-        transport: how blocks travel. "auto" takes shared memory between CPU ranks of one host, where ranks read blocks
-            and add up parts in place, else messages.
     """
 
     kind: ClassVar[str] = "tesseract"
-    cuts_weights: ClassVar[bool] = True
     size_fields: ClassVar[tuple[str, ...]] = ("rows", "columns", "depth")
-    rows: PositiveInt
-    columns: PositiveInt
     depth: PositiveInt
-    transport: Literal["auto", "shared_memory", "messages"] = "auto"
 
-    @model_validator(mode="after")
-    def _is_square(self) -> Self:
-        if self.rows != self.columns:
-            raise ConfigError(
-                f"tesseract: a grid of {self.rows} x {self.columns} is not square. Write "
-                f"tesseract={self.rows}x{self.rows}x{self.depth} or {self.columns}x{self.columns}x{self.depth}"
-            )
-        return self
+    @property
+    def num_layers(self) -> int:
+        return self.depth
 
     @property
     def axes(self) -> dict[str, int]:
-        return {DEPTH: self.depth, DOWN: self.rows, ACROSS: self.columns}
+        return {DEPTH: self.depth, **super().axes}
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        return (DEPTH, DOWN)
-
-    @property
-    def feature_axes(self) -> tuple[str, ...]:
-        return (ACROSS,)
-
-    def layout(self, unit: Unit, *, position: int = 0) -> Layout:
-        layout = self._place(position).layout(unit)
-        return replace(layout, transfers=()) if self.transport == "shared_memory" else layout
-
-    def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
-        if self.transport == "shared_memory":
-            return ()
-        return tuple(self._place(position).activation_transfers(unit, batch))
-
-    def _place(self, position: int) -> GridPlace:
-        return GridPlace.at(position, size=self.rows, depth=self.depth)
-
-    def check(self, spec: ModelSpec) -> None:
-        check_grid(spec, strategy=str(self), size=self.rows)
-
-    def check_device(self, device_type: str) -> None:
-        if self.transport == "shared_memory" and device_type != "cpu":
-            raise ConfigError(
-                f"{self.kind}: transport=shared_memory works between CPU ranks, not on {device_type}. "
-                "Write transport=auto"
-            )
-
-    def __str__(self) -> str:
-        return f"tesseract={self.rows}x{self.columns}x{self.depth}{self._options_text()}"
+        return (DEPTH, *super().batch_axes)
