@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from rotorch.host_memory import give_back_freed_memory, keep_freed_memory
+from rotorch import host_memory
+from rotorch.host_memory import available_bytes, give_back_freed_memory, keep_freed_memory
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 STEPS = """
@@ -62,3 +63,41 @@ def test_kept_memory_can_be_given_back():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(8 << 20)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > 4_000
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "left"),
+    [
+        (
+            "0::/job/rank",
+            {"job/memory.max": "max", "job/rank/memory.max": "700", "job/rank/memory.current": "300"},
+            [400],
+        ),
+        ("0::/job/rank", {"job/memory.max": "500", "job/memory.current": "450", "memory.max": "9"}, [50]),
+        ("0::/", {"memory.max": "max", "memory.current": "5"}, []),
+        (
+            "3:cpu:/x\n2:memory:/x",
+            {"memory/x/memory.limit_in_bytes": "80", "memory/x/memory.usage_in_bytes": "20"},
+            [60],
+        ),
+    ],
+)
+def test_what_is_left_in_cgroups(own, files, left, tmp_path):
+    for name, text in {"own": own, **files}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    assert list(host_memory._left_in_cgroups(tmp_path, tmp_path / "own")) == left
+
+
+def test_some_memory_is_left():
+    assert 1 << 20 < available_bytes() < 1 << 60
+
+
+@linux
+def test_what_is_left_of_the_address_space():
+    code = (
+        "import resource; from rotorch.host_memory import address_space_left_bytes as left; print(left());"
+        "resource.setrlimit(resource.RLIMIT_AS, (1 << 31, resource.RLIM_INFINITY)); print(left())"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert printed[0] == "None" and 1 << 30 < int(printed[1]) < 1 << 31

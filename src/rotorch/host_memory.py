@@ -10,6 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of mallopt(3)
 _LARGEST_ON_HEAP = 32 << 20  # the largest that glibc takes; larger blocks have pages of their own, as ever
@@ -36,6 +40,45 @@ def give_back_freed_memory() -> None:
     trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)
+
+
+def available_bytes() -> int:
+    """How much more memory the processes of this machine may take together: of what is free, and of cgroups' limits."""
+    return max(0, min([psutil.virtual_memory().available, *_left_in_cgroups()]))
+
+
+def address_space_left_bytes() -> int | None:
+    """How much more this process may map before its own limit (`ulimit -v`); None without one."""
+    if sys.platform != "linux":
+        return None
+    import resource
+
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
+
+
+def _left_in_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
+    """What is left in each cgroup that this process is in, of those with a limit: version 2, and version 1's memory."""
+    for line in _text(own).splitlines():
+        _, controllers, name = line.split(":", 2)
+        if controllers not in ("", "memory"):
+            continue
+        top = root / "memory" if controllers else root
+        limit, used = (
+            ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        )
+        place = Path(name.lstrip("/"))
+        for group in (place, *place.parents):
+            figures = [_text(top / group / file).strip() for file in (limit, used)]
+            if all(figure.isdigit() for figure in figures):  # "max": no limit
+                yield int(figures[0]) - int(figures[1])
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # not there, or some containers hide it
+        return ""
 
 
 def _of_glibc(name: str) -> ctypes._NamedFuncPointer | None:  # type: ignore[name-defined]

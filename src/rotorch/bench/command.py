@@ -16,7 +16,6 @@ from rotorch.bench.bar import Bar, parse_bar
 from rotorch.bench.contender import LIMIT, REFERENCE, build
 from rotorch.bench.gate import GATE_STEPS, Verdict, judge, judge_sharding, may_hold, says_little
 from rotorch.bench.peers import PEERS, find_peer
-from rotorch.bench.prediction import Prediction, predict
 from rotorch.bench.rank import load_code
 from rotorch.bench.ranks import RowRanks
 from rotorch.bench.record import Row, make_record
@@ -30,6 +29,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 from rotorch.mesh import check_world_size, device_type
 from rotorch.models.describe import describe
+from rotorch.planner.prediction import Prediction, predict
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import batch_ranks, cuts_features, num_ranks, parse_parallel

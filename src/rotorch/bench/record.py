@@ -26,12 +26,12 @@ import psutil
 from rotorch.bench.contender import LIMIT
 from rotorch.bench.gate import GATE_STEPS, TOLERANCES, Verdict
 from rotorch.bench.peers import Peer
-from rotorch.bench.prediction import Prediction
 from rotorch.bench.process_memory import MALLOC_ENVIRONMENT, ProcessMemory
 from rotorch.bench.rank import Traffic
 from rotorch.bench.rounds import STEPS_TO_WAKE, WARM_UP_STEPS, Times, ratio
 from rotorch.bench.task import NUM_BATCHES, Task
 from rotorch.bench.tensor_memory import TensorMemory
+from rotorch.planner.prediction import Prediction
 
 METHOD = (
     f"Rows take turns in one run; {WARM_UP_STEPS} first steps of each are dropped, and {STEPS_TO_WAKE} of each turn; "

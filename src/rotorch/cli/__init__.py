@@ -96,8 +96,12 @@ def train(
     elastic: Annotated[
         str | None, typer.Option(metavar="LEAST:MOST", help="Ranks that it may go on with, e.g. 2:4")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Say what each rank would read and hold, and whether it fits; start nothing"),
+    ] = False,
     json_file: Json = None,
-) -> None:
+) -> int:
     """Trains a model on ranks of this machine, or as one rank under torchrun."""
     from rotorch.run_config import load_run_config
     from rotorch.strategies import parse_parallel
@@ -112,7 +116,8 @@ def train(
     from rotorch.train.run import start
 
     words = ["rotorch", "train", str(run_file), *changes, *([f"--nproc={nproc}"] if nproc else ()), "--resume"]
-    start(config, nproc=nproc, resume=resume, command=shlex.join(words), summary=json_file)
+    is_well = start(config, nproc=nproc, resume=resume, command=shlex.join(words), summary=json_file, only_plan=dry_run)
+    return DONE if is_well else CHECK_FAILED
 
 
 @app.command("verify")
@@ -253,13 +258,14 @@ def export(
 @app.command("inspect")
 def inspect(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run (then its latest)")],
+    contents: Annotated[bool, typer.Option("--contents", help="Hold every byte against its digest")] = False,
     json_file: Json = None,
 ) -> None:
     """Shows what a checkpoint holds."""
     check_json(json_file)
     from rotorch.train.checkpoint import inspect_checkpoint
 
-    found = inspect_checkpoint(checkpoint)
+    found = inspect_checkpoint(checkpoint, contents=contents)
     show(found, hidden=("tensors",))
     print(f"{'tensors':<18} {len(found['tensors'])}")
     write_json(json_file, found)

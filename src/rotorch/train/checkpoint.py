@@ -213,18 +213,22 @@ def load_newest(path: Path, state: TrainState) -> Path:
             return path
 
 
-def inspect_checkpoint(path: Path | str) -> dict[str, Any]:
+def inspect_checkpoint(path: Path | str, *, contents: bool = False) -> dict[str, Any]:
     """What a checkpoint holds, as plain JSON values: step, layout, versions, bytes by kind, every file and tensor.
 
-    One process. Takes a checkpoint's directory, or a run's (then its latest). Checks sizes of files, not contents.
+    One process. Takes a checkpoint's directory, or a run's (then its latest).
+
+    Args:
+        path: the directory.
+        contents: check not only sizes of files, but every byte of them.
 
     Raises:
         ConfigError: if it is no whole checkpoint; names the file and the reason.
     """
     path = find_checkpoint(path)
     manifest = read_manifest(path)
-    check_sizes(path, manifest)
-    return describe_manifest(path, manifest)
+    (check_contents if contents else check_sizes)(path, manifest)
+    return {**describe_manifest(path, manifest), "checked": "every byte" if contents else "sizes of files"}
 
 
 # ---------------------------------------------------------------- saving

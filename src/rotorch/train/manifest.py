@@ -286,6 +286,8 @@ def describe_manifest(path: Path, manifest: Manifest) -> dict[str, Any]:
         "model_type": (manifest.model.config or {}).get("model_type"),
         "num_parameters": sum(math.prod(e.shape) for e in manifest.names(MODEL).values()),
         "optimizer": manifest.optimizer.name if manifest.optimizer else None,
+        "schedule": manifest.schedule,
+        "data": manifest.data,
         "bytes": num_bytes,
         "total_bytes": total,
         "total": format_bytes(total),

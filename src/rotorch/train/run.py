@@ -2,6 +2,7 @@
 
 start                      once: in the launcher, or in every rank that torchrun started
   preflight.check_run        all that can be wrong, before anything is written
+  dry_run.dry_run            with --dry-run: what each rank would read and hold, and no more
   data.prepare_corpus        text -> tokens, cached
   restart.launch_again       once, or again from the last checkpoint after a rank failed
   launch.launch              ranks, and what becomes of them
@@ -41,6 +42,7 @@ from rotorch.train.checkpoint import load_newest
 from rotorch.train.companions import companions
 from rotorch.train.data import BYTES, TokenFile, prepare_corpus, train_and_held_out
 from rotorch.train.display import make_display
+from rotorch.train.dry_run import dry_run, show_dry_run
 from rotorch.train.launch import is_rank, launch, run_as_rank
 from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
@@ -54,8 +56,14 @@ from rotorch.train.status import Phase, StatusBoard
 
 
 def start(
-    config: RunConfig, *, nproc: int | None = None, resume: bool = False, command: str = "", summary: Path | None = None
-) -> None:
+    config: RunConfig,
+    *,
+    nproc: int | None = None,
+    resume: bool = False,
+    command: str = "",
+    summary: Path | None = None,
+    only_plan: bool = False,
+) -> bool:
     """Checks the run, starts its ranks (unless this process is one already), and returns when it is over.
 
     Args:
@@ -64,6 +72,10 @@ def start(
         resume: go on from the last checkpoint.
         command: the command that goes on with this run, for messages.
         summary: a JSON file for the numbers of the last lines.
+        only_plan: say what each rank would read and hold, and start nothing.
+
+    Returns:
+        Whether all is well: False if what was only planned would not fit.
 
     Raises:
         ConfigError: something is wrong with the input; nothing was started and nothing written.
@@ -77,15 +89,23 @@ def start(
         config, resume = as_started(config, resume=resume)
     run = check_run(config, nproc=nproc, resume=resume, command=command)
     console = Console(soft_wrap=True)
-    if not is_rank() or os.environ["RANK"] == "0":
+    is_first = not is_rank() or os.environ["RANK"] == "0"
+    if is_first:
         _introduce(run, console)
+    if only_plan:
+        found = dry_run(run)
+        if is_first:
+            show_dry_run(found, console=console)
+            if summary is not None:
+                summary.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
+        return bool(found["fits"])
     tokens = prepare_corpus(run.source)
     check_same_corpus(run, tokens)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     work = partial(train, tokens_path=tokens.path, summary=summary)
     if is_rank():
         run_as_rank(partial(work, run=run), traceback_dir=run.out)
-        return
+        return True
 
     def launch_once(run: CheckedRun) -> None:
         _load_code(run)
@@ -103,6 +123,7 @@ def start(
             console.show_cursor()  # a rank that was killed could not
 
     launch_again(run, launch=launch_once, tell=lambda text: print(f"rotorch: {text}", file=sys.stderr, flush=True))
+    return True
 
 
 def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:

@@ -1,6 +1,6 @@
-from rotorch.bench.prediction import predict
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.traffic import MicroBatch
+from rotorch.planner.prediction import predict
 from rotorch.strategies import parse_parallel
 
 MLP = Unit(

@@ -21,10 +21,11 @@ class Prediction:
     """Of one rank, in bytes.
 
     Attributes:
-        weights_bytes: weights at rest; gradients are as large.
+        weights_bytes: weights at rest.
+        trained_bytes: of these, weights that get gradients, which are as large.
         transient_bytes: beyond that, in a pass.
         slots_bytes: of these, buffers that slices pass through, there from step to step.
-        num_weights: how many parameters it holds (parts of).
+        num_weights: how many trained parameters it holds (parts of).
         sent_bytes: per kind of transfer, in one step of one micro-batch.
         padding_bytes: what weights take beyond themselves.
     """
@@ -34,6 +35,7 @@ class Prediction:
     slots_bytes: int
     num_weights: int
     sent_bytes: dict[str, int]
+    trained_bytes: int
     padding_bytes: int = 0
 
     @property
@@ -45,8 +47,8 @@ class Prediction:
         """
         return {
             "weights": self.weights_bytes + self.padding_bytes,
-            "gradients": self.weights_bytes,
-            "optimizer": 2 * self.weights_bytes + _ADAMW_COUNTER_BYTES * self.num_weights,
+            "gradients": self.trained_bytes,
+            "optimizer": 2 * self.trained_bytes + _ADAMW_COUNTER_BYTES * self.num_weights,
             "activations": None,
             "slots": self.slots_bytes,
             "logits": None,
@@ -74,18 +76,25 @@ def predict(
     for strategy in strategies:
         spec = strategy.units_of(spec)
     total = combine_layouts(_layout(unit, strategies=strategies, positions=positions) for unit in spec.units)
+    trained = combine_layouts(
+        _layout(replace(unit, weights=weights), strategies=strategies, positions=positions)
+        for unit in spec.units
+        if (weights := tuple(weight for weight in unit.weights if weight.trained))
+    )
     sent: dict[str, int] = defaultdict(int)
     for transfer in total.transfers:
         sent[str(transfer.kind)] += transfer.sent_bytes
-    for unit in spec.units if batch is not None else ():
-        for transfer in strategies[-1].activation_transfers(unit, batch=batch, position=positions[-1]):
-            sent[str(transfer.kind)] += transfer.sent_bytes
+    if batch is not None:
+        for unit in spec.units:
+            for transfer in strategies[-1].activation_transfers(unit, batch=batch, position=positions[-1]):
+                sent[str(transfer.kind)] += transfer.sent_bytes
     return Prediction(
         weights_bytes=total.resident_bytes,
         transient_bytes=total.transient_bytes,
         slots_bytes=total.slots_bytes,
-        num_weights=len(spec.weights),
+        num_weights=sum(weight.trained for weight in spec.weights),
         sent_bytes=dict(sent),
+        trained_bytes=trained.resident_bytes,
         padding_bytes=total.padding_bytes,
     )
 

@@ -1,0 +1,1 @@
+"""What layouts would hold and send, before anything is started. Pure Python."""

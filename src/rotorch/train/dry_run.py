@@ -1,0 +1,134 @@
+"""What each rank of a run would read and hold, by the Layouts' formulas, and whether that fits. Starts nothing.
+
+[Note: what a resume reads]
+    Every file is read once, by one of the ranks, to hold it against its digest. Then each rank reads its pieces of the
+    weights and of what the optimizer keeps beside each element, whole what it keeps once per weight (AdamW's number of
+    steps), the buffers, and its own random states if as many ranks wrote the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rotorch.core.quantities import format_bytes
+from rotorch.host_memory import address_space_left_bytes, available_bytes
+from rotorch.mesh import device_type
+from rotorch.planner.prediction import Prediction, predict
+from rotorch.strategies import format_parallel
+from rotorch.train.manifest import BUFFER, MODEL, OPTIMIZER, Manifest
+from rotorch.train.preflight import CheckedRun
+from rotorch.train.state import WEIGHT, rng_name
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank would do, in bytes.
+
+    Attributes:
+        rank: which.
+        checks_bytes: read from the checkpoint's files to hold them against their digests.
+        reads_bytes: read into tensors.
+        weights_bytes, gradients_bytes, optimizer_bytes: held at rest.
+        passes_bytes: buffers and gathered weights in a pass, at most.
+    """
+
+    rank: int
+    checks_bytes: int
+    reads_bytes: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    passes_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that it holds, but for activations and temporaries, for which there is no formula."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.passes_bytes
+
+
+def dry_run(run: CheckedRun) -> dict[str, Any]:
+    """Works out what the ranks of a checked run would read and hold; returns plain JSON values."""
+    ranks = [_plan(run, rank=rank) for rank in range(run.num_ranks)]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
+    together = max(sum(p.needed_bytes for p in ranks[first : first + local]) for first in range(0, len(ranks), local))
+    largest = max(plan.needed_bytes for plan in ranks)
+    limits: list[tuple[str, int, int]] = []
+    if device_type(run.config.train.device) == "cuda":
+        limits.append(("rank's GPU", largest, torch.cuda.get_device_properties(0).total_memory))
+    else:
+        limits.append(("machine", together, available_bytes()))
+        if (left := address_space_left_bytes()) is not None:
+            limits.append(("rank's address space (ulimit -v)", largest, left))
+    return {
+        "parallel": format_parallel(run.strategies),
+        "resume": None if run.resume is None else str(run.resume.checkpoint),
+        "step": 0 if run.resume is None else run.resume.manifest.step,
+        "ranks": [{**asdict(plan), "needed_bytes": plan.needed_bytes} for plan in ranks],
+        "limits": [{"of": what, "needed_bytes": needed, "available_bytes": there} for what, needed, there in limits],
+        "fits": all(needed <= there for _, needed, there in limits),
+    }
+
+
+def _plan(run: CheckedRun, *, rank: int) -> RankPlan:
+    found = predict(run.spec, strategies=run.strategies, rank=rank)
+    ledger = found.ledger
+    checks, reads = (0, 0) if run.resume is None else _reading(run, found, run.resume.manifest, rank=rank)
+    return RankPlan(
+        rank=rank,
+        checks_bytes=checks,
+        reads_bytes=reads,
+        weights_bytes=ledger["weights"] or 0,
+        gradients_bytes=ledger["gradients"] or 0,
+        optimizer_bytes=ledger["optimizer"] or 0,
+        passes_bytes=found.transient_bytes,
+    )
+
+
+def _reading(run: CheckedRun, found: Prediction, manifest: Manifest, *, rank: int) -> tuple[int, int]:
+    """Bytes that a rank reads to check, and to load (see [Note: what a resume reads])."""
+    checks = sum(manifest.files[name].num_bytes for name in sorted(manifest.files)[rank :: run.num_ranks])
+    reads = found.weights_bytes + sum(entry.num_bytes for entry in manifest.names(BUFFER).values())
+    whole = {MODEL + weight.name: weight for weight in run.spec.weights if weight.trained}
+    whole_bytes = sum(manifest.tensors[name].num_bytes for name in whole if name in manifest.tensors)
+    for key, kind in (manifest.optimizer.kinds if manifest.optimizer is not None else {}).items():
+        of_key = sum(entry.num_bytes for entry in manifest.names(f"{OPTIMIZER}{key}/").values())
+        reads += of_key * found.trained_bytes // max(1, whole_bytes) if kind == WEIGHT else of_key
+    if manifest.num_ranks == run.num_ranks and rng_name(rank) in manifest.tensors:
+        reads += manifest.tensors[rng_name(rank)].num_bytes
+    return checks, reads
+
+
+def show_dry_run(found: dict[str, Any], *, console: Console) -> None:
+    """Prints what `dry_run` found."""
+    columns = {
+        "checks": "checks_bytes",
+        "reads": "reads_bytes",
+        "weights": "weights_bytes",
+        "gradients": "gradients_bytes",
+        "optimizer": "optimizer_bytes",
+        "in a pass": "passes_bytes",
+        "together": "needed_bytes",
+    }
+    shown = {name: key for name, key in columns.items() if found["resume"] or name not in ("checks", "reads")}
+    table = Table("rank", *shown, box=None)
+    for column in table.columns:
+        column.justify = "right"
+    for plan in found["ranks"]:
+        table.add_row(str(plan["rank"]), *(format_bytes(plan[key]) for key in shown.values()))
+    console.print(table)
+    for limit in found["limits"]:
+        needed, there = limit["needed_bytes"], limit["available_bytes"]
+        verdict = "fits" if needed <= there else "does not fit"
+        console.print(
+            f"{verdict}: {format_bytes(needed)} of this {limit['of']}, which has {format_bytes(there)} left",
+            markup=False,
+            highlight=False,
+        )
+    console.print("not counted: activations and temporaries, for which there is no formula")
+    console.print("nothing was started")

@@ -1,0 +1,47 @@
+"""What a run would read and hold is said before it starts, and is what it then reads."""
+
+import json
+import os
+
+import pytest
+from commands import rotorch, write_run
+
+from rotorch.train import dry_run, storage
+from rotorch.train.metrics import read_metrics
+
+
+@pytest.fixture
+def run_toml(tmp_path, warm):
+    return write_run(tmp_path)
+
+
+def test_each_rank_reads_what_was_said(run_toml, tmp_path, monkeypatch):
+    assert rotorch(tmp_path / "log", "train", run_toml, "--parallel", "rtp=2", "train.steps=2").code == 0
+    read_box = storage._read_box
+
+    def counted(stream, chunk, dtype, *, into, **kwargs):
+        with (tmp_path / f"read-{os.environ['RANK']}").open("a") as counts:
+            counts.write(f"{into.numel() * dtype.itemsize}\n")
+        read_box(stream, chunk, dtype, into=into, **kwargs)
+
+    monkeypatch.setattr(storage, "_read_box", counted)
+    for steps, layout, micro_batch in ((3, "rtp=2", 2), (4, "fsdp=4", 1)):  # as many ranks as wrote it, and others
+        settings = ["--parallel", layout, f"train.steps={steps}", f"train.micro_batch={micro_batch}", "--resume"]
+        said = tmp_path / "said.json"
+        done = rotorch(tmp_path / "log", "train", run_toml, *settings, "--dry-run", "--json", said)
+        assert (done.code, done.stderr) == (0, "")
+        assert "fits: " in done.stdout and "nothing was started" in done.stdout
+        assert len(read_metrics(tmp_path / "run")) == steps - 1
+        assert rotorch(tmp_path / "log", "train", run_toml, *settings).code == 0
+        for plan in json.loads(said.read_text())["ranks"]:
+            counts = tmp_path / f"read-{plan['rank']}"
+            assert plan["reads_bytes"] == sum(map(int, counts.read_text().split())), (layout, plan["rank"])
+            counts.unlink()
+
+
+def test_what_does_not_fit(run_toml, tmp_path, monkeypatch):
+    monkeypatch.setattr(dry_run, "available_bytes", lambda: 100 << 10)
+    done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "rtp=2", "--dry-run")
+    assert (done.code, done.stderr) == (1, "")
+    assert "does not fit: 231 KiB of this machine, which has 100 KiB left" in done.stdout
+    assert "reads" not in done.stdout and not (tmp_path / "run").exists()
