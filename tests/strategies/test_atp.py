@@ -20,17 +20,20 @@ from rotorch.testing.verify import verify
 pytestmark = pytest.mark.usefixtures("warm")
 
 
+MORE = [pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3", "gemma2", "olmo2")]
+
+
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
         ("atp=2x2", "olmo2"),
-        ("atp=2x2[order=row_first]", "olmo2"),
-        ("atp=2x2[order=row_first]", "gemma2"),
+        pytest.param("atp=2x2[order=row_first]", "olmo2", marks=pytest.mark.slow),
+        pytest.param("atp=2x2[order=row_first]", "gemma2", marks=pytest.mark.slow),
         ("atp=2x2[chunks=3]", "gpt_neox"),
         ("atp=2x2[chunks=2,order=row_first]", "qwen3"),
         ("atp=3x1", "olmo2"),
-        ("atp=3x2", "llama"),
-        ("ddp=2,atp=2x2", "qwen3"),
+        pytest.param("atp=3x2", "llama", marks=pytest.mark.slow),
+        pytest.param("ddp=2,atp=2x2", "qwen3", marks=pytest.mark.slow),
     ],
 )
 def test_is_exact(tiny, layout, family):
@@ -61,7 +64,7 @@ def trained(config, parallel):
     return losses, held
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", *MORE])
 @pytest.mark.parametrize("layout", ["atp=2x1", "atp=1x2[order=row_first]"])
 def test_one_rank_on_the_axis_of_features_is_megatron_to_the_bit(tiny, family, layout):
     config = load_config(tiny(family))
@@ -80,7 +83,7 @@ def metered(config, parallel):
     return sent_and_said(module, parallel, batch=batch_for(config))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "olmo2"])
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", *MORE])
 @pytest.mark.parametrize("layout", ["atp=1x2", "atp=2x2", "atp=2x2[order=row_first]"])
 def test_bytes_are_the_formulas_to_the_byte(tiny, family, layout):
     ranks = num_ranks(parse_parallel(layout))
