@@ -23,6 +23,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -163,9 +164,12 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> None:
     rank = int(os.environ["RANK"])
     board = StatusBoard(1)
     board.enter(0, pid=os.getpid())
-    # A second signal means no more than the first: torchrun passes on a Ctrl-C that the terminal sent to all.
-    signal.signal(signal.SIGINT, lambda *_: board.request_stop())
-    signal.signal(signal.SIGTERM, lambda *_: board.request_stop())
+    if (
+        threading.current_thread() is threading.main_thread()
+    ):  # Ray Train calls from another one, and has its own signals
+        # A second signal means no more than the first: torchrun passes on a Ctrl-C that the terminal sent to all.
+        signal.signal(signal.SIGINT, lambda *_: board.request_stop())
+        signal.signal(signal.SIGTERM, lambda *_: board.request_stop())
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _die_with(os.getppid())
     _use_threads()

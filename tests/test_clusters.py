@@ -1,0 +1,87 @@
+"""The files for clusters: their syntax, and that what they start is a command of rotorch."""
+
+import ast
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rotorch import cli
+from rotorch.strategies import num_ranks, parse_parallel
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = ROOT / "examples" / "clusters"
+
+
+@pytest.fixture
+def run_toml(tmp_path):
+    (tmp_path / "my_run.toml").write_text('[model]\nconfig = "missing.json"\n[train]\nsteps = 1\n')
+    return str(tmp_path / "my_run.toml")
+
+
+def is_understood(words, run_toml, capsys):
+    """Whether rotorch reads all of a command and only misses the model's file."""
+    assert words[:1] == ["train"]
+    words = [run_toml if word.endswith("my_run.toml") else word for word in words]
+    code, error = cli.run(words), capsys.readouterr().err
+    return code == 2 and "missing.json" in error
+
+
+def container(path):
+    document = yaml.safe_load(path.read_text())
+    if document["kind"] == "TrainJob":
+        trainer = document["spec"]["trainer"]
+        return document, trainer, trainer["numNodes"] * trainer["numProcPerNode"]
+    worker = document["spec"]["pytorchReplicaSpecs"]["Worker"]
+    (found,) = worker["template"]["spec"]["containers"]
+    return document, found, worker["replicas"] * int(document["spec"]["nprocPerNode"])
+
+
+@pytest.mark.parametrize("name", ["trainjob.yaml", "pytorchjob.yaml"])
+def test_of_kubernetes(name, run_toml, capsys):
+    document, found, ranks = container(FILES / name)
+    assert {"apiVersion", "kind", "metadata", "spec"} <= document.keys()
+    assert found["command"] == ["torchrun"]
+    words = found["args"]
+    (layout,) = (word.removeprefix("--parallel=") for word in words if word.startswith("--parallel="))
+    assert num_ranks(parse_parallel(layout)) == ranks
+    assert words[words.index("-m") + 1] == "rotorch"
+    assert is_understood(words[words.index("rotorch") + 1 :], run_toml, capsys)
+
+
+def test_ranks_that_pytorchjob_may_lose():
+    document, found, _ = container(FILES / "pytorchjob.yaml")
+    policy, per_node = document["spec"]["elasticPolicy"], int(document["spec"]["nprocPerNode"])
+    (elastic,) = (word.removeprefix("--elastic=") for word in found["args"] if word.startswith("--elastic="))
+    assert elastic == f"{policy['minReplicas'] * per_node}:{policy['maxReplicas'] * per_node}"
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
+def test_of_slurm(run_toml, capsys):
+    path = FILES / "slurm.sbatch"
+    subprocess.run(["bash", "-n", path], check=True)
+    text = path.read_text()
+    usage = re.search(r"#   sbatch \S+ (.*)", text)[1].split()
+    assert is_understood(["train", *usage], run_toml, capsys)
+    nodes, per_node = (int(re.search(rf"--{name}=(\d+)", text)[1]) for name in ("nodes", "gpus-per-node"))
+    assert num_ranks(parse_parallel(usage[-1])) == nodes * per_node
+
+
+def test_of_ray():
+    tree = ast.parse((FILES / "ray_train.py").read_text())
+    assert any(isinstance(node, ast.FunctionDef) and node.name == "rank" for node in tree.body)
+
+
+def test_the_page_names_every_file():
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    for path in FILES.iterdir():
+        assert f"(../examples/clusters/{path.name})" in page
+
+
+def test_the_command_of_the_page(run_toml, capsys):
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    command = re.search(r"```\n(torchrun.*?)```", page, re.DOTALL)[1].replace("\\\n", " ").split()
+    assert is_understood(command[command.index("rotorch") + 1 :], run_toml, capsys)
