@@ -183,6 +183,8 @@ def test_a_foreign_checkpoint_is_refused(capsys, again):
         (["bench", "run.toml"], "--parallel"),
         (["export", "nowhere", "out"], "nowhere"),
         (["inspect", "nowhere"], "nowhere"),
+        (["schedule", "zeropp"], "Missing option"),
+        (["schedule", "zeropq", "--stages", "2", "--micro-batches", "4"], "did you mean 'zeropp'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -207,7 +209,7 @@ def test_the_command_ends_with_its_exit_code_and_needs_no_torch_to_refuse(tmp_pa
 def test_help_lists_every_command(capsys):
     assert cli.run(["--help"]) == 0
     printed = capsys.readouterr().out
-    for command in ("train", "verify", "bench", "export", "inspect", "doctor"):
+    for command in ("train", "verify", "bench", "schedule", "export", "inspect", "doctor"):
         assert f"  {command} " in printed
         assert cli.run([command, "--help"]) == 0
         assert "--json" in capsys.readouterr().out

@@ -30,7 +30,7 @@ def baselines(draw):
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(schedule=baselines(), keep_adjacent=st.booleans(), need_weights=st.booleans())
 def test_every_baseline_is_valid_in_every_shape(schedule, keep_adjacent, need_weights):
     full = lower(schedule, keep_adjacent=keep_adjacent, weight_gradients_need_weights=need_weights)

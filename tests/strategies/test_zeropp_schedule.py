@@ -51,7 +51,7 @@ def shapes(draw):
     }
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     shape=shapes(),
     pending=st.sampled_from([None, 0, 1, 2, NO_LIMIT]),
@@ -75,7 +75,7 @@ def test_it_is_valid_in_every_shape(shape, pending, keep_adjacent, need_weights)
         assert full.count(ActionKind.REDUCE_GRAD, rank=rank) == units
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     num_ranks=st.integers(1, 5),
     num_chunks=st.integers(1, 3),

@@ -14,6 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rotorch.bench.gantt import Bar, add_bars, lay_out
 from rotorch.bench.trace import Interval, RankTrace, shares, together
 from rotorch.comm.observe import Doing, Span
 
@@ -179,29 +180,13 @@ def _page(trace: RowTrace) -> str:
     drawn = list(_drawn(trace))
     figure = go.Figure()
     for doing in _INWARDS:
-        mine = [part for part in drawn if part[2].doing is doing]
-        if mine:
-            figure.add_bar(
-                name=_LABELS[doing],
-                orientation="h",
-                y=[f"rank {rank} {lane}" for rank, lane, *_ in mine],
-                base=[start for *_, start, _ in mine],
-                x=[length for *_, length in mine],
-                width=0.85,
-                marker={"color": _COLOURS[doing], "line": {"width": 0}},
-                customdata=[span.name for _, _, span, *_ in mine],
-                hovertemplate="%{customdata}<br>from %{base:.3f} ms for %{x:.3f} ms<extra>%{fullData.name}</extra>",
-            )
-    title = "<br>".join([f"<b>{escape(_title(trace))}</b>", *map(escape, trace.headline)])
-    figure.update_layout(
-        barmode="overlay",
-        title={"text": title, "font": {"size": 14}, "yref": "container", "y": 0.97, "yanchor": "top"},
-        margin={"t": 70 + 22 * len(trace.ranks)},
-        xaxis={"title": "ms"},
-        yaxis={"categoryorder": "array", "categoryarray": rows[::-1]},
-        height=170 + (22 + 42 * len(_used_lanes(trace))) * len(trace.ranks),
-        plot_bgcolor="white",
-    )
+        bars = [
+            Bar(f"rank {rank} {lane}", *when, span.name) for rank, lane, span, *when in drawn if span.doing is doing
+        ]
+        if bars:
+            add_bars(figure, bars, name=_LABELS[doing], colour=_COLOURS[doing], unit="ms")
+    height = 170 + (22 + 42 * len(_used_lanes(trace))) * len(trace.ranks)
+    lay_out(figure, headlines=[_title(trace), *trace.headline], rows=rows, unit="ms", height=height)
     return figure.to_html(include_plotlyjs=True, full_html=True)
 
 

@@ -199,6 +199,37 @@ def suite(
     return suite_command(suite_file, cases=cases or (), out=out, rounds=rounds, steps=steps, again=again)
 
 
+@app.command("schedule")
+def schedule(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="zeropp, or a baseline: gpipe, 1f1b, zbv, ...")],
+    stages: Annotated[int, typer.Option(help="Ranks that the model is spread over")],
+    micro_batches: Annotated[int, typer.Option(help="Per step")],
+    chunks: Annotated[int, typer.Option(help="Chunks of the model per rank")] = 1,
+    unit: Annotated[
+        int | None, typer.Option(help="Micro-batches per gather of weights; none: what the schedule likes best")
+    ] = None,
+    gather: Annotated[float, typer.Option(help="Slots that a gather, or a sum of gradients, takes")] = 0.0,
+    message: Annotated[float, typer.Option(help="Slots that a message between ranks takes")] = 0.0,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the picture to FILE, to zoom into")] = None,
+    json_file: Json = None,
+) -> None:
+    """Draws who computes what when in a pipeline, simulated: its bubble, memory and traffic."""
+    check_json(json_file)
+    from rotorch.cli.schedule import schedule_command
+
+    found = schedule_command(
+        name,
+        stages=stages,
+        chunks=chunks,
+        micro_batches=micro_batches,
+        unit=unit,
+        gather=gather,
+        message=message,
+        html=html,
+    )
+    write_json(json_file, found)
+
+
 @app.command("zoo")
 def zoo(
     names: Annotated[
