@@ -22,7 +22,8 @@ from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
 from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import ConfigError
-from rotorch.core.grid import ACROSS, DEPTH, DOWN, GridStrategy
+from rotorch.core.grid import ACROSS, DEPTH, DOWN
+from rotorch.core.grid_strategy import GridStrategy
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.block_weight import BlockWeight

@@ -20,7 +20,7 @@ from rotorch.bench.contender import make_contender
 from rotorch.bench.rank import load_code
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import measure_tensors
-from rotorch.core.layout import combine_layouts
+from rotorch.core.traffic import MicroBatch
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.run_config import OptimizerSection
@@ -67,8 +67,8 @@ def measured():
     """Returns the heaviest rank's memory under a layout."""
 
     @cache
-    def of(row, *, vocabulary, num_ranks, sequence_length):
-        model = WIDE_VOCABULARY if vocabulary == 32_000 else LLAMA
+    def of(row, *, vocabulary, num_ranks, sequence_length, num_layers=12):
+        model = WIDE_VOCABULARY if vocabulary == 32_000 else {**LLAMA, "num_hidden_layers": num_layers}
         task = task_of(model, num_ranks=num_ranks, sequence_length=sequence_length)
         load_code(task)
         ranks = run_ranks(_measured, task, row, num_ranks=1 if row.startswith("single") else num_ranks, timeout_s=300.0)
@@ -118,14 +118,18 @@ def test_a_rank_needs_three_quarters_of_what_fsdp_does(measured, transport):
     assert ours.peak_bytes <= 0.75 * theirs.peak_bytes
 
 
-def test_blocks_on_a_grid_take_what_their_layout_says(measured):
-    """Weights, gradients and two averages of AdamW at rest, and a few blocks; of few tokens activations are little."""
-    parallel = "tesseract=2x2x2[transport=messages]"
+@pytest.mark.parametrize("transport", ["messages", "shared_memory"])
+def test_blocks_on_a_grid_take_what_their_layout_says(measured, transport):
+    """Weights, gradients and two averages of AdamW at rest, blocks in flight, slots; few tokens, so little is saved."""
+    parallel, num_layers = f"tesseract=2x2x2[transport={transport}]", 4
     (strategy,) = parse_parallel(parallel)
     with rotorch.on_meta():
-        spec = describe(causal_lm(config_from_dict(LLAMA, source="claims")), features=True)
-    said = combine_layouts(strategy.layout(unit) for unit in spec.units)
-    found = measured(parallel, vocabulary=512, num_ranks=8, sequence_length=4)
+        model = causal_lm(config_from_dict({**LLAMA, "num_hidden_layers": num_layers}, source="claims"))
+    spec = describe(model, features=True)
+    said = strategy.layout_of(spec, batch=MicroBatch(num_rows=2, num_tokens=4))
+    found = measured(parallel, vocabulary=512, num_ranks=8, sequence_length=4, num_layers=num_layers)
     assert found.resident["weights"] == said.resident_bytes
+    assert found.slots_bytes == said.slots_bytes
+    assert (said.slots_bytes > 0) == (transport == "shared_memory")
     assert found.peak_bytes == pytest.approx(4 * said.resident_bytes + said.transient_bytes, rel=0.05)
     assert said.resident_bytes < 0.26 * spec.num_bytes  # on each of two grids

@@ -60,6 +60,30 @@ def test_bytes_of_blocks_are_the_layouts_to_the_byte(tiny, parallel, tied):
         assert found[Kind.BROADCAST] > 0 < found[Kind.REDUCE]
 
 
+def slots_held(config, parallel, num_tokens):
+    """Bytes of this rank's slots after a step, and what the Layout of the model says."""
+    with rotorch.on_meta():
+        model = rotorch.parallelize(causal_lm(config), parallel, device="cpu").materialize(seed=0)
+    ids = torch.arange(2 * num_tokens).view(2, num_tokens)
+    batch = {"input_ids": ids, "labels": ids}
+    model.forward_backward(batch)
+    held, rank = sum(slot.nbytes for slot in model.holding.slots()), torch.distributed.get_rank()
+    said = model.strategies[0].layout_of(model.spec, batch=micro_batch_of(model, batch), position=rank)
+    model.close()
+    return held, said.slots_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_tokens"),
+    [({"vocab_size": 331, "tie_word_embeddings": True}, 160), ({"num_hidden_layers": 1}, 8)],
+)  # what is largest: activations, or blocks of weights
+def test_slots_in_shared_memory_are_the_layouts_to_the_byte(tiny, changes, num_tokens):
+    values = {**json.loads(Path(tiny("llama")).read_text()), "num_hidden_layers": 2, **changes}
+    config = config_from_dict(values, source="test")
+    for held, said in run_ranks(slots_held, config, "summa=2x2[transport=shared_memory]", num_tokens, num_ranks=4):
+        assert held == said > 0
+
+
 def test_depth_adds_sums_of_gradients_and_nothing_else(tiny):
     def per_kind(parallel):
         return sent(llama(tiny, num_key_value_heads=8), parallel, rank=0)[1]

@@ -33,14 +33,12 @@ from rotorch.comm.collectives import group_timeout_s
 from rotorch.comm.line import Line, Sums
 from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, share_file
 from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.messages import SUM_CHUNK_BYTES
 
 _log = logging.getLogger(__name__)
 
 _STEP = 1 << 24  # operations between the bases of two steps: more than a step can have
 _WORDS = 8  # 64 bytes: what two ranks write lies in different lines of the cache
-_CHUNK_BYTES = 4 << 20  # of a sum over all ranks: every rank holds two of them
-
-
 _SMALL_BYTES = 16 << 10  # up to this, reading all of it takes less than waiting for each other once more
 
 Combine = Callable[[Tensor, Tensor], None]
@@ -105,7 +103,7 @@ class SharedLine(Line):
 
         Small ones each rank combines itself; of large ones each does a stretch, which the others take from it.
         """
-        for chunk in tensor.view(-1).split(_CHUNK_BYTES // tensor.itemsize):
+        for chunk in tensor.view(-1).split(SUM_CHUNK_BYTES // tensor.itemsize):
             if self.size == 2 or chunk.nbytes < _SMALL_BYTES:
                 self._combined(chunk, into, out=chunk, start=0)
                 continue

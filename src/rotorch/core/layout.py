@@ -18,7 +18,7 @@ class Layout:
     Attributes:
         resident_bytes: weights that this rank holds at rest.
         transient_bytes: what its forward and backward need beyond that at their peak (slots, gathered copies).
-        slots_bytes: of these, buffers that are there from step to step, for slices to pass through.
+        slots_bytes: of these, buffers that are there from step to step, for slices or blocks to pass through.
         transfers: what this rank sends in one step of one micro-batch.
         padding_bytes: what its weights at rest take beyond themselves: room for larger slices that take their place.
     """

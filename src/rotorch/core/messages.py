@@ -1,4 +1,4 @@
-"""How large messages are: chunks of slices that replace each other in one buffer, and slices packed in eight bits.
+"""How large messages are: chunks of slices that replace each other in one buffer and of sums, slices in eight bits.
 
 Read by the Layouts, which predict these bytes, and by the transports, which send them. No torch.
 """
@@ -7,6 +7,9 @@ from __future__ import annotations
 
 CHUNK_BYTES = 2 * 1024 * 1024
 """Slices that replace each other in one buffer are exchanged in chunks of this size at most."""
+
+SUM_CHUNK_BYTES = 4 * 1024 * 1024
+"""Over memory that ranks share, what is summed over all of them goes through it in chunks of this size at most."""
 
 FP8_BLOCK = 128
 """Elements that share a scale where slices travel in eight bits: a row, or a part of one, of most weights."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict
 
-from rotorch.core.layout import Layout
+from rotorch.core.layout import Layout, combine_layouts
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.traffic import MicroBatch, Transfer
 
@@ -51,6 +52,20 @@ class Strategy(BaseModel, ABC):
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         """What one micro-batch sends for `unit` beyond its Layout: activations, for strategies that move them."""
         return ()
+
+    def layout_of(self, spec: ModelSpec, *, batch: MicroBatch | None = None, position: int = 0) -> Layout:
+        """Bytes of a whole model: the Layouts of its units together, and what is there for all of them.
+
+        Args:
+            spec: the model, its units as `units_of` gives them.
+            batch: what one micro-batch computes on; its activations are counted as well. None leaves them out.
+            position: of the rank on this strategy's axes.
+        """
+        layout = combine_layouts(self.layout(unit, position=position) for unit in spec.units)
+        if batch is None:
+            return layout
+        moved = (self.activation_transfers(unit, batch=batch, position=position) for unit in spec.units)
+        return replace(layout, transfers=(*layout.transfers, *(t for transfers in moved for t in transfers)))
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         """The model's units as this strategy holds them."""

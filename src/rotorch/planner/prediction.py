@@ -88,10 +88,11 @@ def predict(
         for unit in spec.units:
             for transfer in strategies[-1].activation_transfers(unit, batch=batch, position=positions[-1]):
                 sent[str(transfer.kind)] += transfer.sent_bytes
+    inner = strategies[-1].layout_of(spec, batch=batch, position=positions[-1])
     return Prediction(
         weights_bytes=total.resident_bytes,
-        transient_bytes=total.transient_bytes,
-        slots_bytes=total.slots_bytes,
+        transient_bytes=inner.transient_bytes,
+        slots_bytes=inner.slots_bytes,
         num_weights=sum(weight.trained for weight in spec.weights),
         sent_bytes=dict(sent),
         trained_bytes=trained.resident_bytes,

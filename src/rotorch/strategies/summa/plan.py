@@ -16,8 +16,9 @@ Layout
     `W[D_row, F_col]`, `E[V_row, D_col]`, norms and biases `[D_col]`, activations `[b/q, s, D_col]`.
 
 Cost (a layer of P bytes of weights; x, w what this rank has of its inputs and weights)
-    Resident P/q^2. Transient one or two blocks of other ranks and two parts of gradients. Sent (q-1) (x + w) in
-    forward, twice that in backward; numbers per token for norms and the loss.
+    Resident P/q^2. Transient one or two blocks of other ranks and two or three parts of gradients; over shared memory
+    slots as large as the largest blocks. Sent (q-1) (x + w) in forward, twice that in backward; numbers per token for
+    norms and the loss.
 
 Deviations
     Attention is local: heads lie in columns, whole sequences in rows. Vocabularies need not divide by q.
@@ -27,7 +28,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rotorch.core.grid import GridStrategy
+from rotorch.core.grid_strategy import GridStrategy
 
 
 class SUMMA(GridStrategy):

@@ -23,7 +23,9 @@ Layout
 
 Cost (a layer of P bytes of weights, X of inputs and Y of outputs on this rank's tokens, all per rank: P/q^2 and so on)
     resident   P/q^2, on each of d layers.
-    transient  One or two blocks of other ranks and two parts of gradients.
+    transient  One or two blocks of other ranks' x and w, and two or three parts of gradients of either. Over shared
+               memory two parts, and slots that stay: three or more as large as the largest block of each line of
+               ranks, and two of up to 4 MiB over the depth.
     sent       Forward (q-1) (x + w) in broadcasts; backward the same again and (q-1) (x + w) in reductions; the sum of
                gradients over layers 2 (d-1)/d w. A norm sums one number per token (layer norms two), forward and
                backward; an embedding sends its rows where they are asked for; the loss three numbers per token.
@@ -41,7 +43,8 @@ from typing import ClassVar
 
 from pydantic import PositiveInt
 
-from rotorch.core.grid import DEPTH, GridStrategy
+from rotorch.core.grid import DEPTH
+from rotorch.core.grid_strategy import GridStrategy
 
 
 class Tesseract(GridStrategy):
