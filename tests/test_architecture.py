@@ -31,6 +31,9 @@ LAYERS = {
     "ops": 5,
     "parallel_model": 5,
     "grid_holding": 5,
+    "stage_shards": 5,
+    "pipeline_step": 5,
+    "pipeline_holding": 5,
     "parallelize": 6,
     "testing": 6.5,  # public, for tests and `rotorch verify`; IMPORTED_ONLY_BY keeps layer 7 out of it
     "train": 7,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -77,3 +77,11 @@ def make_mesh(strategies: Sequence[Strategy], *, device: torch.device) -> Device
     check_world_size(strategies, world_size=dist.get_world_size())
     axes = {axis: size for s in strategies for axis, size in s.axes.items()}
     return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def flat_position(axes: Mapping[str, int], positions: Mapping[str, int]) -> int:
+    """The number of a rank among those of some axes (names and sizes, outermost first), from its position on each."""
+    number = 0
+    for axis, size in axes.items():
+        number = number * size + positions[axis]
+    return number

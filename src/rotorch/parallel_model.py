@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import fnmatch
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +38,8 @@ from rotorch.shard.held import HeldWeight, Pieces
 from rotorch.shard.load import load_stored
 from rotorch.shard.materialize import Recipe, initialise
 from rotorch.shard.sites import persistent_buffers
+
+Result = TypeVar("Result")
 
 
 class Holding(ABC):
@@ -66,6 +68,45 @@ class Holding(ABC):
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Around the forward and backward of one micro-batch."""
         return nullcontext()
+
+    def forward_backward(
+        self, callee: nn.Module, micro_batches: Sequence[Batch], loss_of: Callable[[nn.Module, Batch], Tensor]
+    ) -> Tensor:
+        """Runs all micro-batches of a step, between `start` and `finish`: one after another, unless overridden.
+
+        Args:
+            callee: what `lend` gave.
+            micro_batches: this rank's.
+            loss_of: the forward, down to the loss.
+
+        Returns:
+            This rank's losses, summed, float64, 0-dim. Of ranks that share a batch the mean counts.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        for number, micro_batch in enumerate(micro_batches):
+            with self.micro_batch(last=number == len(micro_batches) - 1):
+                loss = loss_of(callee, micro_batch)
+                (loss if self.loss_scale == 1.0 else loss * self.loss_scale).backward()
+                total += loss.detach().double().cpu()
+        return total
+
+    def forward(
+        self, callee: nn.Module, micro_batches: Sequence[Batch], run: Callable[[nn.Module, Batch], Result]
+    ) -> list[Result]:
+        """Runs forwards without gradients, after `start`; returns what `run(callee, micro_batch)` gives for each."""
+        return [run(callee, micro_batch) for micro_batch in micro_batches]
+
+    def unshard(self, stage: int) -> None:
+        """Before a pipeline computes with a stage: its weights become whole, where they are gathered at all."""
+        return None
+
+    def reshard(self, stage: int) -> None:
+        """After a pipeline has computed with a stage: what was gathered is freed."""
+        return None
+
+    def sum_gradients(self, stage: int) -> None:
+        """After a stage's last backward of some micro-batches: gradients are summed and each rank keeps its part."""
+        return None
 
     def finish(self) -> None:
         """After the last backward of a step: completes gradients and attaches them to the DTensors."""
@@ -265,16 +306,11 @@ class ParallelModel:
         """
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         num_targets = self._sum_over_batch_ranks(float(sum(self._count_targets(b) for b in micro_batches)))
-        holding, total = self._holding, torch.zeros((), dtype=torch.float64)
+        holding = self._holding
         self._written_buffers.start()
         with holding.lend() as callee, torch.enable_grad():
             holding.start()
-            for number, micro_batch in enumerate(micro_batches):
-                with holding.micro_batch(last=number == len(micro_batches) - 1):
-                    with self._forward_pass():
-                        loss = self._loss(callee, micro_batch, max(int(num_targets), 1))
-                    (loss if holding.loss_scale == 1.0 else loss * holding.loss_scale).backward()
-                    total += loss.detach().double().cpu()
+            total = holding.forward_backward(callee, micro_batches, self._loss_over(max(int(num_targets), 1)))
             sums = torch.cat([total.view(1), self._written_buffers.written()])
             summed = all_reduce_sum_later(sums, mesh=self.mesh)  # under way while gradients are completed
             holding.finish()
@@ -292,13 +328,11 @@ class ParallelModel:
         training = self.module.training
         self.module.eval()
         num_targets = int(self._sum_over_batch_ranks(float(sum(self._count_targets(b) for b in micro_batches))))
-        loss_sum = 0.0
+        loss = self._loss_over(1)
         try:
             with self._holding.lend() as callee:
                 self._holding.start()
-                for micro_batch in micro_batches:
-                    with self._forward_pass():
-                        loss_sum += float(self._loss(callee, micro_batch, 1))
+                loss_sum = sum(self._holding.forward(callee, micro_batches, lambda *a: float(loss(*a))))
         finally:
             self.module.train(training)
         return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets)
@@ -316,10 +350,7 @@ class ParallelModel:
         try:
             with self._holding.lend() as callee, self._forward_pass():
                 self._holding.start()
-                leaves, tree = tree_flatten(callee(**batch))
-                # Deferred to their use, logits would be made by who uses them, alone and later.
-                made = [leaf.real_logits() if isinstance(leaf, DeferredLogits) else leaf for leaf in leaves]
-                output = tree_unflatten(made, tree)
+                (output,) = self._holding.forward(callee, [batch], _with_real_logits)
         finally:
             self.module.train(training)
         barrier(mesh=self.mesh)  # and may change again
@@ -337,7 +368,7 @@ class ParallelModel:
         try:
             with self._holding.lend() as callee, self._forward_pass():
                 self._holding.start()
-                logits = callee(input_ids=input_ids, use_cache=False).logits[:, -1, :].clone()
+                (logits,) = self._holding.forward(callee, [{"input_ids": input_ids}], _last_logits)
         finally:
             self.module.train(training)
         barrier(mesh=self.mesh)  # and may change again
@@ -346,6 +377,15 @@ class ParallelModel:
     def close(self) -> None:
         """Frees shared memory and other resources. All ranks."""
         self._holding.close()
+
+    def _loss_over(self, num_targets: int) -> Callable[[nn.Module, Batch], Tensor]:
+        """The forward down to the loss: the sum over a micro-batch, divided by `num_targets`."""
+
+        def loss_of(callee: nn.Module, micro_batch: Batch) -> Tensor:
+            with self._forward_pass():
+                return self._loss(callee, micro_batch, num_targets)
+
+        return loss_of
 
     @contextmanager
     def _forward_pass(self) -> Iterator[None]:
@@ -369,6 +409,17 @@ class ParallelModel:
         total = torch.tensor([value], dtype=torch.float64)
         all_reduce_sum(total, mesh=self.mesh)
         return float(total) * self.num_batch_ranks / self.mesh.size()
+
+
+def _with_real_logits(callee: nn.Module, batch: Batch) -> Any:
+    """What the module returns; logits that were deferred to their use would be made by who uses them, alone, later."""
+    leaves, tree = tree_flatten(callee(**batch))
+    return tree_unflatten([leaf.real_logits() if isinstance(leaf, DeferredLogits) else leaf for leaf in leaves], tree)
+
+
+def _last_logits(callee: nn.Module, batch: Batch) -> Tensor:
+    logits: Tensor = callee(**batch, use_cache=False).logits[:, -1, :].clone()
+    return logits
 
 
 def _place(axes: Sequence[str], sizes: Mapping[str, int], positions: Mapping[str, int]) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from rotorch.core.strategy import Strategy
 from rotorch.host_memory import keep_freed_memory
-from rotorch.mesh import make_mesh, pick_device
+from rotorch.mesh import flat_position, make_mesh, pick_device
 from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
@@ -76,12 +76,18 @@ def parallelize(
     mesh = make_mesh(strategies, device=on)
     recipes = take_recipes(module)
     make_stateless(module, num_ranks=mesh.size(), device_type=on.type)
+    positions = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or [0] * mesh.ndim, strict=True))
+    parts, axes_of = [spec], [tuple(strategy.axes) for strategy in strategies]
+    for strategy in strategies[:-1]:  # what strategies around it leave to each
+        position = flat_position(strategy.axes, positions)
+        parts.append(strategy.part_of(parts[-1], position=position))
     holding: Holding | None = None
-    for strategy in reversed(strategies):
+    for number, strategy in reversed(list(enumerate(strategies))):
         apply = importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply").apply
-        axes = tuple(strategy.axes)
-        inside = {"compiled": compile} if holding is None else {"inner": holding}
-        holding = apply(module, strategy=strategy, spec=spec, mesh=mesh[axes], device=on, **inside)
+        inside: dict[str, object] = {"compiled": compile}
+        if holding is not None:
+            inside = {"inner": holding, "inside": mesh[tuple(axis for axes in axes_of[number:] for axis in axes)]}
+        holding = apply(module, strategy=strategy, spec=parts[number], mesh=mesh[axes_of[number]], device=on, **inside)
     if holding is None:
         raise AssertionError("check_composition lets no empty list through")
     for buffer_holder in module.modules():

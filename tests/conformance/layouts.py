@@ -24,6 +24,8 @@ def of_size(kind: str, size: int) -> str | None:
             return kind if size == 1 else None
         case ("size",):
             return f"{kind}={size}"
+        case ("stages",):
+            return f"{kind}={size}" if size <= 2 else None  # the models have two layers
         case ("rows", "columns"):
             side = math.isqrt(size)
             return f"{kind}={side}x{side}" if side * side == size else None
@@ -112,7 +114,7 @@ def says_new(layout: str, model: str) -> bool:
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
     if len(strategies) > 1:
-        return model == MODELS[0]
+        return model == MODELS[0] and strategies[-1].kind != "pp"  # replicas of stages: one sum more
     if "[" in layout:
         return not _repeats_options(strategies[0])
     if is_grid(kind):
@@ -124,6 +126,10 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     """The same of the invariants, which have less to do with the model: tied weights and uneven cuts are enough."""
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
+    if kind == "pp" and len(strategies) > 1:
+        return model == MODELS[0] and strategies[1].kind == "rtp"  # what is inside has its own
+    if kind == "pp" and "[" in layout:
+        return False
     if len(strategies) > 1 or "[" in layout:
         return says_new(layout, model)
     if is_grid(kind):
@@ -142,7 +148,7 @@ def for_options(strategy: type[Strategy]) -> dict[str, int]:
 
     On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1.
     """
-    sizes = {"size": 3, "rows": 2, "columns": 2, "depth": 1, "d1": 2, "d2": 2}
+    sizes = {"size": 3, "stages": 2, "rows": 2, "columns": 2, "depth": 1, "d1": 2, "d2": 2}
     return {name: sizes[name] for name in strategy.size_fields}
 
 

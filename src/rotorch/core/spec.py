@@ -18,6 +18,8 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from rotorch.core.stages import NO_ORDER, LayerOrder
+
 
 class Combine(StrEnum):
     """How the outputs of a unit's slices become the unit's output."""
@@ -171,6 +173,8 @@ class Unit:
             REPLICATED unit.
         added_once: names of biases that are added once, after the sum over slices; they belong to a REPLICATED unit.
         logits: whether one of its uses is a language model's head, whose products only a loss looks at.
+        stages: the pipeline stages that use it, where there are any (see core/stages.py).
+        hands_on: features of the hidden states that enter and leave its stage, told of a stage's first unit only.
     """
 
     name: str
@@ -182,6 +186,8 @@ class Unit:
     replicated: tuple[str, ...] = ()
     added_once: tuple[str, ...] = ()
     logits: bool = False
+    stages: tuple[int, ...] = ()
+    hands_on: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -218,6 +224,7 @@ class ModelSpec:
             them whole for each call (`with_inside_cut`).
         by_plan: whether the user's own plan says what is cut, not the model's or our rules.
         features_stay_whole: why activations cannot be cut along their features, in words; "" if they can.
+        order: the layers between which it may be cut into pipeline stages.
     """
 
     name: str
@@ -226,6 +233,7 @@ class ModelSpec:
     inside: tuple[Unit, ...] = ()
     by_plan: bool = False
     features_stay_whole: str = ""
+    order: LayerOrder = NO_ORDER
 
     def with_inside_cut(self) -> ModelSpec:
         """The same with the units of `inside` among the cut ones."""

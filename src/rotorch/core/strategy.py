@@ -71,6 +71,10 @@ class Strategy(BaseModel, ABC):
         """The model's units as this strategy holds them."""
         return spec
 
+    def part_of(self, spec: ModelSpec, *, position: int) -> ModelSpec:
+        """The units of `spec` that the rank at `position` of this strategy's axes has anything to do with."""
+        return spec
+
     @property
     def changes_the_model(self) -> str:
         """What it computes that the model on one process does not, in words; "" for every strategy that is exact."""

@@ -32,6 +32,7 @@ from rotorch.models.heads import GROUP_COUNTS, HEAD_SIZES
 from rotorch.models.hf import Plan, head_weights, tensor_parallel_plan
 from rotorch.models.probe import Trial, try_tiny
 from rotorch.models.rules import cut_what_is_left, large_and_left, spec_by_rule
+from rotorch.models.stages import layer_order
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
             _log.info("%s does not run on slices of its weights: they go round one by one", each)
         spec = _spec(module, roles, weights, proven=trial.on_slices)
         spec = cut_what_is_left(module, spec, weights, uses=trial.uses)
-    spec = _marked(spec, module)
+    spec = replace(_marked(spec, module), order=layer_order(module))
     return _with_features(spec, module, roles=roles) if features else spec
 
 

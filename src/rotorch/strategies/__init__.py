@@ -18,17 +18,29 @@ from rotorch.strategies.atp.plan import ATP
 from rotorch.strategies.ddp.plan import DDP
 from rotorch.strategies.fsdp.plan import FSDP
 from rotorch.strategies.megatron.plan import Megatron
+from rotorch.strategies.pp.plan import PP
 from rotorch.strategies.rtp.plan import RTP
 from rotorch.strategies.single.plan import Single
 from rotorch.strategies.summa.plan import SUMMA
 from rotorch.strategies.tesseract.plan import Tesseract
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.kind: strategy for strategy in (Single, DDP, FSDP, RTP, Megatron, ATP, SUMMA, Tesseract)
+    strategy.kind: strategy for strategy in (Single, DDP, FSDP, RTP, Megatron, ATP, SUMMA, Tesseract, PP)
 }
 
 COMPOSES: frozenset[tuple[str, str]] = frozenset(
-    {("ddp", "fsdp"), ("ddp", "rtp"), ("ddp", "megatron"), ("ddp", "atp"), ("ddp", "summa"), ("ddp", "tesseract")}
+    {
+        ("ddp", "fsdp"),
+        ("ddp", "rtp"),
+        ("ddp", "megatron"),
+        ("ddp", "atp"),
+        ("ddp", "summa"),
+        ("ddp", "tesseract"),
+        ("ddp", "pp"),
+        ("pp", "fsdp"),
+        ("pp", "rtp"),
+        ("pp", "megatron"),
+    }
 )
 """(outer, inner) pairs that work and are tested; every other composition is a ConfigError."""
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
 from rotorch.comm.meter import Meter
+from rotorch.core.errors import RankFailure
 from rotorch.core.spec import UnitKind
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
@@ -335,11 +336,14 @@ def weights_are_home_after_an_exception(e: Examination) -> Iterator[str]:
         e.reset()
         before = _State(e.model)
         try:
-            with _raising(module, call=call, in_backward=in_backward):
+            with _raising(module, call=call, in_backward=in_backward) as runs_here:
                 e.model.forward_backward(e.micro_batches)
             yield f"{place}: the exception did not come through"
         except Planted:
             pass
+        except RankFailure:  # what ranks of other stages hear
+            if runs_here():
+                raise
         yield from before.problems(f"after an exception in {place}")
         e.reset()
         yield from e.first_step_problems(f"the step after an exception in {place}")
@@ -350,8 +354,8 @@ def _last_block(module: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _raising(module: nn.Module, *, call: int, in_backward: bool) -> Iterator[None]:
-    """Makes the n-th call of a module raise, or the backward of it."""
+def _raising(module: nn.Module, *, call: int, in_backward: bool) -> Iterator[Callable[[], bool]]:
+    """Makes the n-th call of a module raise, or the backward of it; yields what tells whether this rank has it run."""
     calls = 0
 
     def fail(*_: Any) -> None:
@@ -368,7 +372,7 @@ def _raising(module: nn.Module, *, call: int, in_backward: bool) -> Iterator[Non
 
     handle = module.register_forward_hook(hook)
     try:
-        yield
+        yield lambda: calls > 0
     finally:
         handle.remove()
 

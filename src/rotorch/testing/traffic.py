@@ -12,6 +12,7 @@ from rotorch.comm.meter import Meter
 from rotorch.core.spec import Unit
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import Kind, MicroBatch
+from rotorch.mesh import flat_position
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
 
@@ -21,8 +22,11 @@ _ROUNDING_BYTES = 64
 
 
 def expected_resident_bytes(model: ParallelModel, unit: Unit) -> int:
-    """What the Layouts say that this rank holds of a unit: the innermost strategy decides, those around replicate."""
-    return model.strategies[-1].layout(unit, position=_position(model)).resident_bytes
+    """What the Layouts say that this rank holds of a unit: the innermost strategy decides, of what others leave it."""
+    *outer, inner = model.strategies
+    if not all(strategy.layout(unit, position=_position(model, strategy)).resident_bytes for strategy in outer):
+        return 0  # another rank has it
+    return inner.layout(unit, position=_position(model, inner)).resident_bytes
 
 
 def micro_batch_of(model: ParallelModel, batch: Mapping[str, Tensor]) -> MicroBatch:
@@ -43,15 +47,20 @@ def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None
     """
     sent: dict[Kind, Fraction] = defaultdict(Fraction)
     inner = _as_it_runs(model)
-    for unit in model.spec.units:
-        layout = inner.layout(unit, position=_position(model))
+    outer = {strategy: _position(model, strategy) for strategy in model.strategies[:-1]}
+    spec = model.spec
+    for strategy, position in outer.items():
+        spec = strategy.part_of(spec, position=position)
+    for unit in spec.units:
+        layout = inner.layout(unit, position=_position(model, inner))
         for transfer in layout.transfers:
             sent[transfer.kind] += transfer.sent_bytes
         if batch is not None:
-            for transfer in inner.activation_transfers(unit, batch=batch, position=_position(model)):
-                sent[transfer.kind] += transfer.sent_bytes
-        for outer in model.strategies[:-1]:
-            for transfer in outer.layout(unit).transfers:
+            for strategy, position in {**outer, inner: _position(model, inner)}.items():
+                for transfer in strategy.activation_transfers(unit, batch=batch, position=position):
+                    sent[transfer.kind] += transfer.sent_bytes
+        for strategy, position in outer.items():
+            for transfer in strategy.layout(unit, position=position).transfers:
                 sent[transfer.kind] += Fraction(transfer.sent_bytes * layout.resident_bytes, unit.num_bytes)
     return {kind: num_bytes for kind, num_bytes in sent.items() if num_bytes}
 
@@ -104,13 +113,7 @@ def _as_it_runs(model: ParallelModel) -> Strategy:
     return inner.model_copy(update={"transport": transport})
 
 
-def _position(model: ParallelModel) -> int:
-    """This rank's position on the innermost strategy's axes."""
-    axes = model.strategies[-1].axes
-    if model.mesh.mesh_dim_names is None:
-        raise AssertionError("a mesh made for strategies has names")
-    coordinate = dict(zip(model.mesh.mesh_dim_names, model.mesh.get_coordinate() or [], strict=True))
-    position = 0
-    for axis, size in axes.items():
-        position = position * size + coordinate[axis]
-    return position
+def _position(model: ParallelModel, strategy: Strategy) -> int:
+    """This rank's position on a strategy's axes."""
+    names = model.mesh.mesh_dim_names or ()
+    return flat_position(strategy.axes, dict(zip(names, model.mesh.get_coordinate() or [], strict=True)))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -54,14 +55,14 @@ class StepErrors:
 
     Attributes:
         loss: the loss as the parallel model returned it, and as the reference did.
-        outputs: of modules that compare.
+        outputs: of modules; None of one that does not compare, NaN of one that other ranks of a pipeline run.
         gradients: per weight.
         along: per weight: sums over its elements of ours * theirs, and theirs * theirs, to recognise a wrong factor.
         values: of weights after the optimizer's step.
     """
 
     loss: tuple[float, float]
-    outputs: dict[str, float]
+    outputs: dict[str, float | None]
     gradients: dict[str, float]
     along: dict[str, tuple[float, float]]
     values: dict[str, float]
@@ -277,7 +278,7 @@ class _Comparison:
             num_parts = model.num_batch_ranks * NUM_MICRO_BATCHES
             true_loss = reference_step(reference, batch, loss=self.subject.loss, num_parts=num_parts)
         first = model.batch_rank * NUM_MICRO_BATCHES * NUM_ROWS
-        outputs = output_errors(
+        errors = output_errors(
             passes,
             whole[0],
             first_rows=[first + number * NUM_ROWS for number in range(NUM_MICRO_BATCHES)],
@@ -286,6 +287,8 @@ class _Comparison:
             feature_rank=model.feature_rank,
             num_feature_ranks=model.num_feature_ranks,
         )
+        ran = {name for calls in passes for name, outputs_of in calls.items() if outputs_of}
+        outputs = {name: errors.get(name) if name in ran else math.nan for name in whole[0]}
         order = {name: place for place, name in enumerate(whole[0])}
         weights = dict(sorted(model.weights.items(), key=lambda item: order.get(item[0].rpartition(".")[0], -1)))
         theirs = {name: p.grad for name, p in reference.named_parameters()}
@@ -335,11 +338,12 @@ def _report(by_rank: list[list[StepErrors]], *, spec: ModelSpec, model: str, par
 
 
 def _merge(found: list[StepErrors]) -> StepErrors:
-    """The worst of all ranks; a module counts only if it compares on every rank."""
+    """The worst of all ranks; a module counts only if it compares on every rank that ran it."""
 
     def worst(attribute: str) -> dict[str, float]:
         each = [getattr(f, attribute) for f in found]
-        return {name: max(e[name] for e in each) for name in each[0] if all(name in e for e in each)}
+        ran = {name: [e[name] for e in each if e[name] is None or not math.isnan(e[name])] for name in each[0]}
+        return {name: max(errors) for name, errors in ran.items() if errors and None not in errors}
 
     along = {
         name: (sum(f.along[name][0] for f in found), sum(f.along[name][1] for f in found)) for name in found[0].along
@@ -358,7 +362,10 @@ def _divergence(number: int, step: StepErrors, *, spec: ModelSpec) -> Divergence
     units = [u.name for u in spec.units if u.kind is UnitKind.MODULE]
     for name, error in step.outputs.items():
         around = [u for u in units if name.startswith(f"{u}.")]
-        if error > BAR and all(step.outputs.get(u, error) > BAR for u in around):
+        if error is None or error <= BAR:
+            continue
+        units_own = [found for u in around if (found := step.outputs.get(u)) is not None]
+        if all(found > BAR for found in units_own):
             return Divergence(number, "output", name, error)
     if (error := _loss_error(step.loss)) > BAR:
         return Divergence(number, "loss", "loss", error)

@@ -6,7 +6,7 @@ Torch's DistributedDataParallel over plain twins; or, over another strategy, one
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
@@ -19,7 +19,8 @@ from rotorch.comm.observe import Observer
 from rotorch.core.spec import ModelSpec
 from rotorch.models.blocks import recompute_blocks
 from rotorch.models.compiled import compile_blocks
-from rotorch.parallel_model import Holding
+from rotorch.models.losses import Batch
+from rotorch.parallel_model import Holding, Result
 from rotorch.shard.replicas import Replicas
 from rotorch.strategies.ddp.plan import DDP
 
@@ -98,6 +99,16 @@ class ReplicatedHolding(Holding):
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return self._inner.micro_batch(last=last)
 
+    def forward_backward(
+        self, callee: nn.Module, micro_batches: Sequence[Batch], loss_of: Callable[[nn.Module, Batch], Tensor]
+    ) -> Tensor:
+        return self._inner.forward_backward(callee, micro_batches, loss_of)
+
+    def forward(
+        self, callee: nn.Module, micro_batches: Sequence[Batch], run: Callable[[nn.Module, Batch], Result]
+    ) -> list[Result]:
+        return self._inner.forward(callee, micro_batches, run)
+
     def finish(self) -> None:
         self._inner.finish()
         all_reduce_each(self._inner.gradients(), mesh=self._mesh)
@@ -139,6 +150,7 @@ def apply(
     device: torch.device,
     compiled: bool = False,
     inner: Holding | None = None,
+    inside: DeviceMesh | None = None,
 ) -> Holding:
     """Holds `module` whole on every rank of `mesh`, or replicates what `inner` holds."""
     if inner is not None:

@@ -20,6 +20,7 @@ from rotorch.models.compiled import compile_blocks
 from rotorch.parallel_model import Holding
 from rotorch.shard.held import HeldWeight, Piece
 from rotorch.shard.sites import find_sites
+from rotorch.stage_shards import StageShards
 from rotorch.strategies.fsdp.plan import FSDP
 
 
@@ -113,7 +114,11 @@ def apply(
     device: torch.device,
     compiled: bool = False,
 ) -> Holding:
-    """Shards `module` over `mesh`."""
+    """Shards `module` over `mesh`; inside a pipeline, its stages, which are gathered when that says so."""
     if compiled:
         compile_blocks(module)
+    if any(unit.stages for unit in spec.units):
+        if strategy.recompute == "block":
+            recompute_blocks(module, strategy=strategy.kind)
+        return StageShards(module, spec=spec, mesh=mesh, device=device, reshard=strategy.reshard)
     return FSDPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device)

@@ -1,0 +1,189 @@
+"""Where a model may be cut into pipeline stages, and which of its units belong to which.
+
+[Note: balance]
+    A stage takes as long as what it computes, and holds what it is made of; both follow the bytes of its weights, but
+    for an embedding, which takes memory and no time. Boundaries lie between layers so that the largest stage is as
+    small as it can be, embedding and head counted; of all such cuts the one whose squares sum to the least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.layout import Layout
+from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
+
+if TYPE_CHECKING:
+    from rotorch.core.spec import ModelSpec, Unit
+
+
+@dataclass(frozen=True)
+class LayerOrder:
+    """The layers that hidden states pass one after another, and what lies before and after them.
+
+    Attributes:
+        layers: names of the repeated layers, in order; none if the model cannot be cut between layers.
+        after: names of modules between the last layer and the output.
+        width: features of the hidden states between layers.
+        refused: why the model cannot be cut into stages, in words; "" if it can.
+    """
+
+    layers: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    width: int = 0
+    refused: str = ""
+
+    def place_of(self, name: str) -> int:
+        """The place of a weight: -1 before the layers, the number of its layer, or how many layers there are."""
+        for number, layer in enumerate(self.layers):
+            if name.startswith(f"{layer}."):
+                return number
+        return len(self.layers) if any(name.startswith(f"{module}.") for module in self.after) else -1
+
+
+NO_ORDER = LayerOrder(refused="it has no pipeline plan (base_model_pp_plan of a Hugging Face configuration)")
+
+
+def stage_layers(spec: ModelSpec, *, num_stages: int) -> tuple[range, ...]:
+    """Which layers belong to each of so many stages, at least one to each (see [Note: balance])."""
+    order = spec.order
+    costs = [0] * len(order.layers)
+    for weight in spec.weights:
+        for place in {order.place_of(name) for name in (weight.name, *weight.aliases)}:
+            costs[min(max(place, 0), len(costs) - 1)] += weight.num_bytes
+    return balanced(costs, num_parts=num_stages)
+
+
+def balanced(costs: Sequence[int], *, num_parts: int) -> tuple[range, ...]:
+    """Cuts a row of costs into so many parts, none empty, of which the most expensive is as cheap as can be."""
+    sums = [0, *accumulate(costs)]
+    # best[i]: (largest part, sum of squares, start of the last part) of the first i costs in the parts made so far.
+    best: list[tuple[int, int, int] | None] = [(0, 0, 0), *([None] * len(costs))]
+    history = [best]
+    for _ in range(num_parts):
+        last, best = best, [None] * len(sums)
+        for end in range(1, len(sums)):
+            for start in range(end):
+                if (before := last[start]) is not None:
+                    part = sums[end] - sums[start]
+                    found = (max(before[0], part), before[1] + part * part, start)
+                    best[end] = found if (known := best[end]) is None else min(known, found)
+        history.append(best)
+    parts: list[range] = []
+    end = len(costs)
+    for row in reversed(history[1:]):
+        if (found_last := row[end]) is None:
+            raise AssertionError(f"{len(costs)} layers make no {num_parts} stages")
+        parts.insert(0, range(found_last[2], end))
+        end = found_last[2]
+    return tuple(parts)
+
+
+def with_stages(spec: ModelSpec, *, num_stages: int) -> ModelSpec:
+    """The same units, each with the stages that use it; what no strategy cuts becomes a unit per stage."""
+    parts = stage_layers(spec, num_stages=num_stages)
+
+    def stage_of(name: str) -> int:
+        place = min(max(spec.order.place_of(name), 0), len(spec.order.layers) - 1)
+        return next(number for number, part in enumerate(parts) if place in part)
+
+    units: list[Unit] = []
+    for unit in spec.units:
+        by_stages: dict[tuple[int, ...], list[int]] = {}
+        for number, weight in enumerate(unit.weights):
+            used = tuple(sorted({stage_of(name) for name in (weight.name, *weight.aliases)}))
+            by_stages.setdefault(used, []).append(number)
+        if len(by_stages) > 1 and unit.kind != "replicated":
+            # A module that runs on slices is one stage's; a weight that it shares is another's too.
+            used = tuple(sorted({stage for each in by_stages for stage in each}))
+            by_stages = {used: list(range(len(unit.weights)))}
+        units += [
+            replace(unit, stages=used, weights=tuple(unit.weights[number] for number in numbers))
+            for used, numbers in sorted(by_stages.items())
+        ]
+    first: set[int] = set()
+    for number, unit in enumerate(units):
+        if unit.stages[0] not in first:
+            first.add(unit.stages[0])
+            units[number] = replace(unit, hands_on=spec.order.width)
+    return replace(spec, units=tuple(units))
+
+
+def of_stages(spec: ModelSpec, *, mine: Callable[[int], bool]) -> ModelSpec:
+    """The units that some stages use, as often as these do: what a rank of a pipeline has to do with."""
+    order = spec.order
+    units: list[Unit] = []
+    for unit in spec.units:
+        if not any(mine(stage) for stage in unit.stages):
+            continue
+        if len(unit.stages) > 1 and not all(mine(stage) for stage in unit.stages):
+            # An embedding tied to a head that another rank has: each has one use, and only a head reads in backward.
+            weight = unit.weights[0]
+            places = [order.place_of(name) for name in (weight.name, *weight.aliases)]
+            here = [place for place in places if mine(unit.stages[0] if place < 0 else unit.stages[-1])]
+            unit = replace(unit, uses=len(here), reads_in_backward=sum(place >= 0 for place in here))
+        units.append(unit)
+    return replace(spec, units=tuple(units))
+
+
+# ---------------------------------------------------------------- what ranks hold and send
+
+
+def check_stages(spec: ModelSpec, *, num_stages: int, strategy: str) -> None:
+    """Raises `ConfigError` if a model cannot be cut into so many stages."""
+    order = spec.order
+    if order.refused:
+        raise ConfigError(
+            f"{strategy}: {spec.name} cannot be cut into stages: {order.refused}. Write rtp or fsdp, which cut layers"
+        )
+    if num_stages > len(order.layers):
+        raise ConfigError(
+            f"{strategy}: {num_stages} stages over {spec.name}, which has {len(order.layers)} layers: a stage has one "
+            f"layer or more. Write at most {len(order.layers)} stages (ranks times chunks)"
+        )
+    for weight in spec.weights:
+        if not weight.shape:
+            raise ConfigError(f"{strategy}: {weight.name!r} is a single number, which is cut nowhere. Write rtp or ddp")
+        places = {order.place_of(name) for name in (weight.name, *weight.aliases)}
+        inside = {place for place in places if 0 <= place < len(order.layers)}
+        if inside and len(places) > 1:
+            raise ConfigError(
+                f"{strategy}: {weight.name!r} is shared by several layers, which may be of different stages. "
+                "Write rtp or fsdp"
+            )
+
+
+def stage_layout(unit: Unit, *, position: int, rank_of: Callable[[int], int], axis: str) -> Layout:
+    """What the rank at `position` of a pipeline holds of a unit, and sends for it beyond activations.
+
+    A unit of stages on two ranks, an embedding tied to a head, is at home with the first; the other borrows its values
+    and returns gradients.
+    """
+    home, *guests = dict.fromkeys(rank_of(stage) for stage in unit.stages or (0,))
+    if position == home:
+        values = [Transfer(Kind.SEND, axis, Phase.FORWARD, unit.num_bytes, unit.num_bytes) for _ in guests]
+        return Layout(resident_bytes=unit.num_bytes, transfers=tuple(values))
+    if position not in guests:
+        return Layout(resident_bytes=0)
+    gradient = Transfer(Kind.SEND, axis, Phase.BACKWARD, unit.trained_bytes, unit.trained_bytes)
+    return Layout(resident_bytes=0, transient_bytes=unit.num_bytes, transfers=(gradient,))
+
+
+def stage_transfers(
+    unit: Unit, *, batch: MicroBatch, position: int, num_stages: int, rank_of: Callable[[int], int], axis: str
+) -> tuple[Transfer, ...]:
+    """The hidden states of one micro-batch that the rank at `position` sends on for a stage that begins with `unit`."""
+    stage = unit.stages[0] if unit.stages else 0
+    if not unit.hands_on or rank_of(stage) != position:
+        return ()
+    num_bytes = batch.num_rows * batch.num_tokens * unit.hands_on * batch.itemsize
+    neighbours = {Phase.FORWARD: stage + 1, Phase.BACKWARD: stage - 1}
+    return tuple(
+        Transfer(Kind.SEND, axis, phase, num_bytes, num_bytes)
+        for phase, other in neighbours.items()
+        if 0 <= other < num_stages and rank_of(other) != position
+    )

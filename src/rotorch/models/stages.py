@@ -1,0 +1,148 @@
+"""Pipeline stages of an unmodified Hugging Face model: some of its layers run, the others are passed over.
+
+[Note: stages]
+    A model says by its pipeline plan (`base_model_pp_plan`) which list of layers its hidden states pass, and what lies
+    before and after. A stage runs the model's own forward, so masks and rotary embeddings are made as ever, from
+    `inputs_embeds` of the shape of what the stage received. Layers keep their numbers: those before the stage do
+    nothing, the first of its own finds what was received in place of its argument, and where the next stage begins
+    the forward ends (`StageOutput`), so norm, head and loss run in the last stage only. Layers are passed over by other
+    entries in the module list, for the time of one forward; names and modules stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from rotorch.core.stages import NO_ORDER, LayerOrder
+
+
+class StageOutput(Exception):
+    """Ends the forward of a stage that is not the last, with the hidden states for the next one."""
+
+    def __init__(self, hidden_states: Tensor) -> None:
+        super().__init__("the forward of a pipeline stage ends here")
+        self.hidden_states = hidden_states
+
+
+def layer_order(module: nn.Module) -> LayerOrder:
+    """Where `module` may be cut into stages, by the pipeline plan of its configuration."""
+    config = getattr(module, "config", None)
+    plan = getattr(config, "base_model_pp_plan", None)
+    if config is None or not plan:
+        return NO_ORDER
+    trunk = module.base_model
+    children = dict(trunk.named_children())
+    lists = [name for name in plan if isinstance(children.get(name), nn.ModuleList)]
+    if len(lists) != 1:
+        return LayerOrder(refused=f"its pipeline plan names {len(lists)} lists of layers, not one")
+    names = {id(child): name for name, child in module.named_modules()}
+    prefix = f"{names[id(trunk)]}." if names[id(trunk)] else ""
+    entries = list(plan)
+    behind = {name for name in entries[entries.index(lists[0]) + 1 :] if name in children}
+    stateful = {name for name, child in children.items() if any(True for _ in child.parameters())}
+    own = {name for name, _ in trunk.named_parameters(recurse=False)}
+    if unknown := sorted((stateful | own) - set(entries)):
+        return LayerOrder(refused=f"its pipeline plan says nothing of {', '.join(unknown)}, which have weights")
+    layers = children[lists[0]]
+    assert isinstance(layers, nn.ModuleList)
+    outside = [
+        name
+        for name, child in module.named_modules()
+        if name and "." not in name and child is not trunk and trunk is not module
+    ]
+    return LayerOrder(
+        layers=tuple(f"{prefix}{lists[0]}.{number}" for number in range(len(layers))),
+        after=(*(f"{prefix}{name}" for name in sorted(behind)), *outside),
+        width=int(getattr(config.get_text_config(), "hidden_size", 0)),
+    )
+
+
+class _Passed(nn.Module):
+    """Stands where a layer of an earlier stage is: nobody looks at what it returns."""
+
+    def __init__(self, received: Tensor) -> None:
+        super().__init__()
+        self._received = received
+
+    def forward(self, *_: Any, **__: Any) -> Tensor:
+        return self._received
+
+
+class _End(nn.Module):
+    """Stands where the first layer of the next stage is."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        raise StageOutput(args[0] if args else kwargs["hidden_states"])
+
+
+class StagedModule:
+    """Runs one stage of a module at a time.
+
+    Args:
+        module: the whole model.
+        order: its layers.
+        parts: which of them belong to each stage.
+    """
+
+    def __init__(self, module: nn.Module, *, order: LayerOrder, parts: Sequence[range]) -> None:
+        self._trunk = module.base_model
+        self._layers = module.get_submodule(order.layers[0].rpartition(".")[0])
+        self._parts = parts
+
+    @property
+    def num_stages(self) -> int:
+        return len(self._parts)
+
+    @contextmanager
+    def stage(self, number: int, *, received: Tensor | None) -> Iterator[None]:
+        """Within it the module's forward is that of one stage; it raises `StageOutput` if that is not the last.
+
+        Args:
+            number: which stage.
+            received: hidden states of the stage before; None for the first.
+        """
+        part, entries = self._parts[number], self._layers._modules
+        kept = dict(entries)
+        hooks = []
+        try:
+            if received is not None:
+                hooks = [
+                    self._trunk.register_forward_pre_hook(_embedded(received), with_kwargs=True),
+                    self._layers[part.start].register_forward_pre_hook(
+                        _received(received), with_kwargs=True, prepend=True
+                    ),
+                ]
+                passed = _Passed(received.detach())
+                entries.update({str(layer): passed for layer in range(part.start)})
+            if number + 1 < len(self._parts):
+                entries[str(part.stop)] = _End()
+            yield
+        finally:
+            entries.update(kept)
+            for hook in hooks:
+                hook.remove()
+
+
+def _embedded(received: Tensor) -> Any:
+    """Lets a model take embeddings of the shape of what was received in place of token ids."""
+
+    def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        ids = {"input_ids": None} if not args else {}  # token ids come first, or by name
+        return (None, *args[1:]) if args else args, {**kwargs, **ids, "inputs_embeds": received.detach()}
+
+    return hook
+
+
+def _received(received: Tensor) -> Any:
+    """Lets a layer take what was received in place of its hidden states."""
+
+    def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (received, *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": received}
+
+    return hook

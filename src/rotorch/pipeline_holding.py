@@ -1,0 +1,293 @@
+"""How strategies that cut a model into stages hold it (`pp`, `zeropp`), and run a step: actions, row by row.
+
+Another Holding, `inner`, holds the units of this rank's stages. A weight of other stages is a DTensor here all the
+same, of which this rank has nothing: so names, optimizers, clipping and checkpoints are those of any layout.
+
+[Note: weights of two stages]
+    An embedding tied to a head is used in the first stage and in the last. Its home is the first. The last has a guest,
+    lent by its own `inner`, which gets the values of the home when a step starts, and sends its gradient home at the
+    end: as many bytes as a sum of gradients, one optimizer state, and values that cannot drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from rotorch.comm.observe import Observer
+from rotorch.comm.stage_messages import StageMessages
+from rotorch.core.spec import ModelSpec, UnitKind, Weight
+from rotorch.core.stages import stage_layers
+from rotorch.models.losses import Batch
+from rotorch.models.stages import StagedModule
+from rotorch.parallel_model import Holding
+from rotorch.pipeline_step import PipelineStep
+from rotorch.pipelining.actions import Action, ActionKind, Placement, Schedule
+from rotorch.pipelining.lower import lower
+from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.sites import find_sites
+from rotorch.shard.twins import Part, Twins
+
+Result = TypeVar("Result")
+
+
+class WholeStages(Holding):
+    """The weights of this rank's stages, whole: what is inside of a pipeline if nothing else is.
+
+    Args:
+        module: the model.
+        spec: the units of this rank's stages.
+        mesh: of the pipeline.
+        device: where to hold them.
+    """
+
+    def __init__(self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
+        self._module = module
+        self._twins = Twins(
+            [Part(w, cut_pieces(w, num_slices=1, index=0), w.shape, (Replicate(),)) for w in spec.weights],
+            parameters=dict(module.named_parameters()),
+            sites=find_sites(module),
+            mesh=mesh,
+            device=device,
+            gradients_stay=False,
+        )
+        self.weights = self._twins.held
+
+    @contextmanager
+    def lend(self) -> Iterator[nn.Module]:
+        with self._twins.lent(()):
+            yield self._module
+
+    def start(self) -> None:
+        self._twins.start()
+
+    def finish(self) -> None:
+        self._twins.attach()
+
+
+class PipelineHolding(Holding):
+    """One rank's stages of a model.
+
+    Args:
+        inner: holds the units of this rank's stages.
+        module: the model.
+        spec: all its units, with the stages that use each.
+        num_stages: of the whole pipeline.
+        placement: which rank has which stage.
+        schedule: makes the plain table of a step from its number of micro-batches.
+        mesh: of the pipeline, one axis.
+        inside: the axes of the pipeline and of `inner`.
+        device: of this rank.
+    """
+
+    def __init__(
+        self,
+        inner: Holding,
+        *,
+        module: nn.Module,
+        spec: ModelSpec,
+        num_stages: int,
+        placement: Placement,
+        schedule: Callable[[int], Schedule],
+        mesh: DeviceMesh,
+        inside: DeviceMesh,
+        device: torch.device,
+    ) -> None:
+        self._inner = inner
+        self._placement = placement
+        self._num_stages = num_stages
+        self._schedule = schedule
+        self._tables: dict[int, Schedule] = {}
+        self._mesh, self._inside, self._device = mesh, inside, device
+        self._position = mesh.get_local_rank()
+        self._staged = StagedModule(module, order=spec.order, parts=stage_layers(spec, num_stages=num_stages))
+        self._messages = StageMessages(mesh, device=device)
+        self.loss_scale = inner.loss_scale
+        sites, parameters = find_sites(module), dict(module.named_parameters())
+        homes = {w.name: self._rank_of(u.stages[0]) for u in spec.units for w in u.weights}
+        self._homes = {name for name, home in homes.items() if home == self._position}
+        self._guests: list[tuple[str, int]] = []
+        """Weights of stages on two ranks: their names, and the position of the other rank."""
+        for unit in spec.units:
+            home, *others = dict.fromkeys(self._rank_of(stage) for stage in unit.stages)
+            if self._position == home:
+                self._guests += [(w.name, other) for w in unit.weights for other in others]
+            elif self._position in others:
+                self._guests += [(w.name, home) for w in unit.weights]
+        replicated = [w.name for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
+        replicates = any(inner.weights[name].num_holders > 1 for name in replicated if name in inner.weights)
+        self.weights = {
+            w.name: self._held(w, parameters[w.name], whole=replicates and w.name in set(replicated))
+            for w in spec.weights
+        }
+        self._sites = [(site, name) for name in self.weights for site in sites[name]]
+        self._take_back()
+
+    def _rank_of(self, stage: int) -> int:
+        return self._placement.rank_of(stage, num_ranks=self._mesh.size())
+
+    def _held(self, weight: Weight, source: nn.Parameter, *, whole: bool) -> HeldWeight:
+        """A weight as part of what all ranks of the pipeline have; cut in name only."""
+        inner = self._inner.weights[weight.name] if weight.name in self._homes else None
+        if inner is None:
+            local = torch.empty((0, *weight.shape[1:]), dtype=source.dtype, device=self._device)
+        else:
+            local = inner.local
+        placements = [Shard(0), *[Replicate() if whole else Shard(0)] * (self._inside.ndim - 1)]
+        shape = torch.Size(weight.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        at_rest = DTensor.from_local(local, self._inside, placements, run_check=False, shape=shape, stride=stride)
+        parameter = nn.Parameter(at_rest, requires_grad=source.requires_grad)
+        if inner is None:
+            return HeldWeight(weight, local, (), parameter)
+        return HeldWeight(weight, local, inner.pieces, parameter, inner.num_holders, inner.holder)
+
+    # ---------------------------------------------------------------- lending
+
+    @contextmanager
+    def lend(self) -> Iterator[nn.Module]:
+        try:
+            with self._inner.lend() as callee:
+                yield callee
+        finally:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        for site, name in self._sites:
+            site.put(self.weights[name].parameter)
+
+    def start(self) -> None:
+        for name, inner in self._inner.weights.items():
+            held = self.weights[name]
+            inner.parameter.requires_grad_(held.parameter.requires_grad)
+            before = held.local_grad if name in self._homes else None  # a guest's is nobody's but this step's
+            if before is None:
+                inner.parameter.grad = None
+            elif inner.local_grad is None or inner.local_grad.data_ptr() != before.data_ptr():
+                inner.parameter.grad = _at_rest_like(inner.parameter, before)
+        self._values_to_guests()
+        self._inner.start()
+
+    def _values_to_guests(self) -> None:
+        """All ranks of the pipeline (see [Note: weights of two stages])."""
+        mine = [(other, self._inner.weights[name].local) for name, other in self._guests if name in self._homes]
+        theirs = [(home, self._inner.weights[name].local) for name, home in self._guests if name not in self._homes]
+        self._messages.exchange(mine, theirs)
+        if theirs:
+            self._inner.values_changed()
+
+    def _gradients_of_guests(self) -> None:
+        """All ranks of the pipeline."""
+        trained = [(name, other) for name, other in self._guests if self.weights[name].parameter.requires_grad]
+        outgoing: list[tuple[int, Tensor]] = []
+        incoming: list[tuple[int, Tensor]] = []
+        for name, other in trained:
+            inner = self._inner.weights[name]
+            if name in self._homes:
+                incoming.append((other, torch.empty_like(inner.local)))
+            else:
+                found = inner.local_grad
+                outgoing.append((other, torch.zeros_like(inner.local) if found is None else found.contiguous()))
+        self._messages.exchange(outgoing, incoming)
+        home = [name for name, _ in trained if name in self._homes]
+        for name, (_, gradient) in zip(home, incoming, strict=True):
+            inner = self._inner.weights[name]
+            if inner.local_grad is None:
+                inner.parameter.grad = _at_rest_like(inner.parameter, gradient)
+            else:
+                inner.local_grad.add_(gradient)
+
+    def finish(self) -> None:
+        self._inner.finish()
+        self._gradients_of_guests()
+        for name, held in self.weights.items():
+            if held.parameter.requires_grad:
+                found = self._inner.weights[name].local_grad if name in self._homes else None
+                # What no pass used counts as zeros: no rank knows what those of other stages have used.
+                gradient = torch.zeros_like(held.local) if found is None else found
+                held.parameter.grad = _at_rest_like(held.parameter, gradient)
+
+    def values_changed(self) -> None:
+        self._inner.values_changed()
+
+    @property
+    def transport(self) -> str | None:
+        return self._inner.transport
+
+    def slots(self) -> list[Tensor]:
+        return self._inner.slots()
+
+    def observed(self, observer: Observer) -> AbstractContextManager[None]:
+        return self._inner.observed(observer)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    # ---------------------------------------------------------------- running
+
+    def forward_backward(
+        self, callee: nn.Module, micro_batches: Sequence[Batch], loss_of: Callable[[nn.Module, Batch], Tensor]
+    ) -> Tensor:
+        number = len(micro_batches)
+        if number not in self._tables:
+            self._tables[number] = lower(self._schedule(number), weight_gradients_need_weights=False)
+        step = self._step(partial(loss_of, callee), micro_batches)
+        step.run(self._tables[number].rows[self._position], self._tables[number])
+        total = torch.zeros((), dtype=torch.float64)
+        for _, loss in step.results:
+            total += loss.detach().double().cpu()
+        return total * self._mesh.size()  # the other ranks of the pipeline, which share its batch, have none
+
+    def forward(
+        self, callee: nn.Module, micro_batches: Sequence[Batch], run: Callable[[nn.Module, Batch], Result]
+    ) -> list[Result]:
+        table = lower(_forwards(self._num_stages, self._placement, self._mesh.size(), len(micro_batches)))
+        step = self._step(partial(run, callee), micro_batches)
+        step.run(table.rows[self._position], table)
+        results = [result for _, result in sorted(step.results, key=lambda found: found[0])]
+        last = self._rank_of(self._num_stages - 1)
+        return self._messages.from_one(results, source=last)  # type: ignore[return-value]
+
+    def _step(self, run: Callable[[Batch], Any], micro_batches: Sequence[Batch]) -> PipelineStep:
+        return PipelineStep(
+            self._inner, staged=self._staged, messages=self._messages, run=run, micro_batches=micro_batches
+        )
+
+
+def _at_rest_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
+    """A DTensor over `local` with the mesh and placements of a parameter's."""
+    like = parameter.data
+    assert isinstance(like, DTensor)
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def _forwards(num_stages: int, placement: Placement, num_ranks: int, num_micro_batches: int) -> Schedule:
+    """The plain table of forwards alone, chunk by chunk."""
+    rows = [
+        tuple(
+            Action(ActionKind.FORWARD, stage, micro_batch)
+            for stage in range(num_stages)
+            if placement.rank_of(stage, num_ranks=num_ranks) == rank
+            for micro_batch in range(num_micro_batches)
+        )
+        for rank in range(num_ranks)
+    ]
+    return Schedule(
+        name="forwards",
+        num_ranks=num_ranks,
+        num_chunks=num_stages // num_ranks,
+        num_micro_batches=num_micro_batches,
+        unit=num_micro_batches,
+        placement=placement,
+        most_in_flight=0,
+        rows=tuple(rows),
+    )

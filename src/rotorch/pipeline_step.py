@@ -1,0 +1,160 @@
+"""One step of a pipeline on one rank: the actions of its row, one after another.
+
+[Note: breaking off]
+    A rank whose stage raises goes on through its row without computing, and tells the ranks that wait for it; they do
+    the same. So all ranks raise at the end of the row: the first what happened, the others a RankFailure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotorch.comm.stage_messages import StageMessages
+from rotorch.core.errors import RankFailure
+from rotorch.models.losses import Batch
+from rotorch.models.stages import StagedModule, StageOutput
+from rotorch.parallel_model import Holding
+from rotorch.pipelining.actions import MESSAGES, SENDS, Action, ActionKind, Schedule, counterpart, peer_stage
+
+
+class PipelineStep:
+    """What a rank has in hand during a step.
+
+    Args:
+        inner: holds the weights of this rank's stages, and is lent.
+        staged: the module.
+        messages: to and from the other ranks of the pipeline.
+        run: the whole model's forward on a micro-batch, and what is made of it (its loss, before `backward`).
+        micro_batches: of the step.
+
+    Attributes:
+        results: of the last stage, what `run` gave, with the micro-batch's number.
+    """
+
+    def __init__(
+        self,
+        inner: Holding,
+        *,
+        staged: StagedModule,
+        messages: StageMessages,
+        run: Callable[[Batch], Any],
+        micro_batches: Sequence[Batch],
+    ) -> None:
+        self._inner = inner
+        self._staged = staged
+        self._messages = messages
+        self._run = run
+        self._micro_batches = micro_batches
+        self._given: dict[Action, Tensor | None] = {}
+        """What a computation gave for the message that it goes with, by that SEND; None if the step has broken off."""
+        self._graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
+        """Of each forward whose backward is to come: what was received, and what came out."""
+        self._error: BaseException | None = None
+        self._heard = False
+        self.results: list[tuple[int, Any]] = []
+
+    def run(self, row: Iterable[Action], table: Schedule) -> None:
+        """Does a row of a lowered table. All ranks of the pipeline, each its own.
+
+        Raises:
+            RankFailure: another rank of the pipeline has broken off.
+        """
+        for action in row:
+            if action.kind in MESSAGES:
+                self._message(action, table)
+            elif not (self._error or self._heard):
+                self._guarded(action, table)
+        self._messages.settle()
+        if self._error is not None:
+            raise self._error
+        if self._heard:
+            raise RankFailure("pipeline: another stage of the model raised; see the rank that holds it")
+
+    def _guarded(self, action: Action, table: Schedule) -> None:
+        try:
+            self._compute(action, table)
+        except Exception as error:  # told to the other ranks, and raised at the end of the row
+            self._error = error
+
+    def _message(self, action: Action, table: Schedule) -> None:
+        peer, tag = table.rank_of(peer_stage(action)), _tag(action, table)
+        if action.kind not in SENDS:
+            self._messages.expect(source=peer, tag=tag)
+            return
+        self._messages.send(self._given.pop(action, None), to=peer, tag=tag)
+
+    def _take(self, kind: ActionKind, stage: int, micro_batch: int, table: Schedule) -> Tensor | None:
+        """What another stage has for a computation of this one: received, or given on this rank."""
+        receive = Action(kind, stage, micro_batch)
+        send = counterpart(receive)
+        peer = table.rank_of(send.stage)
+        if peer == table.rank_of(stage):
+            return self._given.pop(send)
+        tensor = self._messages.receive(source=peer, tag=_tag(receive, table))
+        self._heard = self._heard or tensor is None
+        return tensor
+
+    def _compute(self, action: Action, table: Schedule) -> None:
+        match action.kind:
+            case ActionKind.FORWARD:
+                self._forward(action, table)
+            case ActionKind.BACKWARD:
+                self._backward(action, table)
+            case ActionKind.UNSHARD:
+                self._inner.unshard(action.stage)
+            case ActionKind.RESHARD:
+                self._inner.reshard(action.stage)
+            case ActionKind.REDUCE_GRAD:
+                self._inner.sum_gradients(action.stage)
+            case other:
+                raise AssertionError(f"no rule for {other}")
+
+    def _forward(self, action: Action, table: Schedule) -> None:
+        stage, number = action.stage, _number(action)
+        received = None
+        if stage > 0:
+            received = self._take(ActionKind.RECV_FORWARD, stage, number, table)
+            if received is None:
+                return
+            received = received.detach().requires_grad_(torch.is_grad_enabled())
+        with self._staged.stage(stage, received=received):
+            try:
+                output = self._run(self._micro_batches[number])
+            except StageOutput as end:
+                output = end.hidden_states
+                self._given[Action(ActionKind.SEND_FORWARD, stage, number)] = output.detach()
+            else:
+                self.results.append((number, output.detach() if isinstance(output, Tensor) else output))
+        if torch.is_grad_enabled():
+            self._graphs[stage, number] = received, output
+
+    def _backward(self, action: Action, table: Schedule) -> None:
+        stage, number = action.stage, _number(action)
+        gradient = None
+        if stage + 1 < table.num_stages:
+            gradient = self._take(ActionKind.RECV_BACKWARD, stage, number, table)
+            if gradient is None:
+                return
+        received, output = self._graphs.pop((stage, number))
+        if output.requires_grad:  # else all that lies before is frozen
+            torch.autograd.backward(output, gradient)
+        if received is not None:
+            found = torch.zeros_like(received) if received.grad is None else received.grad
+            self._given[Action(ActionKind.SEND_BACKWARD, stage, number)] = found
+
+
+def _number(action: Action) -> int:
+    if action.micro_batch is None:
+        raise AssertionError(f"{action} computes on no micro-batch")
+    return action.micro_batch
+
+
+def _tag(action: Action, table: Schedule) -> int:
+    """A number of its own for every message between two stages, the same at both ends."""
+    forward = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
+    lower = min(action.stage, peer_stage(action))
+    return (lower * table.num_micro_batches + _number(action)) * 2 + (0 if forward else 1)

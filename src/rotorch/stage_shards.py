@@ -1,0 +1,213 @@
+"""Weights of pipeline stages, cut over the ranks of a stage and gathered whole for a run of micro-batches.
+
+What `fsdp` inside of a pipeline and `zeropp` have in common. Torch's `fully_shard` gathers around every forward and
+backward of a module; a pipeline has many of them in a row, and says itself when a stage's weights are whole (UNSHARD),
+may go (RESHARD), and when their gradients are summed (REDUCE_GRAD): one message each, however many weights.
+
+[Note: gathered memory]
+    A whole weight is one parameter throughout, whose memory is freed and taken again, so that what autograd has saved
+    of it in forward is there in backward. It is written through `.data`, which autograd takes for no change.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from rotorch.comm.line import Line
+from rotorch.core.spec import ModelSpec, Weight
+from rotorch.parallel_model import Holding
+from rotorch.shard.held import HeldWeight, Piece, refuse_unfrozen
+from rotorch.shard.sites import Site, find_sites
+
+
+@dataclass(eq=False)
+class _Shard:
+    """One weight: `rows` of it per rank, the last ranks fewer; `whole` has no memory unless gathered."""
+
+    held: HeldWeight
+    whole: nn.Parameter
+    rows: int
+    sites: tuple[Site, ...]
+
+    @property
+    def padded(self) -> int:
+        """Elements per rank, on every rank the same."""
+        return self.rows * math.prod(self.whole.shape[1:])
+
+
+@dataclass(eq=False)
+class _Group:
+    """Weights of one dtype that the same stages use: what one message gathers, and one sums the gradients of."""
+
+    shards: list[_Shard] = field(default_factory=list)
+    gathered_for: set[int] = field(default_factory=set)
+    sums: Tensor | None = None
+    """Of this rank's part of the gradients of a step, flat."""
+
+    @property
+    def numel(self) -> int:
+        return sum(shard.padded for shard in self.shards)
+
+
+class StageShards(Holding):
+    """This rank's part of the weights of its stages.
+
+    Args:
+        module: the model.
+        spec: the units of this rank's stages.
+        mesh: of the ranks that share them, one axis.
+        device: of this rank.
+        reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
+    """
+
+    def __init__(
+        self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device, reshard: bool = True
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        self._reshard = reshard
+        self._line = Line.along(mesh, (mesh.mesh_dim_names or ("",))[0])
+        parameters, sites = dict(module.named_parameters()), find_sites(module)
+        groups: dict[tuple[tuple[int, ...], torch.dtype], _Group] = {}
+        self.weights = {}
+        for unit in spec.units:
+            for weight in unit.weights:
+                source = parameters[weight.name]
+                shard = self._shard(weight, source, sites=sites[weight.name], device=device)
+                groups.setdefault((unit.stages, source.dtype), _Group()).shards.append(shard)
+                self.weights[weight.name] = shard.held
+        self._groups = groups
+        self._carried: dict[str, Tensor] = {}
+        self._take_back()
+
+    def _shard(self, weight: Weight, source: nn.Parameter, *, sites: tuple[Site, ...], device: torch.device) -> _Shard:
+        position, each = self._line.position, -(-weight.shape[0] // self._line.size)
+        mine = max(0, min(weight.shape[0], (position + 1) * each) - position * each)
+        pieces: tuple[Piece, ...] = ()
+        if mine:
+            pieces = (Piece((position * each, *[0] * (len(weight.shape) - 1)), (mine, *weight.shape[1:])),)
+        local = torch.empty((mine, *weight.shape[1:]), dtype=source.dtype, device=device)
+        if not source.is_meta:
+            for piece in pieces:
+                piece.of_local(local).copy_(piece.of_whole(source.detach()))
+        shape = torch.Size(weight.shape)
+        stride = torch.empty(shape, device="meta").stride()
+        at_rest = DTensor.from_local(local, self._mesh, (Shard(0),), run_check=False, shape=shape, stride=stride)
+        parameter = nn.Parameter(at_rest, requires_grad=source.requires_grad)
+        whole = nn.Parameter(torch.empty(shape, dtype=source.dtype, device=device), requires_grad=source.requires_grad)
+        whole.untyped_storage().resize_(0)
+        return _Shard(HeldWeight(weight, local, pieces, parameter), whole, each, sites)
+
+    # ---------------------------------------------------------------- lending
+
+    @contextmanager
+    def lend(self) -> Iterator[nn.Module]:
+        try:
+            for group in self._groups.values():
+                for shard in group.shards:
+                    for site in shard.sites:
+                        site.put(shard.whole)
+            yield self._module
+        finally:
+            for group in self._groups.values():
+                self._free(group)
+                group.sums = None
+                for shard in group.shards:
+                    shard.whole.grad = None
+            self._take_back()
+
+    def _take_back(self) -> None:
+        for group in self._groups.values():
+            for shard in group.shards:
+                for site in shard.sites:
+                    site.put(shard.held.parameter)
+
+    def _of(self, stage: int) -> Sequence[_Group]:
+        return [group for (stages, _), group in self._groups.items() if stage in stages]
+
+    def unshard(self, stage: int) -> None:
+        """Gathers a stage's weights. All ranks that share it."""
+        for group in self._of(stage):
+            if not group.gathered_for:
+                self._gather(group)
+            group.gathered_for.add(stage)
+
+    def reshard(self, stage: int) -> None:
+        for group in self._of(stage) if self._reshard else ():
+            group.gathered_for.discard(stage)
+            if not group.gathered_for:
+                self._free(group)
+
+    @torch.no_grad()
+    def _gather(self, group: _Group) -> None:
+        mine = group.shards[0].held.local.new_zeros(group.numel)
+        for shard, part in zip(group.shards, mine.split([s.padded for s in group.shards]), strict=True):
+            part[: shard.held.local.numel()] = shard.held.local.reshape(-1)
+        parts = self._line.all_gather(mine).view(self._line.size, -1)
+        for shard, part in zip(group.shards, parts.split([s.padded for s in group.shards], dim=1), strict=True):
+            whole = shard.whole
+            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+            whole.data.copy_(part.reshape(-1)[: whole.numel()].view(whole.shape))  # see [Note: gathered memory]
+
+    def _free(self, group: _Group) -> None:
+        group.gathered_for.clear()
+        for shard in group.shards:
+            shard.whole.untyped_storage().resize_(0)
+
+    # ---------------------------------------------------------------- gradients
+
+    def start(self) -> None:
+        self._carried = {}
+        for group in self._groups.values():
+            for shard in group.shards:
+                shard.whole.grad = None
+                if not shard.whole.requires_grad:
+                    refuse_unfrozen(shard.held)
+                if shard.held.local_grad is not None and torch.is_grad_enabled():
+                    self._carried[shard.held.name] = shard.held.local_grad.clone()
+
+    def sum_gradients(self, stage: int) -> None:
+        """Sums a stage's gradients so far, adds this rank's part to those of the step. All ranks that share it."""
+        for group in self._of(stage):
+            self._sum(group)
+
+    @torch.no_grad()
+    def _sum(self, group: _Group) -> None:
+        trained = [shard for shard in group.shards if shard.whole.requires_grad]
+        if not trained:
+            return
+        parts = trained[0].whole.new_zeros(self._line.size, sum(s.padded for s in trained))
+        for shard, part in zip(trained, parts.split([s.padded for s in trained], dim=1), strict=True):
+            if shard.whole.grad is not None:
+                rows = torch.zeros(self._line.size * shard.padded, dtype=part.dtype, device=part.device)
+                rows[: shard.whole.numel()] = shard.whole.grad.reshape(-1)
+                part.copy_(rows.view(self._line.size, -1))
+            shard.whole.grad = None
+        mine = self._line.reduce_scatter(parts.view(-1))
+        group.sums = mine if group.sums is None else group.sums.add_(mine)
+
+    def finish(self) -> None:
+        for group in self._groups.values():
+            trained = [shard for shard in group.shards if shard.whole.requires_grad]
+            if not trained:
+                continue
+            if group.sums is None or any(shard.whole.grad is not None for shard in trained):
+                raise AssertionError("a pipeline sums the gradients of each of its stages")
+            for shard, part in zip(trained, group.sums.split([s.padded for s in trained]), strict=True):
+                held = shard.held
+                gradient = part[: held.local.numel()].view(held.local.shape)
+                if held.name in self._carried:
+                    gradient.add_(self._carried.pop(held.name))
+                at_rest = held.parameter.data
+                assert isinstance(at_rest, DTensor)
+                held.parameter.grad = DTensor.from_local(
+                    gradient, self._mesh, (Shard(0),), run_check=False, shape=at_rest.shape, stride=at_rest.stride()
+                )

@@ -1,0 +1,1 @@
+"""`pp`: see `plan.py` for what it is, `apply.py` for how."""

@@ -1,0 +1,81 @@
+"""Stages of unmodified models, and where a model is cut into them."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import rotorch
+from rotorch.core.errors import ConfigError
+from rotorch.core.stages import balanced, of_stages, with_stages
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm, load_config
+from rotorch.models.stages import StagedModule, StageOutput, layer_order
+from rotorch.strategies import parse_parallel
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
+def test_no_other_cut_has_a_smaller_largest_part(costs, data):
+    num_parts = data.draw(st.integers(1, len(costs)))
+    parts = balanced(costs, num_parts=num_parts)
+    assert [i for part in parts for i in part] == list(range(len(costs)))
+    assert len(parts) == num_parts and all(len(part) for part in parts)
+
+    def best(start, left):
+        if left == 1:
+            return sum(costs[start:])
+        ends = range(start + 1, len(costs) - left + 2)
+        return min(max(sum(costs[start:end]), best(end, left - 1)) for end in ends)
+
+    assert max(sum(costs[i] for i in part) for part in parts) == best(0, num_parts)
+
+
+def meta(path):
+    with rotorch.on_meta():
+        return causal_lm(load_config(path)).train()
+
+
+def test_stages_hold_every_weight_and_a_tied_one_twice(tiny):
+    spec = with_stages(describe(meta(tiny("qwen3"))), num_stages=3)
+    assert {w.name for w in spec.weights} == {w.name for w in describe(meta(tiny("qwen3"))).weights}
+    tied = next(u for u in spec.units if "embed_tokens" in u.name)
+    assert tied.stages == (0, 2)
+    first, last = (of_stages(spec, mine=lambda stage, k=k: stage == k) for k in (0, 2))
+    by_rank = [next(u for u in part.units if "embed_tokens" in u.name) for part in (first, last)]
+    assert [(u.uses, u.reads_in_backward) for u in by_rank] == [(1, 0), (1, 1)]
+    assert sum(u.hands_on > 0 for u in spec.units) == 3
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "mixtral"])
+def test_stages_one_after_another_are_the_model(tiny, family):
+    torch.manual_seed(0)
+    config = load_config(tiny(family))
+    module = causal_lm(config).eval()
+    order = layer_order(module)
+    last = len(order.layers)
+    staged = StagedModule(module, order=order, parts=(range(1), range(1, last)))
+    batch = {"input_ids": torch.randint(config.vocab_size, (2, 7)), "attention_mask": torch.ones(2, 7)}
+    batch["attention_mask"][0, 5:] = 0
+    with torch.no_grad():
+        whole = module(**batch, use_cache=False).logits
+        with staged.stage(0, received=None), pytest.raises(StageOutput) as end:
+            module(**batch, use_cache=False)
+        with staged.stage(1, received=end.value.hidden_states):
+            parts = module(**batch, use_cache=False).logits
+        assert torch.equal(parts, whole)
+        assert torch.equal(module(**batch, use_cache=False).logits, whole)  # nothing is left behind
+
+
+def refusal(parallel, module):
+    with pytest.raises(ConfigError) as error:
+        rotorch.parallelize(module, parallel, device="cpu")
+    return str(error.value)
+
+
+def test_what_cannot_be_cut_is_refused(tiny):
+    assert "3 stages over LlamaForCausalLM, which has 2 layers" in refusal("pp=3", meta(tiny("llama")))
+    assert "cannot be cut into stages: it has no pipeline plan" in refusal("pp=2", torch.nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match=r"around rtp=2: what is computed again .* Write pp=2,rtp=..\[recompute"):
+        parse_parallel("pp=2[recompute=block],rtp=2")
+    with pytest.raises(ConfigError, match="a unit of 4 micro-batches, but a step has 2"):
+        parse_parallel("pp=2[unit=4]")[0].table(2)
