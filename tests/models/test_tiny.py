@@ -1,8 +1,10 @@
 import pytest
 import torch
 import transformers
+from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerTextConfig
 
 from rotorch.models.tiny import NUM_DRAWN_TOKENS, inputs_for, number_for, shrunk, shrunk_like
+from rotorch.testing.subjects import tiny_subject
 
 
 def test_a_rich_tiny_model_has_few_heads_groups_and_biases():
@@ -47,3 +49,26 @@ def test_images_divide_by_rows():
     made = inputs_for(transformers.ViTModel, config, num_rows=6, num_tokens=8)
     assert {name: len(rows) % 6 for name, rows in made.items()} == {"pixel_values": 0}
     assert made["pixel_values"].dtype == torch.float64
+
+
+def test_kinds_of_layers_that_are_left_to_checkpoints_follow_from_other_fields():
+    assert transformers.Lfm2MoeConfig().layer_types is None
+    richest = next(config for config in shrunk(transformers.Lfm2MoeConfig) if config.layer_types)
+    assert richest.layer_types == ["conv", "full_attention"]
+    assert richest.num_dense_layers < richest.num_hidden_layers == 2  # so there are experts, too
+
+
+def test_rotary_parameters_that_are_left_to_checkpoints_are_filled_in():
+    assert not transformers.CohereCompassTextConfig().rope_parameters
+    config = list(shrunk(transformers.CohereCompassTextConfig))[-1]
+    assert config.rope_parameters["full_attention"]["rope_theta"] == 10_000.0
+
+
+def test_weights_that_a_model_forgets_to_set_get_values():
+    """transformers sets the experts of the thinker, not those of the talker."""
+    subject = tiny_subject(Qwen3OmniMoeTalkerTextConfig)
+    torch.manual_seed(0)
+    first = dict(subject.build().named_parameters())
+    assert all("experts" in name for name in subject._never_set) and subject._never_set
+    torch.manual_seed(0)
+    assert all(torch.equal(first[name], value) for name, value in subject.build().named_parameters())

@@ -7,7 +7,8 @@
     entry per layer keep one layer of each kind. Nested configurations are shrunk alike.
 
     Some architectures do not allow all features at once. `shrunk` offers variants from rich to plain, and the first
-    that runs is taken.
+    that runs is taken. What a configuration leaves to its checkpoints (`layer_types = None`, no rotary parameters) is
+    filled in by the later ones.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,6 +96,7 @@ _FILLED = re.compile(
     r"\w*(experts_per_tok|topk|topk_group|n_group|head_dim|intermediate_size|experts|sliding_window|kv_heads)"
     r"|num_key_value_heads|indexer_\w+"
 )
+_OF_IMAGES = re.compile(r"visual|vision|image|pixel|video|audio")  # they come with a mask of their places
 _PER_LAYER = re.compile(r"\w*(layer|types|pattern|heads_per|limits|window|rope_theta)\w*")
 
 
@@ -168,12 +170,15 @@ def _shrink(default: Any, variant: _Variant, *, rebuild: bool = True) -> Any:
                 given[name] = True
         elif value is None and variant.filled and name.endswith("mlp_layer_types"):
             given[name] = ["dense", *["sparse"] * (len(layers.kept) - 1)] if layers is not None else None
+        elif value is None and variant.filled and name == "layer_types":
+            given[name] = _kinds_spoken_of(values, count=len(layers.kept)) if layers is not None else None
         elif value is None and variant.filled and _FILLED.fullmatch(name):
             given[name] = number_for(name)
         elif isinstance(value, list | tuple) and layers is not None and len(value) == layers.of and layers.of > 1:
             given[name] = [_number(name, value[i]) for i in layers.kept]
         elif isinstance(value, dict) and "rope" in name:
-            given[name] = _shrink_rope(value, values, sections=variant.sections)
+            of_kind = {"rope_type": "default", "rope_theta": 10_000.0} if variant.filled and not value else value
+            given[name] = _shrink_rope(of_kind, values, sections=variant.sections)
             kinds = dict.fromkeys(values.get("layer_types") or ())
             if variant.sections and variant.filled and not any(isinstance(v, dict) for v in value.values()):
                 given[name] = {kind: dict(given[name]) for kind in kinds} or given[name]
@@ -232,6 +237,15 @@ def _layers_to_keep(config: Any) -> _Layers | None:
         if len(kept) < 2 and i not in kept:
             kept = sorted([*kept, i])
     return _Layers(field, count, kept)
+
+
+def _kinds_spoken_of(fields: Iterable[str], *, count: int) -> list[str]:
+    """A kind for each of `count` layers: full attention last, before it those that fields are about (`conv_bias`)."""
+    from transformers.configuration_utils import ALLOWED_LAYER_TYPES
+
+    spoken = [k for k in ALLOWED_LAYER_TYPES if any(f.startswith(f"{k.removesuffix('_attention')}_") for f in fields)]
+    rest = [kind for kind in spoken if kind != "full_attention"][: count - 1]
+    return [*rest, *["full_attention"] * (count - len(rest))]
 
 
 def _shrink_rope(parameters: dict[str, Any], config: dict[str, Any], *, sections: bool) -> dict[str, Any]:
@@ -297,6 +311,6 @@ def inputs_for(
         elif name == "pixel_values" and (needed or "input_ids" not in asked):
             size = getattr(config, "image_size", 16)
             made[name] = normal(num_rows, getattr(config, "num_channels", 3), size, size)
-        elif name.endswith(("embeds", "hidden_states")) and (needed or embedded):
+        elif name.endswith(("embeds", "hidden_states")) and (needed or (embedded and not _OF_IMAGES.search(name))):
             made[name] = normal(num_rows, num_tokens, config.hidden_size)
     return made

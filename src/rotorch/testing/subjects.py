@@ -4,7 +4,7 @@
     A `TinySubject` is made from a configuration class alone. The model class is found by what its modeling module
     defines for the configuration; one with a loss of its own is preferred. What its forward asks for by name is made
     up: token ids, images, patches with their grid, embeddings. Without a loss of its own, the loss is a fixed function
-    of its first output.
+    of its first output. Weights that the model's own code leaves as memory happened to be get small random values.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.models.hf import causal_lm, longest_sequence
 from rotorch.models.losses import Batch, LossFn, count_targets, loss_of
 from rotorch.models.tiny import NUM_DRAWN_TOKENS, inputs_for, number_for, shrunk
+from rotorch.shard.materialize import on_meta, take_recipes
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.batches import Rows, global_batch, share_of
 
@@ -85,7 +87,17 @@ class TinySubject:
         return "labels" in inspect.signature(self.model_class.forward).parameters  # type: ignore[attr-defined]
 
     def build(self) -> nn.Module:
-        return self.model_class._from_config(self.config)  # type: ignore[attr-defined,no-any-return]
+        module: nn.Module = self.model_class._from_config(self.config)  # type: ignore[attr-defined]
+        for name in self._never_set:
+            nn.init.normal_(module.get_parameter(name), std=0.02)
+        return module
+
+    @cached_property
+    def _never_set(self) -> tuple[str, ...]:
+        """Names of weights that the model's own initialisation forgets."""
+        with on_meta():
+            recipes = take_recipes(self.model_class._from_config(self.config))  # type: ignore[attr-defined]
+        return tuple(name for name, recipe in recipes.items() if not recipe)
 
     def batch(self, *, seed: int, step: int, num_shares: int) -> Rows:
         total = num_shares * NUM_MICRO_BATCHES * NUM_ROWS
