@@ -1,5 +1,7 @@
 """The way back to published tensors: what transformers saves, name by name and bit by bit."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -55,14 +57,28 @@ def test_experts_are_views_of_what_the_model_stacks():
     assert all(part.data_ptr() >= source.data_ptr() and part._is_view() for part in stacked.make([source]).values())
 
 
-def test_what_would_not_be_read_again_is_published_as_it_is(monkeypatch):
+def no_way_back(*_args, **_kwargs):
+    raise NotImplementedError("it has no reverse")
+
+
+@pytest.mark.parametrize(
+    ("broken", "by", "why"),
+    [
+        ("named_as_in_model", lambda stored, **_: dict(stored), r"\('model\.layers\.0\..*' would not be read again\)"),
+        ("_reversed", no_way_back, r"\(NotImplementedError: it has no reverse\)"),
+    ],
+)
+def test_what_would_not_be_read_again_is_published_as_it_is_and_said(monkeypatch, caplog, broken, by, why):
     model = tiny_subject(transformers.MixtralConfig).build()
-    monkeypatch.setattr(published, "named_as_in_model", lambda stored, **_: dict(stored))
+    monkeypatch.setattr(published, broken, by)
     _, made = written(model)
     assert all(each.sources == tuple(each.shapes) for each in made)
+    (record,) = [record for record in caplog.records if record.name == published.__name__]
+    assert re.search(f"MixtralForCausalLM: tensors are written under the model's own names .* {why}", record.message)
 
 
-def test_a_plain_module_is_published_as_it_is():
+def test_a_plain_module_is_published_as_it_is(caplog):
     held = {"weight": torch.empty(2, 3, device="meta")}
     (only,) = as_published(held, module=nn.Linear(3, 2))
+    assert not caplog.records
     assert (only.sources, dict(only.shapes)) == (("weight",), {"weight": (2, 3)})

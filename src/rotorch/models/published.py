@@ -7,6 +7,7 @@ checkpoint has and which tensors of the model each is made of, so that they can 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from rotorch.models.conversions import bare, is_pretrained, named_as_in_model
 from rotorch.shard.stored import Box, Stored
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -41,21 +44,33 @@ def as_published(held: Mapping[str, Tensor], *, module: nn.Module) -> list[Publi
     Args:
         held: the model's tensors by name, on meta.
         module: the model, on meta. Of one that is not transformers' own, or whose rules cannot be reversed, tensors
-            are published as they are.
+            are published as they are, and the latter is logged.
     """
     as_they_are = [_unchanged(name, name, tensor) for name, tensor in held.items()]
     if not is_pretrained(module):
         return as_they_are
     try:
         made = _reversed(held, model=bare(module))
-    except Exception:  # what has no way back says so in many ways
+    except Exception as error:  # what has no way back says so in many ways
+        _log.warning("%s (%s: %s)", _as_here(module), type(error).__name__, error)
         return as_they_are
     # What is written must be read again as what it was.
     stubs = {name: _Stub(shape) for each in made for name, shape in each.shapes.items()}
     again = named_as_in_model(stubs, module=module, names=held.keys())
-    if {name: tuple(again[name].shape) for name in again} != {name: tuple(t.shape) for name, t in held.items()}:
+    shapes = {name: tuple(again[name].shape) for name in again}
+    wanted = {name: tuple(tensor.shape) for name, tensor in held.items()}
+    if shapes != wanted:
+        other = next(name for name in [*wanted, *shapes] if shapes.get(name) != wanted.get(name))
+        _log.warning("%s (%r would not be read again)", _as_here(module), other)
         return as_they_are
     return made
+
+
+def _as_here(module: nn.Module) -> str:
+    return (
+        f"export: {type(bare(module)).__name__}: tensors are written under the model's own names and in its shapes, "
+        "not as its family publishes them"
+    )
 
 
 def _reversed(held: Mapping[str, Tensor], *, model: Any) -> list[Published]:
