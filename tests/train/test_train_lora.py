@@ -10,9 +10,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import rotorch
 from rotorch import cli
+from rotorch.core.errors import ConfigError
+from rotorch.models.lora import add_lora
+from rotorch.run_config import load_run_config
+from rotorch.train import checkpoint
+from rotorch.train.directories import latest
 from rotorch.train.export import export_checkpoint
 from rotorch.train.manifest import MODEL, read_manifest
+from rotorch.train.preflight import check_run
+from rotorch.train.state import TrainState
 
 sys.path.insert(0, str(Path(__file__).parent))
 from commands import CONFIG, write_run
@@ -132,12 +140,27 @@ def test_it_goes_on_where_it_stopped_on_other_ranks_too(alone, published, tmp_pa
     ("change", "words"),
     [
         ("lora.rank=4", "lora.rank = 2, and here it is 4. Write lora.rank as it was"),
+        ("lora.alpha=2", "lora.alpha = 4, and here it is 2.0. Write lora.alpha as it was"),
         ("lora.targets=['q_proj']", "lora.targets = ['q_proj', 'o_proj', 'down_proj'], and here it is ['q_proj']"),
     ],
 )
 def test_other_adapters_are_not_resumed(alone, capsys, change, words):
     code = cli.run(["train", str(alone / "run.toml"), "train.global_batch=4", "train.steps=9", change, "--resume"])
     assert code == 2 and words in capsys.readouterr().err
+
+
+def test_the_same_adapters_may_be_written_otherwise(alone):
+    """Twice the rank is what alpha is by default, and targets have no order."""
+    options = ["lora.alpha=4", "lora.targets=['down_proj', 'self_attn.q_proj', 'o_proj']", "lora.dropout=0.5"]
+    config = load_run_config(alone / "run.toml", overrides=["train.global_batch=4", "train.steps=9", *options])
+    assert check_run(config, resume=True).resume is not None
+
+
+def test_a_checkpoint_is_not_loaded_beside_adapters_of_another_scale(alone, published):
+    model = add_lora(AutoModelForCausalLM.from_pretrained(published), rank=2, alpha=3.0, targets=TARGETS)
+    state = TrainState(model=rotorch.parallelize(model, "single"))
+    with pytest.raises(ConfigError, match=r"scaled by 2 \(alpha / rank\), this model's by 1\.5\. Write alpha=4"):
+        checkpoint.load(latest(alone / "run"), state)
 
 
 def test_a_run_without_adapters_is_not_resumed_with_them(alone, published, capsys, tmp_path):

@@ -65,7 +65,7 @@ def add_lora(
     chosen = sorted(_chosen(targets, module=module, layers=layers))
     config = LoraConfig(
         r=rank,
-        lora_alpha=2 * rank if alpha is None else alpha,
+        lora_alpha=alpha_of(alpha, rank=rank),
         lora_dropout=dropout,
         target_modules=chosen,  # whole names: of shorter ones peft makes adapters of stacked experts, too
         fan_in_fan_out=any(not isinstance(layer, nn.Linear) for layer in layers.values()),
@@ -88,6 +88,11 @@ def add_lora(
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(is_adapter(name))
     return module
+
+
+def alpha_of(alpha: float | None, *, rank: int) -> float:
+    """`alpha`, or what it is by default: adapters add twice their product."""
+    return 2 * rank if alpha is None else alpha
 
 
 def _chosen(targets: Sequence[str] | None, *, module: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
@@ -153,6 +158,11 @@ def adapter_config(module: nn.Module) -> dict[str, Any] | None:
     return dict(json.loads(json.dumps(config)))
 
 
+def adapter_scale(config: Mapping[str, Any]) -> float:
+    """What adapters' output is multiplied with, from what `adapter_config` returned."""
+    return float(config["lora_alpha"] / config["r"])
+
+
 def name_in_peft(name: str) -> str:
     """The name that `peft` has for an adapter's weight in its files."""
     return f"base_model.model.{name.replace(f'.{_NAME}.', '.')}"
@@ -177,7 +187,7 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, *, config: Mapping[str, 
         b: [out, rank].
         config: what `adapter_config` returned.
     """
-    added = (b @ a) * (config["lora_alpha"] / config["r"])
+    added = (b @ a) * adapter_scale(config)
     if config["fan_in_fan_out"]:
         added = added.T
     return torch.where(added == 0, weight, weight + added)  # -0.0 + 0.0 is another 0.0

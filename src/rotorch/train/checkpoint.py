@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import all_reduce_max, all_reduce_min, all_reduce_sum
 from rotorch.core.errors import ConfigError, RankFailure, RotorchError
+from rotorch.models.lora import adapter_config, adapter_scale
 from rotorch.shard.held import Pieces
 from rotorch.strategies import format_parallel
 from rotorch.train.companions import TOKENIZER_FILES
@@ -304,6 +305,12 @@ def _check_same_model(path: Path, manifest: Manifest, state: TrainState) -> None
         _check_dtype(where, name, entry, buffer.dtype)
     if difference := config_difference(model_entry(state.model).config, manifest.model.config):
         raise ConfigError(f"{where}: of another model: {difference}")
+    ours, theirs = adapter_config(state.model.module), manifest.model.adapters
+    if ours is not None and theirs is not None and adapter_scale(ours) != adapter_scale(theirs):
+        raise ConfigError(
+            f"{where}: its adapters are scaled by {adapter_scale(theirs):g} (alpha / rank), this model's by "
+            f"{adapter_scale(ours):g}. Write alpha={theirs['lora_alpha']}"
+        )
     _check_same_optimizer(where, manifest, state)
 
 

@@ -22,7 +22,7 @@ from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
 from rotorch.strategies import batch_ranks, cuts_features, num_ranks, parse_parallel
 from rotorch.train.data import BYTES, CheckedSource, check_source, default_cache_dir
 from rotorch.train.directories import check, checkpoints_of, latest
-from rotorch.train.manifest import Manifest, check_sizes, read_manifest
+from rotorch.train.manifest import MODEL, Manifest, check_sizes, read_manifest
 from rotorch.train.metrics import METRICS
 
 RUN_FILE = "run.json"
@@ -96,7 +96,7 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     check_init(config)
     source = check_data(config, model_config=model_config)
     spec = check_model(model_config, strategies=strategies, init=config.model.init, lora=config.lora)
-    going_on = find_resume(out, config=config, sizes=sizes, model_config=model_config) if resume else None
+    going_on = find_resume(out, config=config, sizes=sizes, model_config=model_config, spec=spec) if resume else None
     check_room(out, spec=spec, keep=config.train.keep)
     return CheckedRun(config, strategies, sizes, model_config, spec, source, out, going_on, command)
 
@@ -324,7 +324,9 @@ def check_model(
     return spec
 
 
-def find_resume(out: Path, *, config: RunConfig, sizes: BatchSizes, model_config: Any) -> Resume | None:
+def find_resume(
+    out: Path, *, config: RunConfig, sizes: BatchSizes, model_config: Any, spec: ModelSpec
+) -> Resume | None:
     """The newest whole checkpoint, of this model and this order of data; None if none was written yet."""
     path = latest(out)
     if path is None:
@@ -335,7 +337,7 @@ def find_resume(out: Path, *, config: RunConfig, sizes: BatchSizes, model_config
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     check_same_model(path, manifest, model_config=model_config)
-    check_same_adapters(path, manifest, config=config)
+    check_same_adapters(path, manifest, config=config, spec=spec)
     check_same_order(path, manifest, config=config, sizes=sizes)
     if manifest.step >= config.train.steps:
         raise ConfigError(
@@ -354,19 +356,33 @@ def check_same_model(path: Path, manifest: Manifest, *, model_config: Any) -> No
         raise ConfigError(f"--resume: {path} is of another model: {difference}. Write the model that it was begun with")
 
 
-def check_same_adapters(path: Path, manifest: Manifest, *, config: RunConfig) -> None:
-    """A run with adapters goes on with the same ones; how many of their inputs are dropped may change."""
-    theirs, ours = manifest.run.get("lora"), config.lora.model_dump(mode="json") if config.lora else None
-    if not isinstance(theirs, dict) or ours is None:
-        if bool(theirs) != bool(ours):
-            had, write = ("", "Write its [lora]") if theirs else ("out", "Leave [lora] out")
+def check_same_adapters(path: Path, manifest: Manifest, *, config: RunConfig, spec: ModelSpec) -> None:
+    """A run goes on with its adapters: beside the same layers, as wide, scaled alike, however that is written.
+
+    How many of their inputs are dropped may change.
+    """
+    from rotorch.models.lora import alpha_of, is_adapter
+
+    there = {name for name in manifest.names(MODEL) if is_adapter(name)}
+    here = {weight.name for weight in spec.weights if is_adapter(weight.name)}
+    theirs, lora = manifest.model.adapters, config.lora
+    if theirs is None or lora is None:
+        if bool(there) != bool(here):
+            had, write = ("", "Write its [lora]") if there else ("out", "Leave [lora] out")
             raise ConfigError(f"--resume: {path} was written by a run with{had} adapters. {write}")
         return
-    for key in ("rank", "alpha", "targets"):
-        if theirs.get(key) != ours[key]:
+    written = manifest.run.get("lora")
+    targets = written.get("targets") if isinstance(written, dict) else None
+    alpha = alpha_of(lora.alpha, rank=lora.rank)
+    for key, was, now, same in (
+        ("rank", theirs["r"], lora.rank, theirs["r"] == lora.rank),
+        ("alpha", theirs["lora_alpha"], alpha, theirs["lora_alpha"] == alpha),
+        ("targets", targets or "all", list(lora.targets or ()) or "all", there == here),
+    ):
+        if not same:
             raise ConfigError(
-                f"--resume: {path} was written by a run with lora.{key} = {theirs.get(key)}, and here it is "
-                f"{ours[key]}. Write lora.{key} as it was"
+                f"--resume: {path} was written by a run with lora.{key} = {was}, and here it is {now}. "
+                f"Write lora.{key} as it was"
             )
 
 
