@@ -57,6 +57,13 @@ def test_a_killed_rank_ends_the_job_with_its_name(started, layout, victim):
     last = command.stderr.strip().splitlines()[-1]
     assert last.startswith(f"rotorch: rank {victim} was killed by SIGKILL"), command.stderr
     assert re.search(r"in step \d+, [a-z ]+", last)
+    report = Path(last.rpartition("Who was where: ")[2]).read_text()
+    assert re.search(rf"rank {victim} \(process \d+, (ended|gone)\): in step \d+", report)
+    if layout == "ddp=2":  # over messages the other one notices, and ends too
+        assert re.search(r"rank 0 \(process \d+, ended\): in step \d+, .*\n  .*Connection", report)
+    else:
+        assert re.search(rf"rank {1 - victim} \(process \d+, (running|sleeping)\): in step \d+", report)
+        assert "in forward_backward" in report  # of its stack
     assert len(command.stderr.strip().splitlines()) == 1
     assert command.left() == []
 
@@ -111,12 +118,14 @@ def test_ranks_do_not_outlive_their_launcher(started):
     wait_until(lambda: not command.left(), what="ranks gone", deadline_s=10.0)
 
 
-def test_a_rank_that_hangs_is_missed(started):
+def test_a_rank_that_hangs_is_missed(started, tmp_path):
     command = started("train.timeout_s=2", layout="ddp=2")
     victim = command.ranks()[1]
     os.kill(victim, signal.SIGSTOP)
     assert command.wait(deadline_s=30.0) == 3
     assert re.search(r"rotorch: rank 0 failed in step \d+.*rank 1 was in step \d+", command.stderr)
+    report = (tmp_path / "run" / "failure.txt").read_text()
+    assert re.search(r"rank 1 \(process \d+, stopped by a signal\): in step \d+, [a-z ]+, for \d+\.\d s", report)
     assert command.left() == []
 
 

@@ -8,8 +8,10 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from rotorch.core.errors import ConfigError, RankFailure, RotorchError
+from rotorch.train.failure_report import take_stacks, write_report
 from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
 
 _LOOK_EVERY_S = 0.02
@@ -49,10 +51,14 @@ class Watch:
         board: on which ranks note what they are doing.
         pids: the ranks' processes, by rank; empty before they are started.
         deaths: how ranks ended that failed by themselves, in the order in which that was noticed.
+        stacks: the directory in which ranks answer where they are (see failure_report.py).
+        report: where a page about a failure goes; nowhere if its directory is not there.
     """
 
-    def __init__(self, board: StatusBoard) -> None:
+    def __init__(self, board: StatusBoard, *, stacks: Path | None = None, report: Path | None = None) -> None:
         self.board = board
+        self.stacks = stacks
+        self.report = report
         self.pids: dict[int, int] = {}
         self.deaths: dict[int, Death] = {}
         self._ended: set[int] = set()
@@ -71,8 +77,20 @@ class Watch:
         while time.monotonic() < end and len(self._ended) < len(self.pids):
             time.sleep(_LOOK_EVERY_S)
             self._note()
+        error = explain(self.board.all(), deaths=self.deaths)
+        if not isinstance(error, ConfigError):
+            error = self._report(error)
         self.kill()
-        raise explain(self.board.all(), deaths=self.deaths)
+        raise error
+
+    def _report(self, error: RotorchError) -> RotorchError:
+        """Writes down who was where, and says in the error where that is."""
+        if self.stacks is None or self.report is None or not self.report.parent.is_dir():
+            return error
+        alive = {rank: pid for rank, pid in self.pids.items() if rank not in self._ended}
+        stacks = take_stacks(self.stacks, pids=alive)
+        written = write_report(self.report, headline=str(error), statuses=self.board.all(), stacks=stacks)
+        return RankFailure(f"{error}. Who was where: {self.report}") if written else error
 
     def kill(self) -> None:
         """Kills all ranks that are alive."""

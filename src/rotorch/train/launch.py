@@ -43,6 +43,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from rotorch.comm.shared_file import shared_memory_directory
 from rotorch.core.errors import ConfigError, RankFailure, RotorchError
 from rotorch.train.deaths import Watch, death_of, explain
+from rotorch.train.failure_report import REPORT, answer_with_stack
 from rotorch.train.status import FailureKind, Phase, StatusBoard
 
 
@@ -72,8 +73,8 @@ def launch(
         num_ranks: how many ranks.
         backend: of the process group.
         timeout_s: a rank that waits longer for another one fails.
-        traceback_dir: where a rank that ends with an unexpected exception leaves its traceback, if the directory
-            exists.
+        traceback_dir: where a rank that ends with an unexpected exception leaves its traceback, and what the others
+            were doing is written down, if the directory exists.
 
     Raises:
         RankFailure: if a rank failed; the message names it, the signal or exception, and what it was doing.
@@ -89,6 +90,8 @@ def launch(
         _own_shared_memory() as shared_memory,
         _forward_stop(watch),
     ):
+        watch.stacks = Path(directory)
+        watch.report = traceback_dir and traceback_dir / REPORT
         group = _Group(file=f"{directory}/ranks", num_ranks=num_ranks, backend=backend, timeout_s=timeout_s)
         arguments = (work, watch.board, group, os.getpid(), traceback_dir)
         try:
@@ -214,6 +217,7 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _die_with(launcher_pid)
     board.enter(rank, pid=os.getpid())
+    answer_with_stack(Path(group.file).parent, rank=rank)
     _use_threads()
     try:
         board.doing(Phase.JOINING)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 _HEADER_BYTES = 64
-_SLOT = struct.Struct("<qqqqd")  # pid, step, phase, failure kind, time of failure
+_SLOT = struct.Struct("<qqqqdd")  # pid, step, phase, failure kind, time of failure, time of the last change of phase
 _SLOT_BYTES = 4096
 _TEXT_BYTES = _SLOT_BYTES - _SLOT.size - 8
 
@@ -80,6 +80,7 @@ class RankStatus:
         phase: what it is doing in it.
         failure: whether it ended with an exception.
         failed_at_s: when, in seconds since the epoch.
+        since_s: since when it is doing that, in seconds since the epoch.
         message: the exception, in one line.
     """
 
@@ -89,6 +90,7 @@ class RankStatus:
     phase: Phase
     failure: FailureKind
     failed_at_s: float
+    since_s: float
     message: str
 
     def __str__(self) -> str:
@@ -115,7 +117,8 @@ class StatusBoard:
 
     def doing(self, phase: Phase, *, step: int | None = None) -> None:
         """Called by a rank whenever it begins something else."""
-        self._write(phase=phase) if step is None else self._write(phase=phase, step=step)
+        changes = {"phase": phase, "since_s": time.time()}
+        self._write(**changes if step is None else {**changes, "step": step})
 
     def fail(self, message: str, *, kind: FailureKind) -> None:
         """Called by a rank that ends with an exception."""
@@ -127,10 +130,10 @@ class StatusBoard:
     def read(self, rank: int) -> RankStatus:
         """Returns what the board says about a rank."""
         start = self._start(rank)
-        pid, step, phase, failure, failed_at_s = _SLOT.unpack_from(self._memory, start)
+        pid, step, phase, failure, failed_at_s, since_s = _SLOT.unpack_from(self._memory, start)
         (length,) = struct.unpack_from("<q", self._memory, start + _SLOT.size)
         text = self._memory[start + _SLOT.size + 8 : start + _SLOT.size + 8 + length].decode(errors="replace")
-        return RankStatus(rank, pid, step, Phase(phase), FailureKind(failure), failed_at_s, text)
+        return RankStatus(rank, pid, step, Phase(phase), FailureKind(failure), failed_at_s, since_s, text)
 
     def all(self) -> list[RankStatus]:
         """Returns what the board says about every rank."""
@@ -149,8 +152,7 @@ class StatusBoard:
 
     def _write(self, **changes: float) -> None:
         start = self._start(self.own_rank)
-        fields = dict(
-            zip(("pid", "step", "phase", "failure", "failed_at_s"), _SLOT.unpack_from(self._memory, start), strict=True)
-        )
+        names = ("pid", "step", "phase", "failure", "failed_at_s", "since_s")
+        fields = dict(zip(names, _SLOT.unpack_from(self._memory, start), strict=True))
         fields.update(changes)
         _SLOT.pack_into(self._memory, start, *fields.values())
