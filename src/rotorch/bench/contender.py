@@ -10,7 +10,6 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from rotorch.bench.peers import PEERS
 from rotorch.bench.task import Task
@@ -27,6 +26,7 @@ from rotorch.run_config import OptimizerSection
 from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.shard.materialize import initialise, on_meta, take_recipes
 from rotorch.shard.sites import find_sites
+from rotorch.shard.storages import local_part
 from rotorch.train.optim import clip_gradients, make_optimizer, squared_norm_share
 
 LIMIT = "limit"
@@ -274,11 +274,6 @@ def adamw(module: nn.Module, *, settings: OptimizerSection) -> torch.optim.AdamW
         eps=settings.eps,
         fused=True,
     )
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _on(batches: list[dict[str, Tensor]], *, device: torch.device) -> list[dict[str, Tensor]]:

@@ -25,16 +25,12 @@
 
 from __future__ import annotations
 
-import bisect
 import gc
-import itertools
-import operator
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +38,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import TorchDispatchMode, in_backward, storage_key
-from rotorch.bench.contender import Contender, local_part
+from rotorch.bench.contender import Contender
 from rotorch.ops.deferred_logits import LOGITS_BLOCK
+from rotorch.shard.storages import PLAIN, SharedMappings, all_tensors, extents, local_part, owned_bytes, union
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, SLOTS, LOGITS, OTHER = CATEGORIES = (
     "weights",
@@ -57,8 +54,6 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, SLOTS, LOGITS, OTHER = CATEGORIES = 
 
 _FOUND = "there before the step"
 _NAMED_OTHERS = 6
-
-_PLAIN = (Tensor, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -114,7 +109,7 @@ def _head_named(module: nn.Module, live: LiveStorages) -> Iterator[None]:
     """Calls logits what a Hugging Face model's head returns, where that is a plain tensor."""
 
     def name(_: nn.Module, __: Any, output: Any) -> None:
-        if type(output) in _PLAIN:
+        if type(output) in PLAIN:
             live.name([output], category=LOGITS)
 
     head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
@@ -124,20 +119,6 @@ def _head_named(module: nn.Module, live: LiveStorages) -> Iterator[None]:
     finally:
         if handle is not None:
             handle.remove()
-
-
-def owned_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes that tensors take: whole private storages, each once; in shared mappings only what the tensors cover."""
-    mappings = SharedMappings()
-    private: dict[int, int] = {}
-    mapped: list[tuple[int, int]] = []
-    for tensor in map(local_part, tensors):
-        storage = tensor.untyped_storage()
-        if mappings.contains(storage):
-            mapped.extend(_extents(tensor))
-        else:
-            private[storage_key(tensor)] = storage.nbytes()
-    return sum(private.values()) + _union(mapped)
 
 
 @dataclass
@@ -176,7 +157,7 @@ class LiveStorages(TorchDispatchMode):
         self._until_exit = ExitStack()
 
     def __enter__(self) -> LiveStorages:
-        for tensor in _all_tensors():
+        for tensor in all_tensors():
             self._see(tensor, made=False)
         self._until_exit.enter_context(_followed_resizes(self._resized))
         return super().__enter__()
@@ -204,7 +185,7 @@ class LiveStorages(TorchDispatchMode):
         """Says what the storages of `tensors` are for, also in the past."""
         for tensor in map(local_part, tensors):
             if self._mappings.contains(tensor.untyped_storage()):
-                self._mapped[category].extend(_extents(tensor))
+                self._mapped[category].extend(extents(tensor))
             else:
                 self._see(tensor, made=False)
                 found = self._alive.get(storage_key(tensor))
@@ -213,14 +194,14 @@ class LiveStorages(TorchDispatchMode):
 
     def peak(self) -> tuple[int, dict[str, int]]:
         """Returns the most bytes that were alive at one moment, and that moment by category."""
-        moment = {category: _union(self._mapped[category]) for category in CATEGORIES}
+        moment = {category: union(self._mapped[category]) for category in CATEGORIES}
         for storage, change in self._until_peak():
             moment[storage.category] += change
         return sum(moment.values()), moment
 
     def highest(self) -> dict[str, int]:
         """Returns the most bytes of each category that were alive at one moment."""
-        now = {category: _union(self._mapped[category]) for category in CATEGORIES}
+        now = {category: union(self._mapped[category]) for category in CATEGORIES}
         most = dict(now)
         for storage, change in self._ordered():
             now[storage.category] += change
@@ -312,66 +293,19 @@ class LiveStorages(TorchDispatchMode):
             known.nbytes = storage.nbytes()
 
 
-class SharedMappings:
-    """Which addresses of this process are mapped in common with other processes, as `/proc/self/maps` says."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._ends: list[int] = []
-        file = Path("/proc/self/maps")
-        for line in file.read_text().splitlines() if file.is_file() else ():
-            extent, flags, *_ = line.split(maxsplit=2)
-            if flags.endswith("s"):
-                start, end = (int(part, 16) for part in extent.split("-"))
-                self._starts.append(start)
-                self._ends.append(end)
-
-    def contains(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage lies in such a mapping."""
-        if storage.device.type != "cpu" or not storage.nbytes():
-            return False
-        index = bisect.bisect_right(self._starts, storage.data_ptr()) - 1
-        return index >= 0 and storage.data_ptr() < self._ends[index]
-
-
-def _extents(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """First and past-the-end addresses of what a tensor covers, run by run (columns of a weight are one a row)."""
-    run, outer = tensor.element_size(), len(tensor.shape)
-    while outer and (tensor.shape[outer - 1] == 1 or tensor.stride(outer - 1) * tensor.element_size() == run):
-        outer -= 1
-        run *= tensor.shape[outer]
-    steps = [tensor.stride(dim) * tensor.element_size() for dim in range(outer)]
-    for place in itertools.product(*map(range, tensor.shape[:outer])):  # no operations: a dispatch mode would see them
-        start = tensor.data_ptr() + sum(map(operator.mul, place, steps))
-        yield start, start + run
-
-
-def _union(extents: Sequence[tuple[int, int]]) -> int:
-    total, reached = 0, 0
-    for start, end in sorted(extents):
-        total += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
 def _tensors(tree: Any) -> Iterator[Tensor]:
     """The plain tensors among an operation's arguments or results.
 
     Those are nested tuples, lists and dicts and nothing else: to ask torch's pytree, which knows more, for every
     operation takes as long as all the rest of measuring.
     """
-    if type(tree) in _PLAIN:
+    if type(tree) in PLAIN:
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
             yield from _tensors(item)
     elif isinstance(tree, dict):
         yield from _tensors(list(tree.values()))
-
-
-def _all_tensors() -> Iterator[Tensor]:
-    """Every plain tensor that Python knows of; wrappers (DTensor) hold plain ones."""
-    return (found for found in gc.get_objects() if type(found) in _PLAIN)
 
 
 @contextmanager
