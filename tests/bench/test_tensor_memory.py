@@ -9,8 +9,8 @@ from torch.profiler import record_function
 from rotorch._torch_private import in_backward
 from rotorch.bench.contender import Independent
 from rotorch.bench.tensor_memory import LiveStorages, measure_tensors
-from rotorch.shard.storages import SharedMappings, owned_bytes
 from rotorch.ops.deferred_logits import LOGITS_BLOCK
+from rotorch.shard.storages import SharedMappings, owned_bytes
 from rotorch.testing.ranks import run_ranks
 
 

@@ -1,4 +1,4 @@
-"""Which memory tensors take: storages that several share, once; of memory that ranks share, what a rank calls its own."""
+"""Which memory tensors take: storages that several share, once; of shared memory, what a rank calls its own."""
 
 from __future__ import annotations
 

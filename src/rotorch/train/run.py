@@ -48,6 +48,7 @@ from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
 from rotorch.train.module import make_module
 from rotorch.train.optim import load_optimizer_code, make_optimizer, schedule_numbers
+from rotorch.train.out_of_memory import Running, explained_out_of_memory
 from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
 from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
 from rotorch.train.sample import write_sample
@@ -140,9 +141,20 @@ def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:
 
 def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None) -> None:
     """What every rank does."""
+    with explained_out_of_memory(
+        run.spec,
+        strategies=run.strategies,
+        sizes=run.sizes,
+        rank=int(os.environ.get("RANK", "0")),
+        num_layers=getattr(run.model_config.get_text_config(), "num_hidden_layers", 0),
+    ) as running:
+        _train(board, run=run, tokens_path=tokens_path, summary=summary, running=running)
+
+
+def _train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None, running: Running) -> None:
     config = run.config
     board.doing(Phase.BUILDING)
-    state = build(run)
+    running.state = state = build(run)
     model = state.model
     file = TokenFile.open(tokens_path)
     state.data = {**data_position(config, sizes=run.sizes), "corpus": file.fingerprint}

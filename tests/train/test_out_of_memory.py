@@ -1,0 +1,150 @@
+"""Memory that runs out: noticed on the rank where it does, with what is alive there and what would fit."""
+
+import os
+import re
+import resource
+import sys
+
+import psutil
+import pytest
+import torch
+from commands import rotorch, write_run
+
+from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.run_config import BatchSizes
+from rotorch.strategies import parse_parallel
+from rotorch.train import loop
+from rotorch.train.out_of_memory import (
+    ACTIVATIONS,
+    CATEGORIES,
+    LOGITS,
+    OTHER,
+    asked_bytes,
+    bytes_alive,
+    changes,
+    cheapest_change,
+    is_out_of_memory,
+)
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("error", "is_it", "asked"),
+    [
+        (MemoryError(), True, None),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 ..."), True, 5 << 29),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."), True, 4096),
+        (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 12 bytes."), True, 12),
+        (RuntimeError("shapes do not match"), False, None),
+        (ValueError("out of memory"), False, None),
+    ],
+)
+def test_what_says_that_memory_ran_out(error, is_it, asked):
+    assert (is_out_of_memory(error), asked_bytes(error)) == (is_it, asked)
+
+
+def test_what_autograd_keeps_are_activations():
+    before = bytes_alive(None, vocab_sizes=frozenset({1003}))
+    x = torch.ones(1000, 64)
+    weight = torch.ones(64, 1003, requires_grad=True)
+    hidden = (x * weight[:, 0]).exp().tanh()  # kept: exp's output is not needed after tanh; tanh's output is
+    logits = hidden @ weight
+    alive = bytes_alive(None, vocab_sizes=frozenset({1003}))
+    grown = {name: alive[name] - before[name] for name in CATEGORIES}
+    assert grown[LOGITS] == logits.nbytes + weight.nbytes  # nothing tells that this one is a weight
+    assert grown[ACTIVATIONS] == x.nbytes + 2 * hidden.nbytes
+    assert grown[OTHER] == 0
+
+
+def mlp(name):
+    up, down = Weight(f"{name}.up", (64, 8), 4, Cut(0, 64)), Weight(f"{name}.down", (8, 64), 4, Cut(1, 64))
+    return Unit(name, UnitKind.MODULE, Combine.SUM, (up, down))
+
+
+SPEC = ModelSpec("spec", tuple(mlp(f"mlp.{number}") for number in range(10)))
+WHOLE = SPEC.num_bytes
+
+
+def suggested(layout, *, micro_batch=1, asked=0, num_layers=1, **alive):
+    return list(
+        changes(
+            {**dict.fromkeys(CATEGORIES, 0), **alive},
+            asked=asked,
+            spec=SPEC,
+            strategies=parse_parallel(layout),
+            sizes=BatchSizes(micro_batch, 2, 1),
+            rank=0,
+            num_layers=num_layers,
+        )
+    )
+
+
+def test_smaller_micro_batches_come_first():
+    first, second, *_ = suggested("single", micro_batch=4, activations=800, logits=200, asked=200, num_layers=4)
+    assert (first.write, first.saves_bytes) == ("train.micro_batch=2 train.accumulation=4", 600)
+    assert (second.write, second.saves_bytes) == ("train.micro_batch=1 train.accumulation=8", 900)
+
+
+@pytest.mark.parametrize(
+    ("layout", "again"),
+    [("single", "single[recompute=block]"), ("fsdp=2", "fsdp=2[recompute=block]"), ("rtp=2", "rtp=2[recompute=slice]")],
+)
+def test_then_to_compute_again(layout, again):
+    change = suggested(layout, activations=800, num_layers=4)[0]
+    assert (change.write, change.saves_bytes) == (f"parallel.layout={again}", 600)
+    assert change.write not in [c.write for c in suggested(again, activations=800, num_layers=4)]
+
+
+def test_then_another_layout_by_its_formulas_and_more_ranks():
+    found = {change.write: change.saves_bytes for change in suggested("ddp=2")}
+    assert found["parallel.layout=rtp=4 --nproc 4"] > found["parallel.layout=rtp=2"] > 0
+    assert 2 * WHOLE > found["parallel.layout=fsdp=2"] > 0  # half of weights, gradients and moments, less a unit
+    assert "parallel.layout=ddp=4 --nproc 4" not in found  # it saves nothing
+
+
+def told(layout="ddp=2", *, asked, activations=0):
+    alive = {**dict.fromkeys(CATEGORIES, 0), "weights": WHOLE, "gradients": WHOLE, "activations": activations}
+    return cheapest_change(
+        alive,
+        asked=asked,
+        spec=SPEC,
+        strategies=parse_parallel(layout),
+        sizes=BatchSizes(2, 1, 1),
+        rank=0,
+        num_layers=1,
+    )
+
+
+def test_what_is_still_to_come_has_to_fit_too():
+    """AdamW's moments are not there before its first step: twice the weights, and two numbers of steps."""
+    text = told(asked=100, activations=10 * MIB)
+    assert text.startswith(f"{(2 * WHOLE + 4 * 20 + 100) / 1024:.1f} KiB are missing with what is to come")
+    assert "Cheapest change that fits: train.micro_batch=1 train.accumulation=2" in text
+    assert "no single change saves that much. Most is saved by train.micro_batch=1" in told(asked=10 * MIB)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")
+def test_a_rank_without_memory_says_what_it_has(tmp_path, warm, monkeypatch):
+    read = loop.read_batches
+
+    def limited(*args, step, **kwargs):
+        if os.environ["RANK"] == "1" and step == 2:
+            limit = psutil.Process().memory_info().vms + 8 * MIB
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        return read(*args, step=step, **kwargs)
+
+    monkeypatch.setattr(loop, "read_batches", limited)
+    run_toml = write_run(tmp_path)
+    (tmp_path / "text.txt").write_text("Slices go round; weights stay at home. " * 20_000)
+    wide = ["model.config.hidden_size=128", "model.config.intermediate_size=4096", "train.micro_batch=256"]
+    done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "rtp=2", *wide)
+    assert done.code == 3
+    assert re.search(
+        r"rank 1 failed in step 2, computing forward and backward: out of memory: [\d.]+ MiB more were asked for"
+        r"( by 'model[\w.]*' \(\w+\))?, and [\d.]+ (KiB|MiB) of this process's address space \(ulimit -v\) are left\. "
+        r"Alive in tensors: weights [\d.]+ MiB, gradients [\d.]+ \w+, optimizer [\d.]+ MiB, activations [\d.]+ \w+, "
+        r"slots [\d.]+ \w+, logits [\d.]+ \w+, other [\d.]+ \w+\. [\d.]+ MiB are missing with what is to come",
+        done.stderr,
+    ), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
