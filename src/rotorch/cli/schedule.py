@@ -178,7 +178,7 @@ def page(found: Simulation) -> str:
     used = {_lane(entry) for entry in drawn}
     lanes = [lane for lane in (_DOES, _COLLECTIVES, _MESSAGES) if lane in used]
     rows = [f"rank {rank}{lane}" for rank in range(schedule.num_ranks) for lane in lanes]
-    chart, memory = 60 + 34 * len(rows), 240
+    chart, memory = 60 + 40 * len(rows), 150
     figure = make_subplots(
         rows=3,
         cols=1,
