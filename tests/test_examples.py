@@ -88,6 +88,21 @@ def test_an_example_with_dropout_or_batch_norms_learns_on_two_ranks(
     assert first == second and min(first[-2:]) < 0.95 * first[0]
 
 
+def test_a_vision_transformer_is_as_accurate_on_a_grid(
+    models_loaded: None, no_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    import inputs
+
+    images, labels = inputs.generated_digits(560)
+    example = runpy.run_path(str(ROOT / "examples" / "08_vit_on_grids.py"))
+    found = example["curves"](images, labels, layouts=["single", "tesseract=2x2x1"], num_tested=80, num_epochs=2)
+    alone, grid = found.values()
+    assert grid["loss"] == pytest.approx(alone["loss"], rel=1e-4)
+    assert grid["accuracy"] == pytest.approx(alone["accuracy"], abs=0.02)
+    assert example["as_picture"](found).count("<polyline") == 2 and "tesseract=2x2x1" in example["as_page"](found)
+
+
 def test_digits_can_be_generated_where_there_are_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     import inputs
