@@ -50,7 +50,7 @@ def poison(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize("layout", ["rtp=2", "ddp=2"])
+@pytest.mark.parametrize("layout", ["rtp=2", pytest.param("ddp=2", marks=pytest.mark.slow)])
 def test_stopping_names_the_module_and_leaves_checkpoints_alone(run_toml, tmp_path, poison, layout):
     poison(steps={4}, rank=1)
     done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", layout, "train.checkpoint_every=2")
@@ -64,6 +64,15 @@ def test_stopping_names_the_module_and_leaves_checkpoints_alone(run_toml, tmp_pa
     assert len(done.stderr.strip().splitlines()) == 1
     assert check(latest(tmp_path / "run")).step == 2
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.slow
+def test_a_pipeline_names_the_module_of_the_first_stage(run_toml, tmp_path, poison):
+    poison(steps={2}, rank=0)
+    settings = ["model.config.num_hidden_layers=4", "train.accumulation=2", "train.check_every=1"]
+    done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "pp=2", *settings)
+    assert done.code == 3
+    assert re.search(r"in step 2, .*the output of 'model\.layers\.0\.mlp' \(\w*LlamaMLP\w*\) on rank 0", done.stderr)
 
 
 def test_skipping_leaves_the_batch_out(run_toml, tmp_path, poison):

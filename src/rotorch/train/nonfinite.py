@@ -44,10 +44,9 @@ def first_nonfinite(model: ParallelModel, batches: Sequence[Batch]) -> str:
     modules = [name for name, _ in model.module.named_modules()]
     with _first_output(model.module) as outputs:
         model.evaluate(batches)
-    # Position in the forward pass first: of several ranks, the one where it began earliest is named.
-    mine = None if not outputs else outputs[0][0] * len(modules) + modules.index(outputs[0][1])
-    if (found := _first_of_all(model, mine)) is not None:
-        name = modules[found[0] % len(modules)]
+    # Of several ranks the one whose module comes first in the model: later stages of a pipeline get what it gave.
+    if (found := _first_of_all(model, modules.index(outputs[0]) if outputs else None)) is not None:
+        name = modules[found[0]]
         made = f"{name!r} ({type(model.module.get_submodule(name)).__name__})" if name else "the model"
         return f"the output of {made} on rank {found[1]}"
     bad = [number for number, held in enumerate(weights) if not _is_finite(held.local_grad)]
@@ -69,33 +68,24 @@ def _first_of_all(model: ParallelModel, mine: int | None) -> tuple[int, int] | N
 
 
 @contextmanager
-def _first_output(module: nn.Module) -> Iterator[list[tuple[int, str]]]:
-    """Notes, for the forward pass in which it comes earliest, which module first gave a number that is not finite.
-
-    The list has at most one entry: how many outputs were complete before, and the module's name.
-    """
-    earliest: list[tuple[int, str]] = []
-    num_complete = 0
-
-    def begin(*_: Any) -> None:
-        nonlocal num_complete
-        num_complete = 0
+def _first_output(module: nn.Module) -> Iterator[list[str]]:
+    """Notes the name of the module that first gives a number that is not finite; of none, the list stays empty."""
+    first: list[str] = []
 
     def look(name: str, output: Any) -> None:
-        nonlocal num_complete
-        num_complete += 1
-        if earliest and earliest[0][0] <= num_complete:
+        if first:
             return
         # Plain tensors only: a subclass may stand for values that are never all there.
         leaves = [leaf for leaf in tree_flatten(output)[0] if type(leaf) is Tensor and leaf.is_floating_point()]
         if not all(map(_is_finite, leaves)):
-            earliest[:] = [(num_complete, name)]
+            first.append(name)
 
-    handles = [module.register_forward_pre_hook(begin)]
-    for name, child in module.named_modules():
-        handles.append(child.register_forward_hook(lambda _, __, output, name=name: look(name, output)))
+    handles = [
+        child.register_forward_hook(lambda _, __, output, name=name: look(name, output))
+        for name, child in module.named_modules()
+    ]
     try:
-        yield earliest
+        yield first
     finally:
         for handle in handles:
             handle.remove()
