@@ -120,6 +120,7 @@ class TrainSection(_Section):
         out: the run's directory; by default `runs/<name of the TOML file>` in the working directory.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         keep: how many checkpoints are kept.
+        async_save: train on while a checkpoint is written, from a copy in host memory of what a rank has at rest.
         timeout_s: a rank that waits longer than this for another one ends the run.
         on_nonfinite: where the loss or a gradient is not finite nothing is updated, and then the run has to "stop",
             "skip" that batch, or "roll_back" to the last checkpoint and read on behind that batch.
@@ -144,6 +145,7 @@ class TrainSection(_Section):
     out: str = ""
     checkpoint_every: NonNegativeInt = 0
     keep: PositiveInt = 2
+    async_save: bool = False
     timeout_s: PositiveFloat = 600.0
     on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
     spike_factor: NonNegativeFloat = 0.0

@@ -95,6 +95,14 @@ def group_timeout_s(mesh: DeviceMesh, *, device: torch.device) -> float:
     return _ALONE_S if mesh.size() == 1 else group_timeout(mesh.get_group(), device=device).total_seconds()
 
 
+def own_group(*, mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """A group over all ranks of `mesh` on CPU, for what a thread tells its like while ranks compute. All ranks.
+
+    None for one rank alone.
+    """
+    return None if mesh.size() == 1 else dist.new_group(mesh.mesh.flatten().tolist(), backend="gloo")
+
+
 def barrier(*, mesh: DeviceMesh) -> None:
     """Returns after all ranks of `mesh` have come here."""
     all_reduce_max(0.0, mesh=mesh)

@@ -18,7 +18,8 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from pydantic import ValidationError
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -75,7 +77,7 @@ from rotorch.train.storage import (
     without_dcp_notices,
 )
 
-__all__ = ["check", "inspect_checkpoint", "latest", "load", "load_newest", "save"]
+__all__ = ["check", "inspect_checkpoint", "latest", "load", "load_newest", "save", "take", "write"]
 
 _LOG = logging.getLogger(__name__)
 _MESSAGE_CHARS = 1000
@@ -99,23 +101,59 @@ def save(run_dir: Path | str, state: TrainState, *, keep: int) -> Path:
         ConfigError: if `keep` is not positive, or the optimizer's state cannot be saved.
         RankFailure: if a rank could not write (disk full, ...); the same error on all ranks.
     """
+    return write(take(run_dir, state, keep=keep))
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """All that goes into one checkpoint: `tensors` may be the run's own, or copies of them."""
+
+    path: Path
+    tensors: dict[str, Pieces | Tensor]
+    manifest: Manifest
+    copies: dict[str, Path]
+    keep: int
+    rank: int
+    num_ranks: int
+
+
+def take(run_dir: Path | str, state: TrainState, *, keep: int) -> Snapshot:
+    """Collects what `save` writes, copying nothing. All ranks; errors as of `save`."""
     if keep < 1:
         raise ConfigError(f"checkpoint: keep={keep}: write at least 1")
-    path = checkpoints_of(Path(run_dir)) / step_name(state.step)
     with _agreed(state.model.mesh):
         manifest = _manifest(state)
         tensors = _all_tensors(state)
     copies = {**state.companions, **({TOKENIZER_FILES[0]: state.tokenizer_file} if state.tokenizer_file else {})}
-    writer = CheckpointWriter(path, manifest=manifest, copies=copies)
+    path = checkpoints_of(Path(run_dir)) / step_name(state.step)
+    return Snapshot(path, tensors, manifest, copies, keep, state.rank, state.num_ranks)
+
+
+def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Path:
+    """Writes what `take` collected; returns, and raises, as `save` does. All ranks.
+
+    Args:
+        snapshot: what to write.
+        group: of all ranks, for what they tell each other; by default the run's own.
+    """
+    path = snapshot.path
+    writer = CheckpointWriter(path, manifest=snapshot.manifest, copies=snapshot.copies)
+    alone = snapshot.num_ranks == 1
     try:
-        with without_dcp_notices():
-            dcp.save(tensors, storage_writer=writer, planner=PiecesSavePlanner(), no_dist=state.num_ranks == 1)
+        with without_dcp_notices() if alone else nullcontext():
+            dcp.save(
+                snapshot.tensors,
+                storage_writer=writer,
+                planner=PiecesSavePlanner(),
+                process_group=group,
+                no_dist=alone,
+            )
     except CheckpointException as error:
         raise _as_ours(error, what=f"saving {path}", after="; earlier checkpoints are untouched") from None
     finally:
         writer.give_up()
-    if state.rank == 0:
-        prune(path.parent, keep=keep, just_written=path)
+    if snapshot.rank == 0:
+        prune(path.parent, keep=snapshot.keep, just_written=path)
     return path
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from rotorch.core.errors import RankFailure
 from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.run_config import BatchSizes, RunConfig
-from rotorch.train.checkpoint import save
+from rotorch.train.background import Saver
 from rotorch.train.data import TokenWindows, bits_per_byte
 from rotorch.train.divergence import DivergenceGuard, read_ahead
 from rotorch.train.memory import PeakMeter, TensorBytes, tensor_bytes
@@ -75,66 +75,71 @@ def run_loop(
     guard = DivergenceGuard(train)
     measured: HeldOut | None = None
     checkpoint = out
-    while True:
-        start_s = time.perf_counter()
-        step = state.step + 1
-        board.doing(Phase.READING, step=step)
-        batches = read_batches(windows, model, step=step + read_ahead(state), sizes=sizes)
-        lr = learning_rate(step, settings=config.optimizer, steps=train.steps)
-        result = train_step(
-            model,
-            optimizer,
-            batches=batches,
-            lr=lr,
-            clip_norm=config.optimizer.clip_norm,
-            highest_loss=guard.highest_loss,
-            peak=peak,
-            board=board,
-        )
-        step_s = time.perf_counter() - start_s
-        if result.updated:
-            guard.done(result.loss)
-        else:
-            board.doing(Phase.EXAMINING)
-            if _went_back(state, result, guard=guard, step=step, lr=lr, batches=batches, out=out, listeners=listeners):
-                continue
-        num_tokens = sizes.global_batch * config.data.sequence_length
-        state.step = step
-        state.tokens += num_tokens if result.updated else 0
-
-        is_last = step == train.steps
-        now_measured = None
-        if len(held_out) and (is_last or _is_due(step, every=train.eval_every)):
-            board.doing(Phase.EVALUATING)
-            now_measured = measured = evaluate(
-                model, held_out, micro_batch=sizes.micro_batch, max_windows=train.eval_windows
+    with Saver(out, keep=train.keep, behind=train.async_save, mesh=model.mesh) as saver:
+        while True:
+            start_s = time.perf_counter()
+            step = state.step + 1
+            board.doing(Phase.READING, step=step)
+            batches = read_batches(windows, model, step=step + read_ahead(state), sizes=sizes)
+            lr = learning_rate(step, settings=config.optimizer, steps=train.steps)
+            result = train_step(
+                model,
+                optimizer,
+                batches=batches,
+                lr=lr,
+                clip_norm=config.optimizer.clip_norm,
+                highest_loss=guard.highest_loss,
+                peak=peak,
+                board=board,
             )
-        record = StepRecord(
-            step=step,
-            loss=result.loss,
-            tokens=state.tokens,
-            tokens_per_s=num_tokens / step_s,
-            grad_norm=result.grad_norm,
-            lr=lr,
-            peak_bytes=max(result.peak_bytes),
-            step_s=step_s,
-            held_out=now_measured,
-            skipped=not result.updated,
-        )
-        for listener in listeners:
-            listener.on_step(record)
-        if result.stop and not is_last:
-            _tell(listeners, f"asked to stop: writing a checkpoint after step {step}")
-        is_saving = is_last or result.stop or _is_due(step, every=train.checkpoint_every)
-        if train.check_every and (is_saving or _is_due(step, every=train.check_every)):
-            board.doing(Phase.EXAMINING)
-            check_replicas(model)
-        if is_saving:
-            board.doing(Phase.SAVING)
-            checkpoint = save(out, state, keep=train.keep)
-            guard.saved()
-        if is_last or result.stop:
-            return LoopEnd(measured, checkpoint, not is_last, tensor_bytes(model, optimizer), result.peak_bytes)
+            step_s = time.perf_counter() - start_s
+            saver.check()
+            if result.updated:
+                guard.done(result.loss)
+            else:
+                board.doing(Phase.EXAMINING)
+                saver.wait()
+                if _went_back(
+                    state, result, guard=guard, step=step, lr=lr, batches=batches, out=out, listeners=listeners
+                ):
+                    continue
+            num_tokens = sizes.global_batch * config.data.sequence_length
+            state.step = step
+            state.tokens += num_tokens if result.updated else 0
+
+            is_last = step == train.steps
+            now_measured = None
+            if len(held_out) and (is_last or _is_due(step, every=train.eval_every)):
+                board.doing(Phase.EVALUATING)
+                now_measured = measured = evaluate(
+                    model, held_out, micro_batch=sizes.micro_batch, max_windows=train.eval_windows
+                )
+            record = StepRecord(
+                step=step,
+                loss=result.loss,
+                tokens=state.tokens,
+                tokens_per_s=num_tokens / step_s,
+                grad_norm=result.grad_norm,
+                lr=lr,
+                peak_bytes=max(result.peak_bytes),
+                step_s=step_s,
+                held_out=now_measured,
+                skipped=not result.updated,
+            )
+            for listener in listeners:
+                listener.on_step(record)
+            if result.stop and not is_last:
+                _tell(listeners, f"asked to stop: writing a checkpoint after step {step}")
+            is_saving = is_last or result.stop or _is_due(step, every=train.checkpoint_every)
+            if train.check_every and (is_saving or _is_due(step, every=train.check_every)):
+                board.doing(Phase.EXAMINING)
+                check_replicas(model)
+            if is_saving:
+                board.doing(Phase.SAVING)
+                checkpoint = saver.save(state)
+                guard.saved()
+            if is_last or result.stop:
+                return LoopEnd(measured, checkpoint, not is_last, tensor_bytes(model, optimizer), result.peak_bytes)
 
 
 def _went_back(
