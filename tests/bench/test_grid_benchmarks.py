@@ -46,3 +46,45 @@ def test_models_have_one_loss_and_their_times_are_recorded(script, tmp_path, war
     assert grid["step_s_median"] > grid["forward_s_median"] > 0
     assert set(replicas["first_is_faster_by"]) == {"forward_s", "backward_s", "step_s"}
     assert grid["sent_bytes_per_rank"] < replicas["sent_bytes_per_rank"]
+
+
+@pytest.fixture
+def table(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import grid_table
+
+    return grid_table
+
+
+def test_the_paper_s_formulas_are_what_blocks_send(table):
+    for row in table.paper_rows(size=64):
+        q, d = row["q"], row["d"]
+        if row["kind"] != "1-D":
+            assert row["sent"] == pytest.approx(3 * (q - 1) * (d + 1) / (d * q) / q, rel=1e-12)
+            assert row["paper"] == pytest.approx(q * row["sent"], rel=1e-12)
+            assert row["gradients_over_depth"] == pytest.approx(2 * (d - 1) / (d * q * q), rel=1e-12)
+
+
+def test_a_table_has_the_layouts_bytes_by_axis_and_what_was_counted(table, warm):
+    import rotorch
+    from rotorch.models.describe import describe
+    from rotorch.models.hf import causal_lm, config_from_dict
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 16}
+    model = {**table.MODEL, **sizes, "num_hidden_layers": 1}
+    with rotorch.on_meta():
+        spec = describe(causal_lm(config_from_dict(model, source="test")), features=True)
+    rows = [
+        table.row_of(spec, parallel, model=model, rows=16, tokens=8)
+        for parallel in ("megatron=16", "tesseract=2x2x4", "atp=4x4")  # one process as one of them
+    ]
+    for row in rows:
+        said, found = row["messages"]["layout"], row["messages"]["measured"]
+        assert said["sent"] == found["sent"], row["parallel"]
+        assert said["weights"] == found["weights"] < found["peak"]
+    assert {name.split()[1] for name in rows[1]["messages"]["measured"]["sent"]} == {"depth", "row", "col"}
+    atp = table.atp_rows(spec, ["atp=2x4"])
+    assert (atp[0]["first"], atp[0]["second"]) == (4 / 4, 12 / 2)
+    record = {"shape": model, "rows": 16, "tokens": 8, "layouts": rows, "paper": table.paper_rows(), "atp": atp}
+    text = table.to_markdown(record)
+    assert text.count("| = |") >= 3 + sum(len(row["messages"]["layout"]["sent"]) for row in rows)

@@ -74,13 +74,20 @@ def slots_held(config, parallel, num_tokens):
 
 
 @pytest.mark.parametrize(
-    ("changes", "num_tokens"),
-    [({"vocab_size": 331, "tie_word_embeddings": True}, 160), ({"num_hidden_layers": 1}, 8)],
-)  # what is largest: activations, or blocks of weights
-def test_slots_in_shared_memory_are_the_layouts_to_the_byte(tiny, changes, num_tokens):
+    ("parallel", "changes", "num_tokens"),
+    [
+        ("summa=2x2", {"vocab_size": 331, "tie_word_embeddings": True}, 160),  # activations are largest
+        ("summa=2x2", {"num_hidden_layers": 1}, 8),  # blocks of weights
+        ("megatron=2", {"num_hidden_layers": 1}, 60),
+    ],
+)
+def test_slots_in_shared_memory_are_the_layouts_to_the_byte(tiny, parallel, changes, num_tokens):
     values = {**json.loads(Path(tiny("llama")).read_text()), "num_hidden_layers": 2, **changes}
     config = config_from_dict(values, source="test")
-    for held, said in run_ranks(slots_held, config, "summa=2x2[transport=shared_memory]", num_tokens, num_ranks=4):
+    ranks = num_ranks(parse_parallel(parallel))
+    for held, said in run_ranks(
+        slots_held, config, f"{parallel}[transport=shared_memory]", num_tokens, num_ranks=ranks
+    ):
         assert held == said > 0
 
 

@@ -51,6 +51,8 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         sent_bytes: per kind, what the textbook ring algorithm of the operation puts on the wire from this rank.
+        sent_by_group: the same bytes per kind and name of the process group (of a mesh's axis:
+            `mesh.get_group(axis).group_name`).
         num_messages: per kind, how many operations were issued.
         smallest_counted_bytes: operations with a smaller payload (the token count of a step) are left out.
         not_counted: names of operations that send something but that the meter knows no rule for, and how many there
@@ -60,6 +62,7 @@ class Meter(TorchDispatchMode):
     def __init__(self, *, smallest_counted_bytes: int = 64) -> None:
         super().__init__()
         self.sent_bytes: dict[Kind, int] = defaultdict(int)
+        self.sent_by_group: dict[tuple[Kind, str], int] = defaultdict(int)
         self.num_messages: dict[Kind, int] = defaultdict(int)
         self.smallest_counted_bytes = smallest_counted_bytes
         self.not_counted: dict[str, int] = defaultdict(int)
@@ -85,10 +88,10 @@ class Meter(TorchDispatchMode):
         # gathers come
         # as (output, input), reductions in place, and the group's size is only in the group object.
         if functional:
-            size, payload, position = group_size(args[-1]), args[0], 0
+            size, payload, position, name = group_size(args[-1]), args[0], 0, str(args[-1])
         else:
             group = _group(args)
-            size, position = group.size(), group.rank()
+            size, position, name = group.size(), group.rank(), group.group_name
             payload = args[1] if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) else args[0]
         num_bytes = sum(t.numel() * t.element_size() for t in tree_flatten(payload)[0] if isinstance(t, Tensor))
         if num_bytes < self.smallest_counted_bytes:
@@ -105,6 +108,7 @@ class Meter(TorchDispatchMode):
                 Kind.REDUCE_SCATTER: num_bytes * (size - 1) // size,
             }[kind]
         self.sent_bytes[kind] += sent
+        self.sent_by_group[kind, name] += sent
         self.num_messages[kind] += 1
 
 

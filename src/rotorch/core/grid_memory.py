@@ -15,12 +15,11 @@
 from __future__ import annotations
 
 import math
-import mmap
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from rotorch.core.grid import ACROSS, DEPTH, DOWN, ID_ITEMSIZE, GridPlace
-from rotorch.core.messages import SUM_CHUNK_BYTES
+from rotorch.core.messages import SUM_CHUNK_BYTES, lane_bytes
 from rotorch.core.spec import GridCut, Unit, Weight
 from rotorch.core.traffic import MicroBatch
 
@@ -52,11 +51,7 @@ def slots_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatch | 
     for axis, readable, of_sum in _all_that_passes(place, list(units), batch):
         whole[axis], part[axis] = max(whole[axis], readable), max(part[axis], of_sum)
     sizes = {DEPTH: place.depth, DOWN: place.size, ACROSS: place.size}
-    return sum(2 * _pages(whole[axis]) + (n - 1) * _pages(part[axis]) for axis, n in sizes.items() if n > 1)
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    return sum(lane_bytes(n, whole=whole[axis], part=part[axis]) for axis, n in sizes.items())
 
 
 def _all_that_passes(place: GridPlace, units: list[Unit], batch: MicroBatch | None) -> Iterator[_Passing]:

@@ -5,6 +5,8 @@ Read by the Layouts, which predict these bytes, and by the transports, which sen
 
 from __future__ import annotations
 
+import mmap
+
 CHUNK_BYTES = 2 * 1024 * 1024
 """Slices that replace each other in one buffer are exchanged in chunks of this size at most."""
 
@@ -35,3 +37,18 @@ def fp8_scale_bytes(numel: int) -> int:
 def fp8_bytes(numel: int) -> int:
     """Bytes of `numel` elements in eight bits with their scales."""
     return fp8_scale_bytes(numel) + numel
+
+
+def lane_bytes(size: int, *, whole: int, part: int = 0) -> int:
+    """Slots of one rank in memory that `size` ranks share (`comm/shared_line.py`).
+
+    Args:
+        size: how many ranks.
+        whole: the largest thing that a rank gives all others to read, in bytes.
+        part: the largest part of a sum that it makes for one of them.
+    """
+    return 0 if size == 1 else 2 * _whole_pages(whole) + (size - 1) * _whole_pages(part)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -19,7 +19,7 @@ Layout
     numbers per token.
 
 Cost (unit of P bytes, n ranks, activations of A bytes at its input and output)
-    resident   P/n, without slots: weights do not move.
+    resident   P/n: weights do not move. Over shared memory two slots as large as an activation, up to 4 MiB each.
     sent       2 (n-1)/n A in forward, as much in backward, for each attention and each MLP: it grows with the batch,
                not with the weights. An embedding only in forward. Gradients of weights that are used beside slices
                (norms of heads) are summed once per step.
@@ -39,12 +39,14 @@ Deviations
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
+from rotorch.core.messages import SUM_CHUNK_BYTES, lane_bytes
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch, Phase, Transfer, all_gather, all_reduce
@@ -104,7 +106,18 @@ class Megatron(Strategy):
 
         Further inputs that require a gradient (weights of a router) are not in it.
         """
-        if self.size == 1 or unit.kind is UnitKind.REPLICATED or self.transport == "shared_memory":
+        return () if self.transport == "shared_memory" else self._sums(unit, batch)
+
+    def layout_of(self, spec: ModelSpec, *, batch: MicroBatch | None = None, position: int = 0) -> Layout:
+        layout = super().layout_of(spec, batch=batch, position=position)
+        if self.transport != "shared_memory" or batch is None:
+            return layout
+        passing = [t.payload_bytes for unit in spec.units for t in self._sums(unit, batch)]
+        slots = lane_bytes(self.size, whole=min(max(passing, default=0), SUM_CHUNK_BYTES))
+        return replace(layout, transient_bytes=slots, slots_bytes=slots)
+
+    def _sums(self, unit: Unit, batch: MicroBatch) -> tuple[Transfer, ...]:
+        if self.size == 1 or unit.kind is UnitKind.REPLICATED:
             return ()
         tokens = batch.num_rows * batch.num_tokens
         parts = bool(self.changes_the_model)
