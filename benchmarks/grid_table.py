@@ -201,6 +201,14 @@ def square_product(*, q: int, d: int, size: int) -> tuple[int, int]:
     return sent_bytes([*weights, *place.activation_transfers(unit, batch)]) - over_depth, over_depth
 
 
+def pair_of_products(*, p: int, size: int) -> int:
+    """Elements that a rank sends under megatron for two such products in a row, forward and backward."""
+    weights = tuple(Weight(name, (size, size), 1, cut=Cut(dim, size)) for name, dim in (("up", 0), ("down", 1)))
+    unit = Unit("mlp", UnitKind.MODULE, Combine.SUM, weights)
+    (strategy,) = parse_parallel(f"megatron={p}")
+    return sent_bytes(strategy.activation_transfers(unit, batch=MicroBatch(1, size, itemsize=1)))
+
+
 def bandwidth(kind: str, *, p: int, q: int, d: int) -> float:
     """The paper's bandwidth, relative to one matrix; of 2-D and 2.5-D it is q times what one rank sends here."""
     if kind == "1-D":
@@ -216,8 +224,8 @@ def paper_rows(size: int = 4096) -> list[dict[str, Any]]:
         *(("2-D", q * q, q, 1) for q in (2, 4, 8)),
         *(("2.5-D", q * q * d, q, d) for q, d in ((2, 2), (2, 4), (4, 4))),
     ):
-        if kind == "1-D":  # a pair of products takes two all-reduces of the activations, one each way
-            ours, over_depth = 2 * (p - 1) / p, 0.0
+        if kind == "1-D":
+            ours, over_depth = pair_of_products(p=p, size=size) / 2 / size**2, 0.0
         else:
             blocks, summed = square_product(q=q, d=d, size=size)
             ours, over_depth = blocks / size**2, summed / size**2

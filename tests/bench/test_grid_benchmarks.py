@@ -58,8 +58,10 @@ def table(monkeypatch):
 
 def test_the_paper_s_formulas_are_what_blocks_send(table):
     for row in table.paper_rows(size=64):
-        q, d = row["q"], row["d"]
-        if row["kind"] != "1-D":
+        p, q, d = row["p"], row["q"], row["d"]
+        if row["kind"] == "1-D":
+            assert row["sent"] == row["paper"] == 2 * (p - 1) / p
+        else:
             assert row["sent"] == pytest.approx(3 * (q - 1) * (d + 1) / (d * q) / q, rel=1e-12)
             assert row["paper"] == pytest.approx(q * row["sent"], rel=1e-12)
             assert row["gradients_over_depth"] == pytest.approx(2 * (d - 1) / (d * q * q), rel=1e-12)
