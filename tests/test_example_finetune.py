@@ -47,25 +47,27 @@ def test_two_layers_are_tuned_exported_and_speak(tmp_path):
     assert (tmp_path / "out" / "export" / "model.safetensors").is_file()
 
 
-def test_the_whole_model_is_loaded_over_three_ranks_within_its_memory(tmp_path):
+UNEVEN_MB = 6
+"""Of two ranks one has two of the three groups of heads, 18 MB more than its share: it is 1 to 3 MB below the line."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_the_whole_model_is_loaded_within_its_memory(tmp_path, num_ranks):
     """Over its first window one process has perplexity 20.216."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     printed = run([*command, str(EXAMPLE / "perplexity.py"), "--windows", "1"], cwd=tmp_path)
     (perplexity,) = re.findall(r"perplexity ([0-9.]+) over 1023 tokens", printed)
     assert float(perplexity) == pytest.approx(20.2159, abs=0.005)
     ranks = re.findall(
         r"peak (\d+) MB after loading; its share of the model is (\d+) MB, the largest tensor (\d+)", printed
     )
-    assert len(ranks) == 3
+    assert len(ranks) == num_ranks
     for peak, share, largest in ranks:
-        assert int(peak) <= int(share) + int(largest) + 300 + VARIES_MB
+        assert int(peak) <= int(share) + int(largest) + 300 + (UNEVEN_MB if num_ranks == 2 else 0)
 
 
-VARIES_MB = 20
-"""What importing torch and transformers takes differs by so much from process to process and version to version."""
-
-
-def test_the_whole_model_comes_out_as_it_was(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_the_whole_model_comes_out_as_it_was(tmp_path, num_ranks):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     printed = run([*command, str(EXAMPLE / "untouched.py")], cwd=tmp_path)
-    assert "rtp=2: 272 of 272 tensors are the same to the bit" in printed
+    assert f"rtp={num_ranks}: 272 of 272 tensors are the same to the bit" in printed

@@ -1,12 +1,14 @@
+import linecache
 import os
 import resource
 import subprocess
 import sys
+import weakref
 
 import pytest
 
 from rotorch import host_memory
-from rotorch.host_memory import available_bytes, give_back_freed_memory, keep_freed_memory
+from rotorch.host_memory import available_bytes, give_back_freed_memory, keep_freed_memory, make_room
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 STEPS = """
@@ -101,3 +103,20 @@ def test_what_is_left_of_the_address_space():
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert printed[0] == "None" and 1 << 30 < int(printed[1]) < 1 << 31
+
+
+class Node:
+    pass
+
+
+def test_room_is_made_by_what_can_be_had_again(monkeypatch):
+    monkeypatch.setattr(linecache, "cache", {"<cell 1>": (7, None, ["x = 1\n"], "<cell 1>")})
+    assert linecache.getline(__file__, 1) and __file__ in linecache.cache
+    node = Node()
+    node.itself = node
+    gone = weakref.ref(node)
+    del node
+    make_room()
+    assert gone() is None
+    assert list(linecache.cache) == ["<cell 1>"]
+    assert linecache.getline(__file__, 1) == "import linecache\n"

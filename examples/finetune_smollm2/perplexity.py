@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from fetch import CACHE, Unavailable, smollm2, speeches
-from transformers import AutoTokenizer
 
 import rotorch
 from rotorch.models.gguf import read_gguf_metadata
@@ -49,6 +48,8 @@ def main() -> int:
         f"{share / 1e6:.0f} MB, the largest tensor {largest / 1e6:.0f} MB",
         flush=True,
     )
+    from transformers import AutoTokenizer  # loading needs none
+
     text = (folder / "2015_barack_obama_d.txt").read_text("utf-8")
     ids = torch.tensor(AutoTokenizer.from_pretrained(described)(text).input_ids)
     batches = [{"input_ids": part[None], "labels": part[None]} for part in ids.split(WINDOW)[: options.windows]]

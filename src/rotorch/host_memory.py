@@ -8,6 +8,8 @@ anew, which the kernel clears one by one. That took 1 to 4 % of a step where it 
 from __future__ import annotations
 
 import ctypes
+import gc
+import linecache
 import os
 import sys
 from collections.abc import Iterator
@@ -40,6 +42,20 @@ def give_back_freed_memory() -> None:
     trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)
+
+
+def make_room() -> None:
+    """Gives up what this process keeps without need, before it takes much: for loading a model on a tight host.
+
+    That is garbage in cycles, and source text: torch reads files of its own while it is imported and whenever it notes
+    where it was called, and Python keeps them for the next traceback (4 MB once a model of transformers is described).
+    A traceback reads them again. Source that is in no file, as of notebooks, stays.
+    """
+    for name, entry in [*linecache.cache.items()]:
+        if len(entry) > 1 and entry[1] is not None:
+            del linecache.cache[name]
+    gc.collect()
+    give_back_freed_memory()
 
 
 def available_bytes() -> int:

@@ -29,6 +29,7 @@ from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barri
 from rotorch.comm.observe import Observer
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
+from rotorch.host_memory import make_room
 from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.pretrained import open_pretrained
@@ -254,6 +255,7 @@ class ParallelModel:
             ConfigError: nothing there, a damaged file, or names or shapes that do not match: all of them in one line,
                 before anything is read.
         """
+        make_room()  # only now are most of the weights' pages taken
         buffers = persistent_buffers(self.module)
         names = {n for held in self.weights.values() for n in (held.name, *held.weight.aliases)} | set(buffers)
         with open_pretrained(path, module=self.module, names=names) as found:

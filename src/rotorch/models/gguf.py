@@ -38,7 +38,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.models.conversions import bare, is_pretrained
 from rotorch.shard.stored import Box, Computed, Joined, Stacked, Stored
 
-_CHUNK_ELEMENTS = 1 << 16
+_CHUNK_ELEMENTS = 1 << 14
 """So many numbers are made at a time; making them takes a few times their memory."""
 
 _NUMBER_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -410,7 +410,7 @@ class _Tensor(Stored):
         )
         return np.asarray(made.weights)
 
-    def _order_of_rows(self) -> npt.NDArray[np.int64] | None:
+    def _order_of_rows(self) -> npt.NDArray[np.int32] | None:
         """Which stored row is which row of the model's tensor, [rows]; None if that is not all there is to it."""
         if len(self._entry.shape) < 2:
             probe = np.arange(1.0, 1.0 + math.prod(self._entry.shape)).reshape(self._entry.shape)
@@ -418,7 +418,7 @@ class _Tensor(Stored):
                 same = np.array_equal(self._process(probe.copy()), probe)
             except Exception:  # asked about values that it does not expect
                 same = False
-            return np.zeros(1, np.int64) if same else None
+            return np.zeros(1, np.int32) if same else None
         num_rows = math.prod(self._entry.shape[:-1])
         numbers = np.arange(float(num_rows)).reshape(self._entry.shape[:-1])
         probe = np.stack([numbers, numbers + num_rows], axis=-1)  # two columns, which must stay in their order
@@ -429,4 +429,4 @@ class _Tensor(Stored):
         if made.shape != probe.shape or not np.array_equal(made[..., 1], made[..., 0] + num_rows):
             return None
         order = made[..., 0].reshape(-1)
-        return order.astype(np.int64) if np.array_equal(np.sort(order), np.arange(float(num_rows))) else None
+        return order.astype(np.int32) if np.array_equal(np.sort(order), np.arange(float(num_rows))) else None

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Weight
+from rotorch.host_memory import give_back_freed_memory
 from rotorch.shard.held import HeldWeight, Piece
 from rotorch.shard.safetensors_files import open_safetensors
 from rotorch.shard.stored import Stored
@@ -66,6 +67,7 @@ def load_stored(
         may_lack=may_lack,
         may_have=may_have,
     )
+    give_back_freed_memory()  # what finding out took
     for name, held in weights.items():
         if (there := found[name]) is not None:
             for piece in held.pieces:
