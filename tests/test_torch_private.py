@@ -21,6 +21,7 @@ from rotorch._torch_private import (
     group_timeout,
     in_backward,
     saved_tensors_are_hooked,
+    set_group_timeout,
     storage_key,
     symmetric_backend,
     symmetric_empty,
@@ -187,6 +188,8 @@ def test_a_group_tells_how_long_it_waits(tmp_path):
         assert group_timeout(dist.group.WORLD, device=cpu) == timedelta(seconds=77)
         shorter = dist.new_group([0], timeout=timedelta(seconds=5))
         assert group_timeout(shorter, device=cpu) == timedelta(seconds=5)
+        set_group_timeout(shorter, timedelta(seconds=9), device=cpu)
+        assert group_timeout(shorter, device=cpu) == timedelta(seconds=9)
     finally:
         dist.destroy_process_group()
 
@@ -195,6 +198,7 @@ def test_a_fake_group_says_something_of_how_long_it_waits():
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=4)
     try:
         assert group_timeout(dist.group.WORLD, device=torch.device("cpu")) > timedelta(0)
+        set_group_timeout(dist.group.WORLD, timedelta(seconds=9), device=torch.device("cpu"))  # changes nothing
     finally:
         dist.destroy_process_group()
 

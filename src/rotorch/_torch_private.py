@@ -47,6 +47,7 @@ __all__ = [
     "group_timeout",
     "in_backward",
     "saved_tensors_are_hooked",
+    "set_group_timeout",
     "storage_key",
     "symmetric_backend",
     "symmetric_empty",
@@ -82,6 +83,17 @@ def group_timeout(group: dist.ProcessGroup, *, device: torch.device) -> timedelt
     """
     options = getattr(group._get_backend(device), "options", None)  # torch's fake backend has none, and never waits
     return getattr(options, "_timeout", timedelta(minutes=10))
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta, *, device: torch.device) -> None:
+    """Has operations of a process group on a device's tensors fail after `timeout`.
+
+    Reason: the groups of a device mesh's axes wait half an hour, whatever the group of all ranks does, and nothing
+    public makes them wait for less.
+    """
+    backend = group._get_backend(device)
+    if hasattr(backend, "_set_default_timeout"):  # torch's fake backend has none, and never waits
+        backend._set_default_timeout(timeout)
 
 
 def storage_key(of: Tensor | torch.UntypedStorage) -> int:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rotorch._torch_private import group_timeout, set_group_timeout
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.strategies import format_parallel, num_ranks
@@ -76,7 +77,11 @@ def make_mesh(strategies: Sequence[Strategy], *, device: torch.device) -> Device
     join_process_group(device=device)
     check_world_size(strategies, world_size=dist.get_world_size())
     axes = {axis: size for s in strategies for axis, size in s.axes.items()}
-    return init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    timeout = group_timeout(dist.group.WORLD, device=device)
+    for axis in axes:
+        set_group_timeout(mesh.get_group(axis), timeout, device=device)
+    return mesh
 
 
 def flat_position(axes: Mapping[str, int], positions: Mapping[str, int]) -> int:

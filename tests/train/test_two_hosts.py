@@ -1,0 +1,101 @@
+"""Two hosts: network namespaces with addresses of their own, torchrun on each, and a link between them that is cut.
+
+Rings stay within a host and gradients are summed across, as on a cluster of several nodes.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+from commands import DEADLINE_S, rotorch, wait_until, write_run
+
+from rotorch.train.directories import latest
+from rotorch.train.metrics import read_metrics
+
+LAYOUT = "ddp=2,rtp=2"
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture
+def hosts():
+    """Two namespaces joined by a cable; yields (name, interface, address) of each."""
+    if shutil.which("ip") is None:
+        pytest.skip("there is no ip command to make network namespaces with")
+    names = [f"rotorch-{os.getpid()}-{letter}" for letter in "ab"]
+    found = [(name, f"veth{index}", f"10.77.13.{index + 1}") for index, name in enumerate(names)]
+    try:
+        for name in names:
+            if (made := ip("netns", "add", name)).returncode:
+                pytest.skip(f"network namespaces are not allowed here: {made.stderr.strip()}")
+        (_, first, _), (_, second, _) = found
+        made = ip("link", "add", first, "netns", names[0], "type", "veth", "peer", "name", second, "netns", names[1])
+        if made.returncode:
+            pytest.skip(f"network namespaces cannot be joined here: {made.stderr.strip()}")
+        for name, interface, address in found:
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
+            ip("-n", name, "link", "set", interface, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield found
+    finally:
+        for name in names:
+            ip("netns", "delete", name)
+
+
+@pytest.fixture
+def start(hosts, tmp_path):
+    """Starts torchrun on both hosts; ends with whatever is left of them."""
+    jobs = []
+
+    def start(*arguments):
+        for name, interface, address in hosts:
+            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
+            command += ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=two-hosts"]
+            # Both have this machine's name, so which of them is the endpoint has to be said.
+            command += [f"--rdzv-endpoint={hosts[0][2]}:29513", f"--rdzv-conf=is_host={int(address == hosts[0][2])}"]
+            command += [f"--local-addr={address}", "-m", "rotorch", *arguments]
+            with (tmp_path / f"{interface}.log").open("w") as log:
+                environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
+                jobs.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
+        return jobs
+
+    yield start
+    for job in jobs:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+@pytest.mark.slow
+def test_training_across_two_hosts_until_the_link_is_cut(hosts, start, tmp_path, warm):
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    command = rotorch(alone / "log", "train", write_run(alone), "--parallel", LAYOUT, "train.steps=6")
+    assert command.code == 0, command.stderr
+    expected = [line["loss"] for line in read_metrics(alone / "run")]
+
+    settings = ["--parallel", LAYOUT, "train.steps=1000000", "train.timeout_s=15", "train.checkpoint_every=5"]
+    settings += ["optimizer.schedule=constant"]
+    jobs = start("train", str(write_run(tmp_path)), *settings)
+    logs = [tmp_path / f"{interface}.log" for _, interface, _ in hosts]
+
+    def ended_or_got_on():
+        return len(read_metrics(tmp_path / "run")) >= 6 or any(job.poll() is not None for job in jobs)
+
+    wait_until(ended_or_got_on, what="six steps", deadline_s=2 * DEADLINE_S)
+    assert all(job.poll() is None for job in jobs), [log.read_text() for log in logs]
+    # The first two steps warm up alike, whatever the schedule does later.
+    assert [line["loss"] for line in read_metrics(tmp_path / "run")[:3]] == pytest.approx(expected[:3], rel=1e-5)
+
+    ip("-n", hosts[0][0], "link", "set", hosts[0][1], "down")
+    wait_until(lambda: all(job.poll() is not None for job in jobs), what="the end of both", deadline_s=2 * DEADLINE_S)
+    for job, log in zip(jobs, logs, strict=True):
+        assert job.returncode != 0
+        text = log.read_text()
+        assert "rotorch: rank " in text and "failed in step " in text, text
+    assert latest(tmp_path / "run") is not None  # whole: nothing was damaged
