@@ -4,6 +4,7 @@ Rings stay within a host and gradients are summed across, as on a cluster of sev
 """
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -93,9 +94,12 @@ def test_training_across_two_hosts_until_the_link_is_cut(hosts, start, tmp_path,
     assert [line["loss"] for line in read_metrics(tmp_path / "run")[:3]] == pytest.approx(expected[:3], rel=1e-5)
 
     ip("-n", hosts[0][0], "link", "set", hosts[0][1], "down")
-    wait_until(lambda: all(job.poll() is not None for job in jobs), what="the end of both", deadline_s=2 * DEADLINE_S)
-    for job, log in zip(jobs, logs, strict=True):
-        assert job.returncode != 0
-        text = log.read_text()
-        assert "rotorch: rank " in text and "failed in step " in text, text
+
+    def both_say_so():
+        return all(re.search(r"rotorch: rank \d failed in step \d+", log.read_text()) for log in logs)
+
+    wait_until(both_say_so, what="ranks of both that say which they are")
+    # The other host's torchrun asks for the first one's store, for minutes.
+    wait_until(lambda: jobs[0].poll() is not None, what="the end of the first host's torchrun")
+    assert jobs[0].returncode != 0
     assert latest(tmp_path / "run") is not None  # whole: nothing was damaged
