@@ -27,6 +27,7 @@ from rotorch.core.spec import ModelSpec, UnitKind, Weight
 from rotorch.core.stages import stage_layers
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule
+from rotorch.ops.later_gradients import LaterGradients
 from rotorch.parallel_model import Holding
 from rotorch.pipeline_step import PipelineStep
 from rotorch.pipelining.actions import Action, ActionKind, Placement, Schedule
@@ -34,6 +35,7 @@ from rotorch.pipelining.lower import lower
 from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.shard.sites import find_sites
 from rotorch.shard.twins import Part, Twins
+from rotorch.stage_shards import StageShards
 
 Result = TypeVar("Result")
 
@@ -82,6 +84,7 @@ class PipelineHolding(Holding):
         num_stages: of the whole pipeline.
         placement: which rank has which stage.
         schedule: makes the plain table of a step from its number of micro-batches.
+        splits_backward: whether the schedule puts weight gradients off.
         mesh: of the pipeline, one axis.
         inside: the axes of the pipeline and of `inner`.
         device: of this rank.
@@ -96,6 +99,7 @@ class PipelineHolding(Holding):
         num_stages: int,
         placement: Placement,
         schedule: Callable[[int], Schedule],
+        splits_backward: bool,
         mesh: DeviceMesh,
         inside: DeviceMesh,
         device: torch.device,
@@ -108,6 +112,9 @@ class PipelineHolding(Holding):
         self._mesh, self._inside, self._device = mesh, inside, device
         self._position = mesh.get_local_rank()
         self._staged = StagedModule(module, order=spec.order, parts=stage_layers(spec, num_stages=num_stages))
+        # Layers inside of other strategies are run by those: their gradients are all computed at once.
+        whole = isinstance(inner, WholeStages | StageShards)
+        self._later = LaterGradients(module) if whole and splits_backward else None
         self._messages = StageMessages(mesh, device=device)
         self.loss_scale = inner.loss_scale
         sites, parameters = find_sites(module), dict(module.named_parameters())
@@ -257,7 +264,12 @@ class PipelineHolding(Holding):
 
     def _step(self, run: Callable[[Batch], Any], micro_batches: Sequence[Batch]) -> PipelineStep:
         return PipelineStep(
-            self._inner, staged=self._staged, messages=self._messages, run=run, micro_batches=micro_batches
+            self._inner,
+            staged=self._staged,
+            messages=self._messages,
+            run=run,
+            micro_batches=micro_batches,
+            later=self._later,
         )
 
 

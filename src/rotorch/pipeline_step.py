@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.errors import RankFailure
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule, StageOutput
+from rotorch.ops.later_gradients import LaterGradients
 from rotorch.parallel_model import Holding
 from rotorch.pipelining.actions import MESSAGES, SENDS, Action, ActionKind, Schedule, counterpart, peer_stage
 
@@ -30,6 +32,7 @@ class PipelineStep:
         messages: to and from the other ranks of the pipeline.
         run: the whole model's forward on a micro-batch, and what is made of it (its loss, before `backward`).
         micro_batches: of the step.
+        later: what puts weight gradients off, where they can be.
 
     Attributes:
         results: of the last stage, what `run` gave, with the micro-batch's number.
@@ -43,8 +46,10 @@ class PipelineStep:
         messages: StageMessages,
         run: Callable[[Batch], Any],
         micro_batches: Sequence[Batch],
+        later: LaterGradients | None = None,
     ) -> None:
         self._inner = inner
+        self._later = later
         self._staged = staged
         self._messages = messages
         self._run = run
@@ -69,6 +74,8 @@ class PipelineStep:
             elif not (self._error or self._heard):
                 self._guarded(action, table)
         self._messages.settle()
+        if self._later is not None:
+            self._later.forget()
         if self._error is not None:
             raise self._error
         if self._heard:
@@ -104,6 +111,13 @@ class PipelineStep:
                 self._forward(action, table)
             case ActionKind.BACKWARD:
                 self._backward(action, table)
+            case ActionKind.BACKWARD_INPUT:
+                later = self._later
+                with nullcontext() if later is None else later.put_off(action.stage, _number(action)):
+                    self._backward(action, table)
+            case ActionKind.BACKWARD_WEIGHT:
+                if self._later is not None:  # else the whole of backward is done with the input's gradient
+                    self._later.compute(action.stage, _number(action))
             case ActionKind.UNSHARD:
                 self._inner.unshard(action.stage)
             case ActionKind.RESHARD:

@@ -26,6 +26,8 @@ def of_size(kind: str, size: int) -> str | None:
             return f"{kind}={size}"
         case ("stages",):
             return f"{kind}={size}" if size <= 2 else None  # the models have two layers
+        case ("stages", "shards"):
+            return f"{kind}={min(size, 2)}x{size // min(size, 2)}" if size == 1 or size % 2 == 0 else None
         case ("rows", "columns"):
             side = math.isqrt(size)
             return f"{kind}={side}x{side}" if side * side == size else None
@@ -46,7 +48,12 @@ def smallest(kind: str, *, least: int = 2) -> str:
 
 def is_grid(kind: str) -> bool:
     """Whether a strategy has two sides, so that fewer than four ranks say little."""
-    return len(STRATEGIES[kind].size_fields) > 1
+    return len(STRATEGIES[kind].size_fields) > 1 and not is_pipeline(kind)
+
+
+def is_pipeline(kind: str) -> bool:
+    """Whether a strategy cuts between layers, of which the models have two."""
+    return "stages" in STRATEGIES[kind].size_fields
 
 
 def options(strategy: type[Strategy]) -> list[dict[str, object]]:
@@ -117,6 +124,8 @@ def says_new(layout: str, model: str) -> bool:
         return model == MODELS[0] and strategies[-1].kind != "pp"  # replicas of stages: one sum more
     if "[" in layout:
         return not _repeats_options(strategies[0])
+    if is_pipeline(kind):
+        return (size, model) in {(2, "gpt_neox"), (4, "gemma2")}
     if is_grid(kind):
         return size <= 4 or kind == "tesseract"  # whose depth shows on eight
     return size == 1 or (size, model) in {(2, "gpt_neox"), (3, "qwen3"), (4, "gemma2")}
@@ -128,8 +137,8 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     kind, size = strategies[0].kind, num_ranks(strategies)
     if kind == "pp" and len(strategies) > 1:
         return model == MODELS[0] and strategies[1].kind == "rtp"  # what is inside has its own
-    if kind == "pp" and "[" in layout:
-        return False
+    if is_pipeline(kind):
+        return "[" not in layout and (layout, model) == (of_size(kind, 4) or of_size(kind, 2), "qwen3")
     if len(strategies) > 1 or "[" in layout:
         return says_new(layout, model)
     if is_grid(kind):
@@ -148,7 +157,7 @@ def for_options(strategy: type[Strategy]) -> dict[str, int]:
 
     On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1.
     """
-    sizes = {"size": 3, "stages": 2, "rows": 2, "columns": 2, "depth": 1, "d1": 2, "d2": 2}
+    sizes = {"size": 3, "stages": 2, "shards": 1, "rows": 2, "columns": 2, "depth": 1, "d1": 2, "d2": 2}
     return {name: sizes[name] for name in strategy.size_fields}
 
 

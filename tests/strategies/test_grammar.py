@@ -91,7 +91,7 @@ def test_what_is_written_reads_back(strategies):
         ("rtp=", "needs a positive number"),
         ("single=2", "single takes no size, got 'single=2'. Write single"),
         ("rpt=2", "unknown strategy 'rpt' (did you mean 'rtp'?). Known: single, ddp, fsdp, rtp, megatron"),
-        ("zeropp=2", "unknown strategy 'zeropp'"),
+        ("osdp=2", "unknown strategy 'osdp'"),
         ("rtp=2[recompte=slice]", "rtp has no option 'recompte' (did you mean 'recompute'?)"),
         ("rtp=2[size=3]", "rtp has no option 'size'"),
         ("rtp=2[recompute]", "rtp has no option 'recompute'"),

@@ -75,6 +75,9 @@ def predict(
     positions = _positions(strategies, rank=rank)
     for strategy in strategies:
         spec = strategy.units_of(spec)
+    num_weights = sum(weight.trained for weight in spec.weights)
+    for strategy, position in zip(strategies, positions, strict=True):
+        spec = strategy.part_of(spec, position=position)
     total = combine_layouts(_layout(unit, strategies=strategies, positions=positions) for unit in spec.units)
     trained = combine_layouts(
         _layout(replace(unit, weights=weights), strategies=strategies, positions=positions)
@@ -85,15 +88,16 @@ def predict(
     for transfer in total.transfers:
         sent[str(transfer.kind)] += transfer.sent_bytes
     if batch is not None:
-        for unit in spec.units:
-            for transfer in strategies[-1].activation_transfers(unit, batch=batch, position=positions[-1]):
-                sent[str(transfer.kind)] += transfer.sent_bytes
+        for strategy, position in zip(strategies, positions, strict=True):
+            for unit in spec.units:
+                for transfer in strategy.activation_transfers(unit, batch=batch, position=position):
+                    sent[str(transfer.kind)] += transfer.sent_bytes
     inner = strategies[-1].layout_of(spec, batch=batch, position=positions[-1])
     return Prediction(
         weights_bytes=total.resident_bytes,
         transient_bytes=inner.transient_bytes,
         slots_bytes=inner.slots_bytes,
-        num_weights=sum(weight.trained for weight in spec.weights),
+        num_weights=num_weights,
         sent_bytes=dict(sent),
         trained_bytes=trained.resident_bytes,
         padding_bytes=total.padding_bytes,

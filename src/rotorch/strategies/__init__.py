@@ -23,9 +23,10 @@ from rotorch.strategies.rtp.plan import RTP
 from rotorch.strategies.single.plan import Single
 from rotorch.strategies.summa.plan import SUMMA
 from rotorch.strategies.tesseract.plan import Tesseract
+from rotorch.strategies.zeropp.plan import ZeroPP
 
 STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.kind: strategy for strategy in (Single, DDP, FSDP, RTP, Megatron, ATP, SUMMA, Tesseract, PP)
+    strategy.kind: strategy for strategy in (Single, DDP, FSDP, RTP, Megatron, ATP, SUMMA, Tesseract, PP, ZeroPP)
 }
 
 COMPOSES: frozenset[tuple[str, str]] = frozenset(

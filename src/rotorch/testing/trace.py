@@ -79,7 +79,7 @@ def output_errors(
     """Compares this rank's passes with the matching rows of one pass over all rows (see [Note: what compares]).
 
     Args:
-        ours: one entry per micro-batch.
+        ours: one entry per forward: per micro-batch, and of a pipeline per stage of this rank.
         theirs: the reference's pass over the global batch.
         first_rows: where each micro-batch starts in the global batch.
         num_rows: rows of a micro-batch.
@@ -93,13 +93,16 @@ def output_errors(
     """
     errors: dict[str, float] = {}
     for name, calls in theirs.items():
+        ran = [one[name] for one in ours if one.get(name)]
+        if len(ran) != len(first_rows):
+            continue
         found = [
-            _call_error(mine, whole, rows, features=(feature_rank, num_feature_ranks))
-            for micro_batch, rows in zip(ours, [(f, num_rows, total_rows) for f in first_rows], strict=True)
-            if len(micro_batch.get(name, [])) == len(calls)
-            for mine, whole in zip(micro_batch[name], calls, strict=True)
+            _call_error(mine, whole, (first, num_rows, total_rows), features=(feature_rank, num_feature_ranks))
+            for made, first in zip(ran, first_rows, strict=True)
+            if len(made) == len(calls)
+            for mine, whole in zip(made, calls, strict=True)
         ]
-        if len(found) == len(ours) * len(calls) and None not in found:
+        if len(found) == len(ran) * len(calls) and None not in found:
             errors[name] = max(found, default=0.0)  # type: ignore[type-var]
     return errors
 

@@ -26,16 +26,11 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
+from rotorch.core.gathered import gathered_layout
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Unit
 from rotorch.core.strategy import Strategy
-from rotorch.core.traffic import Kind, Phase, Transfer
-
-
-def _rows(rows: int, *, size: int, position: int) -> int:
-    """Rows that `torch.chunk(rows, size)` gives to `position`."""
-    chunk = -(-rows // size)
-    return max(0, min(rows, (position + 1) * chunk) - position * chunk)
+from rotorch.core.traffic import Phase
 
 
 class FSDP(Strategy):
@@ -63,17 +58,15 @@ class FSDP(Strategy):
         return ("fsdp",)
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
-        n = self.size
-        resident = 0
-        for weight in unit.weights:
-            rows = weight.shape[0] if weight.shape else 1
-            resident += weight.num_bytes // max(rows, 1) * _rows(rows, size=n, position=position)
-        padded = sum(w.num_bytes // max(w.shape[0], 1) * -(-w.shape[0] // n) for w in unit.weights if w.shape)
-        sent = padded * (n - 1)
         gathers = [Phase.FORWARD, Phase.BACKWARD] if self.reshard else [Phase.FORWARD]
-        transfers = [Transfer(Kind.ALL_GATHER, "fsdp", phase, padded, sent) for phase in gathers]
-        transfers.append(Transfer(Kind.REDUCE_SCATTER, "fsdp", Phase.BACKWARD, padded * n, sent))
-        return Layout(resident_bytes=resident, transient_bytes=4 * unit.num_bytes, transfers=tuple(transfers))
+        return gathered_layout(
+            unit,
+            size=self.size,
+            position=position,
+            axis="fsdp",
+            gathers=gathers,
+            transient_bytes=4 * unit.num_bytes,
+        )
 
     def __str__(self) -> str:
         return f"fsdp={self.size}{self._options_text()}"

@@ -40,6 +40,7 @@ def apply(
         num_stages=strategy.num_stages,
         placement=strategy.placement,
         schedule=strategy.table,
+        splits_backward=strategy.schedule == "zb_h1",
         mesh=mesh,
         inside=mesh if inside is None else inside,
         device=device,

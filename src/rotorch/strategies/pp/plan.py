@@ -3,7 +3,7 @@
 Idea
     A model is cut between layers into stages; a rank computes its stage for one micro-batch after another and hands
     the hidden states on. Sources: GPipe (Huang et al., arXiv 1811.06965) and 1F1B (PipeDream, Narayanan et al., arXiv
-    1806.03377); `pipelining/` has the tables, and what fills the bubbles.
+    1806.03377); ZB-H1 (Qi et al., arXiv 2401.10241) fills bubbles with weight gradients. `pipelining/` has the tables.
 
 Picture (2 ranks, 4 micro-batches over time, 1F1B; - = bubble)
     rank 0 | F0 F1 -- B0 -- F2 B1 -- F3 B2 -- -- B3 | step |
@@ -17,12 +17,13 @@ Cost (P ranks, M micro-batches, hidden states of A bytes)
     resident   P-th part of the weights, as even as whole layers allow; embedding and head count (core/stages.py).
     sent       A per micro-batch and boundary in forward, A in backward.
     hides      Messages under computation. Ranks wait (P-1)/(M+P-1) of the time in both schedules; 1F1B keeps the
-               activations of at most P micro-batches.
+               activations of at most P micro-batches, ZB-H1 waits a third as long.
 
 Deviations
     Stages run the model's own forward (models/stages.py). An embedding tied to a head is held by the first stage; the
     last borrows it for a step. What all ranks of a stage gather (`pp=2,fsdp=2`) is gathered once per `unit` of
-    micro-batches and direction, not per micro-batch.
+    micro-batches and direction, not per micro-batch. Under ZB-H1 weight gradients of linear layers are put off, those
+    of others are not; inside of `rtp` and `megatron`, which run layers their own way, none are.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class PP(Strategy):
     cuts_weights: ClassVar[bool] = True
     size_fields: ClassVar[tuple[str, ...]] = ("stages",)
     stages: PositiveInt
-    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    schedule: Literal["1f1b", "gpipe", "zb_h1"] = "1f1b"
     unit: PositiveInt | None = None
     recompute: Literal["none", "block"] = "none"
 

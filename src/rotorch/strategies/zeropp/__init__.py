@@ -1,1 +1,1 @@
-"""`zeropp`: see `schedule.py` for the order in which its ranks compute."""
+"""`zeropp`: see `plan.py` for what it is, `schedule.py` for the order of its ranks, `apply.py` for how."""

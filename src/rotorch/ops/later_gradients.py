@@ -1,0 +1,110 @@
+"""Weight gradients of linear layers that are computed later than the gradient of their input.
+
+Backward of `x W^T` makes two products that need nothing of each other. A pipeline sends the input's gradient on at once
+and makes the weight's where it would wait (Zero Bubble, arXiv 2401.10241). What is left for later are the layer's input
+and its output's gradient; the weight itself is not needed, so it may be gone by then.
+
+Shapes: B tokens (all leading dims flattened), I input features, O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+_Later = tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]
+"""Weight, bias, input [B, I], gradient of the output [B, O]."""
+
+
+class LaterGradients:
+    """Runs the linear layers of a module so that gradients of their weights can be put off. Everything else is not.
+
+    Args:
+        module: whose `nn.Linear` layers are taken over, where they have plain parameters in a pass.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._put_off: list[_Later] | None = None
+        self._later: dict[tuple[int, int], list[_Later]] = {}
+        for child in module.modules():
+            if type(child) is nn.Linear and "forward" not in vars(child):
+                child.forward = _Linear(child, self)  # type: ignore[method-assign]
+
+    @contextmanager
+    def put_off(self, stage: int, micro_batch: int) -> Iterator[None]:
+        """Within it backward leaves out weights of linear layers; `compute` makes up for it."""
+        self._put_off = self._later[stage, micro_batch] = []
+        try:
+            yield
+        finally:
+            self._put_off = None
+
+    @torch.no_grad()
+    def compute(self, stage: int, micro_batch: int) -> None:
+        """Adds what was put off to the gradients of the weights."""
+        for weight, bias, x_BI, grad_BO in self._later.pop((stage, micro_batch)):
+            if weight.requires_grad:
+                _add(weight, grad_BO.t() @ x_BI.to(grad_BO.dtype))
+            if bias is not None and bias.requires_grad:
+                _add(bias, grad_BO.sum(0))
+
+    def forget(self) -> None:
+        """Drops what was put off: the step has broken off."""
+        self._later.clear()
+
+    def take(self, later: _Later) -> bool:
+        """Whether gradients are put off now; then these are."""
+        if self._put_off is None:
+            return False
+        self._put_off.append(later)
+        return True
+
+
+class _Linear:
+    """A linear layer's forward."""
+
+    def __init__(self, layer: nn.Linear, later: LaterGradients) -> None:
+        self._layer = layer
+        self._later = later
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weight, bias = self._layer.weight, self._layer.bias
+        plain = all(type(p) is nn.Parameter for p in (weight, bias) if p is not None)
+        if not (torch.is_grad_enabled() and plain):
+            return F.linear(x, weight, bias)
+        return _LinearLater.apply(self._later, x, weight, bias)
+
+
+class _LinearLater(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, later: LaterGradients, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+        ctx.later, ctx.parameters = later, (weight, bias)
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        _, needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        dx = (grad @ weight.to(grad.dtype)).to(x.dtype) if needs_x else None
+        if not (needs_weight or needs_bias):
+            return None, dx, None, None
+        x_BI, grad_BO = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        if ctx.later.take((*ctx.parameters, x_BI, grad_BO)):
+            return None, dx, None, None
+        dw = (grad_BO.t() @ x_BI.to(grad.dtype)).to(weight.dtype) if needs_weight else None
+        return None, dx, dw, grad_BO.sum(0).to(weight.dtype) if needs_bias else None
+
+
+def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient.to(parameter.dtype)
+    else:
+        parameter.grad.add_(gradient)

@@ -1,0 +1,159 @@
+"""Pipelines as they run: chunks, units that do not divide a step, gathers counted, weight gradients put off."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import rotorch
+from rotorch.comm.collectives import all_reduce_sum
+from rotorch.comm.meter import Meter
+from rotorch.core.errors import ConfigError
+from rotorch.core.traffic import Kind
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm, load_config
+from rotorch.ops.later_gradients import LaterGradients
+from rotorch.shard.materialize import take_recipes
+from rotorch.testing.arithmetic import exact_arithmetic, widen
+from rotorch.testing.compare import gradient_errors
+from rotorch.testing.ranks import run_ranks
+from rotorch.testing.reference import fill, reference_step
+from rotorch.testing.verify import verify
+from rotorch.train.checkpoint import load, save
+from rotorch.train.optim import squared_norm_share
+from rotorch.train.state import TrainState
+
+NUM_MICRO_BATCHES = 5
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+@pytest.fixture(scope="module")
+def five_layers(tiny, tmp_path_factory):
+    """An odd number of layers of two kinds, embedding and head tied."""
+    values = json.loads(Path(tiny("qwen3")).read_text("utf-8"))
+    kinds = values["layer_types"]
+    path = tmp_path_factory.mktemp("five") / "config.json"
+    path.write_text(json.dumps({**values, "num_hidden_layers": 5, "layer_types": [*kinds, *kinds][:5]}))
+    return str(path)
+
+
+@pytest.mark.parametrize("parallel", ["zeropp=2x1[chunks=2]", pytest.param("zeropp=4x1", marks=pytest.mark.slow)])
+def test_chunks_and_odd_layers_are_exact(five_layers, parallel):
+    report = verify(five_layers, parallel=parallel, steps=2, timeout_s=300)
+    assert report.ok, (report.verdict, report.first_divergence)
+    assert report.num_modules_compared > 50
+
+
+def build(path):
+    with rotorch.on_meta():
+        return widen(causal_lm(load_config(path))).train()
+
+
+def batch_of(config, *, num_rows):
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(config.vocab_size, (num_rows, 6), generator=generator)
+    labels = ids.clone()
+    labels[::2, 3] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def step(path, parallel):
+    """The largest gradient error of a step, and what the meter counted in another one."""
+    model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
+    batch = batch_of(model.module.config, num_rows=NUM_MICRO_BATCHES * model.num_batch_ranks)
+    mine = {name: rows.tensor_split(model.num_batch_ranks)[model.batch_rank] for name, rows in batch.items()}
+    micro_batches = [{name: rows[k : k + 1] for name, rows in mine.items()} for k in range(NUM_MICRO_BATCHES)]
+    watched = build(path)
+    reference = widen(causal_lm(load_config(path))).train()
+    fill(reference, spec=describe(watched), recipes=take_recipes(watched), seed=1)
+    with exact_arithmetic():
+        loss = float(model.forward_backward(micro_batches))
+        whole_loss = float(reference_step(reference, batch))
+    theirs = {name: p.grad for name, p in reference.named_parameters()}
+    error = max(gradient_errors(model.weights, theirs).values())
+    with Meter() as meter:
+        model.forward_backward(micro_batches)
+    logits = model.next_token_logits(batch["input_ids"][:1])
+    with torch.no_grad():
+        expected = reference.eval()(input_ids=batch["input_ids"][:1]).logits[:, -1]
+    model.close()
+    same = torch.allclose(logits, expected.float(), rtol=1e-6)
+    return error, abs(loss - whole_loss) / whole_loss, dict(meter.num_messages), same
+
+
+@pytest.mark.parametrize(
+    ("parallel", "gathers", "sums"),
+    [
+        # Two whole units and a short one; the last stage has backwards of a unit between its forwards.
+        ("zeropp=2x2[unit=2]", (2 * 3, 4), 3),
+        pytest.param("pp=2[schedule=gpipe,unit=5],fsdp=2", (2, 2), 1, marks=pytest.mark.slow),
+        pytest.param("pp=2[unit=1],fsdp=2[reshard=false]", (1, 1), 5, marks=pytest.mark.slow),
+    ],
+)
+def test_a_stage_is_gathered_at_most_twice_per_unit_and_summed_once(tiny, parallel, gathers, sums):
+    for rank, (error, loss_error, counted, same) in enumerate(run_ranks(step, tiny("llama"), parallel, num_ranks=4)):
+        assert error <= 1e-10 and loss_error <= 1e-10
+        assert (counted[Kind.ALL_GATHER], counted[Kind.REDUCE_SCATTER]) == (gathers[rank // 2], sums)
+        assert same
+
+
+def go_on(path, directory):
+    """Two steps under pp, saved after the first; the second again under fsdp. Losses and gradient norms of both."""
+    found, saved = [], directory
+    for parallel in ("pp=2[schedule=zb_h1]", "fsdp=2"):
+        with rotorch.on_meta():
+            module = causal_lm(load_config(path)).train()
+        model = rotorch.parallelize(module, parallel, device="cpu").materialize(seed=1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        state = TrainState(model=model, optimizer=optimizer)
+        batch = batch_of(model.module.config, num_rows=4)
+        mine = {name: rows.tensor_split(model.num_batch_ranks)[model.batch_rank] for name, rows in batch.items()}
+        if found:
+            load(saved, state)
+        else:
+            model.forward_backward(mine)
+            optimizer.step()
+            optimizer.zero_grad()
+            saved = save(directory, state, keep=1)
+        loss = float(model.forward_backward(mine))
+        share = torch.tensor(squared_norm_share(model), dtype=torch.float64)
+        found.append((loss, float(all_reduce_sum(share, mesh=model.mesh))))
+        model.close()
+    return found
+
+
+def test_a_run_goes_on_under_another_layout(tiny, tmp_path):
+    for under_pp, under_fsdp in run_ranks(go_on, tiny("llama"), tmp_path, num_ranks=2):
+        assert under_pp == pytest.approx(under_fsdp, rel=1e-6)
+
+
+def test_a_step_with_fewer_micro_batches_than_a_unit_is_refused(tiny):
+    model = rotorch.parallelize(build(tiny("llama")), "zeropp=1x1[unit=2]", device="cpu").materialize(seed=1)
+    batch = batch_of(model.module.config, num_rows=2)
+    with pytest.raises(ConfigError, match="a unit of 2 micro-batches, but a step has 1"):
+        model.forward_backward(batch)
+    assert float(model.forward_backward([batch, batch])) > 0
+    model.close()
+
+
+def test_gradients_put_off_are_those_of_autograd():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 2, bias=False)).double()
+    xs = [torch.randn(5, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    for x in xs:
+        module(x).square().sum().backward()
+    expected = [p.grad for p in module.parameters()] + [x.grad for x in xs]
+    for tensor in (*module.parameters(), *xs):
+        tensor.grad = None
+    later = LaterGradients(module)
+    for number, x in enumerate(xs):
+        with later.put_off(0, number):
+            module(x).square().sum().backward()
+        assert module[0].weight.grad is None and module[2].weight.grad is not None
+    for number in range(2):
+        later.compute(0, number)
+    for found, wanted in zip([*module.parameters(), *xs], expected, strict=True):
+        torch.testing.assert_close(found.grad, wanted)
