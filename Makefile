@@ -18,7 +18,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner sr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all test-gpu check zoo bench bench-gpu clean
+.PHONY: help setup train test test-all failures test-gpu check zoo bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -45,6 +45,10 @@ test: setup ## run the tests, as many at a time as there are cores; make test AR
 
 test-all: setup ## run the tests, and those that repeat on more cells what others prove
 	@$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
+
+failures: setup ## write docs/failures.md: what a user sees of each failure, as its test sees it
+	@ROTORCH_WRITE_FAILURES=1 $(BIN)/python -m pytest -q $$(grep -l "failures import" tests/train/test_*.py)
+	@$(BIN)/python -m pytest -q tests/train/test_failure_page.py
 
 test-gpu: setup ## run the tests that need a GPU, which ranks share
 	@$(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from commands import rotorch, write_run
+from failures import seen
 from test_checkpoint_faults import make, read_back, step, steps_of
 
 from rotorch.core.errors import RankFailure
@@ -84,6 +85,10 @@ def test_a_failure_is_told_at_the_next_step(tmp_path):
     assert others == [[told]]
     assert "rank 1: " in told and "No space left on device; earlier checkpoints are untouched" in told
     assert steps_of(tmp_path) == [1, 3]
+    seen(
+        "The disk fills up during a save behind the run",
+        f"rotorch: rank 0 failed in step 3, summing the gradient norm over ranks: {told}",
+    )
 
 
 def save_behind_until_killed(run_dir, delay_s):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from failures import seen
 from torch import nn
 
 from rotorch.core.errors import ConfigError, RankFailure
@@ -299,6 +300,11 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(tmp_path):
     told, left = results[0]
     assert [other[0] for other in results] == [told] * 3
     assert "rank 1: File too large; earlier checkpoints are untouched" in told
+    seen(
+        "The disk fills up during a save",
+        f"rotorch: rank 0 failed in step 2, writing a checkpoint: {told}",
+        instead={"File too large": "No space left on device"},
+    )
     assert "step-00000002" in told
     assert left == ["step-00000001"]
     assert steps_of(tmp_path) == [1, 3]
@@ -321,6 +327,11 @@ def test_a_disk_with_no_room_is_noticed_before_writing(tmp_path):
     messages = run_ranks(save_without_room, tmp_path, num_ranks=2)
     assert messages[0] == messages[1]
     assert "KiB needed, 1000 B free; nothing was written, earlier checkpoints are untouched" in messages[0]
+    seen(
+        "The disk is full before a save",
+        f"rotorch: rank 0 failed in step 2, writing a checkpoint: {messages[0]}",
+        instead={r"checkpoint: /tmp/\S*:": "checkpoint: runs/my_run/checkpoints:"},
+    )
     assert steps_of(tmp_path) == [1]
 
 
@@ -423,25 +434,32 @@ def test_a_file_cut_off_anywhere_is_skipped(copy, caplog):
             file.write_bytes(content[:length])
             assert latest(copy.parents[1]).name == "step-00000001"
             assert f"{file}: truncated ({length} bytes instead of {len(content)}) (skipped" in caplog.text
+            told = caplog.messages[-1]
         file.write_bytes(content)
+    seen("A file of a checkpoint is too short", told)
     assert latest(copy.parents[1]) == copy
 
 
 def load_what_is_whole(path):
-    state = make()
+    state, lines, handler = make(), [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("rotorch").addHandler(handler)
     try:
-        return load_newest(path, state).name, state.step
+        return load_newest(path, state).name, state.step, lines
     except ConfigError as error:
-        return str(error), state.step
+        return str(error), state.step, lines
 
 
 def test_a_damaged_one_gives_way_to_the_one_before(copy):
     flip(copy / "rank-00001.safetensors", 900)
-    assert run_ranks(load_what_is_whole, copy, num_ranks=2) == [("step-00000001", 1)] * 2
+    (*loaded, said), other = run_ranks(load_what_is_whole, copy, num_ranks=2)
+    assert loaded == ["step-00000001", 1] and other == ("step-00000001", 1, [])  # rank 0 speaks
+    seen("A byte of the last checkpoint has changed", said[-1])
     flip(copy.parent / "step-00000001" / "rank-00000.safetensors", -1)
-    (told, step), other = run_ranks(load_what_is_whole, copy, num_ranks=2)
-    assert other == (told, step) and step == 0
+    (told, step, _), other = run_ranks(load_what_is_whole, copy, num_ranks=2)
+    assert other[:2] == (told, step) and step == 0
     assert "step-00000001/rank-00000.safetensors: damaged" in told and "there is none before it" in told
+    seen("A byte of the only checkpoint has changed", f"rotorch: {told}")
 
 
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"])
@@ -480,7 +498,9 @@ def rewrite(copy, **changes):
 
 def test_a_newer_format(copy):
     rewrite(copy, version=2, something_new=[])
-    assert "format version 2, and this rotorch reads up to 1. Use a newer rotorch" in refused(copy)
+    told = refused(copy)
+    assert "format version 2, and this rotorch reads up to 1. Use a newer rotorch" in told
+    seen("A checkpoint of a later rotorch", f"rotorch: {told}")
     with pytest.raises(NewerFormat):  # not to be skipped in favour of an older one
         latest(copy.parents[1])
 
@@ -580,5 +600,6 @@ def test_leftovers_are_removed_with_a_word(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert latest(tmp_path) is None
     assert caplog.text.count("left by a save that was cut off") == 2
+    seen("A save was cut off", next(message for message in caplog.messages if "tmp-" in message))
     run_ranks(save_steps, tmp_path, 1, num_ranks=2)
     assert [p.name for p in parent.iterdir()] == ["step-00000001"]

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from commands import rotorch, write_run
+from failures import seen
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from rotorch.core.errors import ConfigError, RankFailure
@@ -62,6 +63,14 @@ def test_stopping_names_the_module_and_leaves_checkpoints_alone(run_toml, tmp_pa
         done.stderr,
     ), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+    seen(
+        "The loss is not finite",
+        done.stderr,
+        instead={
+            r"\(rank \d was [^)]*\)": "(rank 1 was in step 4, examining its numbers)",
+            r"^rotorch: rank \d": "rotorch: rank 0",
+        },
+    )
     assert check(latest(tmp_path / "run")).step == 2
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2, 3]
 
@@ -84,6 +93,7 @@ def test_skipping_leaves_the_batch_out(run_toml, tmp_path, poison):
     assert [line.get("skipped", False) for line in lines] == [False, False, False, True, False, True]
     assert lines[4]["tokens"] == lines[2]["tokens"] + lines[0]["tokens"]
     assert "step 4 is skipped: the loss is nan" in done.stdout and "'model.layers.0.mlp'" in done.stdout
+    seen("A batch is skipped", next(line for line in done.stdout.splitlines() if "is skipped" in line))
     assert check(latest(tmp_path / "run")).step == 6
 
 
@@ -97,6 +107,7 @@ def test_rolling_back_reads_on_behind_what_was_wrong(run_toml, tmp_path, poison,
     done = rotorch(tmp_path / "log", *options)
     assert (done.code, done.stderr) == (0, "")
     assert "to read on behind what steps 3 to 4 read" in done.stdout
+    seen("The run goes back", next(line for line in done.stdout.splitlines() if "read on behind" in line))
     ours, other = read_metrics(tmp_path / "run"), read_metrics(tmp_path / "other")
     assert [(line["step"], line["loss"], line["tokens"]) for line in ours] == [
         (line["step"], line["loss"], line["tokens"]) for line in other
@@ -247,6 +258,8 @@ def test_a_flipped_bit_of_a_replica_is_found(parallel, num_ranks, message):
     told = run_ranks(compare_replicas, parallel, 1, num_ranks=num_ranks)
     assert told == [told[0]] * num_ranks
     assert message in told[0]
+    if parallel == "ddp=3":
+        seen("Ranks hold different weights", f"rotorch: rank 0 failed in step 40, examining its numbers: {told[0]}")
 
 
 @pytest.mark.slow
