@@ -6,9 +6,9 @@ import signal
 import threading
 
 import pytest
+from by_hand import make, read_back, step, steps_of
 from commands import rotorch, write_run
 from failures import seen
-from test_checkpoint_faults import make, read_back, step, steps_of
 
 from rotorch.core.errors import RankFailure
 from rotorch.testing.ranks import run_ranks

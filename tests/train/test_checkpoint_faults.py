@@ -13,23 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_hand import WEIGHTS, Config, make, read_back, step, steps_of
 from failures import seen
 from torch import nn
 
 from rotorch.core.errors import ConfigError, RankFailure
-from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
-from rotorch.mesh import make_mesh
-from rotorch.parallel_model import Holding, ParallelModel
-from rotorch.shard.held import HeldWeight, cut_pieces
-from rotorch.strategies import parse_parallel
+from rotorch.core.spec import Weight
 from rotorch.testing.ranks import run_ranks
 from rotorch.train import storage
 from rotorch.train.checkpoint import check, latest, load, load_newest, save
 from rotorch.train.directories import leftovers
 from rotorch.train.manifest import NewerFormat, json_digest, manifest_text, read_manifest
-from rotorch.train.state import TrainState
-
-WEIGHTS = (Weight("up", (64, 16), 4, Cut(0, 64)), Weight("down", (16, 64), 4, Cut(1, 64)), Weight("norm", (16,), 4))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,59 +34,11 @@ def imported():
     torch.optim.AdamW([parameter]).step()
 
 
-class ByHand(Holding):
-    """Holds the weights in slices, as plain parameters."""
-
-    def __init__(self, weights, *, rank, num_ranks, dtype):
-        self.weights = {}
-        for weight in weights:
-            local = torch.full(weight.slice_shape(num_slices=num_ranks, index=rank), 0.5, dtype=dtype)
-            pieces = cut_pieces(weight, num_slices=num_ranks, index=rank)
-            self.weights[weight.name] = HeldWeight(weight, local, pieces, nn.Parameter(local))
-
-    def lend(self):
-        raise NotImplementedError
-
-
-class Config:
-    """As much of a Hugging Face config as a checkpoint looks at."""
-
-    def __init__(self, **entries):
-        self.entries = {"model_type": "by_hand", "rope_theta": 1e4, **entries}
-
-    def to_json_string(self, *, use_diff):
-        return json.dumps(self.entries)
-
-
-def make(*, weights=WEIGHTS, dtype=torch.float32, optimizer=torch.optim.AdamW, config=None):
-    num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    strategies = parse_parallel(f"rtp={num_ranks}")
-    mesh = make_mesh(strategies, device=torch.device("cpu"))
-    holding = ByHand(weights, rank=mesh.get_rank(), num_ranks=num_ranks, dtype=dtype)
-    module = nn.Module()
-    module.config = config or Config()
-    spec = ModelSpec("by hand", (Unit("all", UnitKind.MODULE, Combine.SUM, weights),))
-    model = ParallelModel(module, holding=holding, mesh=mesh, strategies=strategies, spec=spec, recipes={})
-    state = TrainState(model=model, optimizer=optimizer([h.parameter for h in holding.weights.values()], lr=0.1))
-    return state
-
-
-def step(state):
-    for held in state.model.weights.values():
-        held.parameter.grad = torch.ones_like(held.parameter)
-    state.optimizer.step()
-    state.step += 1
-
-
 def save_steps(run_dir, num_steps, keep=2):
     state = make()
     for _ in range(num_steps):
         step(state)
         save(run_dir, state, keep=keep)
-
-
-def steps_of(run_dir):
-    return sorted(int(p.name.removeprefix("step-")) for p in (run_dir / "checkpoints").glob("step-*"))
 
 
 # ---------------------------------------------------------------- killed
@@ -189,16 +135,6 @@ def save_until_killed(run_dir, delay_s):
         save(run_dir, state, keep=2)
         if state.step == 1 and state.rank == 1:  # a first one is there, however slow the machine is
             threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-
-def read_back(run_dir):
-    state = make()
-    load(latest(run_dir), state)
-    expected = make()
-    for _ in range(state.step):
-        step(expected)
-    same = all(torch.equal(h.local, expected.model.weights[name].local) for name, h in state.model.weights.items())
-    return state.step, same
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -100,7 +100,10 @@ def own_group(*, mesh: DeviceMesh) -> dist.ProcessGroup | None:
 
     None for one rank alone.
     """
-    return None if mesh.size() == 1 else dist.new_group(mesh.mesh.flatten().tolist(), backend="gloo")
+    if mesh.size() == 1 or dist.group.WORLD is None:
+        return None
+    timeout = group_timeout(dist.group.WORLD, device=torch.device("cpu"))
+    return dist.new_group(mesh.mesh.flatten().tolist(), backend="gloo", timeout=timeout)
 
 
 def barrier(*, mesh: DeviceMesh) -> None:
