@@ -102,6 +102,8 @@ class PipelineStep:
         if peer == table.rank_of(stage):
             return self._given.pop(send)
         tensor = self._messages.receive(source=peer, tag=_tag(receive, table))
+        if kind is ActionKind.RECV_BACKWARD:
+            self._messages.arrived(to=peer, tag=_tag(Action(ActionKind.SEND_FORWARD, stage, micro_batch), table))
         self._heard = self._heard or tensor is None
         return tensor
 

@@ -75,6 +75,11 @@ def refusal(parallel, module):
 def test_what_cannot_be_cut_is_refused(tiny):
     assert "3 stages over LlamaForCausalLM, which has 2 layers" in refusal("pp=3", meta(tiny("llama")))
     assert "cannot be cut into stages: it has no pipeline plan" in refusal("pp=2", torch.nn.Linear(4, 4))
+    config = load_config(tiny("mixtral"))
+    config.output_router_logits = True
+    with rotorch.on_meta():
+        routed = causal_lm(config)
+    assert "the loss of its routers needs those of all layers" in refusal("pp=2", routed)
     with pytest.raises(ConfigError, match=r"around rtp=2: what is computed again .* Write pp=2,rtp=..\[recompute"):
         parse_parallel("pp=2[recompute=block],rtp=2")
     with pytest.raises(ConfigError, match="a unit of 4 micro-batches, but a step has 2"):

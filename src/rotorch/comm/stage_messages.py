@@ -35,7 +35,7 @@ class StageMessages:
         self._mesh = mesh
         self._device = device
         self._expected: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = {}
-        self._under_way: list[tuple[dist.Work | None, Tensor]] = []
+        self._under_way: dict[tuple[int, int], list[tuple[dist.Work | None, Tensor]]] = {}
 
     def send(self, tensor: Tensor | None, *, to: int, tag: int) -> None:
         """Starts sending a tensor to the rank at position `to`; None tells it that this rank has broken off."""
@@ -49,9 +49,9 @@ class StageMessages:
                 )
             padding = [0] * (_MOST_DIMS - tensor.dim())
             header = [0, _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
-        self._start_send(torch.tensor(header), to=to, tag=2 * tag)
-        if tensor is not None:
-            self._start_send(tensor.contiguous(), to=to, tag=2 * tag + 1)
+        self._under_way[to, tag] = [self._start_send(torch.tensor(header), to=to, tag=2 * tag)]
+        if tensor is not None and tensor.numel():
+            self._under_way[to, tag].append(self._start_send(tensor.contiguous(), to=to, tag=2 * tag + 1))
 
     def expect(self, *, source: int, tag: int) -> None:
         """Gets ready for a message from the rank at position `source`."""
@@ -84,8 +84,12 @@ class StageMessages:
         """Waits until all that was sent has left; what nobody has asked for, since something broke off, is dropped."""
         for source, tag in list(self._expected):
             self.receive(source=source, tag=tag)
-        under_way, self._under_way = self._under_way, []
-        for work, _ in under_way:
+        for to, tag in list(self._under_way):
+            self.arrived(to=to, tag=tag)
+
+    def arrived(self, *, to: int, tag: int) -> None:
+        """Lets go of a message that the rank at position `to` has made use of, as what it sent since shows."""
+        for work, _ in self._under_way.pop((to, tag), ()):
             if work is not None:
                 work.wait()
 
@@ -98,7 +102,5 @@ class StageMessages:
         dist.broadcast_object_list(box, group=group, group_src=source, device=torch.device("cpu"))
         return box[0]
 
-    def _start_send(self, tensor: Tensor, *, to: int, tag: int) -> None:
-        if tensor.numel():
-            work = dist.isend(tensor, group=self._mesh.get_group(), group_dst=to, tag=tag)
-            self._under_way.append((work, tensor))
+    def _start_send(self, tensor: Tensor, *, to: int, tag: int) -> tuple[dist.Work | None, Tensor]:
+        return dist.isend(tensor, group=self._mesh.get_group(), group_dst=to, tag=tag), tensor

@@ -34,6 +34,8 @@ def layer_order(module: nn.Module) -> LayerOrder:
     plan = getattr(config, "base_model_pp_plan", None)
     if config is None or not plan:
         return NO_ORDER
+    if getattr(config.get_text_config(), "output_router_logits", False):
+        return LayerOrder(refused="the loss of its routers needs those of all layers (output_router_logits)")
     trunk = module.base_model
     children = dict(trunk.named_children())
     lists = [name for name in plan if isinstance(children.get(name), nn.ModuleList)]
