@@ -54,7 +54,8 @@ def poison(monkeypatch):
 @pytest.mark.parametrize("layout", ["rtp=2", pytest.param("ddp=2", marks=pytest.mark.slow)])
 def test_stopping_names_the_module_and_leaves_checkpoints_alone(run_toml, tmp_path, poison, layout):
     poison(steps={4}, rank=1)
-    done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", layout, "train.checkpoint_every=2")
+    settings = ["--parallel", layout, "train.checkpoint_every=2", "train.max_restarts=2"]
+    done = rotorch(tmp_path / "log", "train", run_toml, *settings)
     assert done.code == 3
     assert re.search(
         r"in step 4, examining its numbers: the loss is nan and the gradient norm nan; first not finite is the output "

@@ -21,6 +21,10 @@ class RankFailure(RotorchError, RuntimeError):
     """A rank failed, or waited too long for another one, while running (exit code 3)."""
 
 
+class Diverged(RankFailure):
+    """Loss or gradients went wrong, and the run is not to go on: the same again would give the same numbers."""
+
+
 def nearest(word: str, *, known: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the closest of `known`, or "" when nothing is close."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rotorch.core.errors import ConfigError, RankFailure, RotorchError
+from rotorch.core.errors import ConfigError, Diverged, RankFailure, RotorchError
 from rotorch.train.failure_report import take_stacks, write_report
 from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
 
@@ -90,7 +90,7 @@ class Watch:
         alive = {rank: pid for rank, pid in self.pids.items() if rank not in self._ended}
         stacks = take_stacks(self.stacks, pids=alive)
         written = write_report(self.report, headline=str(error), statuses=self.board.all(), stacks=stacks)
-        return RankFailure(f"{error}. Who was where: {self.report}") if written else error
+        return type(error)(f"{error}. Who was where: {self.report}") if written else error
 
     def kill(self) -> None:
         """Kills all ranks that are alive."""
@@ -141,4 +141,5 @@ def explain(statuses: list[RankStatus], *, deaths: Mapping[int, Death]) -> Rotor
     else:
         return RankFailure("a rank failed, and none of them says why")
     others = "; ".join(f"rank {s.rank} was {s}" for s in statuses if s.rank != first.rank)
-    return RankFailure(what + (f" ({others})" if others else ""))
+    kind = RankFailure if vanished or first.failure is not FailureKind.NUMBERS else Diverged
+    return kind(what + (f" ({others})" if others else ""))

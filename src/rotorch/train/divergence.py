@@ -14,7 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import Literal
 
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import Diverged
 from rotorch.run_config import TrainSection
 from rotorch.train.checkpoint import load_newest
 from rotorch.train.directories import latest
@@ -70,30 +70,30 @@ class DivergenceGuard:
         """What to do about a step that was not updated.
 
         Raises:
-            RankFailure: if it was done too often already.
+            Diverged: if it was done too often already.
         """
         is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
         action: Action = "roll_back" if is_finite else self._train.on_nonfinite
         if action == "skip":
             self._skips += 1
             if self._skips > _MOST_SKIPS:
-                raise RankFailure(f"{what}, after {_MOST_SKIPS} steps in a row that were skipped for the like")
+                raise Diverged(f"{what}, after {_MOST_SKIPS} steps in a row that were skipped for the like")
         if action == "roll_back":
             self._returns += 1
             if self._returns > _MOST_RETURNS:
-                raise RankFailure(f"{what}, after going back {_MOST_RETURNS} times without coming to a new checkpoint")
+                raise Diverged(f"{what}, after going back {_MOST_RETURNS} times without coming to a new checkpoint")
         return action
 
     def go_back(self, state: TrainState, *, step: int, out: Path, what: str) -> Path:
         """Loads the last checkpoint, to read on behind what `step` read (see [Note: going back]). All ranks.
 
         Raises:
-            RankFailure: if there is no checkpoint yet.
+            Diverged: if there is no checkpoint yet.
         """
         position = step + read_ahead(state)
         path = latest(out)
         if path is None:
-            raise RankFailure(f"{what}, and there is no checkpoint yet to go back to")
+            raise Diverged(f"{what}, and there is no checkpoint yet to go back to")
         path = load_newest(path, state)
         state.data = {**state.data, READ_AHEAD: position - state.step}
         self._losses.clear()

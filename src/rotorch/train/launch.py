@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from rotorch.comm.shared_file import shared_memory_directory
-from rotorch.core.errors import ConfigError, RankFailure, RotorchError
+from rotorch.core.errors import ConfigError, Diverged, RankFailure, RotorchError
 from rotorch.train.deaths import Watch, death_of, explain
 from rotorch.train.failure_report import REPORT, answer_with_stack
 from rotorch.train.status import FailureKind, Phase, StatusBoard
@@ -225,7 +225,8 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
         work(board)
         dist.destroy_process_group()
     except BaseException as error:
-        kind = FailureKind.INPUT if isinstance(error, ConfigError) else FailureKind.OWN
+        kinds = {ConfigError: FailureKind.INPUT, Diverged: FailureKind.NUMBERS}
+        kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), FailureKind.OWN)
         board.fail(_one_line(error), kind=kind)
         if not isinstance(error, RotorchError):
             _leave_traceback(traceback_dir, rank=rank)

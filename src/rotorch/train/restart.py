@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.errors import ConfigError, Diverged, RankFailure
 from rotorch.run_config import RunConfig, batch_sizes
 from rotorch.strategies import batch_ranks, format_parallel, num_ranks, parse_parallel
 from rotorch.strategies.resize import resized
@@ -42,14 +42,14 @@ def launch_again(
         tell: is told why and how the run goes on.
 
     Raises:
-        RankFailure: the last failure; nothing is started again after Ctrl-C.
+        RankFailure: the last failure; nothing is started again after Ctrl-C, nor after numbers that went wrong.
     """
     allowed, restarts, in_vain = run.config.train.max_restarts, 0, 0
     while True:
         begun_at = latest(run.out)
         try:
             return launch(run)
-        except FailedWhileStopping:
+        except (FailedWhileStopping, Diverged):
             raise
         except RankFailure as failure:
             if not allowed:
