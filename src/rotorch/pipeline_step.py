@@ -92,7 +92,11 @@ class PipelineStep:
         if action.kind not in SENDS:
             self._messages.expect(source=peer, tag=tag)
             return
-        self._messages.send(self._given.pop(action, None), to=peer, tag=tag)
+        try:
+            self._messages.send(self._given.pop(action, None), to=peer, tag=tag)
+        except RankFailure as error:  # it is no tensor to send
+            self._error = error
+            self._messages.send(None, to=peer, tag=tag)
 
     def _take(self, kind: ActionKind, stage: int, micro_batch: int, table: Schedule) -> Tensor | None:
         """What another stage has for a computation of this one: received, or given on this rank."""

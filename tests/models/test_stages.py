@@ -75,6 +75,8 @@ def refusal(parallel, module):
 def test_what_cannot_be_cut_is_refused(tiny):
     assert "3 stages over LlamaForCausalLM, which has 2 layers" in refusal("pp=3", meta(tiny("llama")))
     assert "cannot be cut into stages: it has no pipeline plan" in refusal("pp=2", torch.nn.Linear(4, 4))
+    with pytest.raises(ConfigError, match="3 stages over LlamaForCausalLM"):
+        parse_parallel("zeropp=3x2")[0].units_of(describe(meta(tiny("llama"))))
     config = load_config(tiny("mixtral"))
     config.output_router_logits = True
     with rotorch.on_meta():

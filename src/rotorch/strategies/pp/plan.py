@@ -90,6 +90,7 @@ class PP(Strategy):
         return make_schedule(self.schedule, num_ranks=self.stages, num_micro_batches=num_micro_batches, unit=self.unit)
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
+        self.check(spec)
         return with_stages(spec, num_stages=self.num_stages)
 
     def part_of(self, spec: ModelSpec, *, position: int) -> ModelSpec:

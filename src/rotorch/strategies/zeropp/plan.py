@@ -95,6 +95,7 @@ class ZeroPP(Strategy):
         )
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
+        self.check(spec)
         return with_stages(spec, num_stages=self.num_stages)
 
     def part_of(self, spec: ModelSpec, *, position: int) -> ModelSpec:
