@@ -17,6 +17,16 @@ MODELS = ("llama", "qwen3", "gemma2", "gpt_neox")
 """A bias everywhere and uneven cuts; tied weights and norms inside attention; soft caps; heads fused in one matrix."""
 
 
+PIPELINES = {
+    ("pp=2", "gpt_neox"),
+    ("pp=2[schedule=zb_h1]", "llama"),
+    ("pp=2,rtp=2", "llama"),
+    ("pp=2,fsdp=2", "llama"),
+    ("zeropp=2x2", "gemma2"),
+}
+"""Of pipelines, what says most: most of them is one code, `pipeline_holding.py`, on four ranks."""
+
+
 def of_size(kind: str, size: int) -> str | None:
     """The layout of one strategy on so many ranks; None if it has no size."""
     match STRATEGIES[kind].size_fields:
@@ -120,12 +130,12 @@ def says_new(layout: str, model: str) -> bool:
     """
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
+    if any(is_pipeline(s.kind) for s in strategies):
+        return (layout, model) in PIPELINES
     if len(strategies) > 1:
-        return model == MODELS[0] and strategies[-1].kind != "pp"  # replicas of stages: one sum more
+        return model == MODELS[0]
     if "[" in layout:
         return not _repeats_options(strategies[0])
-    if is_pipeline(kind):
-        return (size, model) in {(2, "gpt_neox"), (4, "gemma2")}
     if is_grid(kind):
         return size <= 4 or kind == "tesseract"  # whose depth shows on eight
     return size == 1 or (size, model) in {(2, "gpt_neox"), (3, "qwen3"), (4, "gemma2")}
@@ -135,10 +145,8 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     """The same of the invariants, which have less to do with the model: tied weights and uneven cuts are enough."""
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
-    if kind == "pp" and len(strategies) > 1:
-        return model == MODELS[0] and strategies[1].kind == "rtp"  # what is inside has its own
-    if is_pipeline(kind):
-        return "[" not in layout and (layout, model) == (of_size(kind, 4) or of_size(kind, 2), "qwen3")
+    if any(is_pipeline(s.kind) for s in strategies):
+        return (layout, model) in {("pp=2", "qwen3"), ("pp=2,rtp=2", "llama"), ("zeropp=2x2", "qwen3")}
     if len(strategies) > 1 or "[" in layout:
         return says_new(layout, model)
     if is_grid(kind):
