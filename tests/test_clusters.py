@@ -73,6 +73,8 @@ def test_of_slurm(run_toml, capsys):
 def test_of_ray():
     tree = ast.parse((FILES / "ray_train.py").read_text())
     assert any(isinstance(node, ast.FunctionDef) and node.name == "rank" for node in tree.body)
+    (backend,) = (n.value for n in ast.walk(tree) if isinstance(n, ast.keyword) and n.arg == "backend")
+    assert {"gloo", "cpu:gloo,cuda:nccl"} == {n.value for n in ast.walk(backend) if isinstance(n, ast.Constant)}
 
 
 def test_the_page_names_every_file():
@@ -83,5 +85,5 @@ def test_the_page_names_every_file():
 
 def test_the_command_of_the_page(run_toml, capsys):
     page = (ROOT / "docs" / "clusters.md").read_text()
-    command = re.search(r"```\n(torchrun.*?)```", page, re.DOTALL)[1].replace("\\\n", " ").split()
+    command = re.search(r"```\n.*?(torchrun --.*?)```", page, re.DOTALL)[1].replace("\\\n", " ").split()
     assert is_understood(command[command.index("rotorch") + 1 :], run_toml, capsys)

@@ -6,7 +6,7 @@ Run it on the head node: `python examples/clusters/ray_train.py my_run.toml --pa
 import sys
 
 from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 
 from rotorch import cli
 
@@ -23,6 +23,8 @@ if __name__ == "__main__":
     TorchTrainer(
         rank,
         train_loop_config={"arguments": sys.argv[1:]},
+        # Ray's own choice for GPUs, NCCL alone, cannot sum the few numbers that ranks agree on in host memory.
+        torch_config=TorchConfig(backend="cpu:gloo,cuda:nccl" if GPUS else "gloo", timeout_s=600),
         scaling_config=ScalingConfig(num_workers=NUM_RANKS, use_gpu=GPUS),
         run_config=RunConfig(failure_config=FailureConfig(max_failures=0)),  # start it again with --resume
     ).fit()

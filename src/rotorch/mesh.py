@@ -52,19 +52,13 @@ def check_world_size(strategies: Sequence[Strategy], *, world_size: int) -> None
 
 
 def join_process_group(*, device: torch.device, timeout_s: float = 600.0) -> None:
-    """Joins the default process group as torchrun's environment says; a single process forms a group of one.
-
-    Where torchrun starts ranks again its store still has the addresses of those that are gone, and gloo would call
-    them: each start has names of its own in it.
-    """
+    """Joins the default process group as torchrun's environment says; a single process forms a group of one."""
     if dist.is_initialized():
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        started = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-        dist.init_process_group(backend, store=started, rank=rank, world_size=world_size, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 
@@ -80,7 +74,8 @@ def make_mesh(strategies: Sequence[Strategy], *, device: torch.device) -> Device
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     timeout = group_timeout(dist.group.WORLD, device=device)
     for axis in axes:
-        set_group_timeout(mesh.get_group(axis), timeout, device=device)
+        for carrier in {device, torch.device("cpu")}:
+            set_group_timeout(mesh.get_group(axis), timeout, device=carrier)
     return mesh
 
 

@@ -53,7 +53,7 @@ def test_a_run_goes_on_from_its_last_checkpoint(undisturbed, tmp_path):
 
 def test_a_run_that_does_not_get_on_takes_fewer_ranks(undisturbed, tmp_path):
     run_toml = write_run(tmp_path)
-    settings = ["train.steps=30", "--max-restarts=3", "--elastic=1:2"]
+    settings = ["train.steps=30", "train.checkpoint_every=1000", "--max-restarts=3", "--elastic=1:2"]
     command = Command(tmp_path / "log", "train", run_toml, "--parallel", EXACT, *settings)
     kill(command, 0, run=tmp_path / "run", after_step=2)
     wait_until(lambda: "restart 1 of 3" in command.stderr, what="a restart")
@@ -81,14 +81,35 @@ def test_it_ends_when_it_was_restarted_often_enough(tmp_path, warm):
 
 
 def test_nothing_is_restarted_after_ctrl_c(tmp_path, warm):
-    settings = ["--parallel", "ddp=2", "--max-restarts=5", "train.steps=100000", "train.timeout_s=60"]
+    settings = ["--parallel", "ddp=2", "--max-restarts=5", "train.steps=100000", "train.checkpoint_every=1000"]
     command = Command(tmp_path / "log", "train", write_run(tmp_path), *settings)
     wait_until(lambda: len(read_metrics(tmp_path / "run")) >= 2, what="two steps")
     os.kill(command.ranks()[1], signal.SIGSTOP)  # so that it cannot save
     os.kill(command.pid, signal.SIGTERM)
     os.kill(command.ranks()[1], signal.SIGKILL)
     assert command.wait() == 3
-    assert "restart" not in command.stderr and command.left() == []
+    assert "(restart" not in command.stderr and command.left() == []
+
+
+def test_what_would_come_again_is_not_started_again(tmp_path, warm):
+    settings = ["--parallel=rtp=1", "--max-restarts=3", "train.checkpoint_every=2", "optimizer.lr=1e30"]
+    command = rotorch(tmp_path / "log", "train", write_run(tmp_path), *settings, "optimizer.clip_norm=0")
+    assert command.code == 3
+    (told,) = command.stderr.strip().splitlines()
+    assert "Nothing was updated" in told and "(restart" not in told
+
+
+def test_a_failure_before_the_first_step_leaves_the_directory_to_the_next_start(tmp_path, warm):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "failure.txt").write_text("a rank failed")
+    (tmp_path / "run" / "traceback-rank1.txt").write_text("Traceback")
+    command = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--parallel=single", "train.steps=1")
+    assert command.code == 0, command.stderr
+
+
+def test_there_must_be_checkpoints_to_go_on_from(tmp_path):
+    command = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--parallel=single", "--max-restarts=1")
+    assert command.code == 2 and "write train.checkpoint_every=" in command.stderr
 
 
 @pytest.mark.parametrize(
@@ -117,7 +138,7 @@ def under_torchrun(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("job", "restarts", "goes_on"), [("ours", 0, True), ("another", 0, False), ("another", 1, True), ("none", 0, False)]
+    ("job", "restarts", "goes_on"), [("ours", 0, True), ("ours", 1, True), ("another", 1, False), ("none", 1, False)]
 )
 def test_a_rank_goes_on_with_the_run_of_its_own_job(under_torchrun, job, restarts, goes_on):
     assert under_torchrun(4, job=job, restarts=restarts)[1] == goes_on
@@ -147,9 +168,10 @@ def test_torchrun_starts_it_again(tmp_path):
         "-m",
         "rotorch",
     ]
+    command = [sys.executable, *torchrun, "train", write_run(tmp_path), *settings]
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(
-            [sys.executable, *torchrun, "train", write_run(tmp_path), *settings], stdout=log, stderr=log
+            command, stdout=log, stderr=log, env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         )
         wait_until(lambda: len(read_metrics(tmp_path / "run")) > 15, what="15 steps")
         ranks = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()

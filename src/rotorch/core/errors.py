@@ -21,8 +21,8 @@ class RankFailure(RotorchError, RuntimeError):
     """A rank failed, or waited too long for another one, while running (exit code 3)."""
 
 
-class Diverged(RankFailure):
-    """Loss or gradients went wrong, and the run is not to go on: the same again would give the same numbers."""
+class FinalFailure(RankFailure):
+    """A rank failed in a way that would come again: a run that goes on after failures does not after this one."""
 
 
 def nearest(word: str, *, known: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rotorch.core.errors import ConfigError, Diverged, RankFailure, RotorchError
+from rotorch.core.errors import ConfigError, FinalFailure, RankFailure, RotorchError
 from rotorch.train.failure_report import take_stacks, write_report
 from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
 
@@ -132,14 +132,15 @@ def explain(statuses: list[RankStatus], *, deaths: Mapping[int, Death]) -> Rotor
     wrong_input = next((s for s in raised if s.failure is FailureKind.INPUT), None)
     if wrong_input is not None and not vanished:
         return ConfigError(wrong_input.message)
+    kind = RankFailure
     if vanished:
         first = vanished[0]
         what = f"rank {first.rank} {deaths[first.rank]} {first.when}"
     elif raised:
         first = raised[0]
         what = f"rank {first.rank} failed {first.when}: {first.message}"
+        kind = FinalFailure if first.failure is FailureKind.FINAL else RankFailure
     else:
         return RankFailure("a rank failed, and none of them says why")
     others = "; ".join(f"rank {s.rank} was {s}" for s in statuses if s.rank != first.rank)
-    kind = RankFailure if vanished or first.failure is not FailureKind.NUMBERS else Diverged
     return kind(what + (f" ({others})" if others else ""))

@@ -14,7 +14,7 @@ from collections import deque
 from pathlib import Path
 from typing import Literal
 
-from rotorch.core.errors import Diverged
+from rotorch.core.errors import FinalFailure
 from rotorch.run_config import TrainSection
 from rotorch.train.checkpoint import load_newest
 from rotorch.train.directories import latest
@@ -70,30 +70,30 @@ class DivergenceGuard:
         """What to do about a step that was not updated.
 
         Raises:
-            Diverged: if it was done too often already.
+            FinalFailure: if it was done too often already.
         """
         is_finite = math.isfinite(result.loss) and math.isfinite(result.grad_norm)
         action: Action = "roll_back" if is_finite else self._train.on_nonfinite
         if action == "skip":
             self._skips += 1
             if self._skips > _MOST_SKIPS:
-                raise Diverged(f"{what}, after {_MOST_SKIPS} steps in a row that were skipped for the like")
+                raise FinalFailure(f"{what}, after {_MOST_SKIPS} steps in a row that were skipped for the like")
         if action == "roll_back":
             self._returns += 1
             if self._returns > _MOST_RETURNS:
-                raise Diverged(f"{what}, after going back {_MOST_RETURNS} times without coming to a new checkpoint")
+                raise FinalFailure(f"{what}, after going back {_MOST_RETURNS} times without coming to a new checkpoint")
         return action
 
     def go_back(self, state: TrainState, *, step: int, out: Path, what: str) -> Path:
         """Loads the last checkpoint, to read on behind what `step` read (see [Note: going back]). All ranks.
 
         Raises:
-            Diverged: if there is no checkpoint yet.
+            FinalFailure: if there is no checkpoint yet.
         """
         position = step + read_ahead(state)
         path = latest(out)
         if path is None:
-            raise Diverged(f"{what}, and there is no checkpoint yet to go back to")
+            raise FinalFailure(f"{what}, and there is no checkpoint yet to go back to")
         path = load_newest(path, state)
         state.data = {**state.data, READ_AHEAD: position - state.step}
         self._losses.clear()

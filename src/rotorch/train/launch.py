@@ -41,18 +41,13 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from rotorch.comm.shared_file import shared_memory_directory
-from rotorch.core.errors import ConfigError, Diverged, RankFailure, RotorchError
+from rotorch.core.errors import ConfigError, FinalFailure, RankFailure, RotorchError
 from rotorch.train.deaths import Watch, death_of, explain
 from rotorch.train.failure_report import REPORT, answer_with_stack
 from rotorch.train.status import FailureKind, Phase, StatusBoard
 
-
-class FailedWhileStopping(RankFailure):
-    """A rank failed after somebody had asked the run to stop: it is not what ended the run."""
-
-
-Work = Callable[[StatusBoard], None]
-"""What a rank does, given the board on which it notes what it is doing."""
+Work = Callable[[StatusBoard], bool]
+"""What a rank does, given the board on which it notes what it is doing; whether it came to its end, or was stopped."""
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
@@ -78,7 +73,7 @@ def launch(
 
     Raises:
         RankFailure: if a rank failed; the message names it, the signal or exception, and what it was doing.
-        FailedWhileStopping: the same, after Ctrl-C or a signal to end.
+        FinalFailure: the same, if it would come again, or came after Ctrl-C or a signal to end.
         ConfigError: if a rank found the input to be wrong.
         KeyboardInterrupt: after a second Ctrl-C.
     """
@@ -97,12 +92,18 @@ def launch(
         try:
             result = _run_agent(watch, arguments, num_ranks=num_ranks, directory=directory, shared_memory=shared_memory)
         except SignalException as error:
-            raise FailedWhileStopping(f"the launcher was ended by {error.sigval.name}") from None
+            raise FinalFailure(f"the launcher was ended by {error.sigval.name}") from None
         except RankFailure as failure:
-            raise FailedWhileStopping(str(failure)) if watch.board.stop_requested else failure from None
+            raise _as_asked(failure, watch) from None
         if result.is_failed():
             deaths = {rank: death_of(failure.exitcode) for rank, failure in result.failures.items()}
-            raise explain(watch.board.all(), deaths=deaths)
+            raise _as_asked(explain(watch.board.all(), deaths=deaths), watch)
+
+
+def _as_asked(failure: RotorchError, watch: Watch) -> RotorchError:
+    """A failure after somebody asked the run to stop is not what ends it, and nobody wants it started again."""
+    is_last = isinstance(failure, RankFailure) and watch.board.stop_requested
+    return FinalFailure(str(failure)) if is_last else failure
 
 
 class _Agent(LocalElasticAgent):
@@ -157,8 +158,8 @@ def _run_agent(
             rendezvous.shutdown()
 
 
-def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> None:
-    """Runs `work` in this process, which torchrun or the like started as a rank.
+def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> bool:
+    """Runs `work` in this process, which torchrun or the like started as a rank, and returns what it returns.
 
     Raises:
         RankFailure: if it raised; the message names this rank and what it was doing.
@@ -177,9 +178,10 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> None:
         _die_with(os.getppid())
     _use_threads()
     try:
-        work(board)
+        came_to_its_end = work(board)
         if dist.is_initialized():
             dist.destroy_process_group()
+        return came_to_its_end
     except ConfigError:
         raise
     except Exception as error:
@@ -225,7 +227,7 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
         work(board)
         dist.destroy_process_group()
     except BaseException as error:
-        kinds = {ConfigError: FailureKind.INPUT, Diverged: FailureKind.NUMBERS}
+        kinds = {ConfigError: FailureKind.INPUT, FinalFailure: FailureKind.FINAL}
         kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), FailureKind.OWN)
         board.fail(_one_line(error), kind=kind)
         if not isinstance(error, RotorchError):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rotorch.core.errors import Diverged
+from rotorch.core.errors import FinalFailure
 from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.run_config import BatchSizes, RunConfig
 from rotorch.train.background import Saver
@@ -156,14 +156,14 @@ def _went_back(
     """After a step that was not updated: whether the run is at an earlier checkpoint now, else the step is skipped.
 
     Raises:
-        Diverged: if it is to stop; says what was wrong, and where it began.
+        FinalFailure: if it is to stop; says what was wrong, and where it began.
     """
     what = guard.describe(result)
     if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
         what += f"; first not finite is {first_nonfinite(state.model, batches)}"
     action = guard.action(result, what=what)
     if action == "stop":
-        raise Diverged(
+        raise FinalFailure(
             f"{what}. Nothing was updated, and earlier checkpoints are untouched. Lower optimizer.lr (it is {lr:.3g} "
             "here), lengthen optimizer.warmup_steps, or write train.on_nonfinite=skip or roll_back"
         )

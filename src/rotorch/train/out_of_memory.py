@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from rotorch._torch_private import storage_key
-from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.errors import ConfigError, FinalFailure
 from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
@@ -97,7 +97,7 @@ def explained_out_of_memory(
         change = cheapest_change(
             alive, asked=asked or 0, spec=spec, strategies=strategies, sizes=sizes, rank=rank, num_layers=num_layers
         )
-        raise RankFailure(f"{text}. {change}") from error
+        raise FinalFailure(f"{text}. {change}") from error
     finally:
         del reserve
 

@@ -22,6 +22,7 @@ from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
 from rotorch.strategies import batch_ranks, cuts_features, num_ranks, parse_parallel
 from rotorch.train.data import BYTES, CheckedSource, check_source, default_cache_dir
 from rotorch.train.directories import check, checkpoints_of, latest
+from rotorch.train.failure_report import REPORT
 from rotorch.train.manifest import MODEL, Manifest, check_sizes, read_manifest
 from rotorch.train.metrics import METRICS
 
@@ -84,7 +85,7 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     """
     strategies = parse_parallel(config.parallel.layout)
     check_ranks(strategies, nproc=nproc)
-    check_elastic(config, strategies=strategies)
+    check_restarts(config, strategies=strategies)
     sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
     out = Path(config.train.out)
     check_out(out, resume=resume, command=command)
@@ -163,7 +164,8 @@ def check_out(out: Path, *, resume: bool, command: str) -> None:
             f"train.out: {out} already holds a run. Write --resume to go on with it, another train.out=..., "
             f"or remove it (rm -r {out})"
         )
-    if any(out.iterdir()):
+    # What a failure before the first step left says that there was no run.
+    if any(path.name != REPORT and not path.name.startswith("traceback-rank") for path in out.iterdir()):
         raise ConfigError(f"train.out: {out} is not empty, and is no run of rotorch. Write another train.out=...")
 
 
@@ -197,8 +199,13 @@ def begun_by(out: Path) -> str | None:
     return found.get("job") if isinstance(found, dict) else None
 
 
-def check_elastic(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
-    """The layout is one of those that the run may go on with."""
+def check_restarts(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
+    """There will be something to go on from, and the layout is one of those that the run may go on with."""
+    if config.train.max_restarts and not config.train.checkpoint_every:
+        raise ConfigError(
+            f"train.max_restarts = {config.train.max_restarts}: a run goes on from checkpoints, and there are none "
+            "before its end: write train.checkpoint_every=... too"
+        )
     if config.train.elastic is None:
         return
     least, most = config.train.elastic_ranks

@@ -5,8 +5,8 @@
       of ranks is tried first. A run that fails again without having got as far as a new checkpoint takes the next
       smaller number that `train.elastic` allows, if it names any.
     - torchrun: it starts the ranks anew, as many as there are nodes left. A rank that finds the directory of the very
-      run that its launcher began goes on with it without being asked to, and with `train.elastic` chooses the layout
-      for the ranks that there are.
+      run that its own job (`--rdzv-id`) began goes on with it without being asked to, and with `train.elastic` chooses
+      the layout for the ranks that there are. How often they were started says nothing: each node counts for itself.
 
     The global batch stays what it was: fewer ranks take more micro-batches each. So the losses are those of a run that
     nothing happened to.
@@ -19,12 +19,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from rotorch.core.errors import ConfigError, Diverged, RankFailure
+from rotorch.core.errors import ConfigError, FinalFailure, RankFailure
 from rotorch.run_config import RunConfig, batch_sizes
 from rotorch.strategies import batch_ranks, format_parallel, num_ranks, parse_parallel
 from rotorch.strategies.resize import resized
 from rotorch.train.directories import latest
-from rotorch.train.launch import FailedWhileStopping
 from rotorch.train.preflight import CheckedRun, begun_by, check_run, holds_run
 
 ELASTIC_RUN = "TORCHELASTIC_RUN_ID"
@@ -42,14 +41,14 @@ def launch_again(
         tell: is told why and how the run goes on.
 
     Raises:
-        RankFailure: the last failure; nothing is started again after Ctrl-C, nor after numbers that went wrong.
+        RankFailure: the last failure. A FinalFailure is one at once: what would come again, or came after Ctrl-C.
     """
     allowed, restarts, in_vain = run.config.train.max_restarts, 0, 0
     while True:
         begun_at = latest(run.out)
         try:
             return launch(run)
-        except (FailedWhileStopping, Diverged):
+        except FinalFailure:
             raise
         except RankFailure as failure:
             if not allowed:
@@ -113,6 +112,4 @@ def as_started(config: RunConfig, *, resume: bool) -> tuple[RunConfig, bool]:
             raise ConfigError(f"train.elastic = {config.train.elastic!r}, but there are {world_size} ranks")
         config = on_ranks(config, num_ranks=world_size)
     job = os.environ.get(ELASTIC_RUN, "none")
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    out = Path(config.train.out)
-    return config, resume or (holds_run(out) and (again or (job != "none" and begun_by(out) == job)))
+    return config, resume or (job != "none" and begun_by(Path(config.train.out)) == job)

@@ -55,6 +55,9 @@ from rotorch.train.sample import write_sample
 from rotorch.train.state import TrainState, derive_rng, model_config
 from rotorch.train.status import Phase, StatusBoard
 
+STOPPED_EARLY = 75
+"""A rank's exit code after it was asked to stop (EX_TEMPFAIL): with 0 torchrun would take the whole job for done."""
+
 
 def start(
     config: RunConfig,
@@ -105,7 +108,8 @@ def start(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     work = partial(train, tokens_path=tokens.path, summary=summary)
     if is_rank():
-        run_as_rank(partial(work, run=run), traceback_dir=run.out)
+        if not run_as_rank(partial(work, run=run), traceback_dir=run.out) and ELASTIC_RUN in os.environ:
+            sys.exit(STOPPED_EARLY)
         return True
 
     def launch_once(run: CheckedRun) -> None:
@@ -139,8 +143,8 @@ def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:
         )
 
 
-def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None) -> None:
-    """What every rank does."""
+def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None) -> bool:
+    """What every rank does. Returns whether it came to the last step."""
     with explained_out_of_memory(
         run.spec,
         strategies=run.strategies,
@@ -148,10 +152,11 @@ def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Pa
         rank=int(os.environ.get("RANK", "0")),
         num_layers=getattr(run.model_config.get_text_config(), "num_hidden_layers", 0),
     ) as running:
-        _train(board, run=run, tokens_path=tokens_path, summary=summary, running=running)
+        return _train(board, run=run, tokens_path=tokens_path, summary=summary, running=running)
+    raise AssertionError("what is explained is raised")
 
 
-def _train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None, running: Running) -> None:
+def _train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None, running: Running) -> bool:
     config = run.config
     board.doing(Phase.BUILDING)
     running.state = state = build(run)
@@ -196,6 +201,7 @@ def _train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: P
         if summary is not None:
             summary.write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
     model.close()
+    return not end.stopped
 
 
 def build(run: CheckedRun) -> TrainState:

@@ -67,7 +67,7 @@ class FailureKind(IntEnum):
     NONE = 0
     INPUT = 1  # a ConfigError: the user's
     OWN = 2  # any other exception
-    NUMBERS = 3  # Diverged: nobody's
+    FINAL = 3  # one that would come again
 
 
 @dataclass(frozen=True)
