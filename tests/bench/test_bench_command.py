@@ -188,7 +188,7 @@ def test_a_bar_that_does_not_hold_is_exit_code_1(run_file):
         ({"parallel": ["ddp=2", "rtp=3"]}, "'rtp=3' needs 3 = 3 ranks, but there are 2"),
         ({"parallel": ["rtp=5"], "nproc": 2}, "needs 5 = 5 ranks, but there are 2"),
         ({"parallel": ["ddp=2"], "nproc": 0}, "nproc"),
-        ({"parallel": ["dpp=2"]}, "did you mean 'ddp'"),
+        ({"parallel": ["ddq=2"]}, "did you mean 'ddp'"),
         ({"parallel": ["rtp=65"]}, "a ring of 65"),
         ({"parallel": ["ddp=2"], "at_least": ["ddp=2 > limit"]}, "bar"),
         ({"parallel": ["ddp=2"], "overrides": ["data.sequence_length=33"]}, "longer than the 32 positions"),
