@@ -73,6 +73,15 @@ class WholeStages(Holding):
     def finish(self) -> None:
         self._twins.attach()
 
+    def give_memory_back(self, name: str) -> None:
+        """Frees the values of a weight; `take_memory` before it is written and lent again."""
+        self.weights[name].local.untyped_storage().resize_(0)
+
+    def take_memory(self, name: str) -> None:
+        """Has room for the values of a weight, if it gave that back."""
+        local = self.weights[name].local
+        local.untyped_storage().resize_(local.nbytes)
+
 
 class PipelineHolding(Holding):
     """One rank's stages of a model.
@@ -116,7 +125,8 @@ class PipelineHolding(Holding):
         whole = isinstance(inner, WholeStages | StageShards)
         self._later = LaterGradients(module) if whole and splits_backward else None
         self._messages = StageMessages(mesh, device=device)
-        self.loss_scale = inner.loss_scale
+        if inner.loss_scale != 1.0:
+            raise AssertionError("the last stage's backward begins with the loss as it is")
         sites, parameters = find_sites(module), dict(module.named_parameters())
         homes = {w.name: self._rank_of(u.stages[0]) for u in spec.units for w in u.weights}
         self._homes = {name for name, home in homes.items() if home == self._position}
@@ -165,6 +175,9 @@ class PipelineHolding(Holding):
                 yield callee
         finally:
             self._take_back()
+            if isinstance(self._inner, WholeStages):  # others have guests' slices beside their own
+                for name in self._inner.weights.keys() - self._homes:
+                    self._inner.give_memory_back(name)
 
     def _take_back(self) -> None:
         for site, name in self._sites:
@@ -185,7 +198,11 @@ class PipelineHolding(Holding):
     def _values_to_guests(self) -> None:
         """All ranks of the pipeline (see [Note: weights of two stages])."""
         mine = [(other, self._inner.weights[name].local) for name, other in self._guests if name in self._homes]
-        theirs = [(home, self._inner.weights[name].local) for name, home in self._guests if name not in self._homes]
+        guests = [(home, name) for name, home in self._guests if name not in self._homes]
+        if isinstance(self._inner, WholeStages):
+            for _, name in guests:
+                self._inner.take_memory(name)
+        theirs = [(home, self._inner.weights[name].local) for home, name in guests]
         self._messages.exchange(mine, theirs)
         if theirs:
             self._inner.values_changed()
@@ -202,6 +219,7 @@ class PipelineHolding(Holding):
             else:
                 found = inner.local_grad
                 outgoing.append((other, torch.zeros_like(inner.local) if found is None else found.contiguous()))
+                inner.parameter.grad = None
         self._messages.exchange(outgoing, incoming)
         home = [name for name, _ in trained if name in self._homes]
         for name, (_, gradient) in zip(home, incoming, strict=True):

@@ -2,7 +2,8 @@
 
 [Note: breaking off]
     A rank whose stage raises goes on through its row without computing, and tells the ranks that wait for it; they do
-    the same. So all ranks raise at the end of the row: the first what happened, the others a RankFailure.
+    the same. At the end of the row all ranks agree whether anyone raised, since some wait for no message after that. So
+    all of them raise: the first what happened, the others a RankFailure.
 """
 
 from __future__ import annotations
@@ -76,9 +77,10 @@ class PipelineStep:
         self._messages.settle()
         if self._later is not None:
             self._later.forget()
+        broken_off = self._messages.any_rank(self._error is not None)
         if self._error is not None:
             raise self._error
-        if self._heard:
+        if broken_off:
             raise RankFailure("pipeline: another stage of the model raised; see the rank that holds it")
 
     def _guarded(self, action: Action, table: Schedule) -> None:

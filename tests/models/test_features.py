@@ -108,6 +108,15 @@ def test_encoders_that_return_features_are_refused(model, words):
     assert words in describe(module, features=True).features_stay_whole
 
 
+def test_models_that_drop_whole_samples_are_refused():
+    import transformers
+
+    with rotorch.on_meta():
+        config = small("Beit", image_size=8, patch_size=4, num_channels=1, drop_path_rate=0.5)
+        module = transformers.BeitForImageClassification(config)
+    assert "drop_path_rate = 0.5 drops whole samples" in describe(module, features=True).features_stay_whole
+
+
 def test_nobody_is_asked_who_does_not_cut_features(tiny):
     with rotorch.on_meta():
         spec = describe(causal_lm(load_config(tiny("llama"))))

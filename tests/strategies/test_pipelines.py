@@ -10,12 +10,13 @@ from torch import nn
 import rotorch
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.meter import Meter
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.traffic import Kind
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.ops.later_gradients import LaterGradients
 from rotorch.shard.materialize import take_recipes
+from rotorch.strategies import parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.compare import gradient_errors
 from rotorch.testing.ranks import run_ranks
@@ -137,6 +138,64 @@ def test_a_step_with_fewer_micro_batches_than_a_unit_is_refused(tiny):
         model.forward_backward(batch)
     assert float(model.forward_backward([batch, batch])) > 0
     model.close()
+
+
+def test_it_is_refused_before_a_run_starts():
+    (strategy,) = parse_parallel("pp=2[unit=4]")
+    strategy.check_micro_batches(4)
+    with pytest.raises(ConfigError, match="a unit of 4 micro-batches, but a step has 2"):
+        strategy.check_micro_batches(2)
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "zeropp=2x2"])
+def test_gpus_are_refused(layout):
+    (strategy,) = parse_parallel(layout)
+    with pytest.raises(ConfigError, match="pipelines run on CPU ranks"):
+        strategy.check_device("cuda")
+
+
+class Broken(Exception):
+    pass
+
+
+def broken_loss(module, batch, num_targets):
+    module(**batch)  # ends here in the first stage
+    raise Broken
+
+
+def breaks_off_at_the_end(path):
+    model = rotorch.parallelize(build(path), "pp=2", device="cpu", loss=broken_loss).materialize(seed=1)
+    found = []
+    for pass_over in (model.evaluate, model.forward_backward):
+        try:
+            pass_over(batch_of(model.module.config, num_rows=2))
+        except (Broken, RankFailure) as error:
+            found.append(type(error))
+    model.close()
+    return found
+
+
+def test_all_ranks_raise_if_the_last_stage_does(tiny):
+    assert run_ranks(breaks_off_at_the_end, tiny("llama"), num_ranks=2, timeout_s=60) == [
+        [RankFailure] * 2,
+        [Broken] * 2,
+    ]
+
+
+def held_after_a_step(path):
+    model = rotorch.parallelize(build(path), "pp=2", device="cpu").materialize(seed=1)
+    model.forward_backward(batch_of(model.module.config, num_rows=2))
+    inner = model.holding._inner.weights
+    held = {name: w.local.untyped_storage().nbytes() for name, w in inner.items()}
+    grads = {name for name, w in inner.items() if w.parameter.grad is not None}
+    model.close()
+    return held["model.embed_tokens.weight"], "model.embed_tokens.weight" in grads
+
+
+def test_a_tied_head_is_borrowed_for_a_step(tiny):
+    (home, trained), (guest, has_gradient) = run_ranks(held_after_a_step, tiny("qwen3"), num_ranks=2)
+    assert home > 0 and trained
+    assert guest == 0 and not has_gradient
 
 
 def test_gradients_put_off_are_those_of_autograd():

@@ -88,6 +88,10 @@ class Strategy(BaseModel, ABC):
         """Raises `ConfigError` if this strategy, as its options are, cannot work on "cpu" or "cuda"."""
         return None
 
+    def check_micro_batches(self, number: int) -> None:
+        """Raises `ConfigError` if a step cannot consist of so many micro-batches."""
+        return None
+
     def check_around(self, inner: Strategy) -> None:
         """Raises `ConfigError` if this strategy, as its options are, cannot wrap `inner`."""
         return None

@@ -26,6 +26,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -60,12 +61,27 @@ def with_features_cut(
         last: the weight of the linear layer that gives the model's output, by name; "" if none does.
         tried: whether a trial will show what rules alone cannot know (see [Note: without a plan]).
     """
+    if why := _drops_whole_samples(module):
+        return replace(spec, features_stay_whole=why)
     try:
         cuts = _Cuts(module, spec, roles, last, tried).by_name()
     except _Unknown as unknown:
         return replace(spec, features_stay_whole=str(unknown))
     units = (replace(u, weights=tuple(replace(w, grid=cuts[w.name]) for w in u.weights)) for u in spec.units)
     return replace(spec, units=tuple(units))
+
+
+_DROPS = re.compile(r"drop_?path|layer_?drop|stochastic_depth|survival")
+
+
+def _drops_whole_samples(module: nn.Module) -> str:
+    """Why not, if a model's forward drops samples or layers at random: ranks that share tokens draw apart."""
+    config = getattr(module, "config", None)
+    values = config.to_dict() if hasattr(config, "to_dict") else {}
+    for key, value in values.items():
+        if _DROPS.search(key) and isinstance(value, float) and value > 0:
+            return f"{key} = {value:g} drops whole samples or layers, and ranks that share tokens would drop others"
+    return ""
 
 
 @dataclass

@@ -47,20 +47,23 @@ class WrittenBuffers:
 
     @torch.no_grad()
     def even_out(self, num_writers: Tensor, *, mesh: DeviceMesh) -> None:
-        """Makes every buffer that some rank has written the mean over all ranks of `mesh`, which all call it.
+        """Makes every buffer that some rank has written the mean over those, on all ranks of `mesh`, which all call it.
+
+        A rank whose stage of a pipeline does not have the buffer's module has not written it, and has no say in it.
 
         Args:
             num_writers: the sum of `written` over all ranks. If it is zero nothing is sent.
             mesh: of all ranks.
         """
-        buffers = [b for b, n in zip(self._now(), num_writers.tolist(), strict=True) if n > 0]
-        for dtype in sorted({b.dtype for b in buffers}, key=str):
-            same = [b for b in buffers if b.dtype is dtype]
-            flat = torch.cat([b.reshape(-1) for b in same])
+        written = zip(self._now(), self.written().tolist(), num_writers.tolist(), strict=True)
+        buffers = [(buffer, mine, writers) for buffer, mine, writers in written if writers > 0]
+        for dtype in sorted({buffer.dtype for buffer, *_ in buffers}, key=str):
+            same = [found for found in buffers if found[0].dtype is dtype]
+            flat = torch.cat([buffer.reshape(-1) * mine for buffer, mine, _ in same])
             all_reduce_sum(flat, mesh=mesh)
-            flat /= mesh.size()
-            for buffer, mean in zip(same, flat.split([b.numel() for b in same]), strict=True):
-                buffer.copy_(mean.view_as(buffer))
+            sums = flat.split([buffer.numel() for buffer, *_ in same])
+            for (buffer, _, writers), total in zip(same, sums, strict=True):
+                buffer.copy_((total / writers).view_as(buffer))
 
     def _now(self) -> Sequence[Tensor]:
         return [holder._buffers[name] for holder, name in self._places]  # type: ignore[misc]

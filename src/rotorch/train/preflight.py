@@ -87,6 +87,8 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     check_ranks(strategies, nproc=nproc)
     check_restarts(config, strategies=strategies)
     sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
+    for strategy in strategies:
+        strategy.check_micro_batches(sizes.accumulation)
     out = Path(config.train.out)
     check_out(out, resume=resume, command=command)
     check_roll_back(config)

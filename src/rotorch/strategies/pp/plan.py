@@ -16,8 +16,8 @@ Layout
 Cost (P ranks, M micro-batches, hidden states of A bytes)
     resident   P-th part of the weights, as even as whole layers allow; embedding and head count (core/stages.py).
     sent       A per micro-batch and boundary in forward, A in backward.
-    hides      Messages under computation. Ranks wait (P-1)/(M+P-1) of the time in both schedules; 1F1B keeps the
-               activations of at most P micro-batches, ZB-H1 waits a third as long.
+    hides      Little: a tensor travels when it is asked for. Ranks wait (P-1)/(M+P-1) of the time in both schedules;
+               1F1B keeps the activations of at most P micro-batches, ZB-H1 waits a third as long.
 
 Deviations
     Stages run the model's own forward (models/stages.py). An embedding tied to a head is held by the first stage; the
@@ -35,7 +35,7 @@ from pydantic import PositiveInt
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.spec import ModelSpec, Unit
-from rotorch.core.stages import check_stages, of_stages, stage_layout, stage_transfers, with_stages
+from rotorch.core.stages import check_stage_device, check_stages, of_stages, stage_layout, stage_transfers, with_stages
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch, Transfer
 from rotorch.pipelining.actions import Placement, Schedule
@@ -103,6 +103,12 @@ class PP(Strategy):
         return stage_transfers(
             unit, batch=batch, position=position, num_stages=self.num_stages, rank_of=self.rank_of, axis=_AXIS
         )
+
+    def check_device(self, device_type: str) -> None:
+        check_stage_device(device_type, strategy=str(self))
+
+    def check_micro_batches(self, number: int) -> None:
+        self.table(number)
 
     def check(self, spec: ModelSpec) -> None:
         check_stages(spec, num_stages=self.num_stages, strategy=str(self))

@@ -36,7 +36,7 @@ from pydantic import PositiveInt
 from rotorch.core.gathered import gathered_layout
 from rotorch.core.layout import Layout
 from rotorch.core.spec import ModelSpec, Unit
-from rotorch.core.stages import check_stages, of_stages, stage_layout, stage_transfers, with_stages
+from rotorch.core.stages import check_stage_device, check_stages, of_stages, stage_layout, stage_transfers, with_stages
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch, Phase, Transfer
 from rotorch.pipelining.actions import Placement, Schedule
@@ -128,6 +128,12 @@ class ZeroPP(Strategy):
             rank_of=self.rank_of,
             axis=STAGES,
         )
+
+    def check_device(self, device_type: str) -> None:
+        check_stage_device(device_type, strategy=str(self))
+
+    def check_micro_batches(self, number: int) -> None:
+        self.table(number)
 
     def check(self, spec: ModelSpec) -> None:
         check_stages(spec, num_stages=self.num_stages, strategy=str(self))
