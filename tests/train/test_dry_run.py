@@ -45,3 +45,13 @@ def test_what_does_not_fit(run_toml, tmp_path, monkeypatch):
     assert (done.code, done.stderr) == (1, "")
     assert "does not fit: 231 KiB of this machine, which has 100 KiB left" in done.stdout
     assert "reads" not in done.stdout and not (tmp_path / "run").exists()
+
+
+def test_a_copy_that_is_saved_behind_the_run_counts(run_toml, tmp_path):
+    said = tmp_path / "said.json"
+    settings = ["--parallel", "rtp=2", "train.async_save=true", "--dry-run", "--json", said]
+    done = rotorch(tmp_path / "log", "train", run_toml, *settings)
+    assert done.code == 0 and "copy to save" in done.stdout
+    for plan in json.loads(said.read_text())["ranks"]:
+        assert plan["copies_bytes"] == plan["weights_bytes"] + plan["optimizer_bytes"] > 0
+        assert plan["host_bytes"] == plan["needed_bytes"] + plan["copies_bytes"]

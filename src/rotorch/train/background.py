@@ -41,7 +41,7 @@ class Saver:
     def __init__(self, run_dir: Path, *, keep: int, behind: bool, mesh: DeviceMesh) -> None:
         self._run_dir, self._keep, self._behind = run_dir, keep, behind
         self._group: ProcessGroup | None = own_group(mesh=mesh) if behind else None
-        if behind:  # a thread must not set filters for a while, as a save at once does
+        if behind and mesh.size() == 1:  # a thread must not set filters for a while, as a save at once does
             warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import platform
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -140,7 +141,8 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Path:
     writer = CheckpointWriter(path, manifest=snapshot.manifest, copies=snapshot.copies)
     alone = snapshot.num_ranks == 1
     try:
-        with without_dcp_notices() if alone else nullcontext():
+        in_thread = threading.current_thread() is not threading.main_thread()  # then filters are everybody's affair
+        with without_dcp_notices() if alone and not in_thread else nullcontext():
             dcp.save(
                 snapshot.tensors,
                 storage_writer=writer,

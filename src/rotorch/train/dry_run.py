@@ -36,6 +36,7 @@ class RankPlan:
         reads_bytes: read into tensors.
         weights_bytes, gradients_bytes, optimizer_bytes: held at rest.
         passes_bytes: buffers and gathered weights in a pass, at most.
+        copies_bytes: of what is saved while training goes on (`train.async_save`), in host memory.
     """
 
     rank: int
@@ -45,31 +46,39 @@ class RankPlan:
     gradients_bytes: int
     optimizer_bytes: int
     passes_bytes: int
+    copies_bytes: int
 
     @property
     def needed_bytes(self) -> int:
-        """All that it holds, but for activations and temporaries, for which there is no formula."""
+        """All that it holds on its device, but for activations and temporaries, for which there is no formula."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.passes_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What it holds in host memory if it trains on the CPU."""
+        return self.needed_bytes + self.copies_bytes
 
 
 def dry_run(run: CheckedRun) -> dict[str, Any]:
     """Works out what the ranks of a checked run would read and hold; returns plain JSON values."""
     ranks = [_plan(run, rank=rank) for rank in range(run.num_ranks)]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
-    together = max(sum(p.needed_bytes for p in ranks[first : first + local]) for first in range(0, len(ranks), local))
-    largest = max(plan.needed_bytes for plan in ranks)
+    on_gpus = device_type(run.config.train.device) == "cuda"
+    on_host = [plan.copies_bytes if on_gpus else plan.host_bytes for plan in ranks]
+    together = max(sum(on_host[first : first + local]) for first in range(0, len(ranks), local))
     limits: list[tuple[str, int, int]] = []
-    if device_type(run.config.train.device) == "cuda":
+    if on_gpus:
+        largest = max(plan.needed_bytes for plan in ranks)
         limits.append(("rank's GPU", largest, torch.cuda.get_device_properties(0).total_memory))
-    else:
+    if together:
         limits.append(("machine", together, available_bytes()))
         if (left := address_space_left_bytes()) is not None:
-            limits.append(("rank's address space (ulimit -v)", largest, left))
+            limits.append(("rank's address space (ulimit -v)", max(on_host), left))
     return {
         "parallel": format_parallel(run.strategies),
         "resume": None if run.resume is None else str(run.resume.checkpoint),
         "step": 0 if run.resume is None else run.resume.manifest.step,
-        "ranks": [{**asdict(plan), "needed_bytes": plan.needed_bytes} for plan in ranks],
+        "ranks": [{**asdict(plan), "needed_bytes": plan.needed_bytes, "host_bytes": plan.host_bytes} for plan in ranks],
         "limits": [{"of": what, "needed_bytes": needed, "available_bytes": there} for what, needed, there in limits],
         "fits": all(needed <= there for _, needed, there in limits),
     }
@@ -87,6 +96,7 @@ def _plan(run: CheckedRun, *, rank: int) -> RankPlan:
         gradients_bytes=ledger["gradients"] or 0,
         optimizer_bytes=ledger["optimizer"] or 0,
         passes_bytes=found.transient_bytes,
+        copies_bytes=(ledger["weights"] or 0) + (ledger["optimizer"] or 0) if run.config.train.async_save else 0,
     )
 
 
@@ -113,9 +123,12 @@ def show_dry_run(found: dict[str, Any], *, console: Console) -> None:
         "gradients": "gradients_bytes",
         "optimizer": "optimizer_bytes",
         "in a pass": "passes_bytes",
-        "together": "needed_bytes",
+        "copy to save": "copies_bytes",
+        "together": "host_bytes",
     }
     shown = {name: key for name, key in columns.items() if found["resume"] or name not in ("checks", "reads")}
+    if not any(plan["copies_bytes"] for plan in found["ranks"]):
+        del shown["copy to save"]
     table = Table("rank", *shown, box=None)
     for column in table.columns:
         column.justify = "right"

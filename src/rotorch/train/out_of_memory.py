@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -90,14 +90,18 @@ def explained_out_of_memory(
         if not is_out_of_memory(error):
             raise
         reserve = None
-        alive = bytes_alive(running.state, vocab_sizes=_vocab_sizes(spec))
-        place = _innermost_module(error.__traceback__, running.state)
         asked = asked_bytes(error)
-        text = describe(alive, asked=asked, place=place, device=_device(running.state))
-        change = cheapest_change(
-            alive, asked=asked or 0, spec=spec, strategies=strategies, sizes=sizes, rank=rank, num_layers=num_layers
-        )
-        raise FinalFailure(f"{text}. {change}") from error
+        text = "out of memory" if asked is None else f"out of memory: {format_bytes(asked)} more were asked for"
+        # What it is explained with may run out of memory itself: then that much is said.
+        with suppress(Exception):
+            alive = bytes_alive(running.state, vocab_sizes=_vocab_sizes(spec))
+            place = _innermost_module(error.__traceback__, running.state)
+            text = describe(alive, asked=asked, place=place, device=_device(running.state))
+            change = cheapest_change(
+                alive, asked=asked or 0, spec=spec, strategies=strategies, sizes=sizes, rank=rank, num_layers=num_layers
+            )
+            text = f"{text}. {change}"
+        raise FinalFailure(text) from error
     finally:
         del reserve
 
