@@ -1,9 +1,10 @@
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerTextConfig
 
-from rotorch.models.tiny import NUM_DRAWN_TOKENS, inputs_for, number_for, shrunk, shrunk_like
+from rotorch.models.tiny import NUM_DRAWN_TOKENS, inputs_for, never_set, number_for, shrunk, shrunk_like, with_values
 from rotorch.testing.subjects import tiny_subject
 
 
@@ -72,3 +73,26 @@ def test_weights_that_a_model_forgets_to_set_get_values():
     assert all("experts" in name for name in subject._never_set) and subject._never_set
     torch.manual_seed(0)
     assert all(torch.equal(first[name], value) for name, value in subject.build().named_parameters())
+
+
+class Forgetful(nn.Module):
+    """A model whose initialisation sets one of its two weights."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.set, self.forgotten = nn.Parameter(torch.empty(4)), nn.Parameter(torch.empty(4))
+        nn.init.ones_(self.set)
+
+    @classmethod
+    def _from_config(cls, config):
+        return cls(config)
+
+
+def test_weights_that_a_model_forgets_have_values_all_the_same():
+    assert never_set(Forgetful, None) == ("forgotten",)
+    made = []
+    for rubbish in (float("nan"), 3e3):
+        torch.full((4,), rubbish)  # what lies in memory that is given back
+        torch.manual_seed(0)
+        made.append(with_values(Forgetful, None).forgotten.tolist())
+    assert made[0] == made[1] and 0 < max(map(abs, made[0])) < 0.2

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import transformers
+from transformers import PreTrainedConfig
 
 from rotorch.cli import run
 from rotorch.core.errors import ConfigError
@@ -115,13 +116,21 @@ def test_a_model_that_hangs_costs_its_own_row(few, tmp_path, monkeypatch):
     assert not outcome.ok and "not done after" in outcome.why
 
 
+class NowhereConfig(PreTrainedConfig):
+    model_type = "nowhere"
+
+
 def test_what_transformers_does_not_have_is_theirs():
+    (outcome,) = outcomes_of(NowhereConfig, ["rtp=2"])
+    assert not outcome.ok and outcome.why.startswith("theirs: ")
+    with pytest.raises(ConfigError, match="no tiny NowhereConfig"):
+        tiny_subject(NowhereConfig)
+
+
+def test_a_part_of_a_configuration_has_the_models_that_take_it():
     from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
 
-    (outcome,) = outcomes_of(T5GemmaModuleConfig, ["rtp=2"])
-    assert not outcome.ok and outcome.why.startswith("theirs: ")
-    with pytest.raises(ConfigError, match="no tiny T5GemmaModuleConfig"):
-        tiny_subject(T5GemmaModuleConfig)
+    assert tiny_subject(T5GemmaModuleConfig).model_class.__name__ == "T5GemmaEncoder"
 
 
 def test_the_table_counts_and_gives_reasons():

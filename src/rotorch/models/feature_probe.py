@@ -26,7 +26,7 @@ from rotorch._torch_private import tree_flatten
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Weight
 from rotorch.models.feature_sums import complete_sums
 from rotorch.models.probe import one_thread
-from rotorch.models.tiny import inputs_for, shrunk_like
+from rotorch.models.tiny import inputs_for, shrunk_like, with_values
 from rotorch.shard.materialize import off_meta
 from rotorch.shard.sites import find_sites
 
@@ -93,7 +93,7 @@ def _tiny(module: nn.Module) -> tuple[nn.Module, dict[str, Any], Tensor] | str:
         config.use_cache = False
         try:
             torch.manual_seed(0)
-            tiny = type(module)._from_config(config).double().eval()
+            tiny = with_values(type(module), config).double().eval()
             inputs = inputs_for(type(tiny), tiny.config, num_rows=2, num_tokens=12)
             return tiny, inputs, _first(tiny(**inputs))
         except Exception as error:  # this variant does not run at all

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.spec import ModelSpec, Unit, UnitKind
-from rotorch.models.tiny import inputs_for, shrunk_like
+from rotorch.models.tiny import inputs_for, shrunk_like, with_values
 from rotorch.models.uses import Use, uses_in_passes
 from rotorch.shard.held import cut_pieces
 from rotorch.shard.materialize import off_meta
@@ -89,7 +89,7 @@ def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Tr
             config._experts_implementation = "eager"  # others know no float64
             try:
                 torch.manual_seed(0)
-                tiny = type(module)._from_config(config).to(dtype).eval()
+                tiny = with_values(type(module), config).to(dtype).eval()
                 run = partial(_pass, tiny, dtype=dtype, embedded=embedded)
                 on_slices = _run_on_slices(tiny, describe(tiny), run=partial(run, num_rows=2, num_tokens=12))
             except Exception as failed:

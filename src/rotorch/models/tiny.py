@@ -16,12 +16,14 @@ from __future__ import annotations
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from rotorch.shard.materialize import on_meta, take_recipes
 
 VOCAB_SIZE = 128
 NUM_DRAWN_TOKENS = 112
@@ -314,3 +316,19 @@ def inputs_for(
         elif name.endswith(("embeds", "hidden_states")) and (needed or (embedded and not _OF_IMAGES.search(name))):
             made[name] = normal(num_rows, num_tokens, config.hidden_size)
     return made
+
+
+def never_set(model_class: type, config: Any) -> tuple[str, ...]:
+    """Names of weights that a model's own initialisation forgets: they have whatever lay in their memory."""
+    with on_meta():
+        recipes = take_recipes(model_class._from_config(config))  # type: ignore[attr-defined]
+    return tuple(name for name, recipe in recipes.items() if not recipe)
+
+
+def with_values(model_class: type, config: Any, *, never_set_names: Sequence[str] | None = None) -> nn.Module:
+    """A model all of whose weights have values, from torch's generator: the same on every rank that seeds it alike."""
+    names = never_set(model_class, config) if never_set_names is None else never_set_names
+    module: nn.Module = model_class._from_config(config)  # type: ignore[attr-defined]
+    for name in names:
+        nn.init.normal_(module.get_parameter(name), std=0.02)
+    return module

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from rotorch.core.errors import ConfigError
 from rotorch.models.hf import causal_lm, longest_sequence
 from rotorch.models.losses import Batch, LossFn, count_targets, loss_of
-from rotorch.models.tiny import NUM_DRAWN_TOKENS, inputs_for, number_for, shrunk
-from rotorch.shard.materialize import on_meta, take_recipes
+from rotorch.models.tiny import NUM_DRAWN_TOKENS, inputs_for, never_set, number_for, shrunk, with_values
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.batches import Rows, global_batch, share_of
 
@@ -87,17 +86,11 @@ class TinySubject:
         return "labels" in inspect.signature(self.model_class.forward).parameters  # type: ignore[attr-defined]
 
     def build(self) -> nn.Module:
-        module: nn.Module = self.model_class._from_config(self.config)  # type: ignore[attr-defined]
-        for name in self._never_set:
-            nn.init.normal_(module.get_parameter(name), std=0.02)
-        return module
+        return with_values(self.model_class, self.config, never_set_names=self._never_set)
 
     @cached_property
     def _never_set(self) -> tuple[str, ...]:
-        """Names of weights that the model's own initialisation forgets."""
-        with on_meta():
-            recipes = take_recipes(self.model_class._from_config(self.config))  # type: ignore[attr-defined]
-        return tuple(name for name, recipe in recipes.items() if not recipe)
+        return never_set(self.model_class, self.config)
 
     def batch(self, *, seed: int, step: int, num_shares: int) -> Rows:
         total = num_shares * NUM_MICRO_BATCHES * NUM_ROWS
@@ -141,7 +134,10 @@ def output_loss(module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
 
 
 def model_classes(config_class: type) -> list[type]:
-    """The model classes that transformers has for a configuration class; those with a loss of their own first."""
+    """The model classes that transformers has for a configuration class; those with a loss of their own first.
+
+    Some are declared for a configuration that has this one as a part (an encoder, for that of encoder and decoder).
+    """
     from transformers import PreTrainedModel
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -157,17 +153,20 @@ def model_classes(config_class: type) -> list[type]:
             modeling = importlib.import_module(name)
         except ImportError:
             continue
-        own += [
+        classes = [
             c
             for c in vars(modeling).values()
-            if inspect.isclass(c)
-            and issubclass(c, PreTrainedModel)
-            and c.__module__ == name
-            and c.config_class is base
-            and "forward" in vars(c)
+            if inspect.isclass(c) and issubclass(c, PreTrainedModel) and c.__module__ == name and "forward" in vars(c)
         ]
+        own += [c for c in classes if c.config_class is base] or [c for c in classes if _takes_part(c, base)]
     own.sort(key=lambda c: not ("labels" in inspect.signature(c.forward).parameters and _has_tied_output(c)))
     return list(dict.fromkeys([*found, *own]))
+
+
+def _takes_part(model_class: Any, config_class: type) -> bool:
+    """Whether a model class, declared for a configuration, may be made of a part of it."""
+    parts = getattr(model_class.config_class, "sub_configs", {}).values()
+    return config_class in parts and model_class.main_input_name == "input_ids"
 
 
 def _has_tied_output(model_class: Any) -> bool:

@@ -233,7 +233,7 @@ def _why_not_built(config_class: type, said: str) -> str:
         try:
             with torch.device("meta"):
                 each._from_config(config_class())  # type: ignore[attr-defined]
-            return f"ours: {said}"
+            return f"ours: {said}. It may ask for what only the whole model makes for it"
         except Exception as error:
             reasons.append(f"{each.__name__} of its defaults: {type(error).__name__}: {_line(error)}")
     return f"ours: no rule fills in what its defaults lack: {reasons[0]}"
@@ -268,8 +268,8 @@ def table(outcomes: Sequence[Outcome], *, layouts: Sequence[str] = LAYOUTS) -> s
         "",
         "*Modules* run their own forward on slices of their weights; *weights* go round one by one: embeddings, heads,",
         "and layers of modules that cannot run on slices (found by a probe, `models/probe.py`). *Cut* is what these",
-        "are of all bytes: what the model's plan names, and what is large besides (`models/rules.py`). The rest is",
-        "whole on every rank, its gradients summed: norms, biases, what is small, and towers of images or sound that a",
+        f"are of all bytes under `{layouts[0]}`: what the plan names, and what is large (`models/rules.py`). The rest",
+        "is whole on every rank, its gradients summed: norms, biases, what is small, and towers of images or sound that a",
         "pass on text does not use. Over shared memory `rtp=2` multiplies with whole weights where they lie;",
         "`recompute=slice` makes it run on slices.",
         "",
