@@ -148,7 +148,7 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     if any(is_pipeline(s.kind) for s in strategies):
         return (layout, model) in {("pp=2", "qwen3"), ("pp=2,rtp=2", "llama"), ("zeropp=2x2", "qwen3")}
     if len(strategies) > 1 or "[" in layout:
-        return says_new(layout, model)
+        return says_new(layout, model) and not any(is_grid(s.kind) for s in strategies)
     if is_grid(kind):
         return (size, model) in {(1, "llama"), (2, "llama"), (4, "qwen3"), (8 if kind == "tesseract" else 4, "llama")}
     return (size, model) in {(1, "llama"), (2, "qwen3"), (3, "llama")}

@@ -269,7 +269,7 @@ def table(outcomes: Sequence[Outcome], *, layouts: Sequence[str] = LAYOUTS) -> s
         "*Modules* run their own forward on slices of their weights; *weights* go round one by one: embeddings, heads,",
         "and layers of modules that cannot run on slices (found by a probe, `models/probe.py`). *Cut* is what these",
         f"are of all bytes under `{layouts[0]}`: what the plan names, and what is large (`models/rules.py`). The rest",
-        "is whole on every rank, its gradients summed: norms, biases, what is small, and towers of images or sound that",
+        "is whole on every rank, its gradients summed: norms, biases, what is small, towers of images or sound that",
         "a pass on text does not use. Over shared memory `rtp=2` multiplies with whole weights where they lie;",
         "`recompute=slice` makes it run on slices.",
         "",
