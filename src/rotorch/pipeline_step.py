@@ -2,8 +2,9 @@
 
 [Note: breaking off]
     A rank whose stage raises goes on through its row without computing, and tells the ranks that wait for it; they do
-    the same. At the end of the row all ranks agree whether anyone raised, since some wait for no message after that. So
-    all of them raise: the first what happened, the others a RankFailure.
+    the same. At the end of the row they raise: the first what happened, those who heard of it a RankFailure. Who waits
+    for no message after that hears of it in what comes next. To agree at the end would be a deadlock: others of this
+    stage may wait inside of a ring for the rank that raised, which has to leave for them to notice.
 """
 
 from __future__ import annotations
@@ -77,10 +78,9 @@ class PipelineStep:
         self._messages.settle()
         if self._later is not None:
             self._later.forget()
-        broken_off = self._messages.any_rank(self._error is not None)
         if self._error is not None:
             raise self._error
-        if broken_off:
+        if self._heard:
             raise RankFailure("pipeline: another stage of the model raised; see the rank that holds it")
 
     def _guarded(self, action: Action, table: Schedule) -> None:

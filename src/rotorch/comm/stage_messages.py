@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import any_rank
 from rotorch.core.errors import RankFailure
 
 _MOST_DIMS = 4
@@ -93,10 +92,6 @@ class StageMessages:
         for work, _ in self._under_way.pop((to, tag), ()):
             if work is not None:
                 work.wait()
-
-    def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` holds on any rank of the pipeline. All of them."""
-        return any_rank(flag, mesh=self._mesh)
 
     def from_one(self, value: object, *, source: int) -> object:
         """What the rank at position `source` gives, on all ranks, which all call it. Small, picklable."""
