@@ -153,7 +153,6 @@ def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Pa
         num_layers=getattr(run.model_config.get_text_config(), "num_hidden_layers", 0),
     ) as running:
         return _train(board, run=run, tokens_path=tokens_path, summary=summary, running=running)
-    raise AssertionError("what is explained is raised")
 
 
 def _train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None, running: Running) -> bool:
