@@ -55,6 +55,9 @@ class Holding(ABC):
     loss_scale: float = 1.0
     """The loss is multiplied by this before backward (for libraries that average gradients over ranks)."""
 
+    weight_gradients_wait: bool = False
+    """Whether a pipeline may put gradients of linear layers off: the module computes with plain, whole weights."""
+
     @abstractmethod
     def lend(self) -> AbstractContextManager[nn.Module]:
         """Puts plain tensors into the module for one pass and yields what to call (see [Note: lending]).
@@ -107,6 +110,14 @@ class Holding(ABC):
 
     def sum_gradients(self, stage: int) -> None:
         """After a stage's last backward of some micro-batches: gradients are summed and each rank keeps its part."""
+        return None
+
+    def take_memory(self, name: str) -> None:
+        """Before the values of a weight are written that is another rank's and lent for a pass."""
+        return None
+
+    def give_memory_back(self, name: str) -> None:
+        """After that pass: the values may be forgotten, and their memory freed."""
         return None
 
     def finish(self) -> None:

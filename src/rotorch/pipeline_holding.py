@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,16 +28,13 @@ from rotorch.core.stages import stage_layers
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule
 from rotorch.ops.later_gradients import LaterGradients
-from rotorch.parallel_model import Holding
+from rotorch.parallel_model import Holding, Result
 from rotorch.pipeline_step import PipelineStep
 from rotorch.pipelining.actions import Action, ActionKind, Placement, Schedule
 from rotorch.pipelining.lower import lower
 from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.shard.sites import find_sites
 from rotorch.shard.twins import Part, Twins
-from rotorch.stage_shards import StageShards
-
-Result = TypeVar("Result")
 
 
 class WholeStages(Holding):
@@ -49,6 +46,8 @@ class WholeStages(Holding):
         mesh: of the pipeline.
         device: where to hold them.
     """
+
+    weight_gradients_wait = True
 
     def __init__(self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
         self._module = module
@@ -73,14 +72,12 @@ class WholeStages(Holding):
     def finish(self) -> None:
         self._twins.attach()
 
-    def give_memory_back(self, name: str) -> None:
-        """Frees the values of a weight; `take_memory` before it is written and lent again."""
-        self.weights[name].local.untyped_storage().resize_(0)
-
     def take_memory(self, name: str) -> None:
-        """Has room for the values of a weight, if it gave that back."""
         local = self.weights[name].local
         local.untyped_storage().resize_(local.nbytes)
+
+    def give_memory_back(self, name: str) -> None:
+        self.weights[name].local.untyped_storage().resize_(0)
 
 
 class PipelineHolding(Holding):
@@ -122,8 +119,7 @@ class PipelineHolding(Holding):
         self._position = mesh.get_local_rank()
         self._staged = StagedModule(module, order=spec.order, parts=stage_layers(spec, num_stages=num_stages))
         # Layers inside of other strategies are run by those: their gradients are all computed at once.
-        whole = isinstance(inner, WholeStages | StageShards)
-        self._later = LaterGradients(module) if whole and splits_backward else None
+        self._later = LaterGradients(module) if inner.weight_gradients_wait and splits_backward else None
         self._messages = StageMessages(mesh, device=device)
         if inner.loss_scale != 1.0:
             raise AssertionError("the last stage's backward begins with the loss as it is")
@@ -175,9 +171,8 @@ class PipelineHolding(Holding):
                 yield callee
         finally:
             self._take_back()
-            if isinstance(self._inner, WholeStages):  # others have guests' slices beside their own
-                for name in self._inner.weights.keys() - self._homes:
-                    self._inner.give_memory_back(name)
+            for name in self._inner.weights.keys() - self._homes:
+                self._inner.give_memory_back(name)
 
     def _take_back(self) -> None:
         for site, name in self._sites:
@@ -199,9 +194,8 @@ class PipelineHolding(Holding):
         """All ranks of the pipeline (see [Note: weights of two stages])."""
         mine = [(other, self._inner.weights[name].local) for name, other in self._guests if name in self._homes]
         guests = [(home, name) for name, home in self._guests if name not in self._homes]
-        if isinstance(self._inner, WholeStages):
-            for _, name in guests:
-                self._inner.take_memory(name)
+        for _, name in guests:
+            self._inner.take_memory(name)
         theirs = [(home, self._inner.weights[name].local) for home, name in guests]
         self._messages.exchange(mine, theirs)
         if theirs:

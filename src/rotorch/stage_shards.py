@@ -68,6 +68,8 @@ class StageShards(Holding):
         reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
     """
 
+    weight_gradients_wait = True
+
     def __init__(
         self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device, reshard: bool = True
     ) -> None:
