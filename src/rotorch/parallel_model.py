@@ -153,6 +153,29 @@ class Holding(ABC):
         return None
 
 
+class OuterHolding(Holding):
+    """A Holding around another one, `inner`, which carries slices and has their buffers."""
+
+    def __init__(self, inner: Holding) -> None:
+        self._inner = inner
+
+    def values_changed(self) -> None:
+        self._inner.values_changed()
+
+    @property
+    def transport(self) -> str | None:
+        return self._inner.transport
+
+    def slots(self) -> list[Tensor]:
+        return self._inner.slots()
+
+    def observed(self, observer: Observer) -> AbstractContextManager[None]:
+        return self._inner.observed(observer)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Loss of held-out data over all ranks: `loss_sum` in nats over `num_targets` target tokens."""

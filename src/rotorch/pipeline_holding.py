@@ -12,7 +12,7 @@ same, of which this rank has nothing: so names, optimizers, clipping and checkpo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rotorch.comm.observe import Observer
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.spec import ModelSpec, UnitKind, Weight
 from rotorch.core.stages import stage_layers
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule
 from rotorch.ops.later_gradients import LaterGradients
-from rotorch.parallel_model import Holding, Result
+from rotorch.parallel_model import Holding, OuterHolding, Result
 from rotorch.pipeline_step import PipelineStep
 from rotorch.pipelining.actions import Action, ActionKind, Placement, Schedule
 from rotorch.pipelining.lower import lower
@@ -80,7 +79,7 @@ class WholeStages(Holding):
         self.weights[name].local.untyped_storage().resize_(0)
 
 
-class PipelineHolding(Holding):
+class PipelineHolding(OuterHolding):
     """One rank's stages of a model.
 
     Args:
@@ -110,7 +109,7 @@ class PipelineHolding(Holding):
         inside: DeviceMesh,
         device: torch.device,
     ) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._placement = placement
         self._num_stages = num_stages
         self._schedule = schedule
@@ -232,22 +231,6 @@ class PipelineHolding(Holding):
                 # What no pass used counts as zeros: no rank knows what those of other stages have used.
                 gradient = torch.zeros_like(held.local) if found is None else found
                 held.parameter.grad = _at_rest_like(held.parameter, gradient)
-
-    def values_changed(self) -> None:
-        self._inner.values_changed()
-
-    @property
-    def transport(self) -> str | None:
-        return self._inner.transport
-
-    def slots(self) -> list[Tensor]:
-        return self._inner.slots()
-
-    def observed(self, observer: Observer) -> AbstractContextManager[None]:
-        return self._inner.observed(observer)
-
-    def close(self) -> None:
-        self._inner.close()
 
     # ---------------------------------------------------------------- running
 

@@ -15,12 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.comm.collectives import all_reduce_each
-from rotorch.comm.observe import Observer
 from rotorch.core.spec import ModelSpec
 from rotorch.models.blocks import recompute_blocks
 from rotorch.models.compiled import compile_blocks
 from rotorch.models.losses import Batch
-from rotorch.parallel_model import Holding, Result
+from rotorch.parallel_model import Holding, OuterHolding, Result
 from rotorch.shard.replicas import Replicas
 from rotorch.strategies.ddp.plan import DDP
 
@@ -70,11 +69,11 @@ def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
     )
 
 
-class ReplicatedHolding(Holding):
+class ReplicatedHolding(OuterHolding):
     """What another strategy holds, once per replica: that strategy's own gradients, summed over the replicas."""
 
     def __init__(self, inner: Holding, *, mesh: DeviceMesh) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._mesh = mesh
         self._carried: dict[str, tuple[Tensor, Tensor]] = {}
         """Per weight: the gradient it had before this step, and a copy of this rank's part of it."""
@@ -123,22 +122,6 @@ class ReplicatedHolding(Holding):
 
     def gradients(self) -> list[Tensor]:
         return self._inner.gradients()
-
-    @property
-    def transport(self) -> str | None:
-        return self._inner.transport
-
-    def slots(self) -> list[Tensor]:
-        return self._inner.slots()
-
-    def observed(self, observer: Observer) -> AbstractContextManager[None]:
-        return self._inner.observed(observer)
-
-    def values_changed(self) -> None:
-        self._inner.values_changed()
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def apply(
