@@ -18,7 +18,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner sr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all failures test-gpu check zoo bench bench-gpu clean
+.PHONY: help setup train test test-all failures checkpoints test-gpu check zoo bench bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
@@ -49,6 +49,9 @@ test-all: setup ## run the tests, and those that repeat on more cells what other
 failures: setup ## write docs/failures.md: what a user sees of each failure, as its test sees it
 	@ROTORCH_WRITE_FAILURES=1 $(BIN)/python -m pytest -q $$(grep -l "failures import" tests/train/test_*.py)
 	@$(BIN)/python -m pytest -q tests/train/test_failure_page.py
+
+checkpoints: setup ## write the tables of docs/checkpoints.md: every layout going on from every other (ten minutes)
+	@ROTORCH_WRITE_CHECKPOINTS=1 $(BIN)/python -m pytest -q tests/train/test_resharding.py
 
 test-gpu: setup ## run the tests that need a GPU, which ranks share
 	@$(BIN)/python -m pytest tests/gpu $(ARGS)
