@@ -18,7 +18,7 @@ from rotorch.models.losses import LossFn, loss_of
 from rotorch.models.traps import make_stateless
 from rotorch.parallel_model import Holding, ParallelModel
 from rotorch.shard.materialize import take_recipes
-from rotorch.strategies import check_composition, cuts_features, parse_parallel
+from rotorch.strategies import check_composition, cuts_features, parse_parallel, written_out
 
 
 def parallelize(
@@ -58,7 +58,7 @@ def parallelize(
         ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that
             a strategy cannot hold.
     """
-    strategies = parse_parallel(parallel) if isinstance(parallel, str) else tuple(parallel)
+    strategies = parse_parallel(parallel) if isinstance(parallel, str) else written_out(parallel)
     check_composition(strategies)
     spec = describe(module, plan=plan, features=cuts_features(strategies))
     autocast = None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch.")

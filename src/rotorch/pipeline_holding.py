@@ -23,14 +23,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.spec import ModelSpec, UnitKind, Weight
-from rotorch.core.stages import stage_layers
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule
 from rotorch.ops.later_gradients import LaterGradients
 from rotorch.parallel_model import Holding, OuterHolding, Result
 from rotorch.pipeline_step import PipelineStep
-from rotorch.pipelining.actions import Action, ActionKind, Placement, Schedule
+from rotorch.pipelining.actions import Action, ActionKind, Schedule
 from rotorch.pipelining.lower import lower
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.shard.sites import find_sites
 from rotorch.shard.twins import Part, Twins
@@ -86,10 +86,7 @@ class PipelineHolding(OuterHolding):
         inner: holds the units of this rank's stages.
         module: the model.
         spec: all its units, with the stages that use each.
-        num_stages: of the whole pipeline.
-        placement: which rank has which stage.
-        schedule: makes the plain table of a step from its number of micro-batches.
-        splits_backward: whether the schedule puts weight gradients off.
+        strategy: says which stages there are, which rank has which, and the table of a step.
         mesh: of the pipeline, one axis.
         inside: the axes of the pipeline and of `inner`.
         device: of this rank.
@@ -101,34 +98,29 @@ class PipelineHolding(OuterHolding):
         *,
         module: nn.Module,
         spec: ModelSpec,
-        num_stages: int,
-        placement: Placement,
-        schedule: Callable[[int], Schedule],
-        splits_backward: bool,
+        strategy: StageStrategy,
         mesh: DeviceMesh,
         inside: DeviceMesh,
         device: torch.device,
     ) -> None:
         super().__init__(inner)
-        self._placement = placement
-        self._num_stages = num_stages
-        self._schedule = schedule
+        self._strategy = strategy
         self._tables: dict[int, Schedule] = {}
         self._mesh, self._inside, self._device = mesh, inside, device
         self._position = mesh.get_local_rank()
-        self._staged = StagedModule(module, order=spec.order, parts=stage_layers(spec, num_stages=num_stages))
+        self._staged = StagedModule(module, order=spec.order, parts=strategy.parts_of(spec))
         # Layers inside of other strategies are run by those: their gradients are all computed at once.
-        self._later = LaterGradients(module) if inner.weight_gradients_wait and splits_backward else None
+        self._later = LaterGradients(module) if inner.weight_gradients_wait and strategy.splits_backward else None
         self._messages = StageMessages(mesh, device=device)
         if inner.loss_scale != 1.0:
             raise AssertionError("the last stage's backward begins with the loss as it is")
         sites, parameters = find_sites(module), dict(module.named_parameters())
-        homes = {w.name: self._rank_of(u.stages[0]) for u in spec.units for w in u.weights}
+        homes = {w.name: strategy.rank_of(u.stages[0]) for u in spec.units for w in u.weights}
         self._homes = {name for name, home in homes.items() if home == self._position}
         self._guests: list[tuple[str, int]] = []
         """Weights of stages on two ranks: their names, and the position of the other rank."""
         for unit in spec.units:
-            home, *others = dict.fromkeys(self._rank_of(stage) for stage in unit.stages)
+            home, *others = dict.fromkeys(strategy.rank_of(stage) for stage in unit.stages)
             if self._position == home:
                 self._guests += [(w.name, other) for w in unit.weights for other in others]
             elif self._position in others:
@@ -141,9 +133,6 @@ class PipelineHolding(OuterHolding):
         }
         self._sites = [(site, name) for name in self.weights for site in sites[name]]
         self._take_back()
-
-    def _rank_of(self, stage: int) -> int:
-        return self._placement.rank_of(stage, num_ranks=self._mesh.size())
 
     def _held(self, weight: Weight, source: nn.Parameter, *, whole: bool) -> HeldWeight:
         """A weight as part of what all ranks of the pipeline have; cut in name only."""
@@ -239,7 +228,7 @@ class PipelineHolding(OuterHolding):
     ) -> Tensor:
         number = len(micro_batches)
         if number not in self._tables:
-            self._tables[number] = lower(self._schedule(number), weight_gradients_need_weights=False)
+            self._tables[number] = lower(self._strategy.table(number), weight_gradients_need_weights=False)
         step = self._step(partial(loss_of, callee), micro_batches)
         step.run(self._tables[number].rows[self._position], self._tables[number])
         total = torch.zeros((), dtype=torch.float64)
@@ -250,11 +239,11 @@ class PipelineHolding(OuterHolding):
     def forward(
         self, callee: nn.Module, micro_batches: Sequence[Batch], run: Callable[[nn.Module, Batch], Result]
     ) -> list[Result]:
-        table = lower(_forwards(self._num_stages, self._placement, self._mesh.size(), len(micro_batches)))
+        table = lower(_forwards(self._strategy, num_micro_batches=len(micro_batches)))
         step = self._step(partial(run, callee), micro_batches)
         step.run(table.rows[self._position], table)
         results = [result for _, result in sorted(step.results, key=lambda found: found[0])]
-        last = self._rank_of(self._num_stages - 1)
+        last = self._strategy.rank_of(self._strategy.num_stages - 1)
         return self._messages.from_one(results, source=last)  # type: ignore[return-value]
 
     def _step(self, run: Callable[[Batch], Any], micro_batches: Sequence[Batch]) -> PipelineStep:
@@ -277,24 +266,24 @@ def _at_rest_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
     )
 
 
-def _forwards(num_stages: int, placement: Placement, num_ranks: int, num_micro_batches: int) -> Schedule:
+def _forwards(strategy: StageStrategy, *, num_micro_batches: int) -> Schedule:
     """The plain table of forwards alone, chunk by chunk."""
     rows = [
         tuple(
             Action(ActionKind.FORWARD, stage, micro_batch)
-            for stage in range(num_stages)
-            if placement.rank_of(stage, num_ranks=num_ranks) == rank
+            for stage in range(strategy.num_stages)
+            if strategy.rank_of(stage) == rank
             for micro_batch in range(num_micro_batches)
         )
-        for rank in range(num_ranks)
+        for rank in range(strategy.stages)
     ]
     return Schedule(
         name="forwards",
-        num_ranks=num_ranks,
-        num_chunks=num_stages // num_ranks,
+        num_ranks=strategy.stages,
+        num_chunks=strategy.num_chunks,
         num_micro_batches=num_micro_batches,
         unit=num_micro_batches,
-        placement=placement,
+        placement=strategy.placement,
         most_in_flight=0,
         rows=tuple(rows),
     )

@@ -23,6 +23,7 @@ PIPELINES = {
     ("pp=2,rtp=2", "llama"),
     ("pp=2,fsdp=2", "llama"),
     ("zeropp=2x2", "gemma2"),
+    ("zeropp=2x1,rtp=2", "qwen3"),
 }
 """Of pipelines, what says most: most of them is one code, `pipeline_holding.py`, on four ranks."""
 
@@ -83,12 +84,22 @@ def options(strategy: type[Strategy]) -> list[dict[str, object]]:
             choices[name] = [value for value in typing.get_args(kind) if value != "auto"]
     every = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
     other = (chosen for chosen in every if any(value != defaults[name] for name, value in chosen.items()))
-    return [chosen for chosen in other if works_on_cpu(strategy, chosen) and not has_idle_options(strategy, chosen)]
+    held = (works_on_cpu, can_be_written)
+    return [c for c in other if all(works(strategy, c) for works in held) and not has_idle_options(strategy, c)]
 
 
 def works_on_cpu(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
     try:
         on_two_ranks(strategy, chosen).check_device("cpu")
+    except ConfigError:
+        return False
+    return True
+
+
+def can_be_written(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
+    """Whether options that are short for several strategies go together with the others."""
+    try:
+        parse_parallel(str(on_two_ranks(strategy, chosen)))
     except ConfigError:
         return False
     return True
@@ -115,7 +126,10 @@ def table() -> list[tuple[str, str]]:
             if layout is not None:
                 pairs += [(layout, model) for model in (MODELS if on_all or layout == kind else MODELS[:1])]
         for chosen in options(strategy) if telling_size else []:
-            pairs.append((format_parallel([strategy(**for_options(strategy), **chosen)]), "llama"))
+            made = strategy(**for_options(strategy), **chosen)
+            if getattr(made, "num_stages", 0) > 2:  # the models have two layers: chunks on one rank
+                made = strategy(**{**for_options(strategy), "stages": 1}, **chosen)
+            pairs.append((format_parallel([made]), "llama"))
     for outer, inner in sorted(COMPOSES):
         models = MODELS[:1] if is_grid(inner) else MODELS
         pairs += [(f"{of_size(outer, 2)},{smallest(inner)}", model) for model in models]

@@ -12,12 +12,14 @@ from rotorch.strategies import (
     COMPOSES,
     DDP,
     FSDP,
+    PP,
     RTP,
     STRATEGIES,
     SUMMA,
     Megatron,
     Single,
     Tesseract,
+    ZeroPP,
     batch_ranks,
     check_composition,
     format_parallel,
@@ -45,6 +47,10 @@ from rotorch.strategies import (
         ("summa=2x2", (SUMMA(rows=2, columns=2),)),
         ("ddp=2,tesseract=4x4x3", (DDP(size=2), Tesseract(rows=4, columns=4, depth=3))),
         ("ddp=2,fsdp=2[recompute=block]", (DDP(size=2), FSDP(size=2, recompute="block"))),
+        ("pp=2[layers=3-5]", (PP(stages=2, layers="3-5"),)),
+        ("pp=2[schedule=zbv]", (PP(stages=2, schedule="zbv", chunks=None),)),
+        ("zeropp=2x4[unit=3,chunks=2]", (ZeroPP(stages=2, shards=4, chunks=2, unit=3),)),
+        ("zeropp=2x4[inner=rtp,unit=3]", (ZeroPP(stages=2, shards=1, unit=3), RTP(size=4))),
     ],
 )
 def test_reads(text, strategies):
@@ -61,6 +67,13 @@ SINGLES = st.one_of(
     st.builds(lambda q, d: Tesseract(rows=q, columns=q, depth=d), SIZES, SIZES),
     st.builds(FSDP, size=SIZES, reshard=st.booleans(), recompute=st.sampled_from(["none", "block"])),
     st.builds(
+        PP,
+        stages=SIZES,
+        schedule=st.sampled_from(["1f1b", "interleaved_1f1b", "zbv"]),
+        recompute=st.sampled_from(["none", "block"]),
+    ),
+    st.builds(ZeroPP, stages=SIZES, shards=st.just(1), chunks=st.none() | SIZES, unit=st.none() | SIZES),
+    st.builds(
         RTP,
         size=SIZES,
         recompute=st.sampled_from(["none", "head", "all_but_attention", "slice"]),
@@ -72,7 +85,10 @@ SINGLES = st.one_of(
 @given(st.lists(SINGLES, min_size=1, max_size=2))
 def test_what_is_written_reads_back(strategies):
     text = format_parallel(strategies)
-    if len(strategies) == 2 and tuple(s.kind for s in strategies) not in COMPOSES:
+    if len(strategies) == 2 and strategies[0].kind == "pp" and strategies[0].recompute == "block":
+        with pytest.raises(ConfigError, match=r"cannot be composed|what is computed again is up to"):
+            parse_parallel(text)
+    elif len(strategies) == 2 and tuple(s.kind for s in strategies) not in COMPOSES:
         with pytest.raises(ConfigError, match="cannot be composed"):
             parse_parallel(text)
     else:
@@ -111,6 +127,13 @@ def test_what_is_written_reads_back(strategies):
         ("tesseract=2x3x1", "a grid of 2 x 3 is not square. Write tesseract=2x2x1 or 3x3x1"),
         ("summa=2x3", "parallel: 'summa=2x3': summa: a grid of 2 x 3 is not square"),
         ("summa=2x2[rows=3]", "summa has no option 'rows'. It has: transport"),
+        ("pp=2[layers=3+5]", "pp: layers=3+5: no number of layers for each stage. Write for example layers=3-5"),
+        ("pp=2[layers=3-5-1]", "layers=3-5-1 are 3 stages, but there are 2 (ranks times chunks). Write 2 numbers"),
+        ("pp=2[chunks=2]", "schedule 1f1b: 2 chunks per rank, but it has one stage per rank. Write 1 chunk, or"),
+        ("pp=2[schedule=zbv,chunks=3]", "schedule zbv: 3 chunks per rank, but its stages lie there and back"),
+        ("pp=2[schedule=interleaved]", "Input should be '1f1b', 'gpipe', 'interleaved_1f1b'"),
+        ("zeropp=2x2,rtp=2", "rtp shares a stage among its ranks, and no shards lie beside. Write zeropp=2x1,rtp=2"),
+        ("zeropp=2x2[inner=rtp,recompute=block]", "what is computed again is up to the strategy that holds the stages"),
         ("ddp=2;rtp=2", "'ddp=2;rtp=2' needs a positive number"),
         ("ddp=2,,rtp=2", "cannot read ''"),
         ("rtp=2[recompute=slice", "cannot read"),

@@ -41,9 +41,28 @@ def five_layers(tiny, tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("parallel", ["zeropp=2x1[chunks=2]", pytest.param("zeropp=4x1", marks=pytest.mark.slow)])
-def test_chunks_and_odd_layers_are_exact(five_layers, parallel):
-    report = verify(five_layers, parallel=parallel, steps=2, timeout_s=300)
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("parallel", "micro_batches"),
+    [
+        ("pp=3", 5),
+        ("zeropp=2x1[chunks=2,unit=2]", 5),
+        ("zeropp=2x2[inner=rtp,unit=2]", 3),
+        ("pp=2[schedule=zbv,layers=1-2-1-1]", 3),
+        pytest.param("pp=2[schedule=interleaved_1f1b,layers=2-1-1-1],rtp=2", 4, marks=SLOW),
+        pytest.param("pp=2[schedule=looped_bfs,unit=2],fsdp=2", 3, marks=SLOW),
+        pytest.param("pp=2[schedule=zbv,unit=2],fsdp=2", 5, marks=SLOW),
+        pytest.param("pp=2[schedule=interleaved_1f1b]", 4, marks=SLOW),
+        pytest.param("pp=2[schedule=looped_bfs]", 3, marks=SLOW),
+        pytest.param("pp=2[schedule=zbv],rtp=2", 3, marks=SLOW),
+        pytest.param("zeropp=2x2[inner=rtp,chunks=2]", 2, marks=SLOW),
+        pytest.param("zeropp=4x1", 9, marks=SLOW),
+    ],
+)
+def test_chunks_odd_layers_and_any_number_of_micro_batches_are_exact(five_layers, parallel, micro_batches):
+    report = verify(five_layers, parallel=parallel, micro_batches=micro_batches, steps=1, timeout_s=300)
     assert report.ok, (report.verdict, report.first_divergence)
     assert report.num_modules_compared > 50
 

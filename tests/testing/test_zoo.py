@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from functools import partial
 
 import pytest
 import transformers
@@ -10,7 +11,7 @@ from transformers import PreTrainedConfig
 
 from rotorch.cli import run
 from rotorch.core.errors import ConfigError
-from rotorch.testing import subjects, verify, zoo
+from rotorch.testing import subjects, zoo
 from rotorch.testing.subjects import tiny_subject
 from rotorch.testing.verify import verify_subject
 from rotorch.testing.zoo import Outcome, outcomes_of, run_zoo, table
@@ -47,8 +48,7 @@ def config_class(name):
 @pytest.fixture
 def one_micro_batch(monkeypatch):
     """Half the time of two. That gradients of several add up is held by tests/conformance, and by `make zoo`."""
-    for module in (subjects, verify):
-        monkeypatch.setattr(module, "NUM_MICRO_BATCHES", 1)
+    monkeypatch.setattr(subjects, "TinySubject", partial(subjects.TinySubject, num_micro_batches=1))
 
 
 @pytest.mark.usefixtures("one_micro_batch")

@@ -128,13 +128,22 @@ def verify(
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare")] = 3,
     seed: Annotated[int, typer.Option(help="Of weights and data")] = 0,
     layers: Annotated[int | None, typer.Option(help="Compare only the model's first layers")] = None,
+    micro_batches: Annotated[int, typer.Option(help="Of each rank and step: a pipeline's schedule depends on it")] = 2,
     json_file: Json = None,
 ) -> int:
     """Holds a model under a layout against one process, in float64."""
     check_json(json_file)
     from rotorch.testing.verify import verify as hold_against_one_process
 
-    report = hold_against_one_process(model, parallel=parallel, nproc=nproc, steps=steps, seed=seed, layers=layers)
+    report = hold_against_one_process(
+        model,
+        parallel=parallel,
+        nproc=nproc,
+        steps=steps,
+        seed=seed,
+        layers=layers,
+        micro_batches=micro_batches,
+    )
     show(report.to_json(), hidden=("per_step", "worst_weights", "first_divergence"))
     write_json(json_file, report.to_json())
     return DONE if report.ok else CHECK_FAILED

@@ -83,9 +83,13 @@ def balanced(costs: Sequence[int], *, num_parts: int) -> tuple[range, ...]:
     return tuple(parts)
 
 
-def with_stages(spec: ModelSpec, *, num_stages: int) -> ModelSpec:
-    """The same units, each with the stages that use it; what no strategy cuts becomes a unit per stage."""
-    parts = stage_layers(spec, num_stages=num_stages)
+def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:
+    """The same units, each with the stages that use it; what no strategy cuts becomes a unit per stage.
+
+    Args:
+        spec: the model.
+        parts: which layers each stage has.
+    """
 
     def stage_of(name: str) -> int:
         place = min(max(spec.order.place_of(name), 0), len(spec.order.layers) - 1)

@@ -104,6 +104,11 @@ class Strategy(BaseModel, ABC):
         """
         return self
 
+    @property
+    def short_for(self) -> str:
+        """The strategies, as text, that this one is a short way of writing; "" for most, which stand for themselves."""
+        return ""
+
     def without_idle_options(self) -> Self:
         """This strategy with options that change nothing, as the others are, at their defaults."""
         return self

@@ -35,7 +35,9 @@ def make_schedule(
         )
     unit = check_shape(name, num_ranks=num_ranks, num_chunks=num_chunks, num_micro_batches=num_micro_batches, unit=unit)
     baseline, shape = BASELINES[name], (num_ranks, num_chunks, num_micro_batches)
-    baseline.check(name, *shape)
+    check_chunks(name, num_chunks=num_chunks)
+    if baseline.in_rounds:
+        _check_rounds(name, num_ranks=num_ranks, num_micro_batches=num_micro_batches)
     return Schedule(
         name=name,
         num_ranks=num_ranks,
@@ -155,26 +157,22 @@ def _zbv(rank: int, num_ranks: int, num_chunks: int, num_micro_batches: int) -> 
 # ---------------------------------------------------------------- shapes
 
 
-def _any_shape(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
-    pass
-
-
-def _one_chunk(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
-    if num_chunks != 1:
-        raise ConfigError(
-            f"schedule {name}: {num_chunks} chunks per rank, but it has one stage per rank. "
-            "Write 1 chunk, or a schedule with more: interleaved_1f1b, looped_bfs, zeropp"
-        )
-
-
-def _two_chunks(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
-    if num_chunks != 2:
+def check_chunks(name: str, *, num_chunks: int) -> None:
+    """Raises `ConfigError` if a baseline has no table with so many stages per rank."""
+    baseline = BASELINES[name]
+    if baseline.any_chunks or num_chunks == baseline.usual_chunks:
+        return
+    if baseline.placement is Placement.V:
         raise ConfigError(
             f"schedule {name}: {num_chunks} chunks per rank, but its stages lie there and back. Write 2 chunks"
         )
+    raise ConfigError(
+        f"schedule {name}: {num_chunks} chunks per rank, but it has one stage per rank. "
+        "Write 1 chunk, or a schedule with more: interleaved_1f1b, looped_bfs, zeropp"
+    )
 
 
-def _whole_rounds(name: str, num_ranks: int, num_chunks: int, num_micro_batches: int) -> None:
+def _check_rounds(name: str, *, num_ranks: int, num_micro_batches: int) -> None:
     rounds = max(1, num_micro_batches // num_ranks)
     if num_micro_batches % rounds:
         raise ConfigError(
@@ -194,22 +192,31 @@ class Baseline:
         row: of a rank, which comes first.
         placement: which rank holds which stage.
         most_in_flight: see `Schedule`; more than a step has counts as all of a step.
-        check: raises `ConfigError` for shapes that it does not have; the schedule's name comes first.
+        usual_chunks: stages per rank, if nobody says how many.
+        any_chunks: whether there may be more or fewer.
+        in_rounds: whether micro-batches go in rounds of equal size.
     """
 
     row: Callable[[int, int, int, int], Row]
     placement: Placement
     most_in_flight: Callable[[int, int, int], int]
-    check: Callable[[str, int, int, int], None]
+    usual_chunks: int = 1
+    any_chunks: bool = False
+    in_rounds: bool = False
 
 
 BASELINES = {
-    "gpipe": Baseline(_gpipe, Placement.LOOP, lambda p, v, m: m, _one_chunk),
-    "1f1b": Baseline(_one_forward_one_backward, Placement.LOOP, lambda p, v, m: p, _one_chunk),
+    "gpipe": Baseline(_gpipe, Placement.LOOP, lambda p, v, m: m),
+    "1f1b": Baseline(_one_forward_one_backward, Placement.LOOP, lambda p, v, m: p),
     "interleaved_1f1b": Baseline(
-        _interleaved, Placement.LOOP, lambda p, v, m: (v - 1) * _per_round(p, m) + 2 * p - 1, _whole_rounds
+        _interleaved,
+        Placement.LOOP,
+        lambda p, v, m: (v - 1) * _per_round(p, m) + 2 * p - 1,
+        usual_chunks=2,
+        any_chunks=True,
+        in_rounds=True,
     ),
-    "looped_bfs": Baseline(_looped_bfs, Placement.LOOP, lambda p, v, m: v * m, _any_shape),
-    "zb_h1": Baseline(_zb_h1, Placement.LOOP, lambda p, v, m: p, _one_chunk),
-    "zbv": Baseline(_zbv, Placement.V, lambda p, v, m: 2 * p, _two_chunks),
+    "looped_bfs": Baseline(_looped_bfs, Placement.LOOP, lambda p, v, m: v * m, usual_chunks=2, any_chunks=True),
+    "zb_h1": Baseline(_zb_h1, Placement.LOOP, lambda p, v, m: p),
+    "zbv": Baseline(_zbv, Placement.V, lambda p, v, m: 2 * p, usual_chunks=2),
 }

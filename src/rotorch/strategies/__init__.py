@@ -7,8 +7,8 @@ Grammar: `kind=size` joined by commas, outermost (slowest links) first; options 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
+from itertools import chain, pairwise
 
 from pydantic import ValidationError
 
@@ -41,6 +41,7 @@ COMPOSES: frozenset[tuple[str, str]] = frozenset(
         ("pp", "fsdp"),
         ("pp", "rtp"),
         ("pp", "megatron"),
+        ("zeropp", "rtp"),
     }
 )
 """(outer, inner) pairs that work and are tested; every other composition is a ConfigError."""
@@ -56,9 +57,15 @@ def parse_parallel(text: str) -> tuple[Strategy, ...]:
             `COMPOSES`.
     """
     items = [item.strip() for item in re.split(r",(?![^\[]*\])", text)]
-    strategies = tuple(_parse_item(item, text=text) for item in items)
+    strategies = written_out(_parse_item(item, text=text) for item in items)
     check_composition(strategies)
     return strategies
+
+
+def written_out(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
+    """The same strategies, with what is short for several of them (`zeropp=2x4[inner=rtp]`) written out."""
+    each = (parse_parallel(strategy.short_for) if strategy.short_for else (strategy,) for strategy in strategies)
+    return tuple(chain.from_iterable(each))
 
 
 def check_composition(strategies: Sequence[Strategy]) -> None:

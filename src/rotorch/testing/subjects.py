@@ -27,11 +27,15 @@ from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.batches import Rows, global_batch, share_of
 
 NUM_MICRO_BATCHES, NUM_ROWS, NUM_TOKENS = 2, 2, 32
-"""Of each share of a step."""
+"""Of each share of a step, if nobody says; rows of a micro-batch, tokens of a row."""
 
 
 class Subject(Protocol):
     """A model and its training data."""
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of each share of a step."""
 
     @property
     def loss(self) -> LossFn | None:
@@ -49,6 +53,7 @@ class CausalLM:
     """A causal language model with its own loss."""
 
     config: Any
+    num_micro_batches: int = NUM_MICRO_BATCHES
 
     @property
     def loss(self) -> None:
@@ -62,7 +67,7 @@ class CausalLM:
             seed=seed,
             step=step,
             num_shares=num_shares,
-            num_micro_batches=NUM_MICRO_BATCHES,
+            num_micro_batches=self.num_micro_batches,
             num_rows=NUM_ROWS,
             num_tokens=min(NUM_TOKENS, longest_sequence(self.config) or NUM_TOKENS),
             vocab_size=self.config.get_text_config().vocab_size,
@@ -76,6 +81,7 @@ class TinySubject:
     config: Any
     model_class: type
     embedded: bool = False
+    num_micro_batches: int = NUM_MICRO_BATCHES
 
     @property
     def loss(self) -> LossFn | None:
@@ -93,7 +99,7 @@ class TinySubject:
         return never_set(self.model_class, self.config)
 
     def batch(self, *, seed: int, step: int, num_shares: int) -> Rows:
-        total = num_shares * NUM_MICRO_BATCHES * NUM_ROWS
+        total = num_shares * self.num_micro_batches * NUM_ROWS
         made = inputs_for(
             self.model_class,
             self.config,
@@ -108,7 +114,7 @@ class TinySubject:
             seed=seed,
             step=step,
             num_shares=num_shares,
-            num_micro_batches=NUM_MICRO_BATCHES,
+            num_micro_batches=self.num_micro_batches,
             num_rows=NUM_ROWS,
             num_tokens=NUM_TOKENS,
             vocab_size=NUM_DRAWN_TOKENS,
@@ -211,7 +217,7 @@ def _first_error(subject: TinySubject) -> str | None:
                     subject.batch(seed=0, step=0, num_shares=1),
                     share=0,
                     num_shares=1,
-                    num_micro_batches=NUM_MICRO_BATCHES,
+                    num_micro_batches=subject.num_micro_batches,
                 )[0]
                 loss = (subject.loss or loss_of(module))(module, batch, count_targets(batch))
                 loss.backward()

@@ -124,13 +124,14 @@ def verify(
     steps: int = 3,
     seed: int = 0,
     layers: int | None = None,
+    micro_batches: int = NUM_MICRO_BATCHES,
     timeout_s: float = 1800.0,
     device: str = "cpu",
 ) -> VerifyReport:
     """Holds a model under a layout against one process. Starts its own ranks on this machine; call it from one process.
 
     Loss, gradients, module outputs and weights of every AdamW step are compared in float64 (see testing/compare.py,
-    [Note: errors]). Every rank has different data, with different numbers of targets, in two micro-batches; the
+    [Note: errors]). Every rank has different data, with different numbers of targets, in some micro-batches; the
     reference sees all of it at once. Each rank keeps a whole copy of the reference: for a large model, compare its
     first `layers`.
 
@@ -141,6 +142,7 @@ def verify(
         steps: number of optimizer steps.
         seed: of weights and data.
         layers: keep only the first so many layers; weights are then initialised.
+        micro_batches: of each rank and step.
         timeout_s: after this long the ranks are ended.
         device: "cpu", or "cuda": ranks take the GPUs in turn, several share one where there are fewer, and the calling
             process must not have touched CUDA before.
@@ -153,8 +155,10 @@ def verify(
     check_world_size(strategies, world_size=num_ranks(strategies) if nproc is None else nproc)
     config = plain_config(model_path, layers=layers)
     compute_exactly(config)
+    if micro_batches < 1:
+        raise ConfigError(f"verify: {micro_batches} micro-batches. Write 1 or more")
     return verify_subject(
-        CausalLM(config),
+        CausalLM(config, micro_batches),
         name=model_path,
         parallel=parallel,
         steps=steps,
@@ -203,6 +207,7 @@ def verify_subject(
             )
         strategy.at_precision(None).check(spec)
         strategy.check_device(device)
+        strategy.check_micro_batches(subject.num_micro_batches)
     if directory is None:
         try:
             reference = initialised_reference(subject.build(), spec=spec, recipes=take_recipes(module), seed=seed)
@@ -267,21 +272,20 @@ class _Comparison:
         return found
 
     def _passes(self, model: ParallelModel, reference: nn.Module, *, step: int) -> StepErrors:
+        number = self.subject.num_micro_batches
         batch = self.subject.batch(seed=self.seed, step=step, num_shares=batch_ranks(self.strategies))
         batch = {name: rows.to(self.device) for name, rows in batch.items()}
-        mine = share_of(
-            batch, share=model.batch_rank, num_shares=model.num_batch_ranks, num_micro_batches=NUM_MICRO_BATCHES
-        )
+        mine = share_of(batch, share=model.batch_rank, num_shares=model.num_batch_ranks, num_micro_batches=number)
         with recorded(model.module) as passes:
             loss = model.forward_backward(mine)
         with recorded(reference) as whole:
-            num_parts = model.num_batch_ranks * NUM_MICRO_BATCHES
+            num_parts = model.num_batch_ranks * number
             true_loss = reference_step(reference, batch, loss=self.subject.loss, num_parts=num_parts)
-        first = model.batch_rank * NUM_MICRO_BATCHES * NUM_ROWS
+        first = model.batch_rank * number * NUM_ROWS
         errors = output_errors(
             passes,
             whole[0],
-            first_rows=[first + number * NUM_ROWS for number in range(NUM_MICRO_BATCHES)],
+            first_rows=[first + place * NUM_ROWS for place in range(number)],
             num_rows=NUM_ROWS,
             total_rows=len(batch["labels"]),
             feature_rank=model.feature_rank,

@@ -1,4 +1,7 @@
-"""How `zeropp` holds a model: its stages in shards (`stage_shards.py`), run by a pipeline (`pipeline_holding.py`)."""
+"""How `zeropp` holds a model: its stages in shards (`stage_shards.py`), or in another strategy's parts.
+
+`pipeline_holding.py` runs them.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +26,23 @@ def apply(
     mesh: DeviceMesh,
     device: torch.device,
     compiled: bool = False,
+    inner: Holding | None = None,
+    inside: DeviceMesh | None = None,
 ) -> Holding:
-    """Cuts `module` into stages and shards over `mesh`."""
-    if compiled:
-        compile_blocks(module)
-    if strategy.recompute == "block":
-        recompute_blocks(module, strategy=strategy.kind)
-    part = strategy.part_of(spec, position=mesh.get_local_rank(STAGES) * strategy.shards)
+    """Cuts `module` into stages over `mesh`; `inner` holds those of this rank, or shards do."""
+    if inner is None:
+        if compiled:
+            compile_blocks(module)
+        if strategy.recompute == "block":
+            recompute_blocks(module, strategy=strategy.kind)
+        part = strategy.part_of(spec, position=mesh.get_local_rank(STAGES) * strategy.shards)
+        inner = StageShards(module, spec=part, mesh=mesh[SHARDS], device=device)
     return PipelineHolding(
-        StageShards(module, spec=part, mesh=mesh[SHARDS], device=device),
+        inner,
         module=module,
         spec=spec,
-        num_stages=strategy.num_stages,
-        placement=strategy.placement,
-        schedule=strategy.table,
-        splits_backward=True,
+        strategy=strategy,
         mesh=mesh[STAGES],
-        inside=mesh,
+        inside=mesh if inside is None else inside,
         device=device,
     )

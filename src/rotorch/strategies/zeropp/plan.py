@@ -23,7 +23,8 @@ Cost (P stages on as many ranks, n shards, a stage of B bytes, hidden states of 
 
 Deviations
     Gathers are not started ahead of their use. Weight gradients of linear layers are put off, those of other layers are
-    not. For `rtp` inside the stages, where nothing is gathered, write `pp=P,rtp=n`.
+    not. `zeropp=2x4[inner=rtp]`, short for `zeropp=2x1,rtp=4`, has rtp inside the stages: the same table, no gathers
+    for a unit to share, and nothing that is ever whole; there weight gradients are computed with those of inputs.
 """
 
 from __future__ import annotations
@@ -33,38 +34,35 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
+from rotorch.core.errors import ConfigError
 from rotorch.core.gathered import gathered_layout
 from rotorch.core.layout import Layout
-from rotorch.core.spec import ModelSpec, Unit
-from rotorch.core.stages import check_stage_device, check_stages, of_stages, stage_layout, stage_transfers, with_stages
+from rotorch.core.spec import Unit
 from rotorch.core.strategy import Strategy
-from rotorch.core.traffic import MicroBatch, Phase, Transfer
-from rotorch.pipelining.actions import Placement, Schedule
+from rotorch.core.traffic import Phase, Transfer
+from rotorch.pipelining.actions import Schedule
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.strategies.zeropp.schedule import make_zeropp_schedule
 
 STAGES, SHARDS = "zeropp_stages", "zeropp_shards"
 
 
-class ZeroPP(Strategy):
+class ZeroPP(StageStrategy):
     """Stages over `stages` ranks, each sharded over `shards`. Written `zeropp=2x4`, or `zeropp=2x4[chunks=2,unit=4]`.
 
     Attributes:
-        stages: number of ranks that a micro-batch passes.
         shards: number of ranks that share a stage, each with micro-batches of its own.
-        chunks: stages that each rank holds.
-        unit: micro-batches per gather of weights and sum of gradients; left out: the fewest that leave no bubble but
-            that of filling the pipeline, or all of a step.
-        recompute: what backward computes again: nothing, or every layer from its inputs (activation checkpointing).
+        inner: what those ranks do with it: gather its shards ("fsdp"), or rotate them ("rtp").
+
+    The others are those of `StageStrategy`; `chunks`, left out, is 1, and `unit` the fewest micro-batches that leave no
+    bubble but that of filling the pipeline, or all of a step.
     """
 
     kind: ClassVar[str] = "zeropp"
-    cuts_weights: ClassVar[bool] = True
+    stage_axis: ClassVar[str] = STAGES
     size_fields: ClassVar[tuple[str, ...]] = ("stages", "shards")
-    stages: PositiveInt
     shards: PositiveInt
-    chunks: PositiveInt = 1
-    unit: PositiveInt | None = None
-    recompute: Literal["none", "block"] = "none"
+    inner: Literal["fsdp", "rtp"] = "fsdp"
 
     @property
     def axes(self) -> dict[str, int]:
@@ -75,35 +73,27 @@ class ZeroPP(Strategy):
         return (SHARDS,)
 
     @property
-    def num_stages(self) -> int:
-        """Of the whole pipeline."""
-        return self.stages * self.chunks
+    def ranks_per_stage(self) -> int:
+        return self.shards
 
     @property
-    def placement(self) -> Placement:
-        """Which rank has which stage."""
-        return Placement.LOOP
+    def splits_backward(self) -> bool:
+        return True
 
-    def rank_of(self, stage: int) -> int:
-        """Which of the ranks that a micro-batch passes holds a stage."""
-        return self.placement.rank_of(stage, num_ranks=self.stages)
+    @property
+    def short_for(self) -> str:
+        if self.inner == "fsdp":
+            return ""
+        return f"{self.model_copy(update={'shards': 1, 'inner': 'fsdp'})},{self.inner}={self.shards}"
 
     def table(self, num_micro_batches: int) -> Schedule:
-        """Who computes what when, in a step of so many micro-batches."""
         return make_zeropp_schedule(
-            num_ranks=self.stages, num_chunks=self.chunks, num_micro_batches=num_micro_batches, unit=self.unit
+            num_ranks=self.stages, num_chunks=self.num_chunks, num_micro_batches=num_micro_batches, unit=self.unit
         )
 
-    def units_of(self, spec: ModelSpec) -> ModelSpec:
-        self.check(spec)
-        return with_stages(spec, num_stages=self.num_stages)
-
-    def part_of(self, spec: ModelSpec, *, position: int) -> ModelSpec:
-        return of_stages(spec, mine=lambda stage: self.rank_of(stage) == position // self.shards)
-
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
-        stage, shard = divmod(position, self.shards)
-        held = stage_layout(unit, position=stage, rank_of=self.rank_of, axis=STAGES)
+        shard = position % self.shards
+        held = super().layout(unit, position=position)
         if not held.resident_bytes and not held.transient_bytes:
             return held
         shards = gathered_layout(
@@ -119,27 +109,13 @@ class ZeroPP(Strategy):
         resident = shards.resident_bytes if held.resident_bytes else 0
         return replace(shards, resident_bytes=resident, transfers=(*shards.transfers, *scaled))
 
-    def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
-        return stage_transfers(
-            unit,
-            batch=batch,
-            position=position // self.shards,
-            num_stages=self.num_stages,
-            rank_of=self.rank_of,
-            axis=STAGES,
-        )
-
-    def check_device(self, device_type: str) -> None:
-        check_stage_device(device_type, strategy=str(self))
-
-    def check_micro_batches(self, number: int) -> None:
-        self.table(number)
-
-    def check(self, spec: ModelSpec) -> None:
-        check_stages(spec, num_stages=self.num_stages, strategy=str(self))
-
-    def __str__(self) -> str:
-        return f"zeropp={self.stages}x{self.shards}{self._options_text()}"
+    def check_around(self, inner: Strategy) -> None:
+        if self.shards > 1:
+            raise ConfigError(
+                f"{self} around {inner}: {inner.kind} shares a stage among its ranks, and no shards lie beside. "
+                f"Write {self.kind}={self.stages}x1,{inner}"
+            )
+        super().check_around(inner)
 
 
 def _scaled(transfer: Transfer, *, by: int, of: int) -> Transfer:

@@ -1,0 +1,160 @@
+"""What `pp` and `zeropp` have in common: a model cut between layers into stages, over ranks that micro-batches pass."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from itertools import accumulate, pairwise
+from typing import ClassVar, Literal, Self
+
+from pydantic import PositiveInt, model_validator
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.layout import Layout
+from rotorch.core.spec import ModelSpec, Unit
+from rotorch.core.stages import (
+    check_stage_device,
+    check_stages,
+    of_stages,
+    stage_layers,
+    stage_layout,
+    stage_transfers,
+    with_stages,
+)
+from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch, Transfer
+from rotorch.pipelining.actions import Placement, Schedule
+
+
+class StageStrategy(Strategy):
+    """Stages of a model over `stages` ranks, run by a table of actions. Subclasses say which table.
+
+    Attributes:
+        stages: number of ranks that a micro-batch passes.
+        chunks: stages that each rank holds; left out: as many as the table usually has.
+        unit: micro-batches that share a gather of weights and a sum of gradients, where these are gathered at all.
+        layers: how many layers each stage has, in order, written `3-5-4`; left out: as many as make the slowest stage
+            as fast as can be (core/stages.py).
+        recompute: what backward computes again: nothing, or every layer from its inputs (activation checkpointing).
+    """
+
+    cuts_weights: ClassVar[bool] = True
+    stage_axis: ClassVar[str]
+    """The axis of the mesh along which micro-batches pass."""
+
+    stages: PositiveInt
+    chunks: PositiveInt | None = None
+    unit: PositiveInt | None = None
+    layers: str | None = None
+    recompute: Literal["none", "block"] = "none"
+
+    @model_validator(mode="after")
+    def _layers_are_numbers(self) -> Self:
+        if self.layers is None:
+            return self
+        if not re.fullmatch(r"[1-9][0-9]*(-[1-9][0-9]*)*", self.layers):
+            raise ConfigError(
+                f"{self.kind}: layers={self.layers}: no number of layers for each stage. Write for example layers=3-5"
+            )
+        if len(self._layer_counts) != self.num_stages:
+            raise ConfigError(
+                f"{self.kind}: layers={self.layers} are {len(self._layer_counts)} stages, but there are "
+                f"{self.num_stages} (ranks times chunks). Write {self.num_stages} numbers"
+            )
+        return self
+
+    @property
+    def _layer_counts(self) -> list[int]:
+        return [int(number) for number in (self.layers or "").split("-")]
+
+    @abstractmethod
+    def table(self, num_micro_batches: int) -> Schedule:
+        """Who computes what when, in a step of so many micro-batches.
+
+        Raises:
+            ConfigError: a step cannot consist of so many.
+        """
+
+    @property
+    @abstractmethod
+    def splits_backward(self) -> bool:
+        """Whether the table takes weight gradients apart from those of inputs."""
+
+    @property
+    def num_chunks(self) -> int:
+        """Stages that each rank holds."""
+        return self.chunks or 1
+
+    @property
+    def ranks_per_stage(self) -> int:
+        """How many ranks share each stage without another strategy's help."""
+        return 1
+
+    @property
+    def num_stages(self) -> int:
+        """Of the whole pipeline."""
+        return self.stages * self.num_chunks
+
+    @property
+    def placement(self) -> Placement:
+        """Which rank has which stage."""
+        return Placement.LOOP
+
+    def rank_of(self, stage: int) -> int:
+        """Which of the ranks that a micro-batch passes holds a stage."""
+        return self.placement.rank_of(stage, num_ranks=self.stages)
+
+    def parts_of(self, spec: ModelSpec) -> tuple[range, ...]:
+        """Which layers each stage has."""
+        if self.layers is None:
+            return stage_layers(spec, num_stages=self.num_stages)
+        return tuple(range(start, end) for start, end in pairwise(accumulate(self._layer_counts, initial=0)))
+
+    def units_of(self, spec: ModelSpec) -> ModelSpec:
+        self.check(spec)
+        return with_stages(spec, parts=self.parts_of(spec))
+
+    def part_of(self, spec: ModelSpec, *, position: int) -> ModelSpec:
+        mine = position // self.ranks_per_stage
+        return of_stages(spec, mine=lambda stage: self.rank_of(stage) == mine)
+
+    def layout(self, unit: Unit, *, position: int = 0) -> Layout:
+        return stage_layout(unit, position=position // self.ranks_per_stage, rank_of=self.rank_of, axis=self.stage_axis)
+
+    def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
+        return stage_transfers(
+            unit,
+            batch=batch,
+            position=position // self.ranks_per_stage,
+            num_stages=self.num_stages,
+            rank_of=self.rank_of,
+            axis=self.stage_axis,
+        )
+
+    def check_device(self, device_type: str) -> None:
+        check_stage_device(device_type, strategy=str(self))
+
+    def check_micro_batches(self, number: int) -> None:
+        self.table(number)
+
+    def check(self, spec: ModelSpec) -> None:
+        check_stages(spec, num_stages=self.num_stages, strategy=str(self))
+        there = len(spec.order.layers)
+        if self.layers is not None and sum(self._layer_counts) != there:
+            raise ConfigError(
+                f"{self}: {sum(self._layer_counts)} layers over {spec.name}, which has {there}. Write numbers that add "
+                f"up to {there}, or leave layers out"
+            )
+
+    def check_around(self, inner: Strategy) -> None:
+        if self.recompute != "none":
+            raise ConfigError(
+                f"{self} around {inner}: what is computed again is up to the strategy that holds the stages. "
+                f"Write {self._size_text()},{inner.kind}=..[recompute=...]"
+            )
+
+    def _size_text(self) -> str:
+        return f"{self.kind}={'x'.join(str(getattr(self, field)) for field in self.size_fields)}"
+
+    def __str__(self) -> str:
+        return f"{self._size_text()}{self._options_text()}"
