@@ -8,7 +8,7 @@ embedding to the loss, or to a classifier, which gives whole outputs; so norms h
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
@@ -23,6 +23,7 @@ from rotorch.comm.line import Line
 from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import ConfigError
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
+from rotorch.core.grid_memory import products
 from rotorch.core.grid_strategy import GridStrategy
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
 from rotorch.models.feature_sums import complete_sums
@@ -84,6 +85,7 @@ class GridHolding(Holding):
             sites=sites,
             mesh=mesh,
             device=device,
+            memory=self._homes(spec, parameters=parameters, device=device),
         )
         self.weights = self._blocks.held
         heads = {w.name for u in spec.units if u.logits for w in u.weights}
@@ -96,6 +98,16 @@ class GridHolding(Holding):
             if weight.grid is not None and weight.grid.sums and self.grid.across.size > 1:
                 for site in sites[weight.name]:
                     self._complete_sums(site.module, weight)
+
+    def _homes(
+        self, spec: ModelSpec, *, parameters: Mapping[str, nn.Parameter], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Where blocks of matrices lie whose columns ask for them in every product."""
+        matrices = [weight for _, weight in products(spec.units)]
+        rows = range(self.grid.down.size)
+        shapes = {w.name: [w.block_shape(**{**self._sizes, "row": row}) for row in rows] for w in matrices}
+        dtypes = {w.name: parameters[w.name].dtype for w in matrices}
+        return self.grid.down.homes(shapes, dtypes=dtypes, device=device)
 
     def _lines(self, weight: Weight) -> list[tuple[Line, Cut | None]]:
         """The lines of ranks that this rank is on, and how a weight is cut among each."""

@@ -66,6 +66,47 @@ def test_every_operation_gives_what_it_should(num_ranks):
         assert 0 < num_bytes <= 2 * 24576 + (num_ranks - 1) * 24576  # of at most 1803 x 3 floats, in whole pages
 
 
+def at_home():
+    """What ranks read of two weights, of uneven blocks, before and after their owners change them; and the slots."""
+    line = make()
+    me, dtypes = line.position, {"a": torch.float32, "b": torch.float64}
+    shapes = {"a": [(2 + rank, 3) for rank in range(line.size)], "b": [(5,)] * line.size}
+    homes = line.homes(shapes, dtypes=dtypes, device=torch.device("cpu"))
+    found = []
+    for step in range(2):
+        for number, (name, home) in enumerate(homes.items()):
+            assert (home.shape, home.dtype) == (torch.Size(shapes[name][me]), dtypes[name])
+            home.fill_(100.0 * step + 10.0 * number + me)
+        dist.barrier()
+        line.start()
+        for home in homes.values():
+            found.append([block.unique().tolist() for block in line.blocks(home)])
+        dist.barrier()
+    copies = [block.data_ptr() for block in line.blocks(homes["b"])]
+    return found, copies == [block.data_ptr() for block in line.blocks(homes["b"])], len(line.slots()[0])
+
+
+def test_blocks_at_home_are_read_where_they_lie():
+    for found, same_memory, slot_bytes in run_ranks(at_home, num_ranks=3):
+        assert found == [[[first + rank] for rank in range(3)] for first in (0.0, 10.0, 100.0, 110.0)]
+        assert same_memory and slot_bytes == 0  # nothing has gone through a slot
+
+
+def no_room_for_homes():
+    line = make()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROTORCH_SHARED_MEMORY_DIR", "/proc/nowhere")
+        patch.delenv("ROTORCH_SHARED_MEMORY_LATER", raising=False)
+        homes = line.homes({"a": [(3,)] * 2}, dtypes={"a": torch.float32}, device=torch.device("cpu"))
+    homes["a"].fill_(line.position)
+    line.start()
+    return [block.tolist() for block in line.blocks(homes["a"])]
+
+
+def test_without_room_for_weights_their_blocks_are_copied():
+    assert run_ranks(no_room_for_homes, num_ranks=2) == [[[0.0] * 3, [1.0] * 3]] * 2
+
+
 def sum_in_chunks():
     line = make()
     line.start()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+Shapes = Mapping[str, Sequence[tuple[int, ...]]]
+"""By name: the shape of the block that the rank at each position has."""
 
 Wait = Callable[[], None]
 """Waits for something that is under way: what was given for it must stay as it is until then."""
@@ -67,6 +70,16 @@ class Line:
         if self.group is None or not part.numel():
             return _nothing
         return _waiting(dist.reduce(part, group_dst=target, group=self.group, async_op=True))
+
+    def homes(self, shapes: Shapes, *, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
+        """Memory for this rank's blocks that change in between steps only, so that others can read them (`blocks`).
+
+        By name, uninitialised; all ranks give the same names in one order.
+        """
+        return {
+            name: torch.empty(of_ranks[self.position], dtype=dtypes[name], device=device)
+            for name, of_ranks in shapes.items()
+        }
 
     def blocks(self, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None) -> Iterator[Tensor]:
         """Every rank's block, in the order of positions; while one is in use the next is under way.

@@ -1,7 +1,8 @@
 """The ranks along one axis of a mesh, where all of them are on one host: they read each other's blocks in place.
 
-A rank copies what others need into memory that all of them map, and says so; they compute with it where it lies. So a
-block is copied once, whoever reads it, and nobody waits for a message to be taken apart and put together.
+Weights lie in memory that all of them map, and are read where they are. What a rank makes during a step it copies into
+such memory, and says so; the others compute with it where it lies. So a block is copied once at most, whoever reads it,
+and nobody waits for a message to be taken apart and put together.
 
 [Note: lanes]
     What is shared goes through lanes, each with a file of its own: whole tensors for everybody (`blocks`, sums over all
@@ -9,6 +10,11 @@ block is copied once, whoever reads it, and nobody waits for a message to be tak
     number of a lane's next operation, and how large it is. A rank's slot in a lane is used again when those that read
     it are past the operation that it was used for; each of them says how far it is. A lane that is too small is made
     anew, by all ranks in the same operation; readers keep the old one as long as they need it.
+
+[Note: homes]
+    Blocks that change in between steps only have their home in a file that all ranks of the line map. Whoever lends a
+    model for a pass sees to it that all ranks meet before and after (`ParallelModel`), so no optimizer writes what
+    others still read.
 
 [Note: steps]
     Each step counts from a base of its own, so one that was broken off, at different places on different ranks, leaves
@@ -18,9 +24,10 @@ block is copied once, whoever reads it, and nobody waits for a message to be tak
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +37,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import group_timeout_s
-from rotorch.comm.line import Line, Sums
+from rotorch.comm.line import Line, Shapes, Sums
 from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, share_file
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.messages import SUM_CHUNK_BYTES
@@ -38,6 +45,7 @@ from rotorch.core.messages import SUM_CHUNK_BYTES
 _log = logging.getLogger(__name__)
 
 _STEP = 1 << 24  # operations between the bases of two steps: more than a step can have
+_ALIGNMENT = 64
 _WORDS = 8  # 64 bytes: what two ranks write lies in different lines of the cache
 _SMALL_BYTES = 16 << 10  # up to this, reading all of it takes less than waiting for each other once more
 
@@ -66,6 +74,8 @@ class SharedLine(Line):
         patience = Patience(num_ranks=line.size, timeout_s=timeout_s)
         self._whole = _Lane(line, num_slots=2, num_readers=1, patience=patience)
         self._parts = _Lane(line, num_slots=max(line.size - 1, 1), num_readers=line.size, patience=patience)
+        self._homes: dict[int, list[Tensor]] = {}
+        """All ranks' blocks that have their homes here, by the address of this rank's."""
 
     def slots(self) -> list[Tensor]:
         """This rank's part of the shared memory."""
@@ -78,8 +88,43 @@ class SharedLine(Line):
     def close(self) -> None:
         self._whole.close()
         self._parts.close()
+        self._homes = {}
+
+    def homes(self, shapes: Shapes, *, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
+        """See `Line.homes` and [Note: homes]; memory of this rank alone if there is no room for all."""
+        if not shapes:
+            return {}
+        starts: list[dict[str, Extent]] = []
+        end = 0
+        for position in range(self.size):
+            starts.append({})
+            for name, of_ranks in shapes.items():
+                starts[position][name] = Extent(end, math.prod(of_ranks[position]) * dtypes[name].itemsize)
+                end += -(-starts[position][name].num_bytes // _ALIGNMENT) * _ALIGNMENT
+            end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:
+            mapped = _share(self, end, owned=list(starts[self.position].values()))
+        except SharedMemoryUnavailable as error:  # on all ranks of the line
+            if self.position == 0:
+                _log.warning("no shared memory for weights on axis %s (%s): their blocks are copied", self.axis, error)
+            return super().homes(shapes, dtypes=dtypes, device=device)
+        flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        homes = {}
+        for name, of_ranks in shapes.items():
+            blocks = [
+                flat[extents[name].start :][: extents[name].num_bytes].view(dtypes[name]).view(shape)
+                for extents, shape in zip(starts, of_ranks, strict=True)
+            ]
+            homes[name] = blocks[self.position]
+            if all(block.numel() for block in blocks):
+                self._homes[homes[name].data_ptr()] = blocks
+        return homes
 
     def blocks(self, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None) -> Iterator[Tensor]:
+        at_home = self._homes.get(mine.data_ptr())
+        if at_home is not None and mine.shape == at_home[self.position].shape:
+            yield from at_home
+            return
         sizes = [mine.shape] * self.size if shapes is None else [torch.Size(shape) for shape in shapes]
         with _Operation(self._whole, max(size.numel() for size in sizes) * mine.itemsize) as operation:
             operation.publish(mine, slot=operation.number % 2, reader=0)
@@ -245,6 +290,17 @@ class _Lane:
         return _Memory(self.line, num_slots=self._num_slots, num_readers=self._num_readers, slot_bytes=num_bytes)
 
 
+def _share(line: Line, num_bytes: int, *, owned: Sequence[Extent]) -> mmap.mmap:
+    """A file that all ranks of the line map; all of them call it (see `share_file`)."""
+
+    def gather(value: Any) -> list[Any]:
+        gathered: list[Any] = [None] * line.size
+        dist.all_gather_object(gathered, value, group=line.group)
+        return gathered
+
+    return share_file(num_bytes, size=line.size, position=line.position, owned=owned, gather=gather)
+
+
 class _Memory:
     """One file of a lane.
 
@@ -261,13 +317,8 @@ class _Memory:
         header = -(-8 * words // mmap.PAGESIZE) * mmap.PAGESIZE
         of_rank = header + num_slots * slot_bytes
 
-        def gather(value: Any) -> list[Any]:
-            gathered: list[Any] = [None] * line.size
-            dist.all_gather_object(gathered, value, group=line.group)
-            return gathered
-
         own = Extent(line.position * of_rank, of_rank)
-        self._map = share_file(line.size * of_rank, size=line.size, position=line.position, owned=[own], gather=gather)
+        self._map = _share(line, line.size * of_rank, owned=[own])
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
         self.slot_bytes = slot_bytes
         self.done, self.published, self.slots = [], [], []

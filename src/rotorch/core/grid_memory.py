@@ -2,8 +2,9 @@
 
 [Note: slots]
     Over shared memory (`comm/shared_line.py`) a rank has two slots on every line of ranks for what all others read
-    (blocks, tensors that are summed over the line, in chunks), and one for every other rank for parts of its sums. They
-    are as large as the largest thing that goes through them, in whole pages, and stay from step to step.
+    (blocks of activations, tensors that are summed over the line, in chunks), and one for every other rank for parts of
+    its sums. They are as large as the largest thing that goes through them, in whole pages, and stay from step to step.
+    Weights are read at home, unless they are computed with in another precision.
 
 [Note: in flight]
     Over messages the blocks of other ranks are copied, one in use and one under way; of the parts that a product makes
@@ -40,7 +41,7 @@ def in_flight_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatc
     if q == 1:
         return 0
     copies = min(2, q) if shared else min(2, q - 1) + min(3, q)
-    layers = (_of_weights(place, w, batch)[1] + _of_activations(place, w, batch)[1] for _, w in _products(units))
+    layers = (_block_bytes(place, w, batch) + _of_activations(place, w, batch)[1] for _, w in products(units))
     return copies * max(layers, default=0)
 
 
@@ -55,16 +56,16 @@ def slots_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatch | 
 
 
 def _all_that_passes(place: GridPlace, units: list[Unit], batch: MicroBatch | None) -> Iterator[_Passing]:
-    for _, weight in _products(units):
+    for _, weight in products(units):
         yield _of_weights(place, weight, batch)
         yield _of_activations(place, weight, batch)
     yield from _gradients(place, units)
     if batch is not None:
         for unit in units:
-            yield from _beside_products(place, unit, batch)
+            yield from _besideproducts(place, unit, batch)
 
 
-def _products(units: Iterable[Unit]) -> Iterator[tuple[Unit, Weight]]:
+def products(units: Iterable[Unit]) -> Iterator[tuple[Unit, Weight]]:
     """The matrices that something is multiplied with block by block; a table may only be looked up in."""
     for unit in units:
         for weight in unit.weights:
@@ -75,9 +76,15 @@ def _products(units: Iterable[Unit]) -> Iterator[tuple[Unit, Weight]]:
 
 def _of_weights(place: GridPlace, weight: Weight, batch: MicroBatch | None) -> _Passing:
     """Blocks of a matrix in the precision of the pass, and of its gradient in its own."""
+    at_home = batch is None or batch.itemsize == weight.itemsize
+    read = 0 if at_home else _block_bytes(place, weight, batch)
+    return DOWN, read, place.largest_block_bytes(weight) if weight.trained else 0
+
+
+def _block_bytes(place: GridPlace, weight: Weight, batch: MicroBatch | None) -> int:
+    """The largest block of a matrix, in the precision of the pass."""
     numel = place.largest_block_bytes(weight) // weight.itemsize
-    read = numel * (weight.itemsize if batch is None else batch.itemsize)
-    return DOWN, read, numel * weight.itemsize if weight.trained else 0
+    return numel * (weight.itemsize if batch is None else batch.itemsize)
 
 
 def _of_activations(place: GridPlace, weight: Weight, batch: MicroBatch | None) -> _Passing:
@@ -101,7 +108,7 @@ def _gradients(place: GridPlace, units: list[Unit]) -> Iterator[_Passing]:
             yield axis, min(num_bytes, SUM_CHUNK_BYTES), 0
 
 
-def _beside_products(place: GridPlace, unit: Unit, batch: MicroBatch) -> Iterator[_Passing]:
+def _besideproducts(place: GridPlace, unit: Unit, batch: MicroBatch) -> Iterator[_Passing]:
     """What a unit's norms, look-ups, whole outputs and loss send."""
     tokens = batch.num_rows * batch.num_tokens
     for weight in unit.weights:

@@ -27,6 +27,7 @@ class Blocks(Twins):
         sites: where each sits.
         mesh: the mesh of the DTensors at rest.
         device: where to hold them.
+        memory: by name, where to hold a part; the others get memory of their own.
     """
 
     def __init__(
@@ -38,8 +39,11 @@ class Blocks(Twins):
         sites: Mapping[str, tuple[Site, ...]],
         mesh: DeviceMesh,
         device: torch.device,
+        memory: Mapping[str, Tensor],
     ) -> None:
-        super().__init__(parts, parameters=parameters, sites=sites, mesh=mesh, device=device, gradients_stay=True)
+        super().__init__(
+            parts, parameters=parameters, sites=sites, mesh=mesh, device=device, gradients_stay=True, memory=memory
+        )
         self._lines = dict(sums)
         self._flat: dict[tuple[tuple[Line, ...], torch.dtype], Tensor] = {}
         self._in_flat: dict[str, Tensor] = {}

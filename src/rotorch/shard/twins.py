@@ -77,6 +77,7 @@ class Twins:
         device: where to hold them.
         gradients_stay: the twins' gradients lie in the same memory in every step (buckets, sums), so what refers to
             them may be kept from step to step.
+        memory: by name, where to hold a part; the others get memory of their own.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Twins:
         mesh: DeviceMesh,
         device: torch.device,
         gradients_stay: bool,
+        memory: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._mesh = mesh
         self._gradients_stay = gradients_stay
@@ -100,7 +102,11 @@ class Twins:
         self._sums: dict[tuple[torch.dtype, tuple[str, ...]], Tensor] = {}
         for name, part in self._parts.items():
             source = parameters[name]
-            if source.is_meta:
+            if memory is not None and name in memory:
+                value = memory[name]
+                if not source.is_meta:
+                    value.copy_(part.of_whole(source.detach(), device=device))
+            elif source.is_meta:
                 value = torch.empty(part.shape, dtype=source.dtype, device=device)
             else:
                 value = part.of_whole(source.detach(), device=device)
