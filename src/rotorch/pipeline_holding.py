@@ -72,11 +72,10 @@ class WholeStages(Holding):
         self._twins.attach()
 
     def take_memory(self, name: str) -> None:
-        local = self.weights[name].local
-        local.untyped_storage().resize_(local.nbytes)
+        self.weights[name].take_memory()
 
     def give_memory_back(self, name: str) -> None:
-        self.weights[name].local.untyped_storage().resize_(0)
+        self.weights[name].give_memory_back()
 
 
 class PipelineHolding(OuterHolding):
@@ -133,6 +132,7 @@ class PipelineHolding(OuterHolding):
         }
         self._sites = [(site, name) for name in self.weights for site in sites[name]]
         self._take_back()
+        self._forget_guests()
 
     def _held(self, weight: Weight, source: nn.Parameter, *, whole: bool) -> HeldWeight:
         """A weight as part of what all ranks of the pipeline have; cut in name only."""
@@ -159,8 +159,11 @@ class PipelineHolding(OuterHolding):
                 yield callee
         finally:
             self._take_back()
-            for name in self._inner.weights.keys() - self._homes:
-                self._inner.give_memory_back(name)
+            self._forget_guests()
+
+    def _forget_guests(self) -> None:
+        for name in self._inner.weights.keys() - self._homes:
+            self._inner.give_memory_back(name)
 
     def _take_back(self) -> None:
         for site, name in self._sites:

@@ -164,6 +164,12 @@ class StageShards(Holding):
         for shard in group.shards:
             shard.whole.untyped_storage().resize_(0)
 
+    def take_memory(self, name: str) -> None:
+        self.weights[name].take_memory()
+
+    def give_memory_back(self, name: str) -> None:
+        self.weights[name].give_memory_back()
+
     # ---------------------------------------------------------------- gradients
 
     def start(self) -> None:

@@ -7,8 +7,11 @@ import sys
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers.models.llama import modeling_llama
 
+import rotorch
+from rotorch.core.errors import ConfigError
 from rotorch.core.spec import UnitKind
 from rotorch.models import probe
 from rotorch.models.describe import describe
@@ -101,6 +104,7 @@ FORKED = """
 import os
 import torch
 import transformers
+from torch import nn
 from rotorch.models.describe import describe
 from rotorch.shard.materialize import on_meta
 
@@ -125,3 +129,51 @@ def test_a_process_that_has_tried_one_can_be_forked():
         [sys.executable, "-c", FORKED], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == "7"
+
+
+def two_values(config):
+    """A llama whose layers hand on more than hidden states, as those of glm_moe_dsa do."""
+
+    class Layer(modeling_llama.LlamaDecoderLayer):
+        def forward(self, hidden_states, *args, before=None, **kwargs):
+            return super().forward(hidden_states, *args, **kwargs), hidden_states
+
+    class Model(modeling_llama.LlamaModel):
+        def forward(self, input_ids=None, inputs_embeds=None, **kwargs):
+            x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            places = torch.arange(x.shape[1])[None]
+            rotary, before = self.rotary_emb(x, position_ids=places), None
+            for layer in self.layers:
+                x, before = layer(x, position_embeddings=rotary, position_ids=places, before=before)
+            return modeling_llama.BaseModelOutputWithPast(last_hidden_state=self.norm(x))
+
+    class Whole(modeling_llama.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model = Model(config)
+            self.model.layers = nn.ModuleList([Layer(config, n) for n in range(config.num_hidden_layers)])
+            self.post_init()
+
+    return Whole(config)
+
+
+def test_layers_that_hand_on_two_values_make_no_stages():
+    with on_meta():
+        module, plain = two_values(llama()), transformers.LlamaForCausalLM(llama())
+    assert describe(plain).order.refused == ""
+    assert describe(module).order.refused == "its layers hand on 2 values, of which stages know the hidden states only"
+    with pytest.raises(ConfigError, match=r"pp=2: Whole cannot be cut into stages: its layers hand on 2 values"):
+        rotorch.parallelize(module, "pp=2", device="cpu")
+
+
+def test_layers_that_share_more_than_hidden_states_make_no_stages(monkeypatch):
+    inner = modeling_llama.LlamaDecoderLayer.forward
+
+    def forward(self, hidden_states, *args, position_embeddings, **kwargs):
+        position_embeddings[0].add_(hidden_states.abs().mean())  # for layers after it
+        return inner(self, hidden_states, *args, position_embeddings=position_embeddings, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
+    with on_meta():
+        module = transformers.LlamaForCausalLM(llama())
+    assert "gives something else in stages" in describe(module).order.refused

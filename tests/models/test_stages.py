@@ -12,6 +12,7 @@ from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.models.stages import StagedModule, StageOutput, layer_order
 from rotorch.strategies import parse_parallel
+from rotorch.testing.verify import verify
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
@@ -86,3 +87,21 @@ def test_what_cannot_be_cut_is_refused(tiny):
         parse_parallel("pp=2[recompute=block],rtp=2")
     with pytest.raises(ConfigError, match="a unit of 4 micro-batches, but a step has 2"):
         parse_parallel("pp=2[unit=4]")[0].table(2)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [
+        ("zeropp=2x1[unit=4]", "a unit of 4 micro-batches, but a step has 3. Write a unit of at most 3"),
+        ("zeropp=2x1[chunks=2]", "4 stages over LlamaForCausalLM, which has 2 layers"),
+        (
+            "zeropp=2x2[inner=rtp,layers=2-1]",
+            "3 layers over LlamaForCausalLM, which has 2. Write numbers that add up to 2",
+        ),
+        ("pp=1[schedule=interleaved_1f1b,chunks=3]", "3 stages over LlamaForCausalLM, which has 2 layers"),
+    ],
+)
+def test_it_is_refused_before_ranks_start(tiny, monkeypatch, parallel, words):
+    monkeypatch.setattr("rotorch.testing.verify.run_ranks", None)
+    with pytest.raises(ConfigError, match=words):
+        verify(tiny("llama"), parallel=parallel, micro_batches=3)

@@ -15,7 +15,9 @@ from rotorch.core.traffic import Kind
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.ops.later_gradients import LaterGradients
+from rotorch.planner.prediction import predict
 from rotorch.shard.materialize import take_recipes
+from rotorch.shard.storages import owned_bytes
 from rotorch.strategies import parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.compare import gradient_errors
@@ -196,20 +198,41 @@ def test_all_ranks_raise_if_the_last_stage_does(tiny):
     assert run_ranks(breaks_off_at_the_end, tiny("llama"), num_ranks=2, timeout_s=60) == [RankFailure, Broken]
 
 
-def held_after_a_step(path):
-    model = rotorch.parallelize(build(path), "pp=2", device="cpu").materialize(seed=1)
+TIED = "model.embed_tokens.weight"
+
+
+def held_of_a_tied_weight(path, parallel):
+    """Bytes of it before a step and after, and whether it has a gradient."""
+    model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
+    held = model.holding._inner.weights[TIED]
+    before = held.local.untyped_storage().nbytes()
     model.forward_backward(batch_of(model.module.config, num_rows=2))
-    inner = model.holding._inner.weights
-    held = {name: w.local.untyped_storage().nbytes() for name, w in inner.items()}
-    grads = {name for name, w in inner.items() if w.parameter.grad is not None}
+    after = held.local.untyped_storage().nbytes()
     model.close()
-    return held["model.embed_tokens.weight"], "model.embed_tokens.weight" in grads
+    return before, after, held.parameter.grad is not None
 
 
-def test_a_tied_head_is_borrowed_for_a_step(tiny):
-    (home, trained), (guest, has_gradient) = run_ranks(held_after_a_step, tiny("qwen3"), num_ranks=2)
-    assert home > 0 and trained
-    assert guest == 0 and not has_gradient
+@pytest.mark.parametrize("parallel", ["pp=2", "zeropp=2x1", "pp=2,megatron=1"])
+def test_a_tied_head_is_borrowed_for_a_step(tiny, parallel):
+    home, guest = run_ranks(held_of_a_tied_weight, tiny("qwen3"), parallel, num_ranks=2)
+    assert home[0] == home[1] > 0 and home[2]
+    assert guest == (0, 0, False)
+
+
+def held_at_rest(path, parallel):
+    """Bytes of weights and gradients, as they are and as the plan has them."""
+    model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
+    model.forward_backward(batch_of(model.module.config, num_rows=2))
+    held = owned_bytes([h.local for h in model.weights.values()]) + owned_bytes(model.holding.gradients())
+    plan = predict(describe(build(path)), strategies=parse_parallel(parallel), rank=model.mesh.get_rank())
+    model.close()
+    return held, plan.ledger["weights"] + plan.ledger["gradients"]
+
+
+def test_a_tied_head_in_a_ring_stays_and_the_plan_says_so(tiny):
+    parallel = "pp=2,rtp=2[transport=send_receive]"
+    for held, said in run_ranks(held_at_rest, tiny("qwen3"), parallel, num_ranks=4):
+        assert held == said
 
 
 def test_gradients_put_off_are_those_of_autograd():

@@ -20,7 +20,8 @@ class Layout:
         transient_bytes: what its forward and backward need beyond that at their peak (slots, gathered copies).
         slots_bytes: of these, buffers that are there from step to step, for slices or blocks to pass through.
         transfers: what this rank sends in one step of one micro-batch.
-        padding_bytes: what its weights at rest take beyond themselves: room for larger slices that take their place.
+        padding_bytes: what its weights at rest take beyond themselves: room for larger slices that take their place, or
+            for what another rank lends it, and the gradient of that.
     """
 
     resident_bytes: int

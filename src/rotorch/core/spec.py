@@ -174,6 +174,7 @@ class Unit:
         added_once: names of biases that are added once, after the sum over slices; they belong to a REPLICATED unit.
         logits: whether one of its uses is a language model's head, whose products only a loss looks at.
         stages: the pipeline stages that use it, where there are any (see core/stages.py).
+        lent: whether another rank is home to it, and lends it for a step.
         hands_on: features of the hidden states that enter and leave its stage, told of a stage's first unit only.
     """
 
@@ -187,6 +188,7 @@ class Unit:
     added_once: tuple[str, ...] = ()
     logits: bool = False
     stages: tuple[int, ...] = ()
+    lent: bool = False
     hands_on: int = 0
 
     @property

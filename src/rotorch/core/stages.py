@@ -129,7 +129,9 @@ def of_stages(spec: ModelSpec, *, mine: Callable[[int], bool]) -> ModelSpec:
             weight = unit.weights[0]
             places = [order.place_of(name) for name in (weight.name, *weight.aliases)]
             here = [place for place in places if mine(unit.stages[0] if place < 0 else unit.stages[-1])]
-            unit = replace(unit, uses=len(here), reads_in_backward=sum(place >= 0 for place in here))
+            unit = replace(
+                unit, uses=len(here), reads_in_backward=sum(p >= 0 for p in here), lent=not mine(unit.stages[0])
+            )
         units.append(unit)
     return replace(spec, units=tuple(units))
 

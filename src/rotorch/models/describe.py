@@ -68,6 +68,7 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
     """
     weights = _weights(module)
     roles: dict[str, str] = {}
+    order = layer_order(module)
     if plan is None and not module_declares(module):
         spec = spec_by_rule(module, weights)
     elif plan is not None:
@@ -82,7 +83,8 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
             _log.info("%s does not run on slices of its weights: they go round one by one", each)
         spec = _spec(module, roles, weights, proven=trial.on_slices)
         spec = cut_what_is_left(module, spec, weights, uses=trial.uses)
-    spec = replace(_marked(spec, module), order=layer_order(module))
+        order = replace(order, refused=order.refused or trial.not_in_stages)
+    spec = replace(_marked(spec, module), order=order)
     return _with_features(spec, module, roles=roles) if features else spec
 
 

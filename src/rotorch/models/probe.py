@@ -8,7 +8,8 @@
     runs on slices in the real model, and its weights go round one by one, which is right whatever the code does with
     them. The same holds for classes that the tiny model did not run, and for models of which there is no tiny one.
 
-    The same tiny model shows how the weights are used to which no plan gives a role (`models/uses.py`).
+    The same tiny model shows how the weights are used to which no plan gives a role (`models/uses.py`), and whether it
+    may be cut between layers (`models/stage_probe.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.spec import ModelSpec, Unit, UnitKind
+from rotorch.models.stage_probe import why_not_in_stages
 from rotorch.models.tiny import inputs_for, shrunk_like, with_values
 from rotorch.models.uses import Use, uses_in_passes
 from rotorch.shard.held import cut_pieces
@@ -50,10 +52,12 @@ class Trial:
     Attributes:
         on_slices: classes of modules whose forward runs on slices of their weights.
         uses: of weights in a pass, by `pattern_of` their names; None: no tiny model runs.
+        not_in_stages: why it cannot be cut between layers, in words; "" if it can, or if nobody knows.
     """
 
     on_slices: frozenset[type] = frozenset()
     uses: Mapping[str, Use] | None = field(default=None, hash=False)
+    not_in_stages: str = ""
 
 
 _known: dict[str, Trial] = {}
@@ -91,11 +95,13 @@ def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Tr
                 torch.manual_seed(0)
                 tiny = with_values(type(module), config).to(dtype).eval()
                 run = partial(_pass, tiny, dtype=dtype, embedded=embedded)
-                on_slices = _run_on_slices(tiny, describe(tiny), run=partial(run, num_rows=2, num_tokens=12))
+                short = partial(run, num_rows=2, num_tokens=12)
+                on_slices = _run_on_slices(tiny, describe(tiny), run=short)
+                not_in_stages = why_not_in_stages(tiny, run=short)
             except Exception as failed:
                 error = error or failed
                 continue
-            return Trial(frozenset(on_slices), _watched(tiny, run=run))
+            return Trial(frozenset(on_slices), _watched(tiny, run=run), not_in_stages)
     _log.warning("no tiny %s runs (%s): its weights go round one by one", type(module).__name__, error)
     return Trial()
 

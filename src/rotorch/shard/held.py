@@ -152,6 +152,14 @@ class HeldWeight:
         grad = self.parameter.grad
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
+    def take_memory(self) -> None:
+        """Gives `local`, which has a storage of its own, its memory back after `give_memory_back`; not its values."""
+        self.local.untyped_storage().resize_(self.local.nbytes)
+
+    def give_memory_back(self) -> None:
+        """Frees the memory of `local`; whatever shares its storage keeps its shape and has no values."""
+        self.local.untyped_storage().resize_(0)
+
 
 def refuse_unfrozen(held: HeldWeight) -> None:
     """Raises `ConfigError` for a weight that was frozen when the model was spread, and should get a gradient now."""

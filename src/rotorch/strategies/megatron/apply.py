@@ -117,6 +117,12 @@ class MegatronHolding(Holding):
     def slots(self) -> list[Tensor]:
         return self._line.slots()
 
+    def take_memory(self, name: str) -> None:
+        self.weights[name].take_memory()
+
+    def give_memory_back(self, name: str) -> None:
+        self.weights[name].give_memory_back()
+
     def start(self) -> None:
         self._line.start()
         self._twins.start()

@@ -109,9 +109,11 @@ class RTP(Strategy):
             return Layout(resident_bytes=unit.num_bytes, transfers=reduced)
         slices = [unit.slice_bytes(num_slices=n, index=k) for k in range(n)]
         home, largest = slices[position], max(slices)
+        # The ring's memory is in one piece: what is lent has its place in it, and its gradient's, for good.
+        kept = 2 * home if unit.lent else 0
         slots = self._slots_bytes(largest, itemsize=unit.weights[0].itemsize)
         if self.transport == "shared_memory" or n == 1:
-            return Layout(resident_bytes=home, transient_bytes=slots, slots_bytes=slots)
+            return Layout(resident_bytes=home, transient_bytes=slots, slots_bytes=slots, padding_bytes=kept)
         messages = [self._message_bytes(s, itemsize=unit.weights[0].itemsize) for s in slices]
         copies = self._copies_travel(unit.weights[0].itemsize)
         in_forward, in_backward = self._weights_sent(unit, messages, position=position, copies=copies)
@@ -135,7 +137,7 @@ class RTP(Strategy):
             transient_bytes=slots,
             transfers=transfers,
             slots_bytes=slots,
-            padding_bytes=padding,
+            padding_bytes=padding + kept,
         )
 
     @property
