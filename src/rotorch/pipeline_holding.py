@@ -244,10 +244,17 @@ class PipelineHolding(OuterHolding):
     ) -> list[Result]:
         table = lower(_forwards(self._strategy, num_micro_batches=len(micro_batches)))
         step = self._step(partial(run, callee), micro_batches)
-        step.run(table.rows[self._position], table)
-        results = [result for _, result in sorted(step.results, key=lambda found: found[0])]
         last = self._strategy.rank_of(self._strategy.num_stages - 1)
-        return self._messages.from_one(results, source=last)  # type: ignore[return-value]
+        try:
+            step.run(table.rows[self._position], table)
+        except Exception:
+            self._messages.no_value(source=last)
+            raise
+        if self._position != last:
+            return self._messages.from_one(source=last)  # type: ignore[no-any-return]
+        results: list[Result] = [result for _, result in sorted(step.results, key=lambda found: found[0])]
+        self._messages.to_all(results)
+        return results
 
     def _step(self, run: Callable[[Batch], Any], micro_batches: Sequence[Batch]) -> PipelineStep:
         return PipelineStep(

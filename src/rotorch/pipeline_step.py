@@ -9,14 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rotorch.comm.stage_messages import StageMessages
+from rotorch.comm.stage_messages import HEARD, StageMessages
 from rotorch.core.errors import RankFailure
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule, StageOutput
@@ -60,6 +60,7 @@ class PipelineStep:
         """What a computation gave for the message that it goes with, by that SEND; None if the step has broken off."""
         self._graphs: dict[tuple[int, int], tuple[Tensor | None, Tensor]] = {}
         """Of each forward whose backward is to come: what was received, and what came out."""
+        self._shapes = [_shapes(batch) for batch in micro_batches]
         self._error: BaseException | None = None
         self._heard = False
         self.results: list[tuple[int, Any]] = []
@@ -81,7 +82,7 @@ class PipelineStep:
         if self._error is not None:
             raise self._error
         if self._heard:
-            raise RankFailure("pipeline: another stage of the model raised; see the rank that holds it")
+            raise RankFailure(HEARD)
 
     def _guarded(self, action: Action, table: Schedule) -> None:
         try:
@@ -90,15 +91,22 @@ class PipelineStep:
             self._error = error
 
     def _message(self, action: Action, table: Schedule) -> None:
-        peer, tag = table.rank_of(peer_stage(action)), _tag(action, table)
+        peer, tag, like = table.rank_of(peer_stage(action)), _tag(action, table), self._like(action)
         if action.kind not in SENDS:
-            self._messages.expect(source=peer, tag=tag)
+            self._messages.expect(source=peer, tag=tag, like=like)
             return
+        # What a stage gives stays for its backward; gradients, and what no backward follows, are nobody's but theirs.
+        unclaimed = action.kind is ActionKind.SEND_BACKWARD or not torch.is_grad_enabled()
         try:
-            self._messages.send(self._given.pop(action, None), to=peer, tag=tag)
+            self._messages.send(self._given.pop(action, None), to=peer, tag=tag, like=like, unclaimed=unclaimed)
         except RankFailure as error:  # it is no tensor to send
             self._error = error
-            self._messages.send(None, to=peer, tag=tag)
+            self._messages.send(None, to=peer, tag=tag, like=like)
+
+    def _like(self, action: Action) -> Hashable:
+        """What messages between two stages have in common that have the same shape, at both of their ends."""
+        forward, lower = _boundary(action)
+        return lower, forward, self._shapes[_number(action)]
 
     def _take(self, kind: ActionKind, stage: int, micro_batch: int, table: Schedule) -> Tensor | None:
         """What another stage has for a computation of this one: received, or given on this rank."""
@@ -175,8 +183,17 @@ def _number(action: Action) -> int:
     return action.micro_batch
 
 
+def _boundary(action: Action) -> tuple[bool, int]:
+    """Of a message: whether it goes forward, and the lower one of the two stages."""
+    return action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD), min(action.stage, peer_stage(action))
+
+
 def _tag(action: Action, table: Schedule) -> int:
     """A number of its own for every message between two stages, the same at both ends."""
-    forward = action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECV_FORWARD)
-    lower = min(action.stage, peer_stage(action))
+    forward, lower = _boundary(action)
     return (lower * table.num_micro_batches + _number(action)) * 2 + (0 if forward else 1)
+
+
+def _shapes(batch: Batch) -> Hashable:
+    """What the shapes of hidden states follow from: those of a micro-batch, which all ranks of a pipeline share."""
+    return tuple((name, value.dtype, value.shape) for name, value in sorted(batch.items()) if isinstance(value, Tensor))

@@ -1,76 +1,216 @@
 """What ranks of a pipeline send each other: hidden states to the next stage, their gradients back.
 
 [Note: headers]
-    Before each tensor goes a header that says its shape and dtype, or that the sender has broken off, so a rank whose
-    neighbour failed fails too and waits for nobody. Headers are on CPU. Messages carry tags, by which gloo tells them
-    apart in any order; over NCCL they come in the order in which they are sent (`pipelining/lower.py`, [Note: order of
-    messages]).
+    Beside each tensor goes a header on CPU that says its shape and dtype, or that the sender has broken off, so a rank
+    whose neighbour failed fails too and waits for nobody. Headers carry tags and come in any order.
+
+[Note: posted ahead]
+    A receiver gives memory for a tensor, and posts its receive, where its row says so (RECV), long before it needs it:
+    the tensor travels meanwhile. For that it must know the shape. Tensors that go the same way for micro-batches of the
+    same shape are taken to be alike (`like`), and what both ends have seen in earlier steps they both know. The first
+    time a receiver waits at RECV for the header. Where a tensor is not as both ends know it, or there is none since the
+    sender has broken off, zeros go in its place, since their receive is posted; the tensor itself, if there is one,
+    goes behind its header.
+
+[Note: one order per direction]
+    So sends and receives of tensors stand in the rows of both ranks, in one order (`pipelining/lower.py`, [Note: order
+    of messages]), which holds even if a send blocks its rank until the receive is posted. Backends that carry messages
+    between two ranks in the order in which they are posted (NCCL) get a communicator for each direction, so that a send
+    is never behind a receive of something that is not there yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch._torch_private import group_timeout, set_group_timeout
+from rotorch.comm.line import Wait
 from rotorch.core.errors import RankFailure
 
+HEARD = "pipeline: another stage of the model raised; see the rank that holds it"
+
 _MOST_DIMS = 4
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_BROKEN_OFF = -1
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
+_AS_KNOWN, _OTHERWISE, _BROKEN_OFF = 0, 1, -1
+_HEADER, _TENSOR, _BEHIND = range(3)
+_MOST_UNCLAIMED = 2
+"""Messages that nobody else holds and that may be under way to one rank."""
+
+Form = tuple[torch.dtype, tuple[int, ...]]
 
 
-class StageMessages:
-    """This rank's messages to and from the others of its pipeline. What is sent must stay as it is until `settle`.
+class Lines(Protocol):
+    """The ways between this rank of a pipeline and the others. All ranks are named by their positions."""
+
+    def send_header(self, header: Tensor, *, to: int, tag: int) -> Wait:
+        """Starts sending a tensor on CPU, which the tag tells from others; it may come before earlier ones."""
+
+    def receive_header(self, header: Tensor, *, source: int, tag: int) -> Wait:
+        """Starts receiving what was sent with the same tag."""
+
+    def send(self, tensor: Tensor, *, to: int, tag: int) -> Wait:
+        """Starts sending a tensor: the next one on the way to a rank, whatever its tag."""
+
+    def receive(self, tensor: Tensor, *, source: int, tag: int) -> Wait:
+        """Starts receiving the next tensor on the way from a rank."""
+
+
+class GroupLines:
+    """Lines over process groups (see [Note: one order per direction]); gloo goes by tags and needs no second group.
 
     Args:
-        mesh: of the pipeline, one axis.
+        mesh: of the pipeline, one axis. All its ranks make them.
         device: of the tensors.
     """
 
     def __init__(self, mesh: DeviceMesh, *, device: torch.device) -> None:
+        self._position, self._size = mesh.get_local_rank(), mesh.size()
+        self._upwards = self._downwards = mesh.get_group() if self._size > 1 else None
+        if device.type != "cpu" and self._upwards is not None:
+            timeout = group_timeout(self._upwards, device=device)
+            self._downwards = dist.new_group(
+                dist.get_process_group_ranks(self._upwards), timeout=timeout, use_local_synchronization=True
+            )
+            for carrier in (device, torch.device("cpu")):
+                set_group_timeout(self._downwards, timeout, device=carrier)
+            self._connect(device)
+
+    def _connect(self, device: torch.device) -> None:
+        """Has NCCL make its communicators now, which it does in a first message, and where both ends must come."""
+        for group in (self._upwards, self._downwards):
+            dist.all_reduce(torch.zeros(1, device=device), group=group)
+        one = torch.zeros(1, device=device)
+        for low, high in dict.fromkeys(tuple(sorted((k, (k + 1) % self._size))) for k in range(self._size)):
+            for source, to in ((low, high), (high, low)):
+                if self._position == source:
+                    self.send(one, to=to, tag=0)()
+                elif self._position == to:
+                    self.receive(one, source=source, tag=0)()
+
+    def send_header(self, header: Tensor, *, to: int, tag: int) -> Wait:
+        return _waiting(dist.isend(header, group=self._upwards, group_dst=to, tag=tag))
+
+    def receive_header(self, header: Tensor, *, source: int, tag: int) -> Wait:
+        return _waiting(dist.irecv(header, group=self._upwards, group_src=source, tag=tag))
+
+    def send(self, tensor: Tensor, *, to: int, tag: int) -> Wait:
+        group = self._upwards if to > self._position else self._downwards
+        return _waiting(dist.isend(tensor, group=group, group_dst=to, tag=tag))
+
+    def receive(self, tensor: Tensor, *, source: int, tag: int) -> Wait:
+        group = self._upwards if source < self._position else self._downwards
+        return _waiting(dist.irecv(tensor, group=group, group_src=source, tag=tag))
+
+
+@dataclass(eq=False)
+class _Expected:
+    """A message that is to come: its header, and the tensor whose receive is posted. Waits may be called again."""
+
+    like: Hashable
+    header: Tensor
+    header_came: Wait
+    tensor: Tensor | None = None
+    tensor_came: Wait | None = None
+
+
+class StageMessages:
+    """This rank's messages to and from the others of its pipeline. What is sent must stay as it is until it has left.
+
+    Args:
+        mesh: of the pipeline, one axis. All its ranks make them.
+        device: of the tensors.
+        lines: what carries them; None: process groups.
+    """
+
+    def __init__(self, mesh: DeviceMesh, *, device: torch.device, lines: Lines | None = None) -> None:
         self._mesh = mesh
         self._device = device
-        self._expected: dict[tuple[int, int], tuple[Tensor, dist.Work | None]] = {}
-        self._under_way: dict[tuple[int, int], list[tuple[dist.Work | None, Tensor]]] = {}
+        self._lines: Lines = GroupLines(mesh, device=device) if lines is None else lines
+        self._known: dict[Hashable, Form] = {}
+        """What both ends knew when the step began (see [Note: posted ahead])."""
+        self._learned: dict[Hashable, Form] = {}
+        self._expected: dict[tuple[int, int], _Expected] = {}
+        self._under_way: dict[tuple[int, int], list[tuple[Wait, Tensor]]] = {}
+        self._unclaimed: dict[int, deque[int]] = {}
+        self._left_behind: list[tuple[Wait, Tensor]] = []
+        """What nobody waits for, whose memory must stay."""
 
-    def send(self, tensor: Tensor | None, *, to: int, tag: int) -> None:
-        """Starts sending a tensor to the rank at position `to`; None tells it that this rank has broken off."""
-        if tensor is None:
-            header = [_BROKEN_OFF] + [0] * (_MOST_DIMS + 2)
-        else:
-            if tensor.dim() > _MOST_DIMS or tensor.dtype not in _DTYPES:
-                raise RankFailure(
-                    f"pipeline: a stage hands on a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}; "
-                    f"stages hand on hidden states of at most {_MOST_DIMS} dims"
-                )
-            padding = [0] * (_MOST_DIMS - tensor.dim())
-            header = [0, _DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape, *padding]
-        self._under_way[to, tag] = [self._start_send(torch.tensor(header), to=to, tag=2 * tag)]
-        if tensor is not None and tensor.numel():
-            self._under_way[to, tag].append(self._start_send(tensor.contiguous(), to=to, tag=2 * tag + 1))
+    def send(self, tensor: Tensor | None, *, to: int, tag: int, like: Hashable, unclaimed: bool = False) -> None:
+        """Starts sending a tensor to the rank at position `to`; None tells it that this rank has broken off.
 
-    def expect(self, *, source: int, tag: int) -> None:
-        """Gets ready for a message from the rank at position `source`."""
+        Args:
+            tensor: of the form that both ends know by `like`, or another one.
+            to: position of the receiver.
+            tag: the same at both ends, and another one for each message under way.
+            like: see [Note: posted ahead]; the same at both ends.
+            unclaimed: nobody else holds the tensor, so it shall be gone soon: at most two of these are under way to a
+                rank, and the oldest is waited for if there would be more.
+        """
+        known, form = self._known.get(like), None if tensor is None else _form_of(tensor)
+        state = _BROKEN_OFF if form is None else _AS_KNOWN if known in (form, None) else _OTHERWISE
+        header = _header(state, form)
+        self._under_way[to, tag] = [(self._lines.send_header(header, to=to, tag=_tag(tag, _HEADER)), header)]
+        if known is not None or form is not None:
+            asked_for = known or form
+            assert asked_for is not None
+            payload = tensor
+            if payload is None or state != _AS_KNOWN:
+                payload = torch.zeros(asked_for[1], dtype=asked_for[0], device=self._device)
+            if payload.numel():
+                payload = payload.contiguous()
+                leaves = self._lines.send(payload, to=to, tag=_tag(tag, _TENSOR))
+                self._under_way[to, tag].append((leaves, payload))
+        if state == _OTHERWISE and tensor is not None and tensor.numel():
+            on_cpu = tensor.cpu().contiguous()
+            leaves = self._lines.send_header(on_cpu, to=to, tag=_tag(tag, _BEHIND))
+            self._under_way[to, tag].append((leaves, on_cpu))
+        if form is not None:
+            self._learned[like] = form
+        if unclaimed:
+            oldest = self._unclaimed.setdefault(to, deque())
+            oldest.append(tag)
+            if len(oldest) > _MOST_UNCLAIMED:
+                self.arrived(to=to, tag=oldest.popleft())
+
+    def expect(self, *, source: int, tag: int, like: Hashable) -> None:
+        """Posts the receive of a message from the rank at position `source`."""
         header = torch.empty(_MOST_DIMS + 3, dtype=torch.int64)
-        work = dist.irecv(header, group=self._mesh.get_group(), group_src=source, tag=2 * tag)
-        self._expected[source, tag] = header, work
+        came = self._lines.receive_header(header, source=source, tag=_tag(tag, _HEADER))
+        found = self._expected[source, tag] = _Expected(like, header, came)
+        form = self._known.get(like)
+        if form is None:
+            came()
+            form = _form_in(header)
+        if form is not None:
+            found.tensor = torch.empty(form[1], dtype=form[0], device=self._device)
+            if found.tensor.numel():
+                found.tensor_came = self._lines.receive(found.tensor, source=source, tag=_tag(tag, _TENSOR))
 
     def receive(self, *, source: int, tag: int) -> Tensor | None:
         """Waits for an expected tensor; None if its sender has broken off."""
-        header, work = self._expected.pop((source, tag))
-        if work is not None:
-            work.wait()
-        state, dtype, num_dims, *shape = header.tolist()
-        if state == _BROKEN_OFF:
+        found = self._expected.pop((source, tag))
+        found.header_came()
+        if found.tensor_came is not None:
+            found.tensor_came()
+        form = _form_in(found.header)
+        if form is None:
             return None
-        tensor = torch.empty(shape[:num_dims], dtype=_DTYPES[dtype], device=self._device)
+        self._learned[found.like] = form
+        if int(found.header[0]) == _AS_KNOWN:
+            return found.tensor
+        tensor = torch.empty(form[1], dtype=form[0])
         if tensor.numel():
-            dist.recv(tensor, group=self._mesh.get_group(), group_src=source, tag=2 * tag + 1)
-        return tensor
+            self._lines.receive_header(tensor, source=source, tag=_tag(tag, _BEHIND))()
+        return tensor.to(self._device)
 
     def exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
         """Sends tensors to ranks and receives others in place, from and to pairs (position, tensor). Waits for all."""
@@ -81,26 +221,96 @@ class StageMessages:
             work.wait()
 
     def settle(self) -> None:
-        """Waits until all that was sent has left; what nobody has asked for, since something broke off, is dropped."""
+        """Ends a step: waits until all that was sent has left, and drops what nobody has asked for."""
         for source, tag in list(self._expected):
             self.receive(source=source, tag=tag)
         for to, tag in list(self._under_way):
             self.arrived(to=to, tag=tag)
+        self._unclaimed.clear()
+        self._known.update(self._learned)
+        self._learned.clear()
 
     def arrived(self, *, to: int, tag: int) -> None:
-        """Lets go of a message that the rank at position `to` has made use of, as what it sent since shows."""
-        for work, _ in self._under_way.pop((to, tag), ()):
-            if work is not None:
-                work.wait()
+        """Lets go of a message that the rank at position `to` has asked for, or soon will."""
+        for leaves, _ in self._under_way.pop((to, tag), ()):
+            leaves()
 
-    def from_one(self, value: object, *, source: int) -> object:
-        """What the rank at position `source` gives, on all ranks, which all call it. Small, picklable."""
-        if self._mesh.size() == 1:
-            return value
-        box = [value]
-        group = self._mesh.get_group()
-        dist.broadcast_object_list(box, group=group, group_src=source, device=torch.device("cpu"))
-        return box[0]
+    def to_all(self, value: object) -> None:
+        """Gives all others of the pipeline a small picklable value, which they take by `from_one`."""
+        pickled = io.BytesIO()
+        torch.save(value, pickled)
+        content = torch.frombuffer(bytearray(pickled.getvalue()), dtype=torch.uint8)
+        header = _header(_AS_KNOWN, _form_of(content))
+        for leaves in [*self._to_others(header, tag=_RESULT), *self._to_others(content, tag=_RESULT + 1)]:
+            leaves()
 
-    def _start_send(self, tensor: Tensor, *, to: int, tag: int) -> tuple[dist.Work | None, Tensor]:
-        return dist.isend(tensor, group=self._mesh.get_group(), group_dst=to, tag=tag), tensor
+    def from_one(self, *, source: int) -> Any:
+        """What the rank at position `source` gives by `to_all`.
+
+        Raises:
+            RankFailure: it has broken off.
+        """
+        header = torch.empty(_MOST_DIMS + 3, dtype=torch.int64)
+        self._lines.receive_header(header, source=source, tag=_RESULT)()
+        form = _form_in(header)
+        if form is None:
+            raise RankFailure(HEARD)
+        content = torch.empty(form[1], dtype=form[0])
+        self._lines.receive_header(content, source=source, tag=_RESULT + 1)()
+        return torch.load(io.BytesIO(content.numpy().tobytes()), map_location=self._device, weights_only=False)
+
+    def no_value(self, *, source: int) -> None:
+        """In place of `to_all` and `from_one` on a rank that is about to raise: it waits for nobody.
+
+        Others may wait for this rank to leave, inside of a stage, before they do their part.
+        """
+        if self._mesh.get_local_rank() == source:
+            header = _header(_BROKEN_OFF, None)
+            self._left_behind += [(leaves, header) for leaves in self._to_others(header, tag=_RESULT)]
+        else:  # or the next value would be taken for this one
+            header = torch.empty(_MOST_DIMS + 3, dtype=torch.int64)
+            self._left_behind.append((self._lines.receive_header(header, source=source, tag=_RESULT), header))
+
+    def _to_others(self, tensor: Tensor, *, tag: int) -> list[Wait]:
+        others = [to for to in range(self._mesh.size()) if to != self._mesh.get_local_rank()]
+        return [self._lines.send_header(tensor, to=to, tag=tag) for to in others]
+
+
+_RESULT = 0
+"""The first two tags are those of what a pipeline gives at its end."""
+
+
+def _tag(tag: int, part: int) -> int:
+    return 2 + 3 * tag + part
+
+
+def _form_of(tensor: Tensor) -> Form:
+    if tensor.dim() > _MOST_DIMS or tensor.dtype not in _DTYPES:
+        raise RankFailure(
+            f"pipeline: a stage hands on a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}; "
+            f"stages hand on hidden states of at most {_MOST_DIMS} dims"
+        )
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _header(state: int, form: Form | None) -> Tensor:
+    dtype, shape = form or (_DTYPES[0], ())
+    return torch.tensor([state, _DTYPES.index(dtype), len(shape), *shape, *[0] * (_MOST_DIMS - len(shape))])
+
+
+def _form_in(header: Tensor) -> Form | None:
+    """What a header says; None that its sender has broken off."""
+    state, dtype, num_dims, *shape = header.tolist()
+    return None if state == _BROKEN_OFF else (_DTYPES[dtype], tuple(shape[:num_dims]))
+
+
+def _waiting(work: dist.Work | None) -> Wait:
+    waited = [work is None]
+
+    def wait() -> None:
+        if not waited[0]:  # gloo would wait for another message the second time
+            waited[0] = True
+            assert work is not None
+            work.wait()
+
+    return wait

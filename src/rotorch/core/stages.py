@@ -163,15 +163,6 @@ def check_stages(spec: ModelSpec, *, num_stages: int, strategy: str) -> None:
             )
 
 
-def check_stage_device(device_type: str, *, strategy: str) -> None:
-    """Raises `ConfigError` unless messages between stages come in any order, which those of gloo do."""
-    if device_type != "cpu":
-        raise ConfigError(
-            f"{strategy}: pipelines run on CPU ranks, not on {device_type}: NCCL carries messages between two ranks in "
-            "one order only, and these are asked for when they are needed. Write fsdp, rtp, or train.device=cpu"
-        )
-
-
 def stage_layout(unit: Unit, *, position: int, rank_of: Callable[[int], int], axis: str) -> Layout:
     """What the rank at `position` of a pipeline holds of a unit, and sends for it beyond activations.
 

@@ -13,7 +13,6 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.stages import (
-    check_stage_device,
     check_stages,
     of_stages,
     stage_layers,
@@ -130,9 +129,6 @@ class StageStrategy(Strategy):
             rank_of=self.rank_of,
             axis=self.stage_axis,
         )
-
-    def check_device(self, device_type: str) -> None:
-        check_stage_device(device_type, strategy=str(self))
 
     def check_micro_batches(self, number: int) -> None:
         self.table(number)

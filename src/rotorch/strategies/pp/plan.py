@@ -19,9 +19,9 @@ Layout
 Cost (P ranks, M micro-batches, hidden states of A bytes)
     resident   P-th part of the weights, as even as whole layers allow; embedding and head count (core/stages.py).
     sent       A per micro-batch and boundary in forward, A in backward.
-    hides      Little: a tensor travels when it is asked for. Ranks wait (P-1)/(M+P-1) of the time in both schedules;
-               1F1B keeps the activations of at most P micro-batches, ZB-H1 waits a third as long. Interleaved 1F1B
-               waits a V-th of that, and sends V times as much; ZBV not at all once the pipeline is full.
+    hides      Tensors: receives are posted ahead. Ranks wait (P-1)/(M+P-1) of the time in both schedules; 1F1B keeps
+               the activations of at most P micro-batches, ZB-H1 waits a third as long. Interleaved 1F1B waits a V-th of
+               that, and sends V times as much; ZBV not at all once the pipeline is full.
 
 Deviations
     Stages run the model's own forward (models/stages.py). An embedding tied to a head is held by the first stage; the
