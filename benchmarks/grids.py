@@ -1,4 +1,4 @@
-"""An MLP's products on a grid of ranks: ours, ColossalAI's 2.5-D layers, and torch's tensor parallelism beside them.
+"""An MLP's products on a grid of ranks: ours, ColossalAI's 2.5-D layers, torch's and Megatron-Core's 1-D.
 
     python benchmarks/grids.py --depth 2 --json benchmarks/results/grids-8ranks.json
 
@@ -11,13 +11,21 @@ ColossalAI 0.5.0 (`pip install --no-deps colossalai==0.5.0`) is left out if it i
 products is loaded, since the rest wants a GPU; what that file asks of the rest, process groups and a device, is given
 to it here. Its backward leaves out the sum of weight gradients over depth, so
 a second row adds it, as its user would have to: without it the gradients are wrong, and `error` says so.
+
+Megatron-Core 0.16.1 (`pip install --no-deps megatron-core==0.16.1`) is left out alike. Its linear layers run on CPU as
+they are, but for the device of buffers, which they ask CUDA for; so that call answers "cpu" here.
+
+A row whose gradients are not those of one process is marked `wrong`, and makes the exit code 1 if it is not the one
+that is known to be.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
+import os
 import platform
 import statistics
 import sys
@@ -44,6 +52,9 @@ from rotorch.testing.ranks import run_ranks
 
 SIDE = 2
 """Rows and columns of the grid."""
+
+PEERS = {"colossalai": "colossalai==0.5.0", "megatron": "megatron-core==0.16.1"}
+"""Libraries that need not be there: what is imported, and what installs it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,7 @@ class Row:
         forward: from the input's part to the output's.
         finish: after backward, what completes the weights' gradients.
         of_whole: from a whole weight's gradient (0: up, 1: down) to this rank's part of it.
+        known_wrong: its gradients are known not to be those of one process.
     """
 
     name: str
@@ -87,6 +99,7 @@ class Row:
     forward: Callable[[Tensor], Tensor]
     finish: Callable[[], None]
     of_whole: Callable[[int, Tensor], Tensor]
+    known_wrong: bool = False
 
     def timed(self) -> tuple[float, float]:
         """Seconds of forward and of backward with what completes it; all ranks start together."""
@@ -218,6 +231,51 @@ def colossalai(shape: Shape, mesh: DeviceMesh, *, sums_over_depth: bool) -> Row:
         forward=lambda a: product(F.gelu(product(a, weights[0])), weights[1]),
         finish=finish,
         of_whole=block,
+        known_wrong=depth.size > 1 and not sums_over_depth,
+    )
+
+
+def megatron_core(shape: Shape, mesh: DeviceMesh, *, sequence_parallel: bool) -> Row:
+    """Megatron's MLP by its own linear layers: columns, then rows, of tokens in front, `[tokens, 1, features]`.
+
+    With `sequence_parallel` each rank begins and ends with a stretch of the tokens.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # where it makes what it gathers into
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # else made with all of its groups, of which we want one
+        parallel_state._set_global_memory_buffer()
+    flat = init_device_mesh("cpu", (mesh.size(),), mesh_dim_names=("mcore",))
+    config = ModelParallelConfig(
+        tensor_model_parallel_size=mesh.size(),
+        sequence_parallel=sequence_parallel,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+    )
+    given = {"config": config, "init_method": None, "bias": False, "skip_bias_add": False, "tp_group": flat.get_group()}
+    first = ColumnParallelLinear(shape.hidden, shape.inner, gather_output=False, **given)
+    second = RowParallelLinear(shape.inner, shape.hidden, input_is_parallel=True, **given)
+    x, up, down, grad = shape.whole()
+
+    def mine(number: int, weight: Tensor) -> Tensor:
+        return part(weight, number, flat.get_local_rank(), mesh.size())
+
+    def tokens(whole: Tensor) -> Tensor:
+        of_tokens = whole.reshape(-1, 1, shape.hidden)
+        return part(of_tokens, 0, flat.get_local_rank(), mesh.size()) if sequence_parallel else of_tokens
+
+    with torch.no_grad():
+        first.weight.copy_(mine(0, up))
+        second.weight.copy_(mine(1, down))
+    return Row(
+        name=f"megatron-core tensor parallel {mesh.size()}" + (", sequence parallel" if sequence_parallel else ""),
+        inputs=(tokens(x).requires_grad_(), tokens(grad)),
+        weights=(first.weight, second.weight),
+        forward=lambda a: second(F.gelu(first(a)[0]))[0],
+        finish=lambda: None,
+        of_whole=mine,
     )
 
 
@@ -250,15 +308,30 @@ def colossalai_products(mesh: DeviceMesh) -> Any:
     return module
 
 
+def load_megatron_core() -> None:
+    """Imports it once, before there are ranks; it says much of what else it would like to have."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # as it wants for its order of streams
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("megatron.core.tensor_parallel")
+    warnings.filterwarnings("ignore", message=".*(_into_tensor|_scatter_tensor)` is deprecated", category=FutureWarning)
+
+
 # ------------------------------------------------------------------ measuring
 
 
-def measure(shape: Shape, depth: int, rounds: int, with_colossalai: bool) -> dict[str, Any]:
-    """What this rank measures of every row."""
+LARGEST_ERROR = 1e-4
+"""Of a weight's gradient in float32, relative to its largest value."""
+
+
+def measure(shape: Shape, depth: int, rounds: int, peers: frozenset[str]) -> dict[str, Any]:
+    """What this rank measures of every row; `peers` are those that are installed."""
     mesh = init_device_mesh("cpu", (depth, SIDE, SIDE), mesh_dim_names=("depth", "row", "col"))
     rows = [ours(shape, mesh, transport=transport) for transport in ("shared_memory", "messages")]
     rows.append(tensor_parallel(shape, mesh))
-    if with_colossalai:
+    if "megatron" in peers:
+        rows += [megatron_core(shape, mesh, sequence_parallel=cut) for cut in (False, True)]
+    if "colossalai" in peers:
         rows += [colossalai(shape, mesh, sums_over_depth=sums) for sums in ((False, True) if depth > 1 else (False,))]
     gradients = whole_gradients(shape)
     results: dict[str, Any] = {}
@@ -268,6 +341,7 @@ def measure(shape: Shape, depth: int, rounds: int, with_colossalai: bool) -> dic
             row.timed()
         results[row.name] = {
             "error": row.error(gradients),
+            "known_wrong": row.known_wrong,
             "sent_bytes": meter.total_sent_bytes,
             "not_counted": dict(meter.not_counted),
             "weight_bytes": sum(w.numel() for w in gradients)
@@ -305,10 +379,12 @@ def main() -> int:
     given = parser.parse_args()
     batch = -(-given.batch // (SIDE * given.depth)) * SIDE * given.depth
     shape = Shape(batch, given.sequence, given.hidden, 4 * given.hidden)
-    there = importlib.util.find_spec("colossalai") is not None
-    if not there:
-        print("colossalai is not installed: left out (pip install --no-deps colossalai==0.5.0)")
-    by_rank = run_ranks(measure, shape, given.depth, given.rounds, there, num_ranks=SIDE**2 * given.depth)
+    peers = frozenset(name for name in PEERS if importlib.util.find_spec(name) is not None)
+    for name in sorted(PEERS.keys() - peers):
+        print(f"{name} is not installed: left out (pip install --no-deps {PEERS[name]})")
+    if "megatron" in peers:
+        load_megatron_core()
+    by_rank = run_ranks(measure, shape, given.depth, given.rounds, peers, num_ranks=SIDE**2 * given.depth)
     rows = [summary(name, [ranks[name] for ranks in by_rank]) for name in by_rank[0]]
     print(f"{shape}, {len(by_rank)} ranks, float32")
     print(f"{'':44} {'forward':>10} {'backward':>10} {'sent a rank':>12} {'weights':>10} {'error':>9}")
@@ -316,6 +392,7 @@ def main() -> int:
         print(
             f"{row['name']:44} {row['forward_s_median'] * 1e3:7.2f} ms {row['backward_s_median'] * 1e3:7.2f} ms "
             f"{row['sent_bytes_per_rank']:12,} {row['weight_bytes_per_rank']:10,} {row['error']:9.1e}"
+            + ("" if row["right"] else " wrong")
         )
     for own in rows[:2]:
         for peer in rows[2:]:
@@ -328,7 +405,7 @@ def main() -> int:
         machine = {"torch": torch.__version__, "python": platform.python_version(), "cpu": platform.machine()}
         record = {"command": " ".join(sys.argv), "machine": machine, "shape": vars(shape), "rows": rows}
         given.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
-    return 0
+    return int(any(not row["right"] and not row["known_wrong"] for row in rows))
 
 
 def summary(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -339,6 +416,8 @@ def summary(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "name": name,
         "error": max(r["error"] for r in ranks),
+        "right": max(r["error"] for r in ranks) <= LARGEST_ERROR,
+        "known_wrong": ranks[0]["known_wrong"],
         "sent_bytes_per_rank": max(r["sent_bytes"] for r in ranks),
         "not_counted": ranks[0]["not_counted"],
         "weight_bytes_per_rank": ranks[0]["weight_bytes"],

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,7 +26,8 @@ def test_products_are_those_of_one_process(script, tmp_path, monkeypatch):
     import importlib.util
 
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "colossalai" else find(name))
+    peers = ("colossalai", "megatron")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in peers else find(name))
     file = tmp_path / "products.json"
     sizes = ["--hidden", "16", "--sequence", "4", "--batch", "2"]
     assert script("grids", "--depth", "1", "--rounds", "2", *sizes, "--json", str(file)) == 0
@@ -34,6 +36,33 @@ def test_products_are_those_of_one_process(script, tmp_path, monkeypatch):
     assert shared["sent_bytes_per_rank"] == 0 < messages["sent_bytes_per_rank"]
     assert shared["weight_bytes_per_rank"] == theirs["weight_bytes_per_rank"] == 4 * 2 * 16 * 64 // 4
     assert len(shared["forward_s_all"]) == len(theirs["backward_s_all"]) == 2
+
+
+def test_megatron_core_is_held_to_one_process(script, tmp_path):
+    pytest.importorskip("megatron.core.tensor_parallel")
+    file = tmp_path / "products.json"
+    sizes = ["--hidden", "32", "--sequence", "8", "--batch", "4"]
+    assert script("grids", "--depth", "1", "--rounds", "1", *sizes, "--json", str(file)) == 0
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    whole, cut = (rows[f"megatron-core tensor parallel 4{more}"] for more in ("", ", sequence parallel"))
+    assert whole["right"] and cut["right"]
+    assert whole["sent_bytes_per_rank"] == rows["torch tensor parallel 4"]["sent_bytes_per_rank"] > 0
+
+
+def test_a_row_with_wrong_gradients_is_marked_and_fails_the_run(script, tmp_path, monkeypatch):
+    import importlib.util
+
+    find = importlib.util.find_spec
+    peers = ("colossalai", "megatron")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in peers else find(name))
+    file = tmp_path / "products.json"
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import grids
+
+    monkeypatch.setattr(grids, "whole_gradients", lambda shape: tuple(torch.ones_like(w) for w in shape.whole()[1:3]))
+    sizes = ["--hidden", "8", "--sequence", "2", "--batch", "2"]
+    assert script("grids", "--depth", "1", "--rounds", "1", *sizes, "--json", str(file)) == 1
+    assert not any(row["right"] or row["known_wrong"] for row in json.loads(file.read_text())["rows"])
 
 
 def test_models_have_one_loss_and_their_times_are_recorded(script, tmp_path, warm):
