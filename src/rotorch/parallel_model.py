@@ -201,6 +201,8 @@ class ParallelModel:
         num_batch_ranks: how many shares there are.
         feature_rank: which part of the features of activations this rank computes, 0-based.
         num_feature_ranks: how many parts there are.
+        token_rank: which stretch of the tokens this rank has between the modules of layers, 0-based.
+        num_token_ranks: how many stretches there are.
     """
 
     def __init__(
@@ -232,6 +234,8 @@ class ParallelModel:
         self.batch_rank, self.num_batch_ranks = _place(self.batch_axes, sizes, positions)
         self.feature_axes = tuple(axis for s in strategies for axis in s.feature_axes)
         self.feature_rank, self.num_feature_ranks = _place(self.feature_axes, sizes, positions)
+        self.token_axes = tuple(axis for s in strategies for axis in s.token_axes)
+        self.token_rank, self.num_token_ranks = _place(self.token_axes, sizes, positions)
 
     @property
     def device(self) -> torch.device:

@@ -18,7 +18,7 @@ from rotorch.models.losses import LossFn, loss_of
 from rotorch.models.traps import make_stateless
 from rotorch.parallel_model import Holding, ParallelModel
 from rotorch.shard.materialize import take_recipes
-from rotorch.strategies import check_composition, cuts_features, parse_parallel, written_out
+from rotorch.strategies import check_composition, cuts_features, cuts_tokens, parse_parallel, written_out
 
 
 def parallelize(
@@ -60,7 +60,7 @@ def parallelize(
     """
     strategies = parse_parallel(parallel) if isinstance(parallel, str) else written_out(parallel)
     check_composition(strategies)
-    spec = describe(module, plan=plan, features=cuts_features(strategies))
+    spec = describe(module, plan=plan, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
     autocast = None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch.")
     strategies = tuple(strategy.at_precision(autocast) for strategy in strategies)
     for strategy in strategies:

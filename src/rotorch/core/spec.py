@@ -176,6 +176,9 @@ class Unit:
         stages: the pipeline stages that use it, where there are any (see core/stages.py).
         lent: whether another rank is home to it, and lends it for a step.
         hands_on: features of the hidden states that enter and leave its stage, told of a stage's first unit only.
+        along_tokens: whether ranks that hold its slices have a stretch of the tokens each around it.
+        gathers: features of hidden states of which ranks have a stretch of the tokens each, and which become whole: in
+            forward and, of a gradient, in backward. Told of the first unit that needs it.
     """
 
     name: str
@@ -190,6 +193,8 @@ class Unit:
     stages: tuple[int, ...] = ()
     lent: bool = False
     hands_on: int = 0
+    along_tokens: bool = False
+    gathers: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -226,6 +231,8 @@ class ModelSpec:
             them whole for each call (`with_inside_cut`).
         by_plan: whether the user's own plan says what is cut, not the model's or our rules.
         features_stay_whole: why activations cannot be cut along their features, in words; "" if they can.
+        tokens_stay_whole: the same of the tokens of a sequence, between the modules of its layers; "" also if nobody
+            has asked.
         order: the layers between which it may be cut into pipeline stages.
     """
 
@@ -235,6 +242,7 @@ class ModelSpec:
     inside: tuple[Unit, ...] = ()
     by_plan: bool = False
     features_stay_whole: str = ""
+    tokens_stay_whole: str = ""
     order: LayerOrder = NO_ORDER
 
     def with_inside_cut(self) -> ModelSpec:

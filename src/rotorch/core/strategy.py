@@ -45,6 +45,11 @@ class Strategy(BaseModel, ABC):
         """The axes along which ranks see different features of one batch: activations are cut on their last dim."""
         return ()
 
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks see different tokens of one batch, between the modules of a model's layers."""
+        return ()
+
     @abstractmethod
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         """Bytes of `unit` on the rank at `position` of this strategy's axes."""

@@ -33,6 +33,7 @@ from rotorch.models.hf import Plan, head_weights, tensor_parallel_plan
 from rotorch.models.probe import Trial, try_tiny
 from rotorch.models.rules import cut_what_is_left, large_and_left, spec_by_rule
 from rotorch.models.stages import layer_order
+from rotorch.models.token_probe import why_not_in_stretches
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ _NOT_CUT = {
 _KNOWN = {*_COLUMN_BLOCKS, *_ROW_BLOCKS, *_ALONE, *_NOT_CUT}
 
 
-def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = False) -> ModelSpec:
+def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = False, tokens: bool = False) -> ModelSpec:
     """Derives the units of `module` from `plan`, from the plan that it declares itself, or else by rules.
 
     Works on meta tensors.
@@ -62,6 +63,7 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
         module: the model.
         plan: name patterns to roles, in place of its own.
         features: say also how its weights are cut where activations are cut along their features.
+        tokens: say also whether activations between the modules of its layers may be cut along the sequence.
 
     Raises:
         ConfigError: a pattern that matches nothing, or a role that is not known.
@@ -85,6 +87,8 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
         spec = cut_what_is_left(module, spec, weights, uses=trial.uses)
         order = replace(order, refused=order.refused or trial.not_in_stages)
     spec = replace(_marked(spec, module), order=order)
+    if tokens and spec.order.layers:
+        spec = replace(spec, tokens_stay_whole=why_not_in_stretches(module))
     return _with_features(spec, module, roles=roles) if features else spec
 
 

@@ -12,9 +12,7 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,18 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from rotorch._torch_private import tree_flatten
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Weight
 from rotorch.models.feature_sums import complete_sums
-from rotorch.models.probe import one_thread
-from rotorch.models.tiny import inputs_for, shrunk_like, with_values
-from rotorch.shard.materialize import off_meta
+from rotorch.models.halves import Exchange, differ, first_tensor, in_two_threads, key_of, tiny_of, trial
 from rotorch.shard.sites import find_sites
-
-_TOLERANCE = 1e-4
-"""Relative, of outputs in float64, where norms and rotary positions may compute in float32."""
-
-_PATIENCE_S = 60.0
 
 _known: dict[str, str] = {}
 _known_last: dict[str, str] = {}
@@ -50,10 +40,10 @@ def last_linear(module: nn.Module) -> str:
     What that gives is the model's output, if it is no language-model head. "" if the last layer is of another kind, or
     if no tiny model runs. Deterministic, the same on all ranks.
     """
-    key = _key(module)
+    key = key_of(module)
     if key not in _known_last:
-        with _trial():
-            found = _tiny(module)
+        with trial():
+            found = tiny_of(module)
             _known_last[key] = "" if isinstance(found, str) else _last_of(*found[:2])
     return _known_last[key]
 
@@ -67,38 +57,12 @@ def why_not_in_halves(module: nn.Module, *, describe: Callable[[nn.Module], Mode
         module: the model.
         describe: makes the spec of another model alike, with its cuts on a grid.
     """
-    key = _key(module)
+    key = key_of(module)
     if key not in _known:
-        with _trial():
-            found = _tiny(module)
+        with trial():
+            found = tiny_of(module)
             _known[key] = found if isinstance(found, str) else _try(*found, describe=describe)
     return _known[key]
-
-
-def _key(module: nn.Module) -> str:
-    of_config = sorted(module.config.to_dict().items(), key=str)
-    return f"{type(module).__module__}.{type(module).__qualname__} {of_config!r}"
-
-
-@contextmanager
-def _trial() -> Iterator[None]:
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta(), one_thread():
-        yield
-
-
-def _tiny(module: nn.Module) -> tuple[nn.Module, dict[str, Any], Tensor] | str:
-    """A tiny model that runs, its inputs, and what it gives; or why there is none."""
-    why = "there is no tiny one to try it on"
-    for config in shrunk_like(module.config):
-        config.use_cache = False
-        try:
-            torch.manual_seed(0)
-            tiny = with_values(type(module), config).double().eval()
-            inputs = inputs_for(type(tiny), tiny.config, num_rows=2, num_tokens=12)
-            return tiny, inputs, _first(tiny(**inputs))
-        except Exception as error:  # this variant does not run at all
-            why = f"no tiny one runs ({error})"
-    return why
 
 
 def _last_of(tiny: nn.Module, inputs: dict[str, Any]) -> str:
@@ -118,60 +82,17 @@ def _try(
 
 
 def _compare(tiny: nn.Module, spec: ModelSpec, inputs: dict[str, Any], expected: Tensor) -> str:
-    exchange = _Exchange()
-    outputs: list[Tensor | Exception | None] = [None, None]
+    def run(mine: int, exchange: Exchange) -> Tensor:
+        return first_tensor(_Half(copy.deepcopy(tiny), spec, mine=mine, exchange=exchange)(copy.deepcopy(inputs)))
 
-    def run(mine: int) -> None:
-        torch.set_num_threads(1)
-        try:
-            with torch.no_grad():
-                half = _Half(copy.deepcopy(tiny), spec, mine=mine, exchange=exchange)
-                outputs[mine] = _first(half(copy.deepcopy(inputs)))
-        except Exception as error:  # whatever its code does not like about half of the features
-            outputs[mine] = error
-            exchange.give_up()
-
-    threads = [threading.Thread(target=run, args=(mine,)) for mine in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors = [o for o in outputs if isinstance(o, Exception) and not isinstance(o, threading.BrokenBarrierError)]
-    if errors:
-        return f"a tiny one does not run on half of its features ({' '.join(str(errors[0]).split())[:200]})"
-    halves = [o for o in outputs if isinstance(o, Tensor)]
+    halves = in_two_threads(run)
+    if isinstance(halves, Exception):
+        return f"a tiny one does not run on half of its features ({' '.join(str(halves).split())[:200]})"
     if not any(w.grid is not None and w.grid.whole_output for w in spec.weights):
-        halves = [torch.cat(halves, -1)] if len(halves) == 2 else []
-    if not halves or any(_differ(found, expected) for found in halves):
+        halves = [torch.cat(halves, -1)]
+    if any(differ(found, expected) for found in halves):
         return "a tiny one gives something else on halves of its features: it does more with them than its weights say"
     return ""
-
-
-def _differ(found: Tensor, expected: Tensor) -> bool:
-    return found.shape != expected.shape or bool((found - expected).abs().max() > _TOLERANCE * expected.abs().max())
-
-
-def _first(output: Any) -> Tensor:
-    return next(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point())
-
-
-class _Exchange:
-    """Two threads give each other tensors, in turns."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2, timeout=_PATIENCE_S)
-        self._given: list[Tensor | None] = [None, None]
-
-    def both(self, mine: int, tensor: Tensor) -> list[Tensor]:
-        """What both threads gave, the first one's first."""
-        self._given[mine] = tensor
-        self._barrier.wait()
-        found = [given for given in self._given if given is not None]
-        self._barrier.wait()
-        return found
-
-    def give_up(self) -> None:
-        self._barrier.abort()
 
 
 class _Half(TorchFunctionMode):
@@ -184,7 +105,7 @@ class _Half(TorchFunctionMode):
         exchange: with the other one.
     """
 
-    def __init__(self, model: nn.Module, spec: ModelSpec, *, mine: int, exchange: _Exchange) -> None:
+    def __init__(self, model: nn.Module, spec: ModelSpec, *, mine: int, exchange: Exchange) -> None:
         super().__init__()
         self._model, self._mine, self._exchange = model, mine, exchange
         self._matrices: dict[int, Weight] = {}

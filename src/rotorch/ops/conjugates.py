@@ -14,6 +14,7 @@ cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -37,12 +38,12 @@ def leave(x: Tensor, *, line: Line) -> Tensor:
 
 def place_side_by_side(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Makes an equal tensor of what each rank has a stretch of along `dim`; of the gradient each takes its stretch."""
-    return x if line.size == 1 else _Along.apply(x, _gathered, _own, dim, tuple(lengths), line)
+    return x if line.size == 1 else _Along.apply(x, gathered_along, _own, dim, tuple(lengths), line)
 
 
 def take_own(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Takes this rank's stretch of an equal tensor along `dim`; its gradient is placed side by side."""
-    return x if line.size == 1 else _Along.apply(x, _own, _gathered, dim, tuple(lengths), line)
+    return x if line.size == 1 else _Along.apply(x, _own, gathered_along, dim, tuple(lengths), line)
 
 
 class Boundary:
@@ -54,6 +55,14 @@ class Boundary:
 
     def __init__(self, line: Line) -> None:
         self.line = line
+
+    def enter_all(self, inputs: Sequence[Any]) -> list[Any]:
+        """What the module's code sees of its inputs, of which some are tensors."""
+        return [self.enter(x) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
+
+    def inside(self) -> AbstractContextManager[object]:
+        """Around the module's code, after `enter_all`."""
+        return nullcontext()
 
     def enter(self, x: Tensor) -> Tensor:
         """What the module's code sees of an input that requires a gradient."""
@@ -103,10 +112,20 @@ def _own(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     return x.split(list(lengths), dim=dim)[line.position].contiguous()
 
 
-def _gathered(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def gathered_along(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    """All ranks' stretches of `lengths` along `dim`, side by side. Not differentiable."""
     longest = max(lengths)
     parts = line.all_gather(_padded(x.movedim(dim, 0), longest)).split(longest)
     return torch.cat([p[:n] for p, n in zip(parts, lengths, strict=True)]).movedim(0, dim).contiguous()
+
+
+def summed_stretch(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+    """This rank's stretch of `lengths` along `dim` of the sum of `x` over ranks. Not differentiable."""
+    longest, moved = max(lengths), x.movedim(dim, 0)
+    if min(lengths) < longest:
+        moved = torch.cat([_padded(part, longest) for part in moved.split(list(lengths))])
+    mine = line.reduce_scatter(moved.contiguous())[: lengths[line.position]]
+    return mine.movedim(0, dim).contiguous()
 
 
 def _padded(part: Tensor, length: int) -> Tensor:

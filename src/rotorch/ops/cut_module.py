@@ -80,13 +80,14 @@ class CutModule:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward over all slices."""
         leaves, tree = tree_flatten((args, kwargs))
-        entered = [self._boundary.enter(x) if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
+        entered = self._boundary.enter_all(leaves)
         if self._is_empty:
             self._put({w.name: self._zeros(w.name) for w in self._unit.weights})
         if not self._proven:
-            self._prove(leaves, tree)
+            self._prove(entered, tree)
         given, given_by_name = tree_unflatten(entered, tree)
-        with drawn_apart(self._boundary.line.position, like=leaves, active=self._module.training):
+        position, active = self._boundary.line.position, self._module.training
+        with drawn_apart(position, like=leaves, active=active), self._boundary.inside():
             output = self._dense_forward(*given, **given_by_name)
         parts = output if isinstance(output, tuple) else (output,)
         sums = [self._boundary.leave(self._checked(part)) for part in parts[: self._num_sums] if part is not None]

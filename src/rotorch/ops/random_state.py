@@ -40,13 +40,17 @@ class RandomState:
         devices, states = get_device_states(like)
         return RandomState(torch.get_rng_state(), like.device.type, devices, states)
 
+    def put_back(self) -> None:
+        """Lets random numbers go on from here."""
+        torch.set_rng_state(self.cpu)
+        if self.devices:
+            set_device_states(self.devices, self.states, device_type=self.device_type)
+
     @contextmanager
     def again(self) -> Iterator[None]:
         """Within it, what was drawn after `now` is drawn again; then random numbers go on as before."""
         with torch.random.fork_rng(self.devices, device_type=self.device_type if self.devices else None):
-            torch.set_rng_state(self.cpu)
-            if self.devices:
-                set_device_states(self.devices, self.states, device_type=self.device_type)
+            self.put_back()
             yield
 
 

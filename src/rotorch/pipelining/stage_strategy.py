@@ -143,6 +143,11 @@ class StageStrategy(Strategy):
             )
 
     def check_around(self, inner: Strategy) -> None:
+        if inner.token_axes:
+            raise ConfigError(
+                f"{self} around {inner}: tokens are cut from the first layer of a model to its last, not of a stage. "
+                "Leave sequence_parallel out"
+            )
         if self.recompute != "none":
             raise ConfigError(
                 f"{self} around {inner}: what is computed again is up to the strategy that holds the stages. "

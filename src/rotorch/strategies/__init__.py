@@ -106,6 +106,11 @@ def cuts_features(strategies: Sequence[Strategy]) -> bool:
     return any(strategy.feature_axes for strategy in strategies)
 
 
+def cuts_tokens(strategies: Sequence[Strategy]) -> bool:
+    """Whether activations are cut along the sequence, which a model must be tried for."""
+    return any(strategy.token_axes for strategy in strategies)
+
+
 def _parse_item(item: str, *, text: str) -> Strategy:
     match = _ITEM.match(item)
     if match is None:

@@ -4,8 +4,8 @@
     A module compares when it ran as often as in the reference and its outputs have the reference's shape for this
     rank's rows. Inside a unit that runs on slices neither holds (a projection runs once per slice, on fewer columns),
     so there the unit's own module is the first that compares: how a unit computes inside is its own business, what
-    comes out is not. Where ranks compute different features, the reference's are cut alike. Modules are recorded while
-    the outermost module's forward runs, so that recomputation in backward does not count.
+    comes out is not. Where ranks compute different features or tokens, the reference's are cut alike. Modules are
+    recorded while the outermost module's forward runs, so that recomputation in backward does not count.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rotorch._torch_private import tree_flatten
+from rotorch.core.spec import Cut
 from rotorch.testing.compare import relative_error
 
 Calls = dict[str, list[list[Tensor]]]
@@ -73,8 +74,8 @@ def output_errors(
     first_rows: list[int],
     num_rows: int,
     total_rows: int,
-    feature_rank: int = 0,
-    num_feature_ranks: int = 1,
+    features: tuple[int, int] = (0, 1),
+    tokens: tuple[int, int] = (0, 1),
 ) -> dict[str, float]:
     """Compares this rank's passes with the matching rows of one pass over all rows (see [Note: what compares]).
 
@@ -84,8 +85,8 @@ def output_errors(
         first_rows: where each micro-batch starts in the global batch.
         num_rows: rows of a micro-batch.
         total_rows: rows of the global batch.
-        feature_rank: which part of the features (the last dim) this rank computes.
-        num_feature_ranks: in how many parts they are cut.
+        features: which part of the features (the last dim) this rank computes, and in how many they are cut.
+        tokens: the same of the tokens (the second dim).
 
     Returns:
         The largest relative error of every module that compares, in the order in which the reference's forward
@@ -97,7 +98,7 @@ def output_errors(
         if len(ran) != len(first_rows):
             continue
         found = [
-            _call_error(mine, whole, (first, num_rows, total_rows), features=(feature_rank, num_feature_ranks))
+            _call_error(mine, whole, (first, num_rows, total_rows), features=features, tokens=tokens)
             for made, first in zip(ran, first_rows, strict=True)
             if len(made) == len(calls)
             for mine, whole in zip(made, calls, strict=True)
@@ -108,7 +109,12 @@ def output_errors(
 
 
 def _call_error(
-    ours: list[Tensor], theirs: list[Tensor], rows: tuple[int, int, int], *, features: tuple[int, int]
+    ours: list[Tensor],
+    theirs: list[Tensor],
+    rows: tuple[int, int, int],
+    *,
+    features: tuple[int, int],
+    tokens: tuple[int, int],
 ) -> float | None:
     if len(ours) != len(theirs):
         return None
@@ -119,6 +125,9 @@ def _call_error(
         expected = whole.narrow(0, first * each, num_rows * each) if each and not odd else whole
         if mine.shape != expected.shape and mine.shape[-1] * features[1] == expected.shape[-1]:
             expected = expected.narrow(-1, features[0] * mine.shape[-1], mine.shape[-1])
+        if mine.shape != expected.shape and mine.dim() == expected.dim() == 3:
+            (own,) = Cut(1, expected.shape[1]).ranges(expected.shape[1], num_slices=tokens[1], index=tokens[0])
+            expected = expected.narrow(1, own.start, own.length)
         if mine.shape != expected.shape:
             return None
         worst = max(worst, relative_error(mine, expected, floor=_OUTPUT_FLOOR))

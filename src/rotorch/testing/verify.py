@@ -28,7 +28,7 @@ from rotorch.models.describe import describe
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
 from rotorch.shard.materialize import on_meta, take_recipes
-from rotorch.strategies import batch_ranks, cuts_features, format_parallel, num_ranks, parse_parallel
+from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, format_parallel, num_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.batches import share_of
 from rotorch.testing.compare import gradient_errors, gradients_along, relative_error, value_errors
@@ -198,7 +198,7 @@ def verify_subject(
     strategies = parse_parallel(parallel)
     with on_meta():
         module = widen(subject.build()).train()
-    spec = describe(module, features=cuts_features(strategies))
+    spec = describe(module, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
     for strategy in strategies:
         if strategy.changes_the_model:
             raise ConfigError(
@@ -288,8 +288,8 @@ class _Comparison:
             first_rows=[first + place * NUM_ROWS for place in range(number)],
             num_rows=NUM_ROWS,
             total_rows=len(batch["labels"]),
-            feature_rank=model.feature_rank,
-            num_feature_ranks=model.num_feature_ranks,
+            features=(model.feature_rank, model.num_feature_ranks),
+            tokens=(model.token_rank, model.num_token_ranks),
         )
         ran = {name for calls in passes for name, outputs_of in calls.items() if outputs_of}
         outputs = {name: errors.get(name) if name in ran else math.nan for name in whole[0]}

@@ -19,7 +19,7 @@ from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
-from rotorch.strategies import batch_ranks, cuts_features, num_ranks, parse_parallel
+from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, num_ranks, parse_parallel
 from rotorch.train.data import BYTES, CheckedSource, check_source, default_cache_dir
 from rotorch.train.directories import check, checkpoints_of, latest
 from rotorch.train.failure_report import REPORT
@@ -315,7 +315,7 @@ def check_model(
             f"model: {model_config.model_type!r} reads in both directions: its tokens see the next one. "
             "Write is_decoder = true in its configuration, or a decoder's"
         )
-    spec = describe(module, features=cuts_features(strategies))
+    spec = describe(module, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
     for strategy in strategies:
         strategy.check(spec)
     if init != "random":

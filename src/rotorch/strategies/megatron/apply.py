@@ -20,6 +20,7 @@ from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.models.describe import module_declares
+from rotorch.ops.along_tokens import OnAllTokens, StretchBoundary, TokenStretch, refuse_hidden_states
 from rotorch.ops.conjugates import Boundary, PartlySynced
 from rotorch.ops.cut_module import CutModule
 from rotorch.ops.cut_weight import CutUse, CutWeight
@@ -27,6 +28,7 @@ from rotorch.ops.random_state import drawn_alike
 from rotorch.parallel_model import Holding
 from rotorch.shard.sites import find_sites
 from rotorch.shard.twins import Twins, slice_part, whole_part
+from rotorch.strategies.megatron.along_tokens import children
 from rotorch.strategies.megatron.plan import Megatron
 
 _log = logging.getLogger(__name__)
@@ -82,6 +84,7 @@ class MegatronHolding(Holding):
         self._partial = [w.name for w in whole if w.beside_slices or not equal]
         self._line = line = make_line(mesh, "megatron", transport=strategy.transport, device=device)
         boundary = Boundary(line) if equal else PartlySynced(line, num_synced=strategy.num_synced)
+        stretch = TokenStretch(line) if strategy.token_axes else None
         if equal:
             _refuse_shared(spec, partial=self._partial)
         else:
@@ -91,7 +94,7 @@ class MegatronHolding(Holding):
                 CutModule(
                     module.get_submodule(unit.name),
                     unit=unit,
-                    boundary=boundary,
+                    boundary=StretchBoundary(stretch, name=unit.name) if stretch and unit.along_tokens else boundary,
                     sites=sites,
                     twins=self._twins.twins,
                     once=self._twins.twins.__getitem__,
@@ -104,6 +107,8 @@ class MegatronHolding(Holding):
                 self._instead += [
                     (w.name, CutWeight(self._twins.twins[w.name], weight=w, use=use)) for w in unit.weights
                 ]
+        if stretch is not None:
+            _cut_along_tokens(module, spec=spec, stretch=stretch)
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
@@ -151,6 +156,14 @@ def _tell(spec: ModelSpec, *, strategy: Megatron) -> None:
                 unit.name, groups, num_ranks,
             )  # fmt: skip
             return
+
+
+def _cut_along_tokens(module: nn.Module, *, spec: ModelSpec, stretch: TokenStretch) -> None:
+    """Lets each rank have a stretch of the tokens inside of the layers, but in what all ranks compute whole."""
+    for name in children(spec).whole:
+        OnAllTokens(module.get_submodule(name), name=name, stretch=stretch)
+    stretch.run_in([module.get_submodule(name) for name in spec.order.layers])
+    refuse_hidden_states(module)
 
 
 def _refuse_shared(spec: ModelSpec, *, partial: list[str]) -> None:

@@ -25,6 +25,12 @@ Cost (unit of P bytes, n ranks, activations of A bytes at its input and output)
                (norms of heads) are summed once per step.
     hides      Nothing: the next product needs the sum.
 
+    along      With `sequence_parallel` (Korthikanti et al., arXiv 2205.05198) a rank has 1/n of the tokens between
+    tokens     attentions and MLPs, so norms, dropout and the residual stream take 1/n of the work and of what autograd
+               keeps. Each sum becomes a reduce-scatter and an all-gather, for the same bytes; what a linear layer would
+               keep of all tokens is gathered again in backward, (n-1)/n A for each attention and MLP. Once per pass A
+               is gathered behind the last layer, and its gradient before the first. Gradients of norms and of biases
+               behind sums are parts, and join the one sum of a step.
     changed    `sync_fraction=p` sums the first p of an output's channels only, and p A moves; the others stay each
                rank's own (CAAT-Net, arXiv 2506.19645). That is ANOTHER MODEL than the one on one process, made of the
                same weights, and depends on n; `rotorch verify` refuses it.
@@ -33,8 +39,10 @@ Deviations
     Local tensors and these sums in place of torch's DTensor styles: modules run as they are, cuts may be uneven, fused
     in one matrix, or tied (docs/decisions). Where heads do not divide evenly the first ranks compute one more; where
     there are fewer than ranks the last hold none and wait. With `sync_fraction` gradients are the derivative of what
-    forward computes; that takes the sum in backward at a unit's output and not at its input. There is no sequence
-    parallelism: a model that is used as it is makes masks and positions of the length that its embedding gives.
+    forward computes; that takes the sum in backward at a unit's output and not at its input. With `sequence_parallel`
+    the embedding, the last norm and the head see all tokens, since masks and positions are made from what the embedding
+    gives; what has no pipeline plan, which says where its layers are, is refused. Under autocast a linear layer keeps
+    its converted input, of all tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +57,8 @@ from rotorch.core.layout import Layout
 from rotorch.core.messages import SUM_CHUNK_BYTES, lane_bytes
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy
-from rotorch.core.traffic import MicroBatch, Phase, Transfer, all_gather, all_reduce
+from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_gather, all_reduce
+from rotorch.strategies.megatron.along_tokens import check_tokens, stretches_sent, with_tokens_cut
 
 _AXIS = "megatron"
 
@@ -61,6 +70,7 @@ class Megatron(Strategy):
         size: number of ranks.
         sync_fraction: which part of the channels of a row-wise output is summed over ranks. Below 1 it changes the
             model.
+        sequence_parallel: between the attentions and MLPs of its layers a rank has a stretch of the tokens only.
         transport: how activations are summed: by "messages", or over "shared_memory" of one host, where nothing is
             sent; "auto" takes that on CPU where it can be had.
     """
@@ -69,6 +79,7 @@ class Megatron(Strategy):
     cuts_weights: ClassVar[bool] = True
     size: PositiveInt
     sync_fraction: float = Field(default=1.0, gt=0.0, le=1.0)
+    sequence_parallel: bool = False
     transport: Literal["auto", "shared_memory", "messages"] = "auto"
 
     @property
@@ -78,6 +89,18 @@ class Megatron(Strategy):
     @property
     def batch_axes(self) -> tuple[str, ...]:
         return ()
+
+    @property
+    def token_axes(self) -> tuple[str, ...]:
+        return (_AXIS,) if self._cuts_tokens else ()
+
+    @property
+    def _cuts_tokens(self) -> bool:
+        return self.sequence_parallel and self.size > 1
+
+    def units_of(self, spec: ModelSpec) -> ModelSpec:
+        """With what is gathered along the sequence, and of whose gradients each rank has a part."""
+        return with_tokens_cut(spec) if self._cuts_tokens else spec
 
     @property
     def changes_the_model(self) -> str:
@@ -112,12 +135,26 @@ class Megatron(Strategy):
         layout = super().layout_of(spec, batch=batch, position=position)
         if self.transport != "shared_memory" or batch is None:
             return layout
-        passing = [t.payload_bytes for unit in spec.units for t in self._sums(unit, batch)]
-        slots = lane_bytes(self.size, whole=min(max(passing, default=0), SUM_CHUNK_BYTES))
+        whole, part = 0, 0
+        for transfer in (t for unit in spec.units for t in self._sums(unit, batch)):
+            if transfer.kind is Kind.REDUCE_SCATTER:
+                part = max(part, transfer.payload_bytes // self.size)
+            else:  # sums pass in chunks
+                summed = transfer.kind is Kind.ALL_REDUCE
+                whole = max(whole, min(transfer.payload_bytes, SUM_CHUNK_BYTES) if summed else transfer.payload_bytes)
+        slots = lane_bytes(self.size, whole=whole, part=part)
         return replace(layout, transient_bytes=slots, slots_bytes=slots)
 
     def _sums(self, unit: Unit, batch: MicroBatch) -> tuple[Transfer, ...]:
-        if self.size == 1 or unit.kind is UnitKind.REPLICATED:
+        if self.size == 1:
+            return ()
+        widths = {"width_in": input_width(unit), "width_out": output_width(unit)}
+        stretches = stretches_sent(unit, batch=batch, axis=_AXIS, size=self.size, **widths)
+        return (*stretches, *self._whole_sums(unit, batch))
+
+    def _whole_sums(self, unit: Unit, batch: MicroBatch) -> tuple[Transfer, ...]:
+        """Of a unit at whose sides all ranks have all tokens."""
+        if unit.kind is UnitKind.REPLICATED or unit.along_tokens:
             return ()
         tokens = batch.num_rows * batch.num_tokens
         parts = bool(self.changes_the_model)
@@ -162,6 +199,13 @@ class Megatron(Strategy):
                 f"ranks would hold nothing. Write megatron={most} or less"
             )
 
+        if self._cuts_tokens:
+            if self.changes_the_model:
+                raise ConfigError(
+                    f"{self}: channels that stay each rank's own have no stretches of one sum. Write sync_fraction or "
+                    "sequence_parallel"
+                )
+            check_tokens(spec, strategy=f"megatron={self.size}[sequence_parallel=true]", num_ranks=self.size)
         if self.changes_the_model:
             self._check_synced(spec)
 

@@ -1,0 +1,295 @@
+"""Activations cut along the sequence inside of a model's layers, over ranks that share a batch.
+
+Sequence parallelism (Korthikanti et al., arXiv 2205.05198): what a layer does between its attention and its MLP works
+on every token alone, so each rank does it for a stretch of the tokens, and keeps no more. All tokens are gathered where
+a module wants them; of what is a part of a sum on every rank, each takes its stretch of the sum. Before the first layer
+and behind the last one activations are whole, so masks and positions are made for all tokens.
+
+[Note: who has which gradient]
+    Outside of the layers, and in modules that every rank computes whole, activations and gradients are equal on all
+    ranks. Inside, a rank's stretch and its gradient are its own, and weights that are used there get parts of their
+    gradients (norms, biases that are added behind a sum). See `ops/conjugates.py` for the other convention.
+
+[Note: gathered again]
+    A linear layer keeps its input for its weight's gradient, which would be all tokens. So what autograd saves of the
+    gathered tensor is replaced by the stretch that it was gathered from, and backward gathers it once more.
+
+Shapes: B sequences, T tokens, S tokens of this rank, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function, once_differentiable
+
+from rotorch._torch_private import storage_key, tree_flatten, tree_unflatten
+from rotorch.comm.line import Line
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Cut
+from rotorch.ops.conjugates import Boundary, enter, gathered_along, place_side_by_side, summed_stretch, take_own
+from rotorch.ops.random_state import RandomState, drawn_alike
+
+_DIM = 1
+"""Of tokens, in hidden states `[B, T, D]`."""
+
+
+class TokenStretch:
+    """This rank's tokens in a pass: what the layers of one model have in common.
+
+    Attributes:
+        line: the ranks that share the tokens.
+        rows: sequences of the micro-batch that is under way.
+        lengths: tokens of every rank.
+        is_cut: whether activations are cut in this pass; without gradients, fewer tokens than ranks stay whole.
+        seed: from which modules that all ranks compute whole draw; the same on all ranks.
+    """
+
+    def __init__(self, line: Line) -> None:
+        self.line = line
+        self.rows = 0
+        self.lengths: tuple[int, ...] = ()
+        self.is_cut = True
+        self.seed = 0
+        self._before: RandomState | None = None
+
+    def is_own(self, x: Any) -> bool:
+        """Whether `x` may be hidden states of this rank's tokens."""
+        own = (self.rows, self.lengths[self.line.position])
+        return isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3 and x.shape[:2] == own
+
+    def is_whole(self, x: Any) -> bool:
+        """Whether `x` may be hidden states of all tokens."""
+        return isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3 and x.shape[:2] == self._all_tokens
+
+    @property
+    def _all_tokens(self) -> tuple[int, int]:
+        return self.rows, sum(self.lengths)
+
+    def own(self, x_BTD: Tensor) -> Tensor:
+        """This rank's stretch of an equal tensor; its gradient is placed side by side."""
+        return take_own(x_BTD, dim=_DIM, lengths=self.lengths, line=self.line)
+
+    def whole(self, x_BSD: Tensor) -> Tensor:
+        """All tokens, equal on all ranks; of the gradient each takes its stretch."""
+        return place_side_by_side(x_BSD, dim=_DIM, lengths=self.lengths, line=self.line)
+
+    def next_seed(self) -> int:
+        """A seed that no module of this pass has had, the same on all ranks."""
+        self.seed -= 1
+        return self.seed
+
+    def run_in(self, layers: Sequence[nn.Module]) -> None:
+        """Lets a row of layers run on stretches: hooks of the first and the last one, which stay."""
+        layers[0].register_forward_pre_hook(self._begin, with_kwargs=True)
+        layers[-1].register_forward_hook(self._end)
+
+    def _begin(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.rows, tokens = hidden.shape[:2]
+        pieces = (Cut(_DIM, tokens).ranges(tokens, num_slices=self.line.size, index=k) for k in range(self.line.size))
+        self.lengths = tuple(piece.length for (piece,) in pieces)
+        self.is_cut = min(self.lengths) > 0
+        if not self.is_cut:
+            if torch.is_grad_enabled():
+                raise ConfigError(
+                    f"megatron: sequence_parallel: sequences of {tokens} tokens over {self.line.size} ranks leave some "
+                    "without any. Give longer sequences, or leave sequence_parallel out"
+                )
+            return args, kwargs
+        if layer.training:  # what is dropped between modules differs from stretch to stretch
+            self.seed = int(torch.randint(2**62, ()))
+            self._before = RandomState.now(hidden)
+            torch.manual_seed(self.seed + 1 + self.line.position)
+        own = self.own(hidden)
+        return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": own})
+
+    def _end(self, _: nn.Module, __: Any, output: Any) -> Any:
+        if self._before is not None:
+            self._before.put_back()
+            self._before = None
+        if not self.is_cut:
+            return output
+        return (self.whole(output[0]), *output[1:]) if isinstance(output, tuple) else self.whole(output)
+
+
+class StretchBoundary(Boundary):
+    """Around a module on slices: all tokens go in, and of the sum of its parts this rank's stretch comes out.
+
+    Args:
+        stretch: this rank's tokens.
+        name: of the module, for errors.
+    """
+
+    def __init__(self, stretch: TokenStretch, *, name: str) -> None:
+        super().__init__(stretch.line)
+        self._stretch, self._name = stretch, name
+        self._again: list[_GatheredAgain] = []
+
+    def enter_all(self, inputs: Sequence[Any]) -> list[Any]:
+        stretch = self._stretch
+        if not stretch.is_cut:
+            return super().enter_all(inputs)
+        self._again, entered = [], []
+        for x in inputs:
+            if stretch.is_own(x):
+                whole = _Gather.apply(x, stretch.lengths, self.line)
+                self._again.append(_GatheredAgain(x.detach(), whole, stretch.lengths, self.line))
+                entered.append(whole)
+            else:
+                entered.append(enter(x, line=self.line) if isinstance(x, Tensor) and x.requires_grad else x)
+        if not self._again:
+            raise _no_tokens(self._name)
+        return entered
+
+    def inside(self) -> AbstractContextManager[object]:
+        again, self._again = self._again, []
+        return _saved_as_stretches(again) if torch.is_grad_enabled() else nullcontext()
+
+    def leave(self, x: Tensor) -> Tensor:
+        """This rank's stretch of the sum over ranks of `x [B, T, D]`; its gradient is gathered."""
+        if not self._stretch.is_cut:
+            return super().leave(x)
+        if not self._stretch.is_whole(x):
+            raise _no_tokens(self._name)
+        return _ScatterSum.apply(x, self._stretch.lengths, self.line)
+
+
+class OnAllTokens:
+    """Takes the place of the forward of a module that all ranks compute whole: all tokens in, this rank's out.
+
+    Args:
+        module: a child of a layer.
+        name: its name, for errors.
+        stretch: this rank's tokens.
+    """
+
+    def __init__(self, module: nn.Module, *, name: str, stretch: TokenStretch) -> None:
+        self._module, self._name, self._stretch = module, name, stretch
+        self._forward = module.forward
+        module.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward on all tokens."""
+        stretch = self._stretch
+        if not stretch.is_cut:
+            return self._forward(*args, **kwargs)
+        leaves, tree = tree_flatten((args, kwargs))
+        if not any(map(stretch.is_own, leaves)):
+            raise _no_tokens(self._name)
+        args, kwargs = tree_unflatten([stretch.whole(x) if stretch.is_own(x) else x for x in leaves], tree)
+        with drawn_alike(stretch.next_seed()) if self._module.training else nullcontext():
+            output = self._forward(*args, **kwargs)
+        leaves, tree = tree_flatten(output)
+        return tree_unflatten([stretch.own(x) if stretch.is_whole(x) else x for x in leaves], tree)
+
+
+def refuse_hidden_states(module: nn.Module) -> None:
+    """Lets a model refuse, by a hook that stays, to return the hidden states between its layers: they are stretches."""
+
+    def hook(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
+        asked = kwargs.get("output_hidden_states")
+        if getattr(module.config, "output_hidden_states", False) if asked is None else asked:
+            raise ConfigError(
+                "megatron: sequence_parallel: hidden states between layers are cut along the sequence. Leave "
+                "output_hidden_states out, or sequence_parallel"
+            )
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _no_tokens(name: str) -> ConfigError:
+    return ConfigError(
+        f"megatron: sequence_parallel: {name!r} does not take and return hidden states of [rows, tokens, features]. "
+        "Leave sequence_parallel out"
+    )
+
+
+class _Gather(Function):
+    """All tokens of stretches; of the gradients, which are parts, this rank's stretch of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BSD: Tensor, lengths: tuple[int, ...], line: Line) -> Tensor:
+        ctx.lengths, ctx.line = lengths, line
+        return gathered_along(x_BSD, _DIM, lengths, line)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return summed_stretch(grad_BTD, _DIM, ctx.lengths, ctx.line), None, None
+
+
+class _ScatterSum(Function):
+    """This rank's stretch of a sum of parts; the gradient of all tokens is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, lengths: tuple[int, ...], line: Line) -> Tensor:
+        ctx.lengths, ctx.line = lengths, line
+        return summed_stretch(x_BTD, _DIM, lengths, line)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return gathered_along(grad_BSD, _DIM, ctx.lengths, ctx.line), None, None
+
+
+class _GatheredAgain:
+    """A gathered tensor that is forgotten after forward and gathered once more in backward."""
+
+    def __init__(self, own: Tensor, whole: Tensor, lengths: tuple[int, ...], line: Line) -> None:
+        self._own, self._place = own, (_DIM, lengths, line)
+        self._key, self._version, self._dtype = storage_key(whole), whole._version, whole.dtype
+        self.alive: Tensor | None = whole  # until the module is through: nothing else may take its storage
+        self._made: Tensor | None = None
+        self._num_left = 0
+
+    def take(self, tensor: Tensor) -> _View | None:
+        """What to save in place of `tensor`, if that is a view of the gathered one as it was."""
+        whole = self.alive
+        if whole is None or tensor.dtype != self._dtype or storage_key(tensor) != self._key:
+            return None
+        if whole._version != self._version:  # somebody wrote into it
+            return None
+        self._num_left += 1
+        return _View(self, tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def give(self, view: _View) -> Tensor:
+        """The view again. All ranks, equally often and in one order."""
+        if self._made is None:
+            self._made = gathered_along(self._own, *self._place)
+        made = self._made.as_strided(view.shape, view.stride, view.offset)
+        self._num_left -= 1
+        if not self._num_left:
+            self._made = None
+        return made
+
+
+@dataclass(frozen=True)
+class _View:
+    of: _GatheredAgain
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@contextmanager
+def _saved_as_stretches(gathered: Sequence[_GatheredAgain]) -> Iterator[None]:
+    """Within it autograd saves none of some gathered tensors (see [Note: gathered again])."""
+
+    def pack(tensor: Tensor) -> Tensor | _View:
+        return next((view for each in gathered if (view := each.take(tensor)) is not None), tensor)
+
+    def unpack(saved: Tensor | _View) -> Tensor:
+        return saved.of.give(saved) if isinstance(saved, _View) else saved
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        for each in gathered:
+            each.alive = None
