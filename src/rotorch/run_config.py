@@ -41,6 +41,7 @@ _PATHS = {
     ("data", "tokenizer"): ("bytes", "model"),
     ("data", "cache_dir"): (),
     ("train", "out"): (),
+    ("train", "checkpoint_dir"): (),
 }
 """Keys that hold a path, and the words they take instead of one."""
 
@@ -118,6 +119,7 @@ class TrainSection(_Section):
         eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.
         eval_windows: held-out samples per evaluation.
         out: the run's directory; by default `runs/<name of the TOML file>` in the working directory.
+        checkpoint_dir: a directory, or a URL of a store (`s3://bucket/my_run`), for `checkpoints/` in place of `out`.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         keep: how many checkpoints are kept.
         async_save: train on while a checkpoint is written, from a copy in host memory of what a rank has at rest.
@@ -143,6 +145,7 @@ class TrainSection(_Section):
     eval_every: NonNegativeInt = 0
     eval_windows: PositiveInt = 128
     out: str = ""
+    checkpoint_dir: str | None = None
     checkpoint_every: NonNegativeInt = 0
     keep: PositiveInt = 2
     async_save: bool = False
@@ -162,6 +165,11 @@ class TrainSection(_Section):
             if match is None or not 1 <= int(match[1]) <= int(match[2]):
                 raise ValueError('write the least and the most ranks, e.g. "2:4"')
         return text
+
+    @property
+    def saves_in(self) -> str:
+        """What checkpoints lie in: a directory or a URL."""
+        return self.checkpoint_dir or self.out
 
     @property
     def elastic_ranks(self) -> tuple[int, int]:
@@ -333,8 +341,8 @@ def _make_paths_absolute(raw: dict[str, Any], *, base: Path) -> None:
 
 
 def _absolute(text: str, *, words: Sequence[str], base: Path) -> str:
-    """`text` as an absolute path, unless it is one of `words` or empty."""
-    return text if not text or text in words else str((base / Path(text).expanduser()).resolve())
+    """`text` as an absolute path, unless it is one of `words`, a URL or empty."""
+    return text if not text or text in words or "://" in text else str((base / Path(text).expanduser()).resolve())
 
 
 def _apply_override(raw: dict[str, Any], *, override: str) -> None:

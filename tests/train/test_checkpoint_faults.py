@@ -252,7 +252,7 @@ def save_without_room(run_dir):
     save(run_dir, state, keep=3)
     state.step = 2
     usage = shutil.disk_usage(run_dir)
-    storage.shutil.disk_usage = lambda path: usage._replace(free=1000)
+    shutil.disk_usage = lambda path: usage._replace(free=1000)
     try:
         save(run_dir, state, keep=3)
     except RankFailure as error:

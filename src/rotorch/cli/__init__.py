@@ -31,6 +31,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 Parallel = Annotated[str, typer.Option("--parallel", help="Layout, outermost first: ddp=2,rtp=4")]
 Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks to start; by default what the layout needs")]
 Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. train.steps=100")]
+_CHECKPOINT = "A checkpoint, or a run (then its latest): a directory, or a URL like s3://bucket/my_run"
 Compile = Annotated[bool, typer.Option("--compile", help="Run blocks by torch.compile; the first step takes long")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to FILE, too")]
 
@@ -276,7 +277,7 @@ def zoo(
 
 @app.command("export")
 def export(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run (then its latest)")],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=_CHECKPOINT)],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="What to write")],
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as trained")] = None,
     max_shard_bytes: Annotated[int, typer.Option(help="Largest weights file")] = 5_000_000_000,
@@ -297,7 +298,7 @@ def export(
 
 @app.command("inspect")
 def inspect(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint, or a run (then its latest)")],
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=_CHECKPOINT)],
     contents: Annotated[bool, typer.Option("--contents", help="Hold every byte against its digest")] = False,
     json_file: Json = None,
 ) -> None:

@@ -12,7 +12,6 @@ import threading
 import warnings
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -23,6 +22,7 @@ from rotorch.comm.collectives import own_group
 from rotorch.core.errors import RotorchError
 from rotorch.shard.held import Pieces
 from rotorch.train.checkpoint import Snapshot, take, write
+from rotorch.train.places import Place
 from rotorch.train.state import TrainState
 
 _PATIENCE_S = 60.0
@@ -32,13 +32,13 @@ class Saver:
     """Saves a run's state: at once, or behind the run. All ranks make one, and call it alike.
 
     Args:
-        run_dir: the run's directory.
+        run_dir: what has the run's checkpoints.
         keep: how many checkpoints are kept.
         behind: whether `save` returns when the state is copied, not when it is on the disk.
         mesh: of all ranks.
     """
 
-    def __init__(self, run_dir: Path, *, keep: int, behind: bool, mesh: DeviceMesh) -> None:
+    def __init__(self, run_dir: Place, *, keep: int, behind: bool, mesh: DeviceMesh) -> None:
         self._run_dir, self._keep, self._behind = run_dir, keep, behind
         self._group: ProcessGroup | None = own_group(mesh=mesh) if behind else None
         if behind and mesh.size() == 1:  # a thread must not set filters for a while, as a save at once does
@@ -58,7 +58,7 @@ class Saver:
             with suppress(RotorchError):
                 self.wait(_PATIENCE_S)
 
-    def save(self, state: TrainState) -> Path:
+    def save(self, state: TrainState) -> Place:
         """Saves the state; returns the checkpoint's directory, which may come to be later.
 
         Raises:

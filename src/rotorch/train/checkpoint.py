@@ -52,6 +52,7 @@ from rotorch.train.manifest import (
     describe_manifest,
     read_manifest,
 )
+from rotorch.train.places import Place, as_place
 from rotorch.train.state import (
     WEIGHT,
     TrainState,
@@ -84,14 +85,14 @@ _LOG = logging.getLogger(__name__)
 _MESSAGE_CHARS = 1000
 
 
-def save(run_dir: Path | str, state: TrainState, *, keep: int) -> Path:
+def save(run_dir: Place | str, state: TrainState, *, keep: int) -> Place:
     """Saves a run's state as RUN_DIR/checkpoints/step-NNNNNNNN. All ranks; what several hold is written once.
 
     When it returns, the checkpoint is on the disk. If it fails or is killed, earlier checkpoints are untouched and
     what it has written is not taken for one. Needs no memory beyond a small buffer.
 
     Args:
-        run_dir: the run's directory, on a file system that all ranks share.
+        run_dir: the run's directory, on a file system that all ranks share; or a URL that fsspec knows.
         state: what to save.
         keep: how many checkpoints of the run to keep, this one included; older ones are removed at the end.
 
@@ -109,7 +110,7 @@ def save(run_dir: Path | str, state: TrainState, *, keep: int) -> Path:
 class Snapshot:
     """All that goes into one checkpoint: `tensors` may be the run's own, or copies of them."""
 
-    path: Path
+    path: Place
     tensors: dict[str, Pieces | Tensor]
     manifest: Manifest
     copies: dict[str, Path]
@@ -118,7 +119,7 @@ class Snapshot:
     num_ranks: int
 
 
-def take(run_dir: Path | str, state: TrainState, *, keep: int) -> Snapshot:
+def take(run_dir: Place | str, state: TrainState, *, keep: int) -> Snapshot:
     """Collects what `save` writes, copying nothing. All ranks; errors as of `save`."""
     if keep < 1:
         raise ConfigError(f"checkpoint: keep={keep}: write at least 1")
@@ -126,11 +127,11 @@ def take(run_dir: Path | str, state: TrainState, *, keep: int) -> Snapshot:
         manifest = _manifest(state)
         tensors = _all_tensors(state)
     copies = {**state.companions, **({TOKENIZER_FILES[0]: state.tokenizer_file} if state.tokenizer_file else {})}
-    path = checkpoints_of(Path(run_dir)) / step_name(state.step)
+    path = checkpoints_of(run_dir) / step_name(state.step)
     return Snapshot(path, tensors, manifest, copies, keep, state.rank, state.num_ranks)
 
 
-def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Path:
+def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
     """Writes what `take` collected; returns, and raises, as `save` does. All ranks.
 
     Args:
@@ -159,7 +160,7 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Path:
     return path
 
 
-def load(path: Path | str, state: TrainState) -> Manifest:
+def load(path: Place | str, state: TrainState) -> Manifest:
     """Puts a checkpoint's values into `state`: model, optimizer, counters, data position, random states. All ranks.
 
     On as many ranks as wrote it, every rank gets its own random states back, and training goes on bit for bit on the
@@ -179,7 +180,7 @@ def load(path: Path | str, state: TrainState) -> Manifest:
         ConfigError: if it is foreign, or of another model or optimizer; nothing is changed.
         RankFailure: if reading failed after that; values are then partly overwritten.
     """
-    path, mesh = Path(path), state.model.mesh
+    path, mesh = as_place(path), state.model.mesh
     with _agreed(mesh):
         manifest = read_manifest(path)
         check_contents(path, manifest, share=state.rank, num_shares=state.num_ranks)
@@ -230,7 +231,7 @@ def load(path: Path | str, state: TrainState) -> Manifest:
     return manifest
 
 
-def load_newest(path: Path, state: TrainState) -> Path:
+def load_newest(path: Place, state: TrainState) -> Place:
     """Loads the checkpoint `path` of a run, or the newest one before it whose bytes are those written. All ranks.
 
     Returns:
@@ -254,7 +255,7 @@ def load_newest(path: Path, state: TrainState) -> Path:
             return path
 
 
-def inspect_checkpoint(path: Path | str, *, contents: bool = False) -> dict[str, Any]:
+def inspect_checkpoint(path: Place | str, *, contents: bool = False) -> dict[str, Any]:
     """What a checkpoint holds, as plain JSON values: step, layout, versions, bytes by kind, every file and tensor.
 
     One process. Takes a checkpoint's directory, or a run's (then its latest).
@@ -318,7 +319,7 @@ def _versions() -> dict[str, str]:
 # ---------------------------------------------------------------- checking
 
 
-def _check_same_model(path: Path, manifest: Manifest, state: TrainState) -> None:
+def _check_same_model(path: Place, manifest: Manifest, state: TrainState) -> None:
     """Raises `ConfigError` unless the checkpoint is one of this model and this optimizer."""
     where = f"checkpoint: {path}"
     saved = manifest.names(MODEL)

@@ -1,6 +1,6 @@
 """The checkpoints of a run as directories: which one is the latest whole one, and how they come and go. No torch.
 
-See [Note: a checkpoint on disk] in `manifest.py` for what the names mean.
+See [Note: a checkpoint on disk] in `manifest.py` for what the names mean, and [Note: whole in a store] in `landing.py`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from pathlib import Path
 
 from rotorch.core.errors import ConfigError
 from rotorch.train.manifest import MANIFEST, Manifest, NewerFormat, check_contents, check_sizes, read_manifest
+from rotorch.train.places import Place, StorePath, as_place
 
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"\.?step-(\d{8,})(\.old)?")
 
 
-def checkpoints_of(run_dir: Path) -> Path:
+def checkpoints_of(run_dir: Place | str) -> Place:
     """The directory of a run's checkpoints."""
-    return Path(run_dir) / "checkpoints"
+    return as_place(run_dir) / "checkpoints"
 
 
 def step_name(step: int) -> str:
@@ -28,7 +29,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def latest(run_dir: Path | str) -> Path | None:
+def latest(run_dir: Place | str) -> Place | None:
     """Returns the newest whole checkpoint of a run, or None if it has none.
 
     Whole means: a manifest that agrees with itself, and every file there with its size (`check` reads the contents
@@ -37,20 +38,20 @@ def latest(run_dir: Path | str) -> Path | None:
     Raises:
         NewerFormat: if the newest one was written by a later rotorch.
     """
-    parent = checkpoints_of(Path(run_dir))
+    parent = checkpoints_of(run_dir)
     for path in leftovers(parent):
         if not stands_in(path):
             _LOG.warning("checkpoint: skipping %s, left by a save that was cut off", path)
-    return _newest_whole(_candidates(parent))
+    return _newest_whole(candidates(parent))
 
 
-def one_before(path: Path) -> Path | None:
+def one_before(path: Place) -> Place | None:
     """Returns the newest whole checkpoint of an earlier step beside `path`, or None; skips others with a word."""
-    return _newest_whole([other for other in _candidates(path.parent) if _step(other) < _step(path)])
+    return _newest_whole([other for other in candidates(path.parent) if _step(other) < _step(path)])
 
 
-def _newest_whole(candidates: list[Path]) -> Path | None:
-    for path in reversed(candidates):
+def _newest_whole(paths: list[Place]) -> Place | None:
+    for path in reversed(paths):
         try:
             check_sizes(path, read_manifest(path))
         except NewerFormat:
@@ -62,13 +63,13 @@ def _newest_whole(candidates: list[Path]) -> Path | None:
     return None
 
 
-def find_checkpoint(path: Path | str) -> Path:
+def find_checkpoint(path: Place | str) -> Place:
     """Returns `path` if it is a checkpoint, or the latest one if it is a run's directory.
 
     Raises:
         ConfigError: if it is neither.
     """
-    path = Path(path)
+    path = as_place(path)
     if not (path / MANIFEST).exists() and checkpoints_of(path).is_dir():
         newest = latest(path)
         if newest is None:
@@ -77,22 +78,22 @@ def find_checkpoint(path: Path | str) -> Path:
     return path
 
 
-def check(path: Path | str) -> Manifest:
+def check(path: Place | str) -> Manifest:
     """Reads a whole checkpoint and holds every byte against its digests. Returns what it says of itself.
 
     Raises:
         ConfigError: if it is missing, foreign, from a later version, cut off or damaged; names the file and the reason.
     """
-    path = Path(path)
+    path = as_place(path)
     manifest = read_manifest(path)
     check_contents(path, manifest)
     return manifest
 
 
-def prune(parent: Path, *, keep: int, just_written: Path) -> None:
+def prune(parent: Place, *, keep: int, just_written: Place) -> None:
     """Removes all but the newest `keep` whole checkpoints, never `just_written`. A failure is only logged."""
     whole = []
-    for path in _candidates(parent):
+    for path in candidates(parent):
         try:
             check_sizes(path, read_manifest(path))
         except ConfigError:
@@ -106,14 +107,16 @@ def prune(parent: Path, *, keep: int, just_written: Path) -> None:
             _LOG.warning("checkpoint: %s: cannot be removed: %s", path, error.strerror)
 
 
-def _candidates(parent: Path) -> list[Path]:
+def candidates(parent: Place) -> list[Place]:
     """Directories that claim to be checkpoints, by step."""
-    found = [p for p in parent.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    found: list[Place] = [p for p in parent.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    if isinstance(parent, StorePath):
+        return sorted((p for p in found if (p / MANIFEST).exists()), key=_step)
     found += [p for p in leftovers(parent) if stands_in(p)]
     return sorted(found, key=_step)
 
 
-def _step(path: Path) -> int:
+def _step(path: Place) -> int:
     match = _NAME.fullmatch(path.name)
     assert match is not None, f"{path} was matched before"
     return int(match[1])
@@ -145,31 +148,54 @@ def replace_directory(temporary: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def remove_directory(path: Path) -> None:
-    """Removes a checkpoint, first hiding it under a name with a leading dot so that half of it never looks whole."""
+def remove_directory(path: Place) -> None:
+    """Removes a checkpoint, its name or its manifest first, so that half of it never looks whole."""
+    if isinstance(path, StorePath):
+        (path / MANIFEST).unlink()
+        path.remove_below()
+        return
     hidden = path.parent / f".{path.name}.gone-{os.getpid()}"
     os.rename(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def leftovers(parent: Path) -> list[Path]:
+def leftovers(parent: Place) -> list[Place]:
     """Directories of saves, replacements and removals that were cut off."""
+    if isinstance(parent, StorePath):
+        found = [p for p in parent.glob("step-*") if _NAME.fullmatch(p.name)]
+        return sorted(p for p in found if not (p / MANIFEST).exists())
     return sorted(p for p in parent.glob(".step-*") if p.is_dir() and not p.is_symlink())
 
 
-def stands_in(path: Path) -> Path | None:
+def stands_in(path: Place) -> Path | None:
     """For `.step-*.old` whose `step-*` is missing (a save was cut off while it replaced it): the missing directory."""
-    if not path.name.endswith(".old") or not _NAME.fullmatch(path.name):
+    if isinstance(path, StorePath) or not path.name.endswith(".old") or not _NAME.fullmatch(path.name):
         return None
     final = path.parent / path.name.removeprefix(".").removesuffix(".old")
     return None if final.exists() else final
 
 
-def remove_leftovers(parent: Path) -> None:
+def remove_leftovers(parent: Place) -> None:
     """Removes what was cut off, with a word, and gives a checkpoint that was being replaced its name back."""
     for path in leftovers(parent):
         if final := stands_in(path):
             os.rename(path, final)
             continue
         _LOG.warning("checkpoint: removing %s, left by a save that was cut off", path)
-        shutil.rmtree(path, ignore_errors=True)
+        if isinstance(path, StorePath):
+            path.remove_below()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_unlisted(directory: Place) -> None:
+    """Removes what is in a checkpoint's directory of a store and not in its manifest: all, if it has none."""
+    try:
+        listed = {MANIFEST, *read_manifest(directory).files}
+    except ConfigError:
+        if (directory / MANIFEST).exists():
+            return  # damaged, or of another rotorch: not ours to judge
+        listed = set()
+    for path in directory.iterdir():
+        if path.name not in listed:
+            path.unlink()

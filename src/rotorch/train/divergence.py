@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from pathlib import Path
 from typing import Literal
 
 from rotorch.core.errors import FinalFailure
 from rotorch.run_config import TrainSection
 from rotorch.train.checkpoint import load_newest
 from rotorch.train.directories import latest
+from rotorch.train.places import Place
 from rotorch.train.state import TrainState
 from rotorch.train.step import StepResult
 
@@ -84,14 +84,14 @@ class DivergenceGuard:
                 raise FinalFailure(f"{what}, after going back {_MOST_RETURNS} times without coming to a new checkpoint")
         return action
 
-    def go_back(self, state: TrainState, *, step: int, out: Path, what: str) -> Path:
+    def go_back(self, state: TrainState, *, step: int, saves_in: Place, what: str) -> Place:
         """Loads the last checkpoint, to read on behind what `step` read (see [Note: going back]). All ranks.
 
         Raises:
             FinalFailure: if there is no checkpoint yet.
         """
         position = step + read_ahead(state)
-        path = latest(out)
+        path = latest(saves_in)
         if path is None:
             raise FinalFailure(f"{what}, and there is no checkpoint yet to go back to")
         path = load_newest(path, state)

@@ -35,6 +35,7 @@ from rotorch.shard.materialize import on_meta
 from rotorch.train.companions import COMPANIONS
 from rotorch.train.directories import check, find_checkpoint, fsync
 from rotorch.train.manifest import BUFFER, MODEL, Manifest
+from rotorch.train.places import Place, creating
 from rotorch.train.storage import (
     DTYPES,
     CheckpointReader,
@@ -48,7 +49,7 @@ _CONFIG_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16":
 
 
 def export_checkpoint(
-    checkpoint: Path | str,
+    checkpoint: Place | str,
     out_dir: Path | str,
     *,
     dtype: str | None = None,
@@ -213,7 +214,7 @@ def _write_adapters(directory: Path, manifest: Manifest, entries: list[Entry]) -
 
 
 def _write(
-    directory: Path, checkpoint: Path, manifest: Manifest, entries: list[Entry], *, max_shard_bytes: int
+    directory: Path, checkpoint: Place, manifest: Manifest, entries: list[Entry], *, max_shard_bytes: int
 ) -> dict[str, int]:
     """Writes everything into `directory`; returns the files' sizes by name."""
     needed = _check_room(directory, entries)
@@ -229,8 +230,8 @@ def _write(
     _write_json(directory / "config.json", _config(manifest, entries))
     for name in COMPANIONS:
         if name in manifest.files:
-            shutil.copyfile(checkpoint / name, directory / name)
-            fsync(directory / name)
+            with (checkpoint / name).open("rb") as source, creating(directory / name) as copy:
+                shutil.copyfileobj(source, copy)
     if "tokenizer.json" in manifest.files and "tokenizer_config.json" not in manifest.files:
         _write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return _sizes(directory)

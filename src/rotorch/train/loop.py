@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rotorch.core.errors import FinalFailure
 from rotorch.parallel_model import Batch, ParallelModel
@@ -18,6 +17,7 @@ from rotorch.train.memory import PeakMeter, TensorBytes, tensor_bytes
 from rotorch.train.metrics import HeldOut, Listener, StepRecord
 from rotorch.train.nonfinite import first_nonfinite
 from rotorch.train.optim import learning_rate
+from rotorch.train.places import Place
 from rotorch.train.replicas import check_replicas
 from rotorch.train.state import TrainState
 from rotorch.train.status import Phase, StatusBoard
@@ -37,7 +37,7 @@ class LoopEnd:
     """
 
     held_out: HeldOut | None
-    checkpoint: Path
+    checkpoint: Place
     stopped: bool
     tensors: TensorBytes
     peak_bytes: tuple[int, ...]
@@ -50,7 +50,7 @@ def run_loop(
     sizes: BatchSizes,
     windows: TokenWindows,
     held_out: TokenWindows,
-    out: Path,
+    saves_in: Place,
     listeners: Sequence[Listener],
     board: StatusBoard,
 ) -> LoopEnd:
@@ -65,7 +65,7 @@ def run_loop(
         sizes: of the batch.
         windows: what to train on.
         held_out: what to evaluate on; may be empty.
-        out: the run's directory.
+        saves_in: what has its checkpoints.
         listeners: are told of every step; rank 0's only.
         board: where this rank notes what it is doing.
     """
@@ -74,8 +74,8 @@ def run_loop(
     peak = PeakMeter(model.device)
     guard = DivergenceGuard(train)
     measured: HeldOut | None = None
-    checkpoint = out
-    with Saver(out, keep=train.keep, behind=train.async_save, mesh=model.mesh) as saver:
+    checkpoint = saves_in
+    with Saver(saves_in, keep=train.keep, behind=train.async_save, mesh=model.mesh) as saver:
         while True:
             start_s = time.perf_counter()
             step = state.step + 1
@@ -100,7 +100,14 @@ def run_loop(
                 board.doing(Phase.EXAMINING)
                 saver.wait()
                 if _went_back(
-                    state, result, guard=guard, step=step, lr=lr, batches=batches, out=out, listeners=listeners
+                    state,
+                    result,
+                    guard=guard,
+                    step=step,
+                    lr=lr,
+                    batches=batches,
+                    saves_in=saves_in,
+                    listeners=listeners,
                 ):
                     continue
             num_tokens = sizes.global_batch * config.data.sequence_length
@@ -150,7 +157,7 @@ def _went_back(
     step: int,
     lr: float,
     batches: Sequence[Batch],
-    out: Path,
+    saves_in: Place,
     listeners: Sequence[Listener],
 ) -> bool:
     """After a step that was not updated: whether the run is at an earlier checkpoint now, else the step is skipped.
@@ -170,7 +177,7 @@ def _went_back(
     if action == "skip":
         _tell(listeners, f"step {step} is skipped: {what}")
         return False
-    path = guard.go_back(state, step=step, out=out, what=what)
+    path = guard.go_back(state, step=step, saves_in=saves_in, what=what)
     for listener in listeners:
         listener.on_rolled_back(state.step)
     _tell(

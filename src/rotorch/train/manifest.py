@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
+from rotorch.train.places import Place
 
 FORMAT = "rotorch checkpoint"
 VERSION = 1
@@ -150,7 +151,7 @@ def _digest(content: Any) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: Place) -> Manifest:
     """Reads the manifest of the checkpoint directory `path`; checks format, version, digest, and that it makes sense.
 
     Raises:
@@ -165,7 +166,7 @@ def read_manifest(path: Path) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(_why_no_manifest(path)) from None
     except OSError as error:
-        raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror or error}") from None
     except (ValueError, RecursionError):
         raise DamagedCheckpoint(f"checkpoint: {file}: damaged (not valid JSON)") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
@@ -189,7 +190,7 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def _why_no_manifest(path: Path) -> str:
+def _why_no_manifest(path: Place) -> str:
     if not path.exists():
         return f"checkpoint: {path}: no such directory"
     if not path.is_dir():
@@ -225,7 +226,7 @@ def _nonsense(manifest: Manifest) -> str | None:
     return None
 
 
-def check_sizes(path: Path, manifest: Manifest) -> None:
+def check_sizes(path: Place, manifest: Manifest) -> None:
     """Raises `DamagedCheckpoint` unless every file is there with the size that the manifest says. Reads no contents."""
     for name, entry in manifest.files.items():
         try:
@@ -239,7 +240,7 @@ def check_sizes(path: Path, manifest: Manifest) -> None:
             )
 
 
-def check_contents(path: Path, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> None:
+def check_contents(path: Place, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> None:
     """Reads every `num_shares`-th file from `share` on; raises `DamagedCheckpoint` unless each has its digest."""
     check_sizes(path, manifest)
     for name in sorted(manifest.files)[share::num_shares]:
@@ -249,7 +250,7 @@ def check_contents(path: Path, manifest: Manifest, *, share: int = 0, num_shares
             )
 
 
-def file_digest(file: Path) -> str:
+def file_digest(file: Place) -> str:
     """The sha256 of a file's contents, in hex. Raises `ConfigError` if it cannot be read."""
     digest = hashlib.sha256()
     try:
@@ -264,7 +265,7 @@ def file_digest(file: Path) -> str:
 # ---------------------------------------------------------------- for people
 
 
-def describe_manifest(path: Path, manifest: Manifest) -> dict[str, Any]:
+def describe_manifest(path: Place, manifest: Manifest) -> dict[str, Any]:
     """What a checkpoint holds, as plain JSON values (the fields of `rotorch inspect --json`)."""
     groups = {"weights": MODEL, "buffers": BUFFER, "optimizer": OPTIMIZER, "rng": RNG}
     tensors = {

@@ -21,10 +21,11 @@ from rotorch.core.strategy import Strategy
 from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
 from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, num_ranks, parse_parallel
 from rotorch.train.data import BYTES, CheckedSource, check_source, default_cache_dir
-from rotorch.train.directories import check, checkpoints_of, latest
+from rotorch.train.directories import candidates, check, checkpoints_of, latest
 from rotorch.train.failure_report import REPORT
 from rotorch.train.manifest import MODEL, Manifest, check_sizes, read_manifest
 from rotorch.train.metrics import METRICS
+from rotorch.train.places import Place, StorePath, as_place, check_writable, is_url
 
 RUN_FILE = "run.json"
 """Marks a directory as a run's, and says which."""
@@ -36,7 +37,7 @@ _OPTIMIZER_STATES = 2  # AdamW: two moments, each as large as the weights
 class Resume:
     """Where a resumed run goes on: a checkpoint, and what it says of itself."""
 
-    checkpoint: Path
+    checkpoint: Place
     manifest: Manifest
 
 
@@ -52,6 +53,7 @@ class CheckedRun:
         spec: the model's units.
         source: the corpus and its tokens.
         out: the run's directory.
+        saves_in: what has its checkpoints: the same, or a store.
         resume: where it goes on, or None if it begins.
         command: the command that goes on with this run.
     """
@@ -63,6 +65,7 @@ class CheckedRun:
     spec: ModelSpec
     source: CheckedSource
     out: Path
+    saves_in: Place
     resume: Resume | None
     command: str
 
@@ -89,8 +92,9 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
     for strategy in strategies:
         strategy.check_micro_batches(sizes.accumulation)
+    saves_in = check_checkpoint_dir(config, strategies=strategies)
     out = Path(config.train.out)
-    check_out(out, resume=resume, command=command)
+    check_out(out, saves_in=saves_in, resume=resume, command=command)
     check_roll_back(config)
     check_device(config, strategies=strategies)
     config = with_published_files(config)
@@ -99,9 +103,11 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     check_init(config)
     source = check_data(config, model_config=model_config)
     spec = check_model(model_config, strategies=strategies, init=config.model.init, lora=config.lora)
-    going_on = find_resume(out, config=config, sizes=sizes, model_config=model_config, spec=spec) if resume else None
-    check_room(out, spec=spec, keep=config.train.keep)
-    return CheckedRun(config, strategies, sizes, model_config, spec, source, out, going_on, command)
+    going_on = (
+        find_resume(saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec) if resume else None
+    )
+    check_room(saves_in, spec=spec, keep=config.train.keep)
+    return CheckedRun(config, strategies, sizes, model_config, spec, source, out, saves_in, going_on, command)
 
 
 def with_published_files(config: RunConfig) -> RunConfig:
@@ -150,15 +156,46 @@ def check_ranks(strategies: Sequence[Strategy], *, nproc: int | None) -> None:
         check_world_size(strategies, world_size=nproc)
 
 
-def check_out(out: Path, *, resume: bool, command: str) -> None:
-    """The run's directory can be made and is no other run's; a resumed run is there."""
-    if out.exists() and not out.is_dir():
-        raise ConfigError(f"train.out: {out} is a file. Write a directory")
-    existing = next(parent for parent in (out, *out.parents) if parent.exists())
+def check_checkpoint_dir(config: RunConfig, *, strategies: Sequence[Strategy]) -> Place:
+    """What checkpoints lie in is a directory that can be made, or a store that is known and takes a small file."""
+    out, where = config.train.out, config.train.saves_in
+    if is_url(out):
+        raise ConfigError(
+            f"train.out = {out!r}: metrics and messages go to a directory. Write train.checkpoint_dir={out} for the "
+            "checkpoints, and a directory for train.out"
+        )
+    try:
+        place = as_place(where)
+        if isinstance(place, StorePath):
+            if place.url.startswith("memory://"):
+                raise ConfigError(f"{where}: is in the memory of one process. Write a directory, or a URL of a store")
+            check_writable(place)
+        elif config.train.checkpoint_dir is not None:
+            _check_can_be_made(place, key="train.checkpoint_dir")
+    except ConfigError as error:
+        raise ConfigError(f"train.checkpoint_dir: {error}" if is_url(where) else str(error)) from None
+    return place
+
+
+def _check_can_be_made(directory: Path, *, key: str) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{key}: {directory} is a file. Write a directory")
+    existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"train.out: {existing} cannot be written. Write train.out=... with a directory that can be")
-    if resume and not holds_run(out):
+        raise ConfigError(f"{key}: {existing} cannot be written. Write {key}=... with a directory that can be")
+
+
+def check_out(out: Path, *, saves_in: Place, resume: bool, command: str) -> None:
+    """The run's directory can be made and is no other run's; a resumed run is there."""
+    _check_can_be_made(out, key="train.out")
+    has_checkpoints = saves_in != out and bool(candidates(checkpoints_of(saves_in)))
+    if resume and not holds_run(out) and not has_checkpoints:
         raise ConfigError(f"--resume: {out} holds no run to go on with. Leave --resume out, or write its train.out=...")
+    if has_checkpoints and not resume:
+        raise ConfigError(
+            f"train.checkpoint_dir: {saves_in} already holds checkpoints. Write --resume to go on from them, or "
+            "another train.checkpoint_dir=..."
+        )
     if resume or not out.is_dir():
         return
     if holds_run(out):
@@ -334,12 +371,12 @@ def check_model(
 
 
 def find_resume(
-    out: Path, *, config: RunConfig, sizes: BatchSizes, model_config: Any, spec: ModelSpec
+    saves_in: Place, *, config: RunConfig, sizes: BatchSizes, model_config: Any, spec: ModelSpec
 ) -> Resume | None:
     """The newest whole checkpoint, of this model and this order of data; None if none was written yet."""
-    path = latest(out)
+    path = latest(saves_in)
     if path is None:
-        broken = sorted(checkpoints_of(out).glob("step-*"))
+        broken = candidates(checkpoints_of(saves_in))
         if broken:
             check(broken[-1])  # says what is wrong with it
         return None
@@ -356,7 +393,7 @@ def find_resume(
     return Resume(path, manifest)
 
 
-def check_same_model(path: Path, manifest: Manifest, *, model_config: Any) -> None:
+def check_same_model(path: Place, manifest: Manifest, *, model_config: Any) -> None:
     """A checkpoint is of the model that is asked for."""
     from rotorch.train.state import config_difference
 
@@ -365,7 +402,7 @@ def check_same_model(path: Path, manifest: Manifest, *, model_config: Any) -> No
         raise ConfigError(f"--resume: {path} is of another model: {difference}. Write the model that it was begun with")
 
 
-def check_same_adapters(path: Path, manifest: Manifest, *, config: RunConfig, spec: ModelSpec) -> None:
+def check_same_adapters(path: Place, manifest: Manifest, *, config: RunConfig, spec: ModelSpec) -> None:
     """A run goes on with its adapters: beside the same layers, as wide, scaled alike, however that is written.
 
     How many of their inputs are dropped may change.
@@ -395,7 +432,7 @@ def check_same_adapters(path: Path, manifest: Manifest, *, config: RunConfig, sp
             )
 
 
-def check_same_order(path: Path, manifest: Manifest, *, config: RunConfig, sizes: BatchSizes) -> None:
+def check_same_order(path: Place, manifest: Manifest, *, config: RunConfig, sizes: BatchSizes) -> None:
     """A resumed run reads on where it stopped: same seed, same samples, as many of them in a step."""
     ours = {**data_position(config, sizes=sizes), "train.seed": config.train.seed}
     theirs = {**manifest.data, "train.seed": manifest.seed}
@@ -416,8 +453,10 @@ def data_position(config: RunConfig, *, sizes: BatchSizes) -> dict[str, Any]:
     }
 
 
-def check_room(out: Path, *, spec: ModelSpec, keep: int) -> None:
-    """The disk has room for the checkpoints that are kept, and for one more while it is written."""
+def check_room(out: Place, *, spec: ModelSpec, keep: int) -> None:
+    """The disk has room for the checkpoints that are kept, and for one more while it is written. Stores do not tell."""
+    if isinstance(out, StorePath):
+        return
     each = spec.num_bytes + _OPTIMIZER_STATES * spec.trained_bytes
     existing = len(list(checkpoints_of(out).glob("step-*")))
     needed = each * max(1, keep + 1 - existing)

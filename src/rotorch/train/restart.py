@@ -45,7 +45,7 @@ def launch_again(
     """
     allowed, restarts, in_vain = run.config.train.max_restarts, 0, 0
     while True:
-        begun_at = latest(run.out)
+        begun_at = latest(run.saves_in)
         try:
             return launch(run)
         except FinalFailure:
@@ -56,7 +56,7 @@ def launch_again(
             if restarts == allowed:
                 raise RankFailure(f"{failure}. That was after {restarts} restarts (train.max_restarts)") from None
             restarts += 1
-            in_vain = in_vain + 1 if latest(run.out) == begun_at else 0
+            in_vain = in_vain + 1 if latest(run.saves_in) == begun_at else 0
             run = _next(run, failure=failure, fewer=in_vain > 1)
             tell(f"{failure}. {_how(run)} (restart {restarts} of {allowed})")
 
@@ -70,7 +70,7 @@ def _next(run: CheckedRun, *, failure: RankFailure, fewer: bool) -> CheckedRun:
     for size in sizes:
         with suppress(ConfigError):
             config = on_ranks(run.config, num_ranks=size)
-            return check_run(config, resume=holds_run(run.out), command=run.command)
+            return check_run(config, resume=holds_run(run.out) or latest(run.saves_in) is not None, command=run.command)
     raise failure  # nothing is left to do for it, or its directory is not what it was
 
 

@@ -179,7 +179,7 @@ def _train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: P
             sizes=run.sizes,
             windows=windows,
             held_out=held_out,
-            out=run.out,
+            saves_in=run.saves_in,
             listeners=listeners,
             board=board,
         )
@@ -276,6 +276,8 @@ def _introduce(run: CheckedRun, console: Console) -> None:
         f"data    {run.source.corpus.source}, {format_bytes(run.source.corpus.text_bytes)} of text",
         f"out     {run.out}",
     ]
+    if run.saves_in != run.out:
+        lines.append(f"saves   {run.saves_in}")
     if run.resume is not None:
         lines.append(f"resume  step {run.resume.manifest.step}, from {run.resume.checkpoint}")
     if not run.source.path.exists():

@@ -16,7 +16,6 @@ import io
 import json
 import math
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,11 +46,11 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from rotorch.core.errors import ConfigError, RankFailure
-from rotorch.core.quantities import format_bytes
+from rotorch.core.errors import ConfigError
 from rotorch.shard.held import Pieces
-from rotorch.train.directories import fsync, remove_leftovers, replace_directory
-from rotorch.train.manifest import ITEM_BYTES, MANIFEST, Chunk, FileEntry, Manifest, TensorEntry, file_digest
+from rotorch.train.landing import landing
+from rotorch.train.manifest import ITEM_BYTES, MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
+from rotorch.train.places import Place, creating
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -91,8 +90,8 @@ class Written:
     file: FileEntry
 
 
-def write_safetensors(path: Path, entries: Sequence[Entry]) -> Written:
-    """Writes one safetensors file, tensor by tensor, and returns when it is on the disk.
+def write_safetensors(path: Place, entries: Sequence[Entry]) -> Written:
+    """Writes one safetensors file, tensor by tensor, and returns when it is on the disk, or in the store.
 
     Holds one tensor at a time as `get` gives it, and a buffer for the part of it that has to be copied.
 
@@ -112,12 +111,10 @@ def write_safetensors(path: Path, entries: Sequence[Entry]) -> Written:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256()
-    with path.open("xb") as stream:
+    with creating(path) as stream:
         for block in _blocks(text, entries):
             stream.write(block)
             digest.update(block)
-        stream.flush()
-        os.fsync(stream.fileno())
     first = 8 + len(text)
     file = FileEntry(num_bytes=first + position, sha256=digest.hexdigest())
     return Written(tuple(first + start for start in starts), file)
@@ -220,11 +217,10 @@ class PiecesLoadPlanner(LoadPlanner):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Told:
     """Where a rank writes: told by rank 0 with the plan."""
 
-    directory: str
-    rank: int
+    file: Place
 
 
 @dataclass(frozen=True)
@@ -238,7 +234,7 @@ class _Stored:
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes a checkpoint beside its final name, and gives it that name when all of it is on the disk.
+    """Writes a checkpoint: whole or not at all (`landing.py` says how).
 
     Args:
         directory: the final `.../checkpoints/step-00000100`, the same on all ranks.
@@ -246,11 +242,11 @@ class CheckpointWriter(StorageWriter):
         copies: further files to take along, by the name they get.
     """
 
-    def __init__(self, directory: Path, *, manifest: Manifest, copies: dict[str, Path]) -> None:
-        self._directory = directory
+    def __init__(self, directory: Place, *, manifest: Manifest, copies: dict[str, Path]) -> None:
+        self._landing = landing(directory)
+        self._writes_to: Place = directory
         self._manifest = manifest
         self._copies = copies
-        self._temporary: Path | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         return None
@@ -266,36 +262,28 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        parent = self._directory.parent
-        parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(parent)
-        needed = sum(_num_bytes(item) for plan in plans for item in plan.items)
-        free = shutil.disk_usage(parent).free
-        if needed > free:
-            raise RankFailure(
-                f"checkpoint: {parent}: {format_bytes(needed)} needed, {format_bytes(free)} free; nothing was written, "
-                "earlier checkpoints are untouched. Free some room, or keep fewer checkpoints"
-            )
-        self._temporary = parent / f".{self._directory.name}.tmp-{os.getpid()}"
-        self._temporary.mkdir()
-        return [replace(plan, storage_data=_Place(str(self._temporary), r)) for r, plan in enumerate(plans)]
+        self._writes_to = self._landing.begin(sum(_num_bytes(item) for plan in plans for item in plan.items))
+        suffix = self._landing.file_suffix()
+        names = [f"rank-{rank:05d}{suffix}.safetensors" for rank in range(len(plans))]
+        return [
+            replace(plan, storage_data=_Told(self._writes_to / name)) for plan, name in zip(plans, names, strict=True)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        place: _Place = plan.storage_data
+        told: _Told = plan.storage_data
         # Wide elements first, so that every tensor of the file begins at a multiple of its element size.
         items = sorted(plan.items, key=lambda i: (-_dtype(i).itemsize, i.index.fqn, _box(i)))
         done: Future[list[WriteResult]] = Future()
         if not items:
             done.set_result([])
             return done
-        name = f"rank-{place.rank:05d}.safetensors"
-        written = write_safetensors(Path(place.directory, name), [_entry(item, planner) for item in items])
+        written = write_safetensors(told.file, [_entry(item, planner) for item in items])
         results = []
         for item, start in zip(items, written.starts, strict=True):
             offsets, sizes = _box(item)
             stored = _Stored(
                 (DTYPE_NAMES[_dtype(item)], tuple(item.tensor_data.size)),
-                Chunk(offsets=offsets, sizes=sizes, file=name, start=start),
+                Chunk(offsets=offsets, sizes=sizes, file=told.file.name, start=start),
                 written.file,
             )
             results.append(WriteResult(item.index, _num_bytes(item), stored))
@@ -303,7 +291,6 @@ class CheckpointWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        assert self._temporary is not None, "prepare_global_plan comes first"
         chunks: dict[str, list[Chunk]] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         files: dict[str, FileEntry] = {}
@@ -313,28 +300,30 @@ class CheckpointWriter(StorageWriter):
             kinds[result.index.fqn] = stored.entry
             files[stored.chunk.file] = stored.file
         for name, source in self._copies.items():
-            copy = self._temporary / name
-            shutil.copyfile(source, copy)
-            fsync(copy)
-            files[name] = FileEntry(num_bytes=copy.stat().st_size, sha256=file_digest(copy))
+            files[name] = _copied(source, self._writes_to / name)
         tensors = {
             name: TensorEntry(dtype=kinds[name][0], shape=kinds[name][1], chunks=tuple(chunks[name]))
             for name in sorted(chunks)
         }
         manifest = self._manifest.model_copy(update={"tensors": tensors, "files": dict(sorted(files.items()))})
-        with (self._temporary / MANIFEST).open("x", encoding="utf-8") as stream:
-            stream.write(manifest.to_json())
-            stream.flush()
-            os.fsync(stream.fileno())
-        fsync(self._temporary)
-        replace_directory(self._temporary, self._directory)
-        self._temporary = None
+        with creating(self._writes_to / MANIFEST) as stream:
+            stream.write(manifest.to_json().encode())
+        self._landing.finish()
 
     def give_up(self) -> None:
         """Rank 0, after a failed save: removes what was written of it."""
-        if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
-            self._temporary = None
+        self._landing.give_up()
+
+
+def _copied(source: Path, copy: Place) -> FileEntry:
+    """Copies a file, and says what was written."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with source.open("rb") as stream, creating(copy) as into:
+        while block := stream.read(_BUFFER_BYTES):
+            into.write(block)
+            digest.update(block)
+            num_bytes += len(block)
+    return FileEntry(num_bytes=num_bytes, sha256=digest.hexdigest())
 
 
 def _dtype(item: WriteItem) -> torch.dtype:
@@ -371,7 +360,7 @@ def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
 class CheckpointReader(StorageReader):
     """Reads boxes of a checkpoint's tensors; each rank reads the rows it needs through a buffer."""
 
-    def __init__(self, directory: Path, *, manifest: Manifest) -> None:
+    def __init__(self, directory: Place, *, manifest: Manifest) -> None:
         self._directory = directory
         self._tensors = manifest.tensors
         self._chunks = {(name, c.offsets): c for name, entry in self._tensors.items() for c in entry.chunks}

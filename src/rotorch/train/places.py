@@ -1,0 +1,252 @@
+"""Where checkpoints lie: a directory, or a place in a store that fsspec knows, such as `s3://bucket/my_run`. No torch.
+
+[Note: a store]
+    A `StorePath` answers to as much of pathlib as reading a checkpoint needs, so readers know no difference. Writers do
+    (`landing.py`): a store has no renaming of directories and no fsync, but what is written to it appears when it is
+    closed. Where it is, and with which credentials, its own library finds out as ever: from the environment, its
+    configuration files, or fsspec's (`~/.config/fsspec`).
+
+[Note: made anew]
+    Stores keep connections and threads, which forked ranks must not share, and remember listings, which others
+    change. So a `StorePath` holds its URL only; fsspec keeps one file system per process, and forgets what it has
+    listed before each look.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeAlias
+
+from rotorch.core.errors import ConfigError, RotorchError, nearest
+
+_SCHEME = re.compile(r"([^/]+)://")
+_LOCAL = ("file", "local")
+
+
+@dataclass(frozen=True)
+class Size:
+    """As much of `os.stat_result` as a store tells."""
+
+    st_size: int
+
+
+@dataclass(frozen=True, order=True)
+class StorePath:
+    """A file or directory of a store, by its URL (see [Note: a store])."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __fspath__(self) -> str:
+        raise TypeError(f"{self.url} lies in a store, not on a disk")
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(f"{self.url.rstrip('/')}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> StorePath:
+        """What it lies in."""
+        return StorePath(self.url.rpartition("/")[0])
+
+    def exists(self) -> bool:
+        """Whether there is a file of this name, or files below it."""
+        with self._asked() as (store, path):
+            return bool(store.exists(path))
+
+    def is_dir(self) -> bool:
+        """Whether there are files below it."""
+        with self._asked() as (store, path):
+            return bool(store.isdir(path))
+
+    def stat(self) -> Size:
+        """Its size. Raises `FileNotFoundError` if it is missing."""
+        with self._asked() as (store, path):
+            return Size(int(store.info(path)["size"]))
+
+    def read_bytes(self) -> bytes:
+        """Its contents."""
+        with self._asked() as (store, path):
+            return bytes(store.cat_file(path))
+
+    def open(self, mode: str) -> BinaryIO:
+        """Opens it to be read (`"rb"`); `creating` writes."""
+        assert mode == "rb", "stores are written by creating()"
+        with self._asked() as (store, path):
+            opened: BinaryIO = store.open(path, "rb")
+            return opened
+
+    def iterdir(self) -> Iterator[StorePath]:
+        """What lies in it; nothing if there is no such directory."""
+        with self._asked() as (store, path), suppress(FileNotFoundError):
+            for found in store.ls(path, detail=False):
+                if found.rstrip("/") != path.rstrip("/"):  # some list the directory itself
+                    yield self / found.rstrip("/").rpartition("/")[2]
+
+    def glob(self, pattern: str) -> list[StorePath]:
+        """What lies in it under names like `pattern`."""
+        return [path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
+
+    def unlink(self) -> None:
+        """Removes the file, if it is there."""
+        with self._asked() as (store, path), suppress(FileNotFoundError):
+            store.rm_file(path)
+
+    def remove_below(self) -> None:
+        """Removes all files below it."""
+        with self._asked() as (store, path), suppress(FileNotFoundError):
+            store.rm(path, recursive=True)
+
+    @contextmanager
+    def _asked(self) -> Iterator[tuple[Any, str]]:
+        """The store and the path in it; whatever a store's library raises becomes an `OSError` that names the URL."""
+        from fsspec.core import url_to_fs
+
+        with _as_os_error(self.url):
+            store, path = url_to_fs(self.url)
+            store.invalidate_cache()
+            yield store, path
+
+
+Place: TypeAlias = Path | StorePath
+
+
+def as_place(where: Path | StorePath | str) -> Place:
+    """A directory or URL as what is read and written; `file://` is a directory like any other.
+
+    Raises:
+        ConfigError: for a URL of a store that is not known, or whose package is not installed.
+    """
+    if isinstance(where, StorePath | Path):
+        return where
+    match = _SCHEME.match(where)
+    if match is None:
+        return Path(where)
+    if match[1].lower() in _LOCAL:
+        return Path(where[match.end() :])
+    _check_scheme(where, scheme=match[1].lower())
+    return StorePath(where.rstrip("/"))
+
+
+def is_url(text: str) -> bool:
+    """Whether a text says where something is by a URL."""
+    return _SCHEME.match(text) is not None
+
+
+def _check_scheme(url: str, *, scheme: str) -> None:
+    from fsspec import available_protocols, get_filesystem_class
+
+    if "::" in url:
+        raise ConfigError(f"{url}: URLs in URLs cannot be written to. Write one, like s3://bucket/my_run")
+    try:
+        get_filesystem_class(scheme)
+    except ValueError:
+        raise ConfigError(
+            f"{url}: no store is called {scheme!r}{nearest(scheme, known=available_protocols())}. "
+            "Write a directory, or a URL like s3://bucket/my_run"
+        ) from None
+    except ImportError as error:
+        package = _PACKAGES.get(scheme)
+        how = f"Write: pip install {package}" if package else f"fsspec says: {error}"
+        raise ConfigError(f"{url}: the package for {scheme}:// is not installed. {how}") from None
+
+
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
+    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
+    **dict.fromkeys(("oci",), "ocifs"),
+    **dict.fromkeys(("hf",), "huggingface_hub"),
+}
+"""What to install for the usual stores; fsspec itself knows more."""
+
+
+def check_writable(place: StorePath) -> None:
+    """Writes a small file into a store and removes it.
+
+    Raises:
+        ConfigError: if that cannot be done, with what the store says.
+    """
+    probe = place / f".written-to-see-whether-one-can-{secrets.token_hex(4)}"
+    try:
+        with creating(probe) as stream:
+            stream.write(b"rotorch")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(
+            f"{place}: cannot be written: {error.strerror or error}. Write a place that can be, or see to the store's "
+            "credentials"
+        ) from None
+
+
+@contextmanager
+def creating(place: Place) -> Iterator[BinaryIO]:
+    """A new file to write to; when the block ends it is on the disk, or in the store, whole.
+
+    Raises:
+        OSError: if it cannot be made or written. In a store nothing has appeared then.
+    """
+    if isinstance(place, Path):
+        with place.open("xb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
+        return
+    with place._asked() as (store, path):
+        try:
+            stream = store.open(path, "wb")
+        except FileNotFoundError:  # a store that has directories; where there are none, nothing is missing yet
+            store.makedirs(path.rpartition("/")[0], exist_ok=True)
+            stream = store.open(path, "wb")
+        try:
+            yield stream
+        except BaseException:
+            _give_up(stream)
+            raise
+        stream.close()
+
+
+def _give_up(stream: Any) -> None:
+    """Lets go of a file that is half written; closing it would make it appear."""
+    with suppress(Exception):  # the error that led here is told
+        stream.discard()
+    try:
+        stream.closed = True
+    except AttributeError:  # writes as it goes: what is there is in no manifest
+        with suppress(Exception):
+            stream.close()
+
+
+@contextmanager
+def _as_os_error(url: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # many are raised with a text alone
+            kind = type(error)
+            raise kind(_NUMBERS.get(kind, errno.EIO), str(error), url) from error
+        raise
+    except RotorchError:
+        raise
+    except NotImplementedError as error:
+        raise OSError(errno.EROFS, "the store is read-only", url) from error
+    except Exception as error:
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error
+
+
+_NUMBERS = {FileNotFoundError: errno.ENOENT, PermissionError: errno.EACCES, FileExistsError: errno.EEXIST}

@@ -1,0 +1,256 @@
+"""Checkpoints in stores: as whole, as checked and as many as on a disk, without renaming."""
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+from by_hand import make, read_back, step
+from commands import rotorch, write_run
+from fsspec.registry import known_implementations
+from stores import Objects, url_of
+
+from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.testing.ranks import run_ranks
+from rotorch.train.checkpoint import check, inspect_checkpoint, latest, load, load_newest, save
+from rotorch.train.directories import candidates, checkpoints_of
+from rotorch.train.export import export_checkpoint
+from rotorch.train.manifest import DamagedCheckpoint
+from rotorch.train.metrics import read_metrics
+from rotorch.train.places import StorePath, as_place, check_writable, creating
+
+
+@pytest.fixture
+def memory():
+    """fsspec's store in memory, empty before and after."""
+    store = fsspec.filesystem("memory")
+    store.store.clear()
+    store.pseudo_dirs[:] = [""]
+    yield store
+    store.store.clear()
+    store.pseudo_dirs[:] = [""]
+
+
+def steps_in(url):
+    return [int(path.name.removeprefix("step-")) for path in candidates(checkpoints_of(url))]
+
+
+def save_steps(url, num_steps, keep=2):
+    state = make()
+    for _ in range(num_steps):
+        step(state)
+        save(url, state, keep=keep)
+    return state
+
+
+# ---------------------------------------------------------------- in memory, one process
+
+
+def test_a_store_keeps_checkpoints_as_a_disk_does(memory, caplog):
+    url = "memory://bucket/run"
+    state = save_steps(url, 4, keep=2)
+    assert steps_in(url) == [3, 4]
+    assert read_back(url) == (4, True)
+    path = latest(url)
+    assert str(path) == "memory://bucket/run/checkpoints/step-00000004"
+    assert inspect_checkpoint(url, contents=True)["step"] == check(str(path)).step == 4
+    save(url, state, keep=2)  # the same step again: what is not the new one's is removed
+    assert sorted(p.name for p in latest(url).iterdir())[0] == "manifest.json" and len(list(path.iterdir())) == 2
+    assert read_back(url) == (4, True)
+
+    (path / "manifest.json").unlink()  # as a save looks that was cut off
+    assert latest(url) == path.parent / "step-00000003"
+    assert f"skipping {path}, left by a save that was cut off" in caplog.text
+    step(state)
+    save(url, state, keep=2)
+    assert f"removing {path}, left by a save that was cut off" in caplog.text
+    assert steps_in(url) == [3, 5] and not list(path.iterdir())
+
+
+def test_a_flipped_byte_is_named_and_the_one_before_is_used(memory, caplog):
+    url = "memory://bucket/run"
+    save_steps(url, 2)
+    name = "/bucket/run/checkpoints/step-00000002/rank-00000.safetensors"
+    content = bytearray(memory.cat_file(name))
+    content[-3] ^= 1
+    memory.pipe_file(name, bytes(content))
+    with pytest.raises(DamagedCheckpoint, match=r"memory:/.*step-00000002/rank-00000.safetensors: damaged"):
+        load(latest(url), make())
+    state = make()
+    assert str(load_newest(latest(url), state)).endswith("step-00000001") and state.step == 1
+    memory.pipe_file(name, bytes(content[:100]))
+    assert str(latest(url)).endswith("step-00000001")
+    assert "truncated (100 bytes instead of" in caplog.text
+
+
+def test_what_is_half_written_is_told_and_removed(memory, monkeypatch):
+    url = "memory://bucket/run"
+    state = save_steps(url, 1)
+    step(state)
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda self: (_ for _ in ()).throw(OSError(5, "no route", "host")))
+    with pytest.raises(RankFailure, match=r"rank 0: .*no route; earlier checkpoints are untouched"):
+        save(url, state, keep=2)
+    monkeypatch.undo()
+    assert read_back(url) == (1, True) and len(list(checkpoints_of(url).iterdir())) == 1
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def go_on(url):
+    state = make()
+    load(latest(url), state)
+    step(state)
+    save(url, state, keep=1)
+    return state.step
+
+
+def test_ranks_write_and_other_ranks_go_on(tmp_path):
+    url = url_of(tmp_path / "bucket")
+    run_ranks(save_steps_of_ranks, url, num_ranks=2)
+    assert run_ranks(go_on, url, num_ranks=3) == [3] * 3
+    assert run_ranks(read_back, url, num_ranks=1) == [(3, True)]
+    assert steps_in(url) == [3]
+    assert check(latest(url)).num_ranks == 3
+
+
+def save_steps_of_ranks(url):
+    save_steps(url, 2)
+
+
+def save_second(url, at, again, pipe):
+    """In a forked process: a save of step 2 beside, or of step 1 in place of, the one that is there."""
+    torch.set_num_threads(1)
+    state = make()
+    load(latest(url), state)
+    step(state)
+    state.step = 1 if again else 2
+    state.tokens = 7
+    Objects.kill_at, Objects.count = at, 0
+    save(url, state, keep=2)
+    pipe.send(Objects.count)
+    pipe.close()
+    os._exit(0)
+
+
+def points_of(url, at, again):
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=save_second, args=(url, at, again, sender))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+        receiver.close()
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["beside", "in-place"])
+def test_killed_at_any_point_of_a_save_to_a_store(again, tmp_path, caplog):
+    before = tmp_path / "before"
+    run_ranks(save_steps, url_of(before), 1, num_ranks=1)
+    shutil.copytree(before, tmp_path / "counted")
+    num_points = points_of(url_of(tmp_path / "counted"), 0, again)
+    assert num_points >= 4
+    found = []
+    for at in range(1, num_points + 1):
+        bucket = tmp_path / f"killed-{at}"
+        shutil.copytree(before, bucket)
+        assert points_of(url_of(bucket), at, again) is None
+        manifest = check(latest(url_of(bucket)))  # every byte of it
+        found.append(manifest.tokens)
+    assert sorted(found) == found and set(found) <= {0, 7}  # the old one, then the new one; nothing else ever
+    assert found[0] == 0 and (found[-1] == 7) == again
+    run_ranks(go_on, url_of(bucket), num_ranks=1)
+    assert all(check(path) for path in candidates(checkpoints_of(url_of(bucket))))
+    last = latest(url_of(bucket))
+    assert {p.name for p in last.iterdir()} == {"manifest.json", *check(last).files}
+
+
+def test_a_run_saves_to_a_store_and_goes_on_from_it(tmp_path, warm):
+    run_toml = write_run(tmp_path)
+    url = url_of(tmp_path / "bucket")
+    settings = ["train", run_toml, f"train.checkpoint_dir={url}", "train.checkpoint_every=2", "train.async_save=true"]
+    done = rotorch(tmp_path / "log", *settings, "--parallel", "rtp=2", "train.steps=4")
+    assert done.code == 0, done.stderr
+    assert f"saves   {url}" in done.stdout and f"checkpoint  {url}/checkpoints/step-00000004" in done.stdout
+    assert steps_in(url) == [2, 4] and not (tmp_path / "run" / "checkpoints").exists()
+
+    again = rotorch(tmp_path / "log", *settings, "--parallel", "rtp=2", f"train.out={tmp_path / 'other'}")
+    assert again.code == 2 and "already holds checkpoints. Write --resume" in again.stderr
+    shutil.rmtree(tmp_path / "run")  # the machine is gone, the store is there
+    micro = ["train.micro_batch=4"]
+    done = rotorch(tmp_path / "log", *settings, "--parallel", "single", *micro, "--resume")
+    assert done.code == 0, done.stderr
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [5, 6]
+    assert steps_in(url) == [4, 6]
+
+    said = tmp_path / "said.json"
+    assert rotorch(tmp_path / "log", "inspect", url, "--contents", "--json", said).code == 0
+    assert json.loads(said.read_text())["step"] == 6
+    assert export_checkpoint(url, tmp_path / "exported")["step"] == 6
+
+
+# ---------------------------------------------------------------- what is wrong
+
+
+def test_a_file_url_is_a_directory():
+    assert as_place("file:///a/b") == Path("/a/b") and as_place("runs/x") == Path("runs/x")
+    assert as_place("objects:///a/") == StorePath("objects:///a")
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("s4://bucket/run", r"no store is called 's4' \(did you mean 's3'\?\)\. Write a directory, or a URL"),
+        ("simplecache::s3://bucket/run", "cannot be written to"),
+        ("memory://bucket/run", "is in the memory of one process"),
+        ("lacking://bucket/run", "the package for lacking:// is not installed. fsspec says: Install it"),
+        ("readonly://bucket/run", "cannot be written: the store is read-only. Write a place that can be"),
+    ],
+)
+def test_what_is_wrong_with_a_store_is_said_before_anything_starts(where, message, tmp_path, monkeypatch, warm):
+    monkeypatch.setitem(known_implementations, "lacking", {"class": "no_such_package.Store", "err": "Install it"})
+    fsspec.register_implementation("readonly", ReadOnly, clobber=True)
+    done = rotorch(tmp_path / "log", "train", write_run(tmp_path), f"train.checkpoint_dir={where}")
+    assert done.code == 2 and not (tmp_path / "run").exists()
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"rotorch: train.checkpoint_dir: {where}")
+    assert re.search(message, line), line
+
+
+class ReadOnly(fsspec.AbstractFileSystem):
+    protocol = "readonly"
+
+    def ls(self, path, detail=True, **kwargs):
+        return []
+
+
+def test_a_run_s_directory_is_on_a_disk(tmp_path, warm):
+    done = rotorch(tmp_path / "log", "train", write_run(tmp_path), "train.out=s3://bucket/run")
+    assert done.code == 2
+    assert "Write train.checkpoint_dir=s3://bucket/run for the checkpoints" in done.stderr
+
+
+def test_a_store_that_refuses_is_named(tmp_path, monkeypatch):
+    place = as_place(url_of(tmp_path / "bucket"))
+
+    def refuse(self, path, mode, *args, **kwargs):
+        raise PermissionError("Access Denied")
+
+    monkeypatch.setattr(Objects, "_open", refuse)
+    with pytest.raises(
+        ConfigError, match=r"objects://.*: cannot be written: Access Denied\. Write a place that can be"
+    ):
+        check_writable(place)
+    monkeypatch.setattr(Objects, "_open", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(OSError, match="ZeroDivisionError"), creating(place / "file"):
+        pass
