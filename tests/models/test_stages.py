@@ -2,33 +2,15 @@
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import rotorch
 from rotorch.core.errors import ConfigError
-from rotorch.core.stages import balanced, of_stages, with_stages
+from rotorch.core.stages import of_stages, with_stages
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.models.stages import StagedModule, StageOutput, layer_order
 from rotorch.strategies import parse_parallel
 from rotorch.testing.verify import verify
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.data())
-def test_no_other_cut_has_a_smaller_largest_part(costs, data):
-    num_parts = data.draw(st.integers(1, len(costs)))
-    parts = balanced(costs, num_parts=num_parts)
-    assert [i for part in parts for i in part] == list(range(len(costs)))
-    assert len(parts) == num_parts and all(len(part) for part in parts)
-
-    def best(start, left):
-        if left == 1:
-            return sum(costs[start:])
-        ends = range(start + 1, len(costs) - left + 2)
-        return min(max(sum(costs[start:end]), best(end, left - 1)) for end in ends)
-
-    assert max(sum(costs[i] for i in part) for part in parts) == best(0, num_parts)
 
 
 def meta(path):

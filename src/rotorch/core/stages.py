@@ -1,16 +1,9 @@
-"""Where a model may be cut into pipeline stages, and which of its units belong to which.
-
-[Note: balance]
-    A stage takes as long as what it computes, and holds what it is made of; both follow the bytes of its weights, but
-    for an embedding, which takes memory and no time. Boundaries lie between layers so that the largest stage is as
-    small as it can be, embedding and head counted; of all such cuts the one whose squares sum to the least.
-"""
+"""Where a model may be cut into pipeline stages, and which of its units belong to which."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from rotorch.core.errors import ConfigError
@@ -29,12 +22,16 @@ class LayerOrder:
         layers: names of the repeated layers, in order; none if the model cannot be cut between layers.
         after: names of modules between the last layer and the output.
         width: features of the hidden states between layers.
+        attention_width: features of all heads of a layer together; 0 if that is not known.
+        experts_per_token: to how many of a layer's experts a token goes; 0 if to all.
         refused: why the model cannot be cut into stages, in words; "" if it can.
     """
 
     layers: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     width: int = 0
+    attention_width: int = 0
+    experts_per_token: int = 0
     refused: str = ""
 
     def place_of(self, name: str) -> int:
@@ -46,41 +43,6 @@ class LayerOrder:
 
 
 NO_ORDER = LayerOrder(refused="it has no pipeline plan (base_model_pp_plan of a Hugging Face configuration)")
-
-
-def stage_layers(spec: ModelSpec, *, num_stages: int) -> tuple[range, ...]:
-    """Which layers belong to each of so many stages, at least one to each (see [Note: balance])."""
-    order = spec.order
-    costs = [0] * len(order.layers)
-    for weight in spec.weights:
-        for place in {order.place_of(name) for name in (weight.name, *weight.aliases)}:
-            costs[min(max(place, 0), len(costs) - 1)] += weight.num_bytes
-    return balanced(costs, num_parts=num_stages)
-
-
-def balanced(costs: Sequence[int], *, num_parts: int) -> tuple[range, ...]:
-    """Cuts a row of costs into so many parts, none empty, of which the most expensive is as cheap as can be."""
-    sums = [0, *accumulate(costs)]
-    # best[i]: (largest part, sum of squares, start of the last part) of the first i costs in the parts made so far.
-    best: list[tuple[int, int, int] | None] = [(0, 0, 0), *([None] * len(costs))]
-    history = [best]
-    for _ in range(num_parts):
-        last, best = best, [None] * len(sums)
-        for end in range(1, len(sums)):
-            for start in range(end):
-                if (before := last[start]) is not None:
-                    part = sums[end] - sums[start]
-                    found = (max(before[0], part), before[1] + part * part, start)
-                    best[end] = found if (known := best[end]) is None else min(known, found)
-        history.append(best)
-    parts: list[range] = []
-    end = len(costs)
-    for row in reversed(history[1:]):
-        if (found_last := row[end]) is None:
-            raise AssertionError(f"{len(costs)} layers make no {num_parts} stages")
-        parts.insert(0, range(found_last[2], end))
-        end = found_last[2]
-    return tuple(parts)
 
 
 def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:

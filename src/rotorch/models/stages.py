@@ -19,6 +19,9 @@ from torch import Tensor, nn
 
 from rotorch.core.stages import NO_ORDER, LayerOrder
 
+_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "top_k_experts")
+"""What configurations call the number of experts that a token goes to."""
+
 
 class StageOutput(Exception):
     """Ends the forward of a stage that is not the last, with the hidden states for the next one."""
@@ -34,7 +37,8 @@ def layer_order(module: nn.Module) -> LayerOrder:
     plan = getattr(config, "base_model_pp_plan", None)
     if config is None or not plan:
         return NO_ORDER
-    if getattr(config.get_text_config(), "output_router_logits", False):
+    text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
         return LayerOrder(refused="the loss of its routers needs those of all layers (output_router_logits)")
     trunk = module.base_model
     children = dict(trunk.named_children())
@@ -59,8 +63,17 @@ def layer_order(module: nn.Module) -> LayerOrder:
     return LayerOrder(
         layers=tuple(f"{prefix}{lists[0]}.{number}" for number in range(len(layers))),
         after=(*(f"{prefix}{name}" for name in sorted(behind)), *outside),
-        width=int(getattr(config.get_text_config(), "hidden_size", 0)),
+        width=int(getattr(text, "hidden_size", 0)),
+        attention_width=_attention_width(text),
+        experts_per_token=next((int(k) for name in _EXPERTS if isinstance(k := getattr(text, name, None), int)), 0),
     )
+
+
+def _attention_width(config: Any) -> int:
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return 0  # of each layer its own
+    return int(heads * (getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads))
 
 
 class _Passed(nn.Module):

@@ -12,17 +12,17 @@ from pydantic import PositiveInt, model_validator
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.spec import ModelSpec, Unit
+from rotorch.core.stage_balance import balanced, layer_costs
 from rotorch.core.stages import (
     check_stages,
     of_stages,
-    stage_layers,
     stage_layout,
     stage_transfers,
     with_stages,
 )
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch, Transfer
-from rotorch.pipelining.actions import Placement, Schedule
+from rotorch.pipelining.actions import ActionKind, Placement, Schedule
 
 
 class StageStrategy(Strategy):
@@ -33,7 +33,7 @@ class StageStrategy(Strategy):
         chunks: stages that each rank holds; left out: as many as the table usually has.
         unit: micro-batches that share a gather of weights and a sum of gradients, where these are gathered at all.
         layers: how many layers each stage has, in order, written `3-5-4`; left out: as many as make the slowest stage
-            as fast as can be (core/stages.py).
+            as fast as can be (core/stage_balance.py).
         recompute: what backward computes again: nothing, or every layer from its inputs (activation checkpointing).
     """
 
@@ -106,8 +106,43 @@ class StageStrategy(Strategy):
     def parts_of(self, spec: ModelSpec) -> tuple[range, ...]:
         """Which layers each stage has."""
         if self.layers is None:
-            return stage_layers(spec, num_stages=self.num_stages)
+            return balanced(layer_costs(spec), kept=[1] * self.num_stages)
         return tuple(range(start, end) for start, end in pairwise(accumulate(self._layer_counts, initial=0)))
+
+    def kept_by_stages(self, num_micro_batches: int) -> tuple[int, ...]:
+        """Of each stage, the most micro-batches that are between its forward and their last gradient at a time."""
+        table = self.table(num_micro_batches)
+        ends = ActionKind.BACKWARD_WEIGHT if table.splits_backward else ActionKind.BACKWARD
+        most, now = [0] * self.num_stages, [0] * self.num_stages
+        for row in table.rows:
+            for action in row:
+                now[action.stage] += (action.kind is ActionKind.FORWARD) - (action.kind is ends)
+                most[action.stage] = max(most[action.stage], now[action.stage])
+        return tuple(most)
+
+    def best_layers(
+        self, spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int, limit_bytes: float | None = None
+    ) -> str:
+        """How many layers each stage should have for a batch, as `layers` takes it (core/stage_balance.py).
+
+        Args:
+            spec: the model.
+            batch: one micro-batch of one rank.
+            num_micro_batches: of a step.
+            limit_bytes: what a rank may hold, with gradients, AdamW and activations; each of its chunks gets an equal
+                part of it. None: no limit.
+
+        Raises:
+            ConfigError: the model cannot be cut, or no cut keeps to the limit.
+        """
+        self.check(spec)
+        parts = balanced(
+            layer_costs(spec, batch=batch, recompute=self.recompute != "none"),
+            kept=self.kept_by_stages(num_micro_batches),
+            limit_bytes=None if limit_bytes is None else limit_bytes / self.num_chunks,
+            shared_by=self.ranks_per_stage,
+        )
+        return "-".join(str(len(part)) for part in parts)
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         self.check(spec)

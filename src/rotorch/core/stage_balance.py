@@ -1,0 +1,194 @@
+"""Where to cut a row of layers into pipeline stages: by the time and the memory that each takes.
+
+[Note: estimates]
+    All ranks are alike, so time is counted in operations: two per weight of a matrix and token, of experts as many as a
+    token goes to; in attention two per feature of all heads and per token that is looked at, for scores and for values,
+    half of which a causal mask leaves out. A look-up takes none, a head as any matrix. Backward takes twice as much as
+    forward, and recomputing once more.
+    Memory is what is there from step to step (weights, gradients, two states of AdamW), and of each micro-batch that
+    waits for its backward what matrices gave, hidden states, and logits with their gradient. Both are estimates: what
+    counts is how layers compare with each other, and with a large head (DawnPiper, arXiv 2505.05856, measures instead).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
+from operator import add
+from typing import TYPE_CHECKING
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.traffic import MicroBatch
+
+if TYPE_CHECKING:
+    from rotorch.core.spec import ModelSpec, Weight
+
+NOMINAL = MicroBatch(num_rows=1, num_tokens=1024)
+"""What costs are told of where nobody knows the batch. Only attention's share of a layer depends on it."""
+
+_STATES = 4
+"""Weights, gradients and two states of AdamW, each as large."""
+_STATES_OF_GUEST = 2
+"""Of a weight that another stage is home to: its values and its gradient."""
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """One layer, with what lies before the first and behind the last of them.
+
+    Attributes:
+        forward_flops: of one micro-batch.
+        backward_flops: of one micro-batch, with what is recomputed.
+        state_bytes: weights, gradients and optimizer.
+        activation_bytes: kept of one micro-batch between its forward and its backward.
+    """
+
+    forward_flops: int
+    backward_flops: int
+    state_bytes: int
+    activation_bytes: int
+
+    @property
+    def flops(self) -> int:
+        """Of one micro-batch there and back."""
+        return self.forward_flops + self.backward_flops
+
+
+def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool = False) -> tuple[LayerCost, ...]:
+    """What each layer takes (see [Note: estimates]).
+
+    Args:
+        spec: the model.
+        batch: one micro-batch.
+        recompute: whether layers keep their inputs alone, and compute the rest again in backward.
+    """
+    order = spec.order
+    last = len(order.layers) - 1
+    tokens = batch.num_rows * batch.num_tokens
+    hidden = tokens * order.width * batch.itemsize
+    flops = [2 * tokens * batch.num_tokens * order.attention_width] * (last + 1)
+    kept = [2 * hidden] * (last + 1)
+    state = [0] * (last + 1)
+    head_flops = logits = 0
+    for weight in spec.weights:
+        places = [order.place_of(name) for name in (weight.name, *weight.aliases)]
+        home, *others = dict.fromkeys(min(max(place, 0), last) for place in places)
+        state[home] += (_STATES if weight.trained else 1) * weight.num_bytes
+        for layer in others:
+            state[layer] += (_STATES_OF_GUEST if weight.trained else 1) * weight.num_bytes
+        for place in places:
+            used, outputs = _per_token(weight, experts=order.experts_per_token)
+            if place > last:
+                head_flops += 2 * tokens * used
+                logits += 2 * tokens * outputs * batch.loss_itemsize  # with their gradient
+            elif place >= 0:  # what lies before the layers is looked up
+                flops[place] += 2 * tokens * used
+                kept[place] += tokens * outputs * batch.itemsize
+    return tuple(
+        LayerCost(
+            forward_flops=flops[layer] + (head_flops if layer == last else 0),
+            backward_flops=(3 if recompute else 2) * flops[layer] + (2 * head_flops if layer == last else 0),
+            state_bytes=state[layer],
+            activation_bytes=(hidden if recompute else kept[layer]) + (logits if layer == last else 0),
+        )
+        for layer in range(last + 1)
+    )
+
+
+def _per_token(weight: Weight, *, experts: int) -> tuple[int, int]:
+    """Elements of a weight that a token meets, and features that it gives: of experts, those that the token goes to."""
+    match weight.shape:
+        case (number, *matrix) if len(matrix) == 2:
+            chosen = min(experts, number) or number
+            return weight.numel // max(number, 1) * chosen, max(matrix) * chosen
+        case (outputs, _, *_):
+            return weight.numel, outputs
+    return weight.numel, 0
+
+
+def balanced(
+    costs: Sequence[LayerCost], *, kept: Sequence[int], limit_bytes: float | None = None, shared_by: int = 1
+) -> tuple[range, ...]:
+    """Cuts layers into stages, none empty, of which the slowest is as fast as can be.
+
+    Of all such cuts it takes one whose largest stage in memory is smallest, and of those the most even one in time.
+
+    Args:
+        costs: of the layers.
+        kept: of each stage, how many micro-batches' activations it holds at a time.
+        limit_bytes: no stage may take more; None: as much as it likes.
+        shared_by: how many ranks share the weights of a stage.
+
+    Raises:
+        ConfigError: no cut keeps every stage within the limit; says how much the best of them takes.
+    """
+    flops = list(accumulate((cost.flops for cost in costs), initial=0))
+    state = list(accumulate((cost.state_bytes for cost in costs), initial=0))
+    activations = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
+
+    def time(stage: int, start: int, end: int) -> float:
+        return flops[end] - flops[start]
+
+    def memory(stage: int, start: int, end: int) -> float:
+        return (state[end] - state[start]) / shared_by + kept[stage] * (activations[end] - activations[start])
+
+    def best(
+        cost: _Cost, *, slowest: float = inf, largest: float = inf, join: Callable[[float, float], float] = max
+    ) -> tuple[float, tuple[range, ...]]:
+        found = _best_cut(
+            cost,
+            join=join,
+            allowed=lambda *part: memory(*part) <= largest and time(*part) <= slowest,
+            num_layers=len(costs),
+            num_stages=len(kept),
+        )
+        if found is None:
+            raise AssertionError(f"{len(costs)} layers make no {len(kept)} stages")
+        return found
+
+    if limit_bytes is not None and (least := best(memory)[0]) > limit_bytes:
+        raise ConfigError(
+            f"stages: no cut of {len(costs)} layers into {len(kept)} parts keeps each within {limit_bytes:,.0f} bytes, "
+            f"the best one takes {least:,.0f}. Write more stages, fewer micro-batches at a time, or recompute"
+        )
+    slowest, _ = best(time, largest=inf if limit_bytes is None else limit_bytes)
+    largest, _ = best(memory, slowest=slowest)
+    _, parts = best(lambda *part: time(*part) ** 2, slowest=slowest, largest=largest, join=add)
+    return parts
+
+
+_Cost = Callable[[int, int, int], float]
+"""Of the layers from `start` up to `end` as a stage: (stage, start, end)."""
+
+
+def _best_cut(
+    cost: _Cost,
+    *,
+    join: Callable[[float, float], float],
+    allowed: Callable[[int, int, int], bool],
+    num_layers: int,
+    num_stages: int,
+) -> tuple[float, tuple[range, ...]] | None:
+    """The cheapest cut of which all parts are allowed, and what it costs; None if there is none.
+
+    Args:
+        cost: of a part.
+        join: from the costs of parts to that of all; grows with each.
+        allowed: whether these layers may be that stage.
+        num_layers: in a row.
+        num_stages: parts, none empty.
+    """
+    best: list[tuple[float, tuple[range, ...]] | None] = [(0.0, ()), *[None] * num_layers]
+    for stage in range(num_stages):
+        before, best = best, [None] * (num_layers + 1)
+        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
+            for start in range(stage, end):
+                known = before[start]
+                if known is None or not allowed(stage, start, end):
+                    continue
+                total = join(known[0], cost(stage, start, end))
+                if (so_far := best[end]) is None or total < so_far[0]:
+                    best[end] = (total, (*known[1], range(start, end)))
+    return best[num_layers]

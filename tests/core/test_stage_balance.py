@@ -1,0 +1,117 @@
+"""Where layers are cut into stages: held against trying every cut."""
+
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.stage_balance import LayerCost, balanced, layer_costs
+from rotorch.core.stages import LayerOrder
+from rotorch.core.traffic import MicroBatch
+from rotorch.strategies import parse_parallel
+
+COSTS = st.builds(LayerCost, st.integers(0, 9), st.integers(0, 18), st.integers(0, 9), st.integers(0, 9))
+
+
+def every_cut(num_layers, num_stages):
+    for ends in combinations(range(1, num_layers), num_stages - 1):
+        edges = [0, *ends, num_layers]
+        yield tuple(range(a, b) for a, b in pairwise(edges))
+
+
+def measures(costs, parts, *, kept, shared_by):
+    """Of the slowest stage, of the largest, and how uneven they are in time."""
+    times = [sum(costs[i].flops for i in part) for part in parts]
+    bytes_ = [
+        sum(costs[i].state_bytes for i in part) / shared_by + sum(costs[i].activation_bytes for i in part) * number
+        for part, number in zip(parts, kept, strict=True)
+    ]
+    return max(times), max(bytes_), sum(t * t for t in times)
+
+
+@given(st.lists(COSTS, min_size=1, max_size=7), st.integers(1, 4), st.none() | st.integers(1, 80), st.data())
+def test_no_other_cut_within_the_limit_is_faster_then_smaller_then_more_even(costs, shared_by, limit, data):
+    num_stages = data.draw(st.integers(1, len(costs)))
+    kept = data.draw(st.lists(st.integers(0, 4), min_size=num_stages, max_size=num_stages))
+    how = {"kept": kept, "shared_by": shared_by}
+    each = [measures(costs, parts, **how) for parts in every_cut(len(costs), num_stages)]
+    if limit is not None and not any(largest <= limit for _, largest, _ in each):
+        with pytest.raises(ConfigError, match="keeps each within"):
+            balanced(costs, limit_bytes=limit, **how)
+        return
+    parts = balanced(costs, limit_bytes=limit, **how)
+    assert [i for part in parts for i in part] == list(range(len(costs)))
+    assert len(parts) == num_stages and all(len(part) for part in parts)
+    found = measures(costs, parts, **how)
+    assert found == min(m for m in each if limit is None or m[1] <= limit)
+
+
+def model(*, num_layers, vocabulary, tied=False, experts=0, width=8):
+    """Layers of one matrix, with an embedding and a head."""
+    names = [f"layers.{n}" for n in range(num_layers)]
+    shape = (4, 3 * width, width) if experts else (3 * width, width)
+    table = Weight("embed.weight", (vocabulary, width), 4, aliases=("head.weight",) if tied else ())
+    weights = [table, *(Weight(f"{name}.up", shape, 4) for name in names)]
+    if not tied:
+        weights.append(Weight("head.weight", (vocabulary, width), 4))
+    order = LayerOrder(tuple(names), ("head",), width=width, attention_width=width, experts_per_token=experts)
+    units = [Unit(w.name, UnitKind.WEIGHT, Combine.SUM, (w,)) for w in weights]
+    return ModelSpec("Model", tuple(units), order=order)
+
+
+BATCH = MicroBatch(num_rows=2, num_tokens=4)
+
+
+def test_flops_and_bytes_as_counted_by_hand():
+    first, _, last = layer_costs(model(num_layers=3, vocabulary=100), batch=BATCH)
+    tokens = 2 * 4
+    of_layer = 2 * tokens * 3 * 8 * 8 + 2 * tokens * 4 * 8  # the matrix; scores and values of half of the tokens
+    of_head = 2 * tokens * 100 * 8
+    assert (first.forward_flops, first.backward_flops) == (of_layer, 2 * of_layer)
+    assert (last.forward_flops, last.backward_flops) == (of_layer + of_head, 2 * (of_layer + of_head))
+    assert first.state_bytes == last.state_bytes == 4 * 4 * (3 * 8 * 8 + 100 * 8)
+    kept = tokens * 4 * (2 * 8 + 3 * 8)
+    assert (first.activation_bytes, last.activation_bytes) == (kept, kept + 2 * tokens * 4 * 100)
+
+
+def test_what_is_computed_again_takes_time_and_saves_memory():
+    plain, again = (layer_costs(model(num_layers=2, vocabulary=100), batch=BATCH, recompute=r) for r in (False, True))
+    assert again[0].flops * 3 == plain[0].flops * 4
+    assert again[1].backward_flops - plain[1].backward_flops == plain[0].forward_flops  # the head is not run again
+    assert again[0].activation_bytes < plain[0].activation_bytes
+
+
+def test_a_token_meets_some_experts_only_and_a_tied_head_computes_where_it_is_borrowed():
+    every, some = (layer_costs(model(num_layers=2, vocabulary=9, experts=k), batch=BATCH)[0] for k in (4, 1))
+    attention = 2 * 8 * 4 * 8
+    assert every.forward_flops - attention == 4 * (some.forward_flops - attention)
+    tied, own = (layer_costs(model(num_layers=2, vocabulary=100, tied=t), batch=BATCH) for t in (True, False))
+    assert [c.flops for c in tied] == [c.flops for c in own]
+    assert own[1].state_bytes - tied[1].state_bytes == 2 * 4 * 100 * 8  # its optimizer is at home
+
+
+def test_a_head_takes_layers_from_the_last_stage_and_an_embedding_none_from_the_first():
+    (pipeline,) = parse_parallel("pp=2")
+    cut = pipeline.parts_of(model(num_layers=8, vocabulary=10))
+    assert [len(part) for part in cut] == [4, 4]
+    assert [len(part) for part in pipeline.parts_of(model(num_layers=8, vocabulary=3000, width=64))] == [5, 3]
+    (by_hand,) = parse_parallel("pp=2[layers=3-5]")
+    assert [len(part) for part in by_hand.parts_of(model(num_layers=8, vocabulary=10))] == [3, 5]
+
+
+def test_the_first_stages_of_1f1b_keep_more_micro_batches_and_get_fewer_layers_where_memory_is_short():
+    spec = model(num_layers=12, vocabulary=10)
+    (pipeline,) = parse_parallel("pp=4")
+    assert pipeline.kept_by_stages(8) == (4, 3, 2, 1)
+    assert parse_parallel("zeropp=2x1[chunks=2,unit=2]")[0].kept_by_stages(4)[0] >= 2
+    fast = pipeline.best_layers(spec, batch=BATCH, num_micro_batches=8)
+    assert fast == "3-3-3-3"
+    small = pipeline.best_layers(spec, batch=BATCH, num_micro_batches=8, limit_bytes=21_000)
+    counts = [int(n) for n in small.split("-")]
+    assert counts[0] < 3 and sum(counts) == 12
+    assert pipeline.model_copy(update={"layers": small}).parts_of(spec)[0] == range(counts[0])
+    with pytest.raises(ConfigError, match="no cut of 12 layers into 4 parts keeps each within 5,000 bytes"):
+        pipeline.best_layers(spec, batch=BATCH, num_micro_batches=8, limit_bytes=5000)
