@@ -20,6 +20,7 @@ from rotorch.train.out_of_memory import (
     CATEGORIES,
     LOGITS,
     OTHER,
+    Share,
     asked_bytes,
     bytes_alive,
     changes,
@@ -68,17 +69,8 @@ WHOLE = SPEC.num_bytes
 
 
 def suggested(layout, *, micro_batch=1, asked=0, num_layers=1, **alive):
-    return list(
-        changes(
-            {**dict.fromkeys(CATEGORIES, 0), **alive},
-            asked=asked,
-            spec=SPEC,
-            strategies=parse_parallel(layout),
-            sizes=BatchSizes(micro_batch, 2, 1),
-            rank=0,
-            num_layers=num_layers,
-        )
-    )
+    share = Share(SPEC, parse_parallel(layout), BatchSizes(micro_batch, 2, 1), rank=0, num_layers=num_layers)
+    return list(changes(share, {**dict.fromkeys(CATEGORIES, 0), **alive}, asked=asked))
 
 
 def test_smaller_micro_batches_come_first():
@@ -106,15 +98,8 @@ def test_then_another_layout_by_its_formulas_and_more_ranks():
 
 def told(layout="ddp=2", *, asked, activations=0):
     alive = {**dict.fromkeys(CATEGORIES, 0), "weights": WHOLE, "gradients": WHOLE, "activations": activations}
-    return cheapest_change(
-        alive,
-        asked=asked,
-        spec=SPEC,
-        strategies=parse_parallel(layout),
-        sizes=BatchSizes(2, 1, 1),
-        rank=0,
-        num_layers=1,
-    )
+    share = Share(SPEC, parse_parallel(layout), BatchSizes(2, 1, 1), rank=0, num_layers=1)
+    return cheapest_change(share, alive, asked=asked)
 
 
 def test_what_is_still_to_come_has_to_fit_too():

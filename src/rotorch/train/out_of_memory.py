@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -69,19 +69,28 @@ class Running:
     state: TrainState | None = None
 
 
-@contextmanager
-def explained_out_of_memory(
-    spec: ModelSpec, *, strategies: tuple[Strategy, ...], sizes: BatchSizes, rank: int, num_layers: int
-) -> Iterator[Running]:
-    """Turns an error of memory within the block into a `RankFailure` with a post-mortem. This rank only.
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of a run.
 
-    Args:
+    Attributes:
         spec: the model.
         strategies: how it is spread.
         sizes: of the batch.
         rank: this one.
         num_layers: repeated blocks of the model, of which activation checkpointing keeps the inputs; 0 if unknown.
     """
+
+    spec: ModelSpec
+    strategies: tuple[Strategy, ...]
+    sizes: BatchSizes
+    rank: int
+    num_layers: int
+
+
+@contextmanager
+def explained_out_of_memory(share: Share) -> Iterator[Running]:
+    """Turns an error of memory within the block into a `RankFailure` with a post-mortem. This rank only."""
     running = Running()
     reserve: bytearray | None = bytearray(_RESERVE_BYTES)  # to have something to say it with; takes no pages
     try:
@@ -94,13 +103,10 @@ def explained_out_of_memory(
         text = "out of memory" if asked is None else f"out of memory: {format_bytes(asked)} more were asked for"
         # What it is explained with may run out of memory itself: then that much is said.
         with suppress(Exception):
-            alive = bytes_alive(running.state, vocab_sizes=_vocab_sizes(spec))
+            alive = bytes_alive(running.state, vocab_sizes=_vocab_sizes(share.spec))
             place = _innermost_module(error.__traceback__, running.state)
             text = describe(alive, asked=asked, place=place, device=_device(running.state))
-            change = cheapest_change(
-                alive, asked=asked or 0, spec=spec, strategies=strategies, sizes=sizes, rank=rank, num_layers=num_layers
-            )
-            text = f"{text}. {change}"
+            text = f"{text}. {cheapest_change(share, alive, asked=asked or 0)}"
         raise FinalFailure(text) from error
     finally:
         del reserve
@@ -217,22 +223,11 @@ class Change:
     saves_bytes: int
 
 
-def cheapest_change(
-    alive: Mapping[str, int],
-    *,
-    asked: int,
-    spec: ModelSpec,
-    strategies: tuple[Strategy, ...],
-    sizes: BatchSizes,
-    rank: int,
-    num_layers: int,
-) -> str:
+def cheapest_change(share: Share, alive: Mapping[str, int], *, asked: int) -> str:
     """Says what to write instead, as a sentence without its end (see [Note: what would fit])."""
-    ledger = predict(spec, strategies=strategies, rank=rank).ledger
+    ledger = predict(share.spec, strategies=share.strategies, rank=share.rank).ledger
     needed = asked + sum(max(0, (ledger[name] or 0) - alive[name]) for name in (GRADIENTS, OPTIMIZER))
-    found = list(
-        changes(alive, asked=asked, spec=spec, strategies=strategies, sizes=sizes, rank=rank, num_layers=num_layers)
-    )
+    found = list(changes(share, alive, asked=asked))
     for change in found:
         if change.saves_bytes >= needed:
             return (
@@ -248,32 +243,24 @@ def cheapest_change(
     )
 
 
-def changes(
-    alive: Mapping[str, int],
-    *,
-    asked: int,
-    spec: ModelSpec,
-    strategies: tuple[Strategy, ...],
-    sizes: BatchSizes,
-    rank: int,
-    num_layers: int,
-) -> Iterator[Change]:
+def changes(share: Share, alive: Mapping[str, int], *, asked: int) -> Iterator[Change]:
     """Changes of the run that save memory on a rank, the cheapest first (see [Note: what would fit])."""
     passing = alive[ACTIVATIONS] + alive[LOGITS] + asked
-    for micro_batch in range(sizes.micro_batch - 1, 0, -1):
-        if sizes.micro_batch % micro_batch == 0:
-            accumulation = sizes.accumulation * sizes.micro_batch // micro_batch
+    for micro_batch in range(share.sizes.micro_batch - 1, 0, -1):
+        if share.sizes.micro_batch % micro_batch == 0:
+            accumulation = share.sizes.accumulation * share.sizes.micro_batch // micro_batch
             yield Change(
                 f"train.micro_batch={micro_batch} train.accumulation={accumulation}",
-                passing - passing * micro_batch // sizes.micro_batch,
+                passing - passing * micro_batch // share.sizes.micro_batch,
             )
+    strategies = share.strategies
     *outer, innermost = strategies
     option = {"rtp": "slice"}.get(innermost.kind, "block")
-    if num_layers > 1 and getattr(innermost, "recompute", option) != option:
+    if share.num_layers > 1 and getattr(innermost, "recompute", option) != option:
         again = type(innermost).model_validate({**innermost.model_dump(), "recompute": option})
-        saved = alive[ACTIVATIONS] - alive[ACTIVATIONS] // num_layers
+        saved = alive[ACTIVATIONS] - alive[ACTIVATIONS] // share.num_layers
         yield Change(f"parallel.layout={format_parallel((*outer, again))}", saved)
-    here = _at_rest(spec, strategies=strategies, rank=rank)
+    here = _at_rest(share)
     size = num_ranks(strategies)
     others = [parse_parallel(f"{kind}={size}") for kind in ("rtp", "fsdp")] if size > 1 else []
     if (larger := resized(strategies, num_ranks=2 * size)) is not None:
@@ -284,8 +271,8 @@ def changes(
             continue  # another batch per rank, of whose activations nothing is known
         try:
             for strategy in other:
-                strategy.check(spec)
-            saved = here - _at_rest(spec, strategies=other, rank=rank)
+                strategy.check(share.spec)
+            saved = here - _at_rest(replace(share, strategies=other))
         except ConfigError:
             continue
         if saved > 0:
@@ -293,6 +280,6 @@ def changes(
             yield Change(f"parallel.layout={format_parallel(other)}{more}", saved)
 
 
-def _at_rest(spec: ModelSpec, *, strategies: tuple[Strategy, ...], rank: int) -> int:
-    found = predict(spec, strategies=strategies, rank=rank)
+def _at_rest(share: Share) -> int:
+    found = predict(share.spec, strategies=share.strategies, rank=share.rank)
     return sum(found.ledger[name] or 0 for name in (WEIGHTS, GRADIENTS, OPTIMIZER)) + found.transient_bytes

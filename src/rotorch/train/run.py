@@ -48,7 +48,7 @@ from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
 from rotorch.train.module import make_module
 from rotorch.train.optim import load_optimizer_code, make_optimizer, schedule_numbers
-from rotorch.train.out_of_memory import Running, explained_out_of_memory
+from rotorch.train.out_of_memory import Running, Share, explained_out_of_memory
 from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
 from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
 from rotorch.train.sample import write_sample
@@ -145,13 +145,14 @@ def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:
 
 def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None) -> bool:
     """What every rank does. Returns whether it came to the last step."""
-    with explained_out_of_memory(
+    share = Share(
         run.spec,
-        strategies=run.strategies,
-        sizes=run.sizes,
+        run.strategies,
+        run.sizes,
         rank=int(os.environ.get("RANK", "0")),
         num_layers=getattr(run.model_config.get_text_config(), "num_hidden_layers", 0),
-    ) as running:
+    )
+    with explained_out_of_memory(share) as running:
         return _train(board, run=run, tokens_path=tokens_path, summary=summary, running=running)
 
 
