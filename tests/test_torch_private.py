@@ -16,6 +16,7 @@ from rotorch._torch_private import (
     TRUNCATED_NORMAL,
     TorchDispatchMode,
     fake_store,
+    flat_group,
     functional_collectives,
     group_size,
     group_timeout,
@@ -178,6 +179,15 @@ def test_a_handle_of_symmetric_memory_has_what_rings_call():
     assert "rank: " in documented["get_buffer"] and "storage_offset: " in documented["get_buffer"]
     assert documented["get_signal_pad"].index("dtype: ") < documented["get_signal_pad"].index("storage_offset: ")
     assert documented["put_signal"].index("dst_rank: ") < documented["put_signal"].index("channel: ")
+
+
+def test_a_mesh_made_flat_has_a_group_of_all_its_ranks():
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=4)
+    try:
+        mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        assert flat_group(mesh).size() == 4
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_group_tells_how_long_it_waits(tmp_path):

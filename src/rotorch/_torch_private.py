@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -42,6 +43,7 @@ __all__ = [
     "TRUNCATED_NORMAL",
     "TorchDispatchMode",
     "fake_store",
+    "flat_group",
     "functional_collectives",
     "group_size",
     "group_timeout",
@@ -136,6 +138,15 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Makes one axis of all axes of a mesh, which keeps it; returns its group. All ranks of the mesh.
+
+    Reason: DTensor sums over several axes in one message if their mesh has been made flat, and else warns that it
+    would be better; it says so by this name.
+    """
+    return mesh._flatten().get_group()
 
 
 def symmetric_backend(device: torch.device) -> str | None:

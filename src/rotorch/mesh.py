@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rotorch._torch_private import group_timeout, set_group_timeout
+from rotorch._torch_private import flat_group, group_timeout, set_group_timeout
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.strategies import format_parallel, num_ranks
@@ -77,6 +77,14 @@ def make_mesh(strategies: Sequence[Strategy], *, device: torch.device) -> Device
         for carrier in {device, torch.device("cpu")}:
             set_group_timeout(mesh.get_group(axis), timeout, device=carrier)
     return mesh
+
+
+def sum_in_one_message(mesh: DeviceMesh, *, device: torch.device) -> None:
+    """Lets DTensors over `mesh` be summed over all of its axes at once (torch's own clipping). All ranks of the job."""
+    if mesh.ndim > 1:
+        group, timeout = flat_group(mesh), group_timeout(dist.group.WORLD, device=device)
+        for carrier in {device, torch.device("cpu")}:
+            set_group_timeout(group, timeout, device=carrier)
 
 
 def flat_position(axes: Mapping[str, int], positions: Mapping[str, int]) -> int:

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.spec import ModelSpec, UnitKind, Weight
+from rotorch.mesh import sum_in_one_message
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule
 from rotorch.ops.later_gradients import LaterGradients
@@ -106,6 +107,7 @@ class PipelineHolding(OuterHolding):
         self._strategy = strategy
         self._tables: dict[int, Schedule] = {}
         self._mesh, self._inside, self._device = mesh, inside, device
+        sum_in_one_message(inside, device=device)
         self._position = mesh.get_local_rank()
         self._staged = StagedModule(module, order=spec.order, parts=strategy.parts_of(spec))
         # Layers inside of other strategies are run by those: their gradients are all computed at once.

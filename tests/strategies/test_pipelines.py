@@ -50,7 +50,7 @@ SLOW = pytest.mark.slow
     ("parallel", "micro_batches"),
     [
         ("pp=3", 5),
-        ("zeropp=2x1[chunks=2,unit=2]", 5),
+        ("zeropp=2x1[chunks=2,unit=2,recompute=block]", 5),
         ("zeropp=2x2[inner=rtp,unit=2]", 3),
         ("pp=2[schedule=zbv,layers=1-2-1-1]", 3),
         pytest.param("pp=2[schedule=interleaved_1f1b,layers=2-1-1-1],rtp=2", 4, marks=SLOW),
@@ -195,6 +195,23 @@ def test_all_ranks_raise_if_the_last_stage_does(tiny):
     (first, mine), (last, theirs) = run_ranks(breaks_off_at_the_end, tiny("llama"), num_ranks=2, timeout_s=60)
     assert (first, last) == ([RankFailure] * 2, [Broken] * 2)
     assert mine == theirs
+
+
+def clipped(path):
+    """What torch's own clipping sends, the norm that it finds, and the norm after it."""
+    model = rotorch.parallelize(build(path), "zeropp=2x2", device="cpu").materialize(seed=1)
+    model.forward_backward(batch_of(model.module.config, num_rows=2))
+    with Meter() as meter:
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    squares = sum(model.full_tensor(name, grad=True).square().sum() for name in model.weights)
+    model.close()
+    return dict(meter.num_messages), float(norm), float(squares) ** 0.5
+
+
+def test_torchs_own_clipping_sends_one_message_over_stages_and_shards(tiny):
+    for sent, norm, after in run_ranks(clipped, tiny("qwen3"), num_ranks=4):
+        assert sent == {Kind.ALL_REDUCE: 1}
+        assert norm > 1.0 and after == pytest.approx(1.0, rel=1e-5)
 
 
 TIED = "model.embed_tokens.weight"
