@@ -33,6 +33,7 @@ from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.summa import Grid
 from rotorch.parallel_model import Holding
 from rotorch.shard.blocks import Blocks
+from rotorch.shard.depth_shards import DepthShards
 from rotorch.shard.held import Piece, box_pieces
 from rotorch.shard.sites import find_sites
 from rotorch.shard.twins import Part
@@ -50,7 +51,9 @@ def apply(
     """Cuts `module` into blocks over `mesh`, for every strategy on grids."""
     if compiled:
         raise ConfigError(f"{strategy}: its blocks travel in the middle of layers, so none is compiled. Leave it out")
-    return GridHolding(module, spec=spec, mesh=mesh, device=device, transport=strategy.transport)
+    return GridHolding(
+        module, spec=spec, mesh=mesh, device=device, transport=strategy.transport, in_shards=strategy.in_shards
+    )
 
 
 class GridHolding(Holding):
@@ -62,10 +65,18 @@ class GridHolding(Holding):
         mesh: with the axes `DOWN`, `ACROSS`, and `DEPTH` if there are several layers.
         device: of this rank.
         transport: of blocks: "auto", "shared_memory" or "messages".
+        in_shards: layers share their blocks at rest.
     """
 
     def __init__(
-        self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device, transport: str
+        self,
+        module: nn.Module,
+        *,
+        spec: ModelSpec,
+        mesh: DeviceMesh,
+        device: torch.device,
+        transport: str,
+        in_shards: bool = False,
     ) -> None:
         self._module = module
         self._mesh = mesh
@@ -78,15 +89,14 @@ class GridHolding(Holding):
             self._rank = self._rank * line.size + line.position
         sites, parameters = find_sites(module), dict(module.named_parameters())
         self._sizes = {"size": self.grid.down.size, "row": self.grid.down.position, "column": self.grid.across.position}
-        self._blocks = Blocks(
-            [self._part(w, axes=axes) for w in spec.weights],
-            sums={w.name: self._sums(w) for w in spec.weights},
-            parameters=parameters,
-            sites=sites,
-            mesh=mesh,
-            device=device,
-            memory=self._homes(spec, parameters=parameters, device=device),
-        )
+        parts = [self._part(w, axes=axes) for w in spec.weights]
+        sums = {w.name: self._sums(w) for w in spec.weights}
+        where = {"parameters": parameters, "sites": sites, "mesh": mesh, "device": device}
+        if in_shards and self._depth.size > 1:
+            self._blocks: Blocks | DepthShards = DepthShards(parts, depth=self._depth, sums=sums, **where)
+        else:
+            homes = self._homes(spec, parameters=parameters, device=device)
+            self._blocks = Blocks(parts, sums=sums, **where, memory=homes)
         self.weights = self._blocks.held
         heads = {w.name for u in spec.units if u.logits for w in u.weights}
         self._stand_ins = {

@@ -112,6 +112,7 @@ def has_idle_options(strategy: type[Strategy], chosen: dict[str, object]) -> boo
 
 def on_two_ranks(strategy: type[Strategy], chosen: dict[str, object]) -> Strategy:
     sizes = {"size": 2} if "size" in strategy.size_fields else dict.fromkeys(strategy.size_fields, 1)
+    sizes.update({"depth": 2} if "depth" in sizes else {})
     return strategy(**sizes, **chosen)
 
 
@@ -126,9 +127,9 @@ def table() -> list[tuple[str, str]]:
             if layout is not None:
                 pairs += [(layout, model) for model in (MODELS if on_all or layout == kind else MODELS[:1])]
         for chosen in options(strategy) if telling_size else []:
-            made = strategy(**for_options(strategy), **chosen)
+            made = strategy(**for_options(strategy, chosen), **chosen)
             if getattr(made, "num_stages", 0) > 2:  # the models have two layers: chunks on one rank
-                made = strategy(**{**for_options(strategy), "stages": 1}, **chosen)
+                made = strategy(**{**for_options(strategy, chosen), "stages": 1}, **chosen)
             pairs.append((format_parallel([made]), "llama"))
     for outer, inner in sorted(COMPOSES):
         models = MODELS[:1] if is_grid(inner) else MODELS
@@ -162,23 +163,24 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     if any(is_pipeline(s.kind) for s in strategies):
         return (layout, model) in {("pp=2", "qwen3"), ("pp=2,rtp=2", "llama"), ("zeropp=2x2", "qwen3")}
     if len(strategies) > 1 or "[" in layout:
-        return says_new(layout, model) and not any(is_grid(s.kind) for s in strategies)
+        return says_new(layout, model) and not any(is_grid(s.kind) and not getattr(s, "zero", 0) for s in strategies)
     if is_grid(kind):
         return (size, model) in {(1, "llama"), (2, "llama"), (4, "qwen3"), (8 if kind == "tesseract" else 4, "llama")}
     return (size, model) in {(1, "llama"), (2, "qwen3"), (3, "llama")}
 
 
 def _repeats_options(strategy: Strategy) -> bool:
-    if is_grid(strategy.kind) and getattr(strategy, "transport", "") == "shared_memory":
-        return True  # ranks of tests share a host, so it is what "auto" takes
     return strategy.model_dump() not in telling(type(strategy))
 
 
-def for_options(strategy: type[Strategy]) -> dict[str, int]:
+def for_options(strategy: type[Strategy], chosen: dict[str, object] | None = None) -> dict[str, int]:
     """The size at which options are looked at.
 
-    On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1.
+    On three ranks neighbours before and after differ, and the tiny llama's four groups are cut 2 + 1 + 1. What is cut
+    over the depth of a grid needs one, and three layers share unevenly.
     """
+    if "depth" in strategy.size_fields and (chosen or {}).get("zero"):
+        return {"rows": 1, "columns": 1, "depth": 3}
     sizes = {"size": 3, "stages": 2, "shards": 1, "rows": 2, "columns": 2, "depth": 1, "d1": 2, "d2": 2}
     return {name: sizes[name] for name in strategy.size_fields}
 
@@ -189,7 +191,9 @@ def telling(strategy: type[Strategy]) -> list[dict[str, object]]:
     Between them they have every value of each option.
     """
     size = for_options(strategy)
-    every = [strategy(**size, **chosen).model_dump() for chosen in options(strategy)]
+    every = [strategy(**for_options(strategy, chosen), **chosen).model_dump() for chosen in options(strategy)]
+    if is_grid(strategy.kind):  # ranks of tests share a host, so it is what "auto" takes
+        every = [fields for fields in every if fields.get("transport") != "shared_memory"]
     default = strategy(**size).model_dump()
     kept = [fields for fields in every if len(fields.items() - default.items()) == 1]
     left = {item for fields in every for item in fields.items()} - {item for fields in kept for item in fields.items()}

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rotorch.core.layout import Layout
-from rotorch.core.spec import Cut, GridCut, Unit, Weight
+from rotorch.core.spec import Cut, GridCut, Range, Unit, Weight
 from rotorch.core.traffic import (
     Kind,
     MicroBatch,
@@ -30,21 +30,31 @@ ID_ITEMSIZE = 8
 """Bytes of a token id."""
 
 
+def shard_of(rows: int, *, layer: int, depth: int) -> Range:
+    """Which of a block's rows one layer of a grid holds, where the layers share them."""
+    (stretch,) = Cut(0, rows).ranges(rows, num_slices=depth, index=layer) if rows else (Range(0, 0),)
+    return stretch
+
+
 @dataclass(frozen=True)
 class GridPlace:
-    """One rank's place on a grid: layer `layer` of `depth`, row and column of `size`."""
+    """One rank's place on a grid: layer `layer` of `depth`, row and column of `size`.
+
+    With `in_shards` each layer holds a stretch of every block at rest, along its first dim.
+    """
 
     size: int
     depth: int
     layer: int
     row: int
     column: int
+    in_shards: bool = False
 
     @staticmethod
-    def at(position: int, *, size: int, depth: int) -> GridPlace:
+    def at(position: int, *, size: int, depth: int, in_shards: bool = False) -> GridPlace:
         """The place of the rank at `position` of the axes depth, row, col."""
         layer, rest = divmod(position, size * size)
-        return GridPlace(size, depth, layer, *divmod(rest, size))
+        return GridPlace(size, depth, layer, *divmod(rest, size), in_shards)
 
     def block_shape(self, weight: Weight) -> tuple[int, ...]:
         """Of this rank's block of a weight."""
@@ -54,6 +64,18 @@ class GridPlace:
         """Bytes of this rank's block of a weight."""
         return math.prod(self.block_shape(weight)) * weight.itemsize
 
+    def is_in_shards(self, weight: Weight) -> bool:
+        """Whether each layer of the grid holds a part of this rank's block of a weight only."""
+        return self.in_shards and self.depth > 1 and bool(weight.shape)
+
+    def held_bytes(self, weight: Weight, *, layer: int | None = None) -> int:
+        """Bytes of a weight that this rank holds at rest; or that the rank at its place in another layer does."""
+        if not self.is_in_shards(weight):
+            return self.block_bytes(weight)
+        rows, *rest = self.block_shape(weight)
+        stretch = shard_of(rows, layer=self.layer if layer is None else layer, depth=self.depth)
+        return stretch.length * math.prod(rest) * weight.itemsize
+
     def layout(self, unit: Unit) -> Layout:
         """What this rank holds of a unit, and what a step sends of its weights."""
         transfers: list[Transfer] = []
@@ -61,10 +83,13 @@ class GridPlace:
             cut = weight.grid or GridCut()
             if weight.trained:
                 transfers += self._gradient_sums(weight, cut)
+            if self.is_in_shards(weight):
+                part = self.held_bytes(weight, layer=0)
+                transfers.append(all_gather(part, axis=DEPTH, size=self.depth, phase=Phase.STEP))
             if len(weight.shape) == 2 and cut.rows is not None:
                 transfers += self._blocks_sent(unit, weight, cut)
         return Layout(
-            resident_bytes=sum(map(self.block_bytes, unit.weights)),
+            resident_bytes=sum(map(self.held_bytes, unit.weights)),
             transfers=tuple(t for t in transfers if t.sent_bytes),
         )
 
@@ -74,12 +99,16 @@ class GridPlace:
         return max(map(math.prod, shapes)) * weight.itemsize
 
     def _gradient_sums(self, weight: Weight, cut: GridCut) -> Iterator[Transfer]:
-        num_bytes = self.block_bytes(weight)
+        num_bytes = self.held_bytes(weight)
         if cut.columns is None:
             yield all_reduce(num_bytes, axis=ACROSS, size=self.size)
         if cut.rows is None:
             yield all_reduce(num_bytes, axis=DOWN, size=self.size)
-        yield all_reduce(num_bytes, axis=DEPTH, size=self.depth)
+        if self.is_in_shards(weight):  # as large as the largest stretch, which is the first layer's
+            whole = self.depth * self.held_bytes(weight, layer=0)
+            yield reduce_scatter(whole, axis=DEPTH, size=self.depth, phase=Phase.BACKWARD)
+        else:
+            yield all_reduce(num_bytes, axis=DEPTH, size=self.depth)
 
     def _blocks_sent(self, unit: Unit, weight: Weight, cut: GridCut) -> Iterator[Transfer]:
         """Blocks of a weight along this rank's column, and their gradients."""

@@ -6,6 +6,11 @@
     its sums. They are as large as the largest thing that goes through them, in whole pages, and stay from step to step.
     Weights are read at home, unless they are computed with in another precision.
 
+[Note: shards over depth]
+    Where layers of a grid share their blocks at rest, blocks are gathered for a step, and gradients of whole blocks are
+    there until they are summed. Both go through messages of some weights together (`messages_of`). Gathered blocks have
+    no home that others read; over shared memory they go through slots.
+
 [Note: in flight]
     Over messages the blocks of other ranks are copied, one in use and one under way; of the parts that a product makes
     for others, one is made while one is under way, and this rank's own waits. Over shared memory blocks are read where
@@ -17,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from rotorch.core.grid import ACROSS, DEPTH, DOWN, ID_ITEMSIZE, GridPlace
 from rotorch.core.messages import SUM_CHUNK_BYTES, lane_bytes
@@ -45,6 +50,25 @@ def in_flight_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatc
     return copies * max(layers, default=0)
 
 
+def gathered_bytes(place: GridPlace, units: Iterable[Unit]) -> int:
+    """What a step takes for blocks of which a rank holds a part: the whole, and its gradient beyond that part's."""
+    weights = [w for unit in units for w in unit.weights if place.is_in_shards(w)]
+    gradients = (place.block_bytes(w) - place.held_bytes(w) for w in weights if w.trained)
+    return sum(map(place.block_bytes, weights)) + sum(gradients)
+
+
+def messages_of(sizes: Sequence[int], *, limit: int = SUM_CHUNK_BYTES) -> list[range]:
+    """Which neighbours among things of some sizes travel together: up to a limit, or one alone that is larger."""
+    found: list[range] = []
+    start, total = 0, 0
+    for number, size in enumerate(sizes):
+        if number > start and total + size > limit:
+            found.append(range(start, number))
+            start, total = number, 0
+        total += size
+    return [*found, range(start, len(sizes))] if sizes else []
+
+
 def slots_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatch | None) -> int:
     """All of a rank's slots in shared memory (see [Note: slots]); arguments as of `in_flight_bytes`."""
     whole: dict[str, int] = defaultdict(int)
@@ -62,7 +86,7 @@ def _all_that_passes(place: GridPlace, units: list[Unit], batch: MicroBatch | No
     yield from _gradients(place, units)
     if batch is not None:
         for unit in units:
-            yield from _besideproducts(place, unit, batch)
+            yield from _beside_products(place, unit, batch)
 
 
 def products(units: Iterable[Unit]) -> Iterator[tuple[Unit, Weight]]:
@@ -76,7 +100,7 @@ def products(units: Iterable[Unit]) -> Iterator[tuple[Unit, Weight]]:
 
 def _of_weights(place: GridPlace, weight: Weight, batch: MicroBatch | None) -> _Passing:
     """Blocks of a matrix in the precision of the pass, and of its gradient in its own."""
-    at_home = batch is None or batch.itemsize == weight.itemsize
+    at_home = not place.is_in_shards(weight) and (batch is None or batch.itemsize == weight.itemsize)
     read = 0 if at_home else _block_bytes(place, weight, batch)
     return DOWN, read, place.largest_block_bytes(weight) if weight.trained else 0
 
@@ -99,16 +123,39 @@ def _of_activations(place: GridPlace, weight: Weight, batch: MicroBatch | None) 
 def _gradients(place: GridPlace, units: list[Unit]) -> Iterator[_Passing]:
     """Gradients of all weights that are summed over the same lines lie side by side and are summed as one."""
     flat: dict[tuple[tuple[str, ...], int], int] = defaultdict(int)
-    for weight in (w for unit in units for w in unit.weights if w.trained):
+    shards: dict[tuple[tuple[str, ...], int], list[Weight]] = defaultdict(list)
+    gathered: dict[int, list[Weight]] = defaultdict(list)
+    for weight in (w for unit in units for w in unit.weights):
         cut = weight.grid or GridCut()
-        over = ((DEPTH, None), (DOWN, cut.rows), (ACROSS, cut.columns))
-        flat[tuple(axis for axis, part in over if part is None), weight.itemsize] += place.block_bytes(weight)
+        over = ((DEPTH, None, place.depth), (DOWN, cut.rows, place.size), (ACROSS, cut.columns, place.size))
+        key = tuple(axis for axis, part, size in over if part is None and size > 1), weight.itemsize
+        if place.is_in_shards(weight):
+            gathered[weight.itemsize].append(weight)
+            if weight.trained:
+                shards[key].append(weight)
+        elif weight.trained:
+            flat[key] += place.block_bytes(weight)
     for (axes, _), num_bytes in flat.items():
         for axis in axes:
             yield axis, min(num_bytes, SUM_CHUNK_BYTES), 0
+    for weights in gathered.values():
+        for largest, _ in _messages(place, weights):
+            yield DEPTH, largest, 0
+    for (axes, _), weights in shards.items():
+        for largest, mine in _messages(place, weights):
+            yield DEPTH, 0, largest
+            for axis in axes[1:]:
+                yield axis, min(mine, SUM_CHUNK_BYTES), 0
 
 
-def _besideproducts(place: GridPlace, unit: Unit, batch: MicroBatch) -> Iterator[_Passing]:
+def _messages(place: GridPlace, weights: list[Weight]) -> Iterator[tuple[int, int]]:
+    """Of each message (see `messages_of`) the bytes of the largest rank's part, and of this rank's own."""
+    sizes = [place.held_bytes(w, layer=0) for w in weights]
+    for together in messages_of(sizes):
+        yield sum(sizes[k] for k in together), sum(place.held_bytes(weights[k]) for k in together)
+
+
+def _beside_products(place: GridPlace, unit: Unit, batch: MicroBatch) -> Iterator[_Passing]:
     """What a unit's norms, look-ups, whole outputs and loss send."""
     tokens = batch.num_rows * batch.num_tokens
     for weight in unit.weights:

@@ -10,7 +10,7 @@ from pydantic import PositiveInt, model_validator
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.grid import ACROSS, DOWN, GridPlace
-from rotorch.core.grid_memory import in_flight_bytes, slots_bytes
+from rotorch.core.grid_memory import gathered_bytes, in_flight_bytes, slots_bytes
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Unit, UnitKind
 from rotorch.core.strategy import Strategy
@@ -50,6 +50,11 @@ class GridStrategy(Strategy):
         return 1
 
     @property
+    def in_shards(self) -> bool:
+        """Whether grids that hold the same weights share them at rest."""
+        return False
+
+    @property
     def axes(self) -> dict[str, int]:
         return {DOWN: self.rows, ACROSS: self.columns}
 
@@ -73,7 +78,7 @@ class GridStrategy(Strategy):
     ) -> Layout:
         place, shared = self._place(position), self.transport == "shared_memory"
         slots = slots_bytes(place, units, batch=batch) if shared else 0
-        transient = slots + in_flight_bytes(place, units, batch=batch, shared=shared)
+        transient = slots + in_flight_bytes(place, units, batch=batch, shared=shared) + gathered_bytes(place, units)
         transfers = () if shared else layout.transfers
         return replace(layout, transient_bytes=transient, slots_bytes=slots, transfers=transfers)
 
@@ -83,7 +88,7 @@ class GridStrategy(Strategy):
         return tuple(self._place(position).activation_transfers(unit, batch))
 
     def _place(self, position: int) -> GridPlace:
-        return GridPlace.at(position, size=self.rows, depth=self.num_layers)
+        return GridPlace.at(position, size=self.rows, depth=self.num_layers, in_shards=self.in_shards)
 
     def check(self, spec: ModelSpec) -> None:
         _check_grid(spec, strategy=str(self), size=self.rows)

@@ -22,24 +22,25 @@ Layout
     computed on those.
 
 Cost (a layer of P bytes of weights, X of inputs and Y of outputs on this rank's tokens, all per rank: P/q^2 and so on)
-    resident   P/q^2, on each of d layers.
+    resident   P/q^2, on each of d layers; with `zero` P/(d q^2), optimizer's state alike (ZeRO, arXiv 1910.02054). Then
+               a step gathers the blocks once and frees them at its end: P/q^2 more while it lasts, and for gradients.
     transient  One or two blocks of other ranks' x and w, and two or three parts of gradients of either. Over shared
                memory two parts, and slots that stay: three or more as large as the largest block of each line of
                ranks, and two of up to 4 MiB over the depth.
     sent       Forward (q-1) (x + w) in broadcasts; backward the same again and (q-1) (x + w) in reductions; the sum of
-               gradients over layers 2 (d-1)/d w. A norm sums one number per token (layer norms two), forward and
-               backward; an embedding sends its rows where they are asked for; the loss three numbers per token.
+               gradients over layers 2 (d-1)/d w, with `zero` half of it for sums of parts and half for gathering. A
+               norm sums one number per token (layer norms two), forward and backward; an embedding sends its
+               rows where they are asked for; the loss three numbers per token.
     hides      Blocks for the next step of a product come while this one is computed; the others wait.
 
 Deviations
     Gradients of weights are summed over the depth of the grid; the best-known implementation leaves that out. Attention
-        is local: heads lie in columns, whole sequences in rows. Vocabularies need not divide by q. Each layer of the
-        grid holds all its weights; they are not cut once more over the depth.
+        is local: heads lie in columns, whole sequences in rows. Vocabularies need not divide by q.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from pydantic import PositiveInt
 
@@ -52,11 +53,20 @@ class Tesseract(GridStrategy):
 
     Attributes:
         depth: how many grids hold the same weights.
+        zero: each of them holds a part of its blocks at rest, with the optimizer's state of that part (ZeRO).
     """
 
     kind: ClassVar[str] = "tesseract"
     size_fields: ClassVar[tuple[str, ...]] = ("rows", "columns", "depth")
     depth: PositiveInt
+    zero: bool = False
+
+    @property
+    def in_shards(self) -> bool:
+        return self.zero
+
+    def without_idle_options(self) -> Self:
+        return self.model_copy(update={"zero": False}) if self.depth == 1 else self
 
     @property
     def num_layers(self) -> int:
