@@ -40,10 +40,10 @@ from rotorch.testing.fake import as_rank
 from rotorch.testing.ranks import run_ranks
 
 LAYOUTS = {
-    4: ["megatron=4", "summa=2x2", "tesseract=2x2x1", "atp=2x2"],
-    8: ["megatron=8", "tesseract=2x2x2", "atp=2x4"],
+    4: ["megatron=4", "megatron=4[sequence_parallel=true]", "summa=2x2", "tesseract=2x2x1", "atp=2x2"],
+    8: ["megatron=8", "tesseract=2x2x2", "tesseract=2x2x2[zero=true]", "atp=2x4"],
     16: ["megatron=16", "summa=4x4", "tesseract=2x2x4", "atp=4x4"],
-    64: ["megatron=64", "summa=8x8", "tesseract=4x4x4", "tesseract=8x8x1", "atp=8x8"],
+    64: ["megatron=64", "summa=8x8", "tesseract=4x4x4", "tesseract=4x4x4[zero=true]", "tesseract=8x8x1", "atp=8x8"],
 }
 """By number of ranks. Eight are no square, so 2-D has none there."""
 
