@@ -1,0 +1,138 @@
+"""What is done to a run, and when: a pure function of a seed, so that what went wrong can be tried again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+
+STEPS, EVERY = 14, 3
+"""Steps of each run, and between its checkpoints."""
+
+
+class Harm(StrEnum):
+    """What happens to a run."""
+
+    KILL = "SIGKILL of a rank"
+    KILL_IN_SAVE = "SIGKILL of a rank that saves"
+    STOP = "SIGSTOP of a rank"
+    DISK = "the disk fills up"
+    MEMORY = "shared memory is lost"
+    FORWARD = "a rank raises in forward"
+    BACKWARD = "a rank raises in backward"
+    OPTIMIZER = "a rank raises in the optimizer"
+    SAVE = "a rank raises in a save"
+    ROT = "a byte of the last checkpoint changes, then SIGKILL"
+
+
+LAYOUTS = ("rtp=2", "rtp=2[transport=send_receive]", "fsdp=2", "ddp=2")
+"""Mostly these; each on two ranks."""
+
+OTHER_LAYOUTS = ("zeropp=2x1", "pp=2,rtp=1", "tesseract=1x1x2", "ddp=2,rtp=2", "tesseract=2x2x1", "zeropp=2x2")
+"""Now and then one of these, on up to four ranks."""
+
+_SHARED = ("rtp=2", "rtp=2", "ddp=2,rtp=2", "tesseract=2x2x1")
+"""Layouts whose ranks share memory."""
+
+_STEP_PHASES = ("READING", "FORWARD_BACKWARD", "FORWARD_BACKWARD", "FORWARD_BACKWARD", "CLIPPING", "OPTIMIZER")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run of chaos.
+
+    Attributes:
+        seed: what the rest follows from.
+        layout: of the run.
+        harm: what happens.
+        victim: to which rank.
+        step: in which step of the run, from 1.
+        phase: name of what the rank is beginning then (`train/status.py`).
+        delay_s: how long after that.
+        after: which of several alike: the module that raises, by its turn in a pass; before (even) or behind (odd) the
+            update; of memory, whether it goes before all ranks have it (even) or in the step.
+        where: a number in [0, 1): how much room the disk has, which byte changes.
+        max_restarts: how often the run may go on by itself.
+        freed: whether a full disk has room again when the run goes on by itself.
+        async_save: whether saves go on behind the run.
+    """
+
+    seed: int
+    layout: str
+    harm: Harm
+    victim: int
+    step: int
+    phase: str
+    delay_s: float
+    after: int
+    where: float
+    max_restarts: int
+    freed: bool
+    async_save: bool
+
+
+def make_plan(seed: int) -> Plan:
+    """The plan of a seed. Ten seeds in a row have all kinds of harm; every fifth ten has other layouts."""
+    rng = random.Random(f"chaos {seed}")
+    harms = list(Harm)
+    harm = harms[seed % len(harms)]
+    in_save = harm in (Harm.KILL_IN_SAVE, Harm.DISK, Harm.SAVE)
+    layout = rng.choice(OTHER_LAYOUTS if seed // len(harms) % 5 == 4 else LAYOUTS)
+    if harm is Harm.MEMORY:
+        layout = rng.choice(_SHARED if layout in OTHER_LAYOUTS else _SHARED[:1])
+    step = rng.randint(2, STEPS - 3)
+    phase = rng.choice(_STEP_PHASES)
+    after, where = rng.randrange(12), rng.random()
+    if in_save:
+        step, phase = EVERY * rng.randint(1, (STEPS - 1) // EVERY), "SAVING"
+    elif harm in (Harm.FORWARD, Harm.BACKWARD):
+        phase = "FORWARD_BACKWARD"
+    elif harm is Harm.OPTIMIZER:
+        phase = "OPTIMIZER"
+    elif harm is Harm.ROT:
+        step = rng.randint(2 * EVERY + 2, STEPS - 2)  # there are two checkpoints
+    elif harm is Harm.MEMORY and after % 2 == 0:
+        step, phase = 0, "BUILDING"
+    return Plan(
+        seed=seed,
+        layout=layout,
+        harm=harm,
+        victim=rng.randrange(num_ranks(layout)),
+        step=step,
+        phase=phase,
+        delay_s=round(rng.choice((0.0, rng.uniform(0, 0.02))), 4),
+        after=after,
+        where=where,
+        max_restarts=rng.choice((0, 3)),
+        freed=rng.random() < 0.5,
+        async_save=rng.random() < (0.5 if in_save else 0.25),
+    )
+
+
+def num_ranks(layout: str) -> int:
+    """How many ranks one of the layouts above takes."""
+    found = 1
+    for part in layout.split("["):
+        for size in part.split(","):
+            for factor in size.partition("=")[2].split("x"):
+                found *= int(factor) if factor.isdigit() else 1
+    return found
+
+
+def describe(plan: Plan) -> str:
+    """What happens, in words for a table."""
+    after = {
+        Harm.FORWARD: f", module {plan.after}",
+        Harm.BACKWARD: f", module {plan.after}",
+        Harm.OPTIMIZER: ", before the update" if plan.after % 2 == 0 else ", behind the update",
+        Harm.MEMORY: ", unlinked before it is opened" if plan.after % 2 == 0 else ", cut to nothing",
+        Harm.DISK: ", and has room again" if plan.freed and plan.max_restarts else "",
+    }
+    return f"{plan.harm}{after.get(plan.harm, '')}"
+
+
+def moment(plan: Plan) -> str:
+    """When and to whom it happens, in words for a table."""
+    words = plan.phase.lower().replace("_", " and ")
+    step = f"step {plan.step}, " if plan.step else ""
+    return f"rank {plan.victim}, {step}{words}" + (f" + {plan.delay_s * 1e3:.1f} ms" if plan.delay_s else "")

@@ -1,0 +1,37 @@
+"""Plans of chaos: the same for a seed each time, and all that is promised among them."""
+
+from chaos_plan import EVERY, LAYOUTS, OTHER_LAYOUTS, STEPS, Harm, describe, make_plan, moment, num_ranks
+
+from rotorch.strategies import num_ranks as ranks_of
+from rotorch.strategies import parse_parallel
+from rotorch.train.status import Phase
+
+
+def test_a_seed_says_it_all():
+    assert [make_plan(seed) for seed in range(100)] == [make_plan(seed) for seed in range(100)]
+    assert len({(describe(p), moment(p), p.layout, p.max_restarts, p.async_save) for p in map(make_plan, range(100))}) > 90
+
+
+def test_a_hundred_seeds_have_everything():
+    plans = [make_plan(seed) for seed in range(100)]
+    assert {p.harm for p in plans} == set(Harm)
+    assert set(LAYOUTS) <= {p.layout for p in plans} <= {*LAYOUTS, *OTHER_LAYOUTS}
+    assert len({p.layout for p in plans} & set(OTHER_LAYOUTS)) > 3
+    for harm in Harm:
+        of_kind = [p for p in plans if p.harm is harm]
+        assert {bool(p.max_restarts) for p in of_kind} == {True, False}
+        assert {p.victim for p in of_kind} >= {0, 1}
+
+
+def test_ten_seeds_have_every_harm_on_two_ranks():
+    plans = [make_plan(seed) for seed in range(10)]
+    assert {p.harm for p in plans} == set(Harm)
+    assert {num_ranks(p.layout) for p in plans} == {2}
+
+
+def test_moments_come():
+    for plan in map(make_plan, range(300)):
+        assert plan.phase in Phase.__members__
+        assert plan.step < STEPS - 1 and plan.victim < num_ranks(plan.layout)
+        assert plan.phase != "SAVING" or plan.step % EVERY == 0
+        assert num_ranks(plan.layout) == ranks_of(parse_parallel(plan.layout)) <= 4
