@@ -18,10 +18,10 @@ PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner sr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all failures checkpoints test-gpu check zoo bench bench-gpu clean
+.PHONY: help setup train test test-all failures checkpoints chaos test-gpu check zoo bench bench-gpu clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/.installed ## make .venv with everything in it (again only when pyproject.toml or constraints.txt changed)
 
@@ -52,6 +52,9 @@ failures: setup ## write docs/failures.md: what a user sees of each failure, as 
 
 checkpoints: setup ## write the tables of docs/checkpoints.md: every layout going on from every other (ten minutes)
 	@ROTORCH_WRITE_CHECKPOINTS=1 $(BIN)/python -m pytest -q tests/train/test_resharding.py
+
+chaos: setup ## hurt 100 runs in ways that follow from a seed, and write docs/chaos.md (40 minutes; goes on where it was)
+	@PYTHONPATH=tests/train $(BIN)/python tests/chaos/make_chaos.py $(ARGS)
 
 test-gpu: setup ## run the tests that need a GPU, which ranks share
 	@$(BIN)/python -m pytest tests/gpu $(ARGS)

@@ -60,9 +60,9 @@ class Fault:
 
         def doing_and_watched(board: StatusBoard, phase: Phase, *, step: int | None = None) -> None:
             doing(board, phase, step=step)
-            if phase.name == plan.phase and board.own_rank == plan.victim and plan.phase != "BUILDING":
-                if board.read(board.own_rank).step == plan.step and self._claim():
-                    self._strike()
+            is_it = phase.name == plan.phase and board.own_rank == plan.victim and plan.phase != "BUILDING"
+            if is_it and board.read(board.own_rank).step == plan.step and self._claim():
+                self._strike()
 
         def open_what_is_gone(path: str, *args: Any, **kwargs: Any) -> Any:
             if int(os.environ.get("RANK", "0")) == plan.victim and self._claim():

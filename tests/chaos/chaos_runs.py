@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
@@ -60,9 +60,9 @@ class Outcome:
 
 def _settings(plan: Plan) -> list[str]:
     settings = [f"--parallel={plan.layout}", f"train.steps={STEPS}", f"train.checkpoint_every={EVERY}"]
-    settings += ["train.micro_batch=2", "model.config.num_hidden_layers=4"]
     settings += [f"train.timeout_s={_SOON_S if plan.harm is Harm.STOP else _TIMEOUT_S}"]
-    settings += ["train.accumulation=2"] if plan.layout.startswith(("pp", "zeropp")) else []
+    if plan.layout.startswith(("pp", "zeropp")):
+        settings += ["train.accumulation=2", "model.config.num_hidden_layers=4"]
     return settings
 
 
@@ -106,13 +106,17 @@ def run_plan(plan: Plan, *, at: Path, mounts: bool) -> Outcome:
         _disk(directory / "disk", wanted=mounts and plan.harm is Harm.DISK) as own_disk,
         _own_places() as places,
     ):
-        attempt = _Attempt(plan, toml, fault=Fault(plan, run=toml.parent / "disk" / "run", scratch=directory, own_disk=own_disk))
+        attempt = _Attempt(
+            plan, toml, fault=Fault(plan, run=toml.parent / "disk" / "run", scratch=directory, own_disk=own_disk)
+        )
         try:
             attempt.run()
         except AssertionError as error:
             attempt.wrong.append(f"HANGS: {str(error).splitlines()[0]}")
         attempt.check_losses(expected)
-        attempt.wrong += [f"left behind: {p.relative_to(places.parent)}" for p in places.rglob("*") if p.parent != places]
+        attempt.wrong += [
+            f"left behind: {p.relative_to(places.parent)}" for p in places.rglob("*") if p.parent != places
+        ]
     outcome = Outcome(
         plan.seed,
         attempt.fault.has_struck,
@@ -248,8 +252,7 @@ def _own_places() -> Iterator[Path]:
 @contextlib.contextmanager
 def _disk(directory: Path, *, wanted: bool) -> Iterator[bool]:
     """Mounts a small file system in `directory` for the time of the block, if that is allowed; yields whether."""
-    size = f"size={_DISK_BYTES}"
-    mounted = wanted and subprocess.run(["mount", "-t", "tmpfs", "-o", size, "chaos", directory], capture_output=True).returncode == 0
+    mounted = wanted and _mount(directory)
     try:
         yield mounted
     finally:
@@ -257,6 +260,14 @@ def _disk(directory: Path, *, wanted: bool) -> Iterator[bool]:
             subprocess.run(["umount", "--lazy", directory], check=True)
 
 
-def to_json(outcome: Outcome) -> str:
-    """One line for a file of results."""
-    return json.dumps(asdict(outcome))
+def can_mount() -> bool:
+    """Whether this process may mount a file system."""
+    with tempfile.TemporaryDirectory() as directory, _disk(Path(directory), wanted=True) as mounted:
+        return mounted
+
+
+def _mount(directory: Path) -> bool:
+    if shutil.which("mount") is None:
+        return False
+    command = ["mount", "-t", "tmpfs", "-o", f"size={_DISK_BYTES}", "chaos", directory]
+    return subprocess.run(command, capture_output=True).returncode == 0

@@ -9,7 +9,9 @@ from rotorch.train.status import Phase
 
 def test_a_seed_says_it_all():
     assert [make_plan(seed) for seed in range(100)] == [make_plan(seed) for seed in range(100)]
-    assert len({(describe(p), moment(p), p.layout, p.max_restarts, p.async_save) for p in map(make_plan, range(100))}) > 90
+    assert (
+        len({(describe(p), moment(p), p.layout, p.max_restarts, p.async_save) for p in map(make_plan, range(100))}) > 90
+    )
 
 
 def test_a_hundred_seeds_have_everything():
