@@ -17,6 +17,7 @@ from rotorch._torch_private import (
     TorchDispatchMode,
     fake_store,
     flat_group,
+    flight_record,
     functional_collectives,
     group_size,
     group_timeout,
@@ -225,3 +226,11 @@ def test_dtensor_waits_by_a_function_that_a_wrapper_can_stand_before(tmp_path, m
     finally:
         dist.destroy_process_group()
     assert waited
+
+
+def test_collectives_are_recorded(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "ranks"), 1), rank=0, world_size=1)
+    dist.all_reduce(torch.ones(3))
+    last = flight_record()["entries"][-1]
+    assert last["profiling_name"] == "gloo:all_reduce" and last["input_sizes"] == [[3]] and last["retired"] is True
+    assert {"process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "state"} <= set(last)

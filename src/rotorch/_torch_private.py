@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -44,6 +45,7 @@ __all__ = [
     "TorchDispatchMode",
     "fake_store",
     "flat_group",
+    "flight_record",
     "functional_collectives",
     "group_size",
     "group_timeout",
@@ -66,6 +68,20 @@ def functional_collectives() -> Any:
     Reason: only a wrapper in that place hears of these waits (see `comm/observe.py`).
     """
     return importlib.import_module("torch.distributed._functional_collectives")  # by name: nothing here sends by it
+
+
+def flight_record() -> dict[str, Any]:
+    """What torch has recorded of this process's last collectives: `{"entries": [...], "pg_status": {...}}`.
+
+    Empty where this torch records nothing, or was told not to (`TORCH_FR_BUFFER_SIZE=0`).
+
+    Reason: torch offers its flight recorder to its own debugger only; under the older name it has NCCL's alone.
+    """
+    from torch._C import _distributed_c10d
+
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    dump = dump or getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
+    return {} if dump is None else json.loads(dump())
 
 
 def group_size(name: str) -> int:

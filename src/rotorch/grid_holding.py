@@ -20,6 +20,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
+from rotorch.comm.place import Place
 from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import ConfigError
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
@@ -170,6 +171,11 @@ class GridHolding(Holding):
 
     def slots(self) -> list[Tensor]:
         return [slot for line in self._all_lines() for slot in line.slots()]
+
+    def mark_on(self, place: Place) -> list[str]:
+        for line in self._all_lines():
+            line.mark_on(place)
+        return super().mark_on(place)
 
     def finish(self) -> None:
         self._blocks.sum_gradients()

@@ -27,9 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier
 from rotorch.comm.observe import Observer
+from rotorch.comm.place import Operation, Place, at
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.host_memory import make_room
+from rotorch.models.blocks import mark_blocks
 from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.pretrained import open_pretrained
@@ -54,6 +56,9 @@ class Holding(ABC):
 
     loss_scale: float = 1.0
     """The loss is multiplied by this before backward (for libraries that average gradients over ranks)."""
+
+    place: Place | None = None
+    """Where this rank writes down what it is at, if anybody wants to know."""
 
     weight_gradients_wait: bool = False
     """Whether a pipeline may put gradients of linear layers off: the module computes with plain, whole weights."""
@@ -88,6 +93,8 @@ class Holding(ABC):
         """
         total = torch.zeros((), dtype=torch.float64)
         for number, micro_batch in enumerate(micro_batches):
+            if self.place is not None:
+                self.place.micro_batch = number + 1
             with self.micro_batch(last=number == len(micro_batches) - 1):
                 loss = loss_of(callee, micro_batch)
                 (loss if self.loss_scale == 1.0 else loss * self.loss_scale).backward()
@@ -135,6 +142,15 @@ class Holding(ABC):
         """After `weights[..].local` were written from outside (initialised, loaded)."""
         return None
 
+    def mark_on(self, place: Place) -> list[str]:
+        """From now on this rank writes down on `place` what it is at. This rank only.
+
+        Returns:
+            The names of the units that it speaks of, by number; none if it leaves units to others.
+        """
+        self.place = place
+        return []
+
     @property
     def transport(self) -> str | None:
         """What carries slices from rank to rank, where there is a choice."""
@@ -161,6 +177,10 @@ class OuterHolding(Holding):
 
     def values_changed(self) -> None:
         self._inner.values_changed()
+
+    def mark_on(self, place: Place) -> list[str]:
+        super().mark_on(place)
+        return self._inner.mark_on(place)
 
     @property
     def transport(self) -> str | None:
@@ -227,6 +247,7 @@ class ParallelModel:
         self._count_targets = getattr(loss, "count_targets", count_targets)
         self._written_buffers = WrittenBuffers(module)
         self._autocast_dtype = autocast_dtype
+        self._place = Place()
         self.batch_axes = tuple(axis for s in strategies for axis in s.batch_axes)
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -334,6 +355,20 @@ class ParallelModel:
 
     # ---------------------------------------------------------------- passes
 
+    def mark_on(self, place: Place, *, blocks: bool = True) -> list[str]:
+        """From now on this rank writes down on `place` what it is at in a pass. This rank only; call it once.
+
+        Args:
+            place: where.
+            blocks: hook the model's repeated blocks, if the strategy has no units of its own to speak of.
+
+        Returns:
+            The names of the units that it speaks of, by number.
+        """
+        self._place = place
+        names = self._holding.mark_on(place)
+        return names or (mark_blocks(self.module, place) if blocks else [])
+
     def forward_backward(self, batch: Batch | Sequence[Batch]) -> Tensor:
         """Computes gradients of one optimizer step; they are complete in every parameter's `.grad` when it returns.
 
@@ -345,6 +380,7 @@ class ParallelModel:
             model has written (running statistics) are the same on all ranks too (see shard/buffers.py).
         """
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
+        self._place.now = at(Operation.COUNT_TARGETS)
         num_targets = self._sum_over_batch_ranks(float(sum(self._count_targets(b) for b in micro_batches)))
         holding = self._holding
         self._written_buffers.start()
@@ -352,10 +388,13 @@ class ParallelModel:
             holding.start()
             total = holding.forward_backward(callee, micro_batches, self._loss_over(max(int(num_targets), 1)))
             sums = torch.cat([total.view(1), self._written_buffers.written()])
+            self._place.micro_batch = 0
+            self._place.now = at(Operation.COMPLETE_GRADIENTS)
             summed = all_reduce_sum_later(sums, mesh=self.mesh)  # under way while gradients are completed
             holding.finish()
         loss_sum, num_writers = summed()[0], summed()[1:]
         self._written_buffers.even_out(num_writers, mesh=self.mesh)
+        self._place.now = 0
         return loss_sum * (self.num_batch_ranks / self.mesh.size())
 
     @torch.no_grad()

@@ -266,6 +266,8 @@ class PipelineHolding(OuterHolding):
             run=run,
             micro_batches=micro_batches,
             later=self._later,
+            place=self.place,
+            ranks=self._mesh.mesh.flatten().tolist(),
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotorch.comm.place import Operation, Place, at
 from rotorch.comm.stage_messages import HEARD, StageMessages
 from rotorch.core.errors import RankFailure
 from rotorch.models.losses import Batch
@@ -35,6 +36,8 @@ class PipelineStep:
         run: the whole model's forward on a micro-batch, and what is made of it (its loss, before `backward`).
         micro_batches: of the step.
         later: what puts weight gradients off, where they can be.
+        place: where this rank writes down what it is at.
+        ranks: of the pipeline, by position.
 
     Attributes:
         results: of the last stage, what `run` gave, with the micro-batch's number.
@@ -49,7 +52,11 @@ class PipelineStep:
         run: Callable[[Batch], Any],
         micro_batches: Sequence[Batch],
         later: LaterGradients | None = None,
+        place: Place | None = None,
+        ranks: Sequence[int] = (),
     ) -> None:
+        self._place = place or Place()
+        self._ranks = ranks
         self._inner = inner
         self._later = later
         self._staged = staged
@@ -115,13 +122,19 @@ class PipelineStep:
         peer = table.rank_of(send.stage)
         if peer == table.rank_of(stage):
             return self._given.pop(send)
+        here = self._place.now
+        self._place.peer = self._ranks[peer] + 1 if self._ranks else 0
+        self._place.now = at(Operation.AWAIT_STAGE, part=send.stage)
         tensor = self._messages.receive(source=peer, tag=_tag(receive, table))
         if kind is ActionKind.RECV_BACKWARD:
             self._messages.arrived(to=peer, tag=_tag(Action(ActionKind.SEND_FORWARD, stage, micro_batch), table))
         self._heard = self._heard or tensor is None
+        self._place.now = here
         return tensor
 
     def _compute(self, action: Action, table: Schedule) -> None:
+        self._place.micro_batch = 0 if action.micro_batch is None else action.micro_batch + 1
+        self._place.now = at(Operation.STAGE, part=action.stage)
         match action.kind:
             case ActionKind.FORWARD:
                 self._forward(action, table)

@@ -23,6 +23,9 @@ and the command that the run printed goes on from it with `--resume`.
 SECTIONS = {
     "A rank is killed": "By the system when memory runs out, or by somebody. The other ranks are ended at once.",
     "A rank raises an exception": "Its traceback lies in the run's directory, in `traceback-rank1.txt`.",
+    "A rank does not get on": "For `train.timeout_s`, nor does anybody else: a rank that somebody has stopped, a lost "
+    "message, collectives that do not match. `failure.txt` says of every rank at which unit, slice and micro-batch it "
+    "is, whom it waits for and since when, with its Python stack and what torch has recorded of its collectives.",
     "A rank runs out of memory": "The names are those of the memory ledger of `rotorch bench`. What is missing counts "
     "what will be there later, too: gradients, and the optimizer's state before its first step.",
     "The loss is not finite": "The batch has gone forward a second time, to find where it began. `train.on_nonfinite` "

@@ -69,7 +69,7 @@ def test_a_killed_rank_ends_the_job_with_its_name(started, layout, victim):
     report = Path(last.rpartition("Who was where: ")[2]).read_text()
     assert re.search(rf"rank {victim} \(process \d+, (ended|gone)\): in step \d+", report)
     if layout == "ddp=2":  # over messages the other one notices, and ends too
-        assert re.search(r"rank 0 \(process \d+, ended\): in step \d+, .*\n  .*Connection", report)
+        assert re.search(r"rank 0 \(process \d+, ended\): in step \d+, .*\n(  .*\n)?  .*Connection", report)
     else:  # it may have noticed, or still be computing
         state = re.search(rf"rank {1 - victim} \(process \d+, (running|sleeping|ended)\): in step \d+", report)[1]
         assert ("in forward_backward" in report) or state == "ended"  # its stack
@@ -131,10 +131,18 @@ def test_a_rank_that_hangs_is_missed(started, tmp_path):
     command = started("train.timeout_s=2", layout="ddp=2")
     victim = command.ranks()[1]
     os.kill(victim, signal.SIGSTOP)
-    assert command.wait(deadline_s=30.0) == 3
-    assert re.search(r"rotorch: rank 0 failed in step \d+.*rank 1 was in step \d+", command.stderr)
+    assert command.wait(deadline_s=60.0) == 3
+    stopped = r"rank 1 \(stopped by a signal\) has not got on for \d+ s: it is in step \d+, [a-z ]+"
+    assert re.match(rf"rotorch: {stopped}.*\(rank 0 is in step \d+, .*, for \d+ s\)\. Who was where", command.stderr)
+    a_place = {
+        r"it is in step \d+, [^(]* \(": "it is in step 12, updating the weights (",
+        r"rank 0 is in step \d+, .*, for": "rank 0 is in step 13, computing forward and backward, summing the number "
+        "of targets over all ranks, for",
+    }
+    seen("A rank does not get on", command.stderr, instead=a_place)
     report = (tmp_path / "run" / "failure.txt").read_text()
     assert re.search(r"rank 1 \(process \d+, stopped by a signal\): in step \d+, [a-z ]+, for \d+\.\d s", report)
+    assert "most recent call first" in report  # where rank 0 waits
     assert command.left() == []
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.place import Place
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 """By name: the shape of the block that the rank at each position has."""
@@ -42,6 +45,7 @@ class Line:
         size: number of ranks.
         position: this rank's, 0-based.
         group: their process group; None for a single rank.
+        place: where this rank writes down that it waits for another one of the line, if it knows that it does.
     """
 
     transport: ClassVar[str] = "messages"
@@ -50,6 +54,16 @@ class Line:
     size: int
     position: int
     group: dist.ProcessGroup | None
+    place: Place = field(default_factory=Place, repr=False)
+
+    @cached_property
+    def ranks(self) -> list[int]:
+        """The ranks of the job that these are, by position."""
+        return list(range(self.size)) if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def mark_on(self, place: Place) -> None:
+        """From now on writes down on `place` whom this rank waits for."""
+        self.place = place
 
     @staticmethod
     def along(mesh: DeviceMesh, axis: str) -> Line:

@@ -28,6 +28,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from rotorch.comm.place import Operation, Place, at
+
 
 @dataclass(frozen=True)
 class Visit:
@@ -107,6 +109,18 @@ class Ring(ABC):
         self.fresh = [True] * len(self.numels)
         """Per item: whether nothing has been added to its gradients in this step."""
         self._late: list[LateAddition] = []
+        self.place = Place()
+        """Where it writes down which slice of which item this rank is at."""
+        self._ranks = list(range(size))
+
+    def mark_on(self, place: Place, *, ranks: Sequence[int]) -> None:
+        """From now on writes down on `place` where this rank is; `ranks` are those of the ring, by position."""
+        self.place, self._ranks = place, list(ranks)
+
+    def _mark_wait(self, operation: Operation, item: int, index: int, *, source: int) -> None:
+        """This rank is about to wait for a slice, or its gradient, from the rank at position `source`."""
+        self.place.peer = self._ranks[source] + 1
+        self.place.now = at(operation, unit=item, part=index)
 
     @abstractmethod
     def home_weights(self, item: int) -> Tensor:

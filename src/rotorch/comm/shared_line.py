@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import group_timeout_s
 from rotorch.comm.line import Line, Shapes, Sums
+from rotorch.comm.place import Operation, Place, at
 from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, share_file
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.messages import SUM_CHUNK_BYTES
@@ -80,6 +81,11 @@ class SharedLine(Line):
     def slots(self) -> list[Tensor]:
         """This rank's part of the shared memory."""
         return [slot for lane in (self._whole, self._parts) for slot in lane.own_slots()]
+
+    def mark_on(self, place: Place) -> None:
+        super().mark_on(place)
+        for lane in (self._whole, self._parts):
+            lane.line.mark_on(place)
 
     def start(self) -> None:
         self._whole.start()
@@ -382,11 +388,14 @@ class _Operation:
         if numbers[index] >= at_least:
             return
         patience, line = self._lane.patience, self._lane.line
+        here, line.place.peer = line.place.now, line.ranks[rank] + 1
+        line.place.now = at(Operation.AWAIT_BLOCK)
         if not patience.wait(lambda: numbers[index] >= at_least):
             raise RankFailure(
                 f"position {line.position} on axis {line.axis!r} waited {patience.timeout_s:.0f} s for position "
                 f"{rank}, which is late or gone"
             )
+        line.place.now = here
 
 
 def make_line(mesh: DeviceMesh, axis: str, *, transport: str, device: torch.device) -> Line:

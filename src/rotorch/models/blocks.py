@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from rotorch.comm.place import Operation, Place, at
 from rotorch.core.errors import ConfigError
 from rotorch.shard.buffers import buffers_untouched
 
@@ -20,6 +21,37 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     inner = {id(c) for outer in lists for c in outer.modules() if c is not outer}
     blocks = [block for each in lists if id(each) not in inner for block in each]
     return [b for b in blocks if any(True for _ in b.parameters())]
+
+
+def mark_blocks(module: nn.Module, place: Place) -> list[str]:
+    """Has a model write down on `place` at which of its repeated blocks it is; returns their names, by number.
+
+    Forward by hooks of the blocks, backward by hooks of what they return: neither changes what is computed.
+    """
+    names, wanted = [], {id(block) for block in repeated_blocks(module)}
+    for name, block in module.named_modules():
+        if id(block) in wanted:
+            _mark_block(block, place, unit=len(names))
+            names.append(name)
+    return names
+
+
+def _mark_block(block: nn.Module, place: Place, *, unit: int) -> None:
+    forward, backward = (at(way, unit=unit) for way in (Operation.BLOCK_FORWARD, Operation.BLOCK_BACKWARD))
+
+    def begin(_: nn.Module, __: Any) -> None:
+        place.now = forward
+
+    def begin_backward(_: Any) -> None:
+        place.now = backward
+
+    def end(_: nn.Module, __: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(first, torch.Tensor) and first.requires_grad:
+            first.register_hook(begin_backward)
+
+    block.register_forward_pre_hook(begin)
+    block.register_forward_hook(end)
 
 
 def recompute_blocks(module: nn.Module, *, strategy: str) -> None:

@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotorch._torch_private import saved_tensors_are_hooked, storage_key
+from rotorch.comm.place import Operation, at
 from rotorch.comm.ring import Ring, Visit
 from rotorch.core.spec import Range, Unit
 from rotorch.ops.keep_attention import KeepAttention
@@ -72,6 +73,11 @@ class RotatingUnit:
         """The unit's one weight, whole, where its slices lie side by side (see `ops/side_by_side.py`); else None."""
         flat = self.ring.whole_weights(self.item)
         return None if flat is None else self.slices.whole(flat)
+
+    @cached_property
+    def forward_place(self) -> int:
+        """The number for being at the whole unit in forward, for `Place.now`."""
+        return at(Operation.BLOCK_FORWARD, unit=self.item)
 
     @cached_property
     def ranges(self) -> list[Range]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -11,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rotorch.core.errors import ConfigError, FinalFailure, RankFailure, RotorchError
-from rotorch.train.failure_report import take_stacks, write_report
+from rotorch.train.failure_report import process_state, take_records, take_stacks, write_report
 from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
+from rotorch.train.watchdog import Progress, explain_hang
 
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 1.0
@@ -53,10 +55,20 @@ class Watch:
         deaths: how ranks ended that failed by themselves, in the order in which that was noticed.
         stacks: the directory in which ranks answer where they are (see failure_report.py).
         report: where a page about a failure goes; nowhere if its directory is not there.
+        timeout_s: when no rank has got on for so long, the job has failed.
     """
 
-    def __init__(self, board: StatusBoard, *, stacks: Path | None = None, report: Path | None = None) -> None:
+    def __init__(
+        self,
+        board: StatusBoard,
+        *,
+        stacks: Path | None = None,
+        report: Path | None = None,
+        timeout_s: float = math.inf,
+    ) -> None:
         self.board = board
+        self.timeout_s = timeout_s
+        self._progress = Progress(board)
         self.stacks = stacks
         self.report = report
         self.pids: dict[int, int] = {}
@@ -72,6 +84,7 @@ class Watch:
         """
         self.pids = dict(pids)
         if not self._note():
+            self._look_for_a_hang()
             return
         end = time.monotonic() + _GRACE_S
         while time.monotonic() < end and len(self._ended) < len(self.pids):
@@ -83,13 +96,34 @@ class Watch:
         self.kill()
         raise error
 
-    def _report(self, error: RotorchError) -> RotorchError:
+    def _look_for_a_hang(self) -> None:
+        """Raises if no rank gets on any more; what they wait for is as it is."""
+        still_s = self._progress.look(skip=self._ended)
+        if min(still_s.values(), default=0.0) < self.timeout_s:
+            return
+        states = {rank: process_state(pid) for rank, pid in self.pids.items() if rank in still_s}
+        error = explain_hang([self.board.read(rank) for rank in still_s], still_s=still_s, states=states)
+        if error is None:
+            return
+        failure = self._report(error, still_s=still_s)
+        self.kill()
+        raise failure
+
+    def _report(self, error: RotorchError, *, still_s: Mapping[int, float] | None = None) -> RotorchError:
         """Writes down who was where, and says in the error where that is."""
         if self.stacks is None or self.report is None or not self.report.parent.is_dir():
             return error
         alive = {rank: pid for rank, pid in self.pids.items() if rank not in self._ended}
         stacks = take_stacks(self.stacks, pids=alive)
-        written = write_report(self.report, headline=str(error), statuses=self.board.all(), stacks=stacks)
+        self.board.request_record()
+        written = write_report(
+            self.report,
+            headline=str(error),
+            statuses=self.board.all(),
+            stacks=stacks,
+            records=take_records(self.stacks, ranks=alive),
+            still_s=still_s or self._progress.still_s,
+        )
         return type(error)(f"{error}. Who was where: {self.report}") if written else error
 
     def kill(self) -> None:

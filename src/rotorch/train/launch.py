@@ -3,6 +3,8 @@
 [Note: how a run ends]
     - A rank dies, by a signal or an exception: the launcher sees it within 0.1 s, gives the others a second to note
       what they saw, and kills them. `RankFailure` names the rank that failed first and what it was doing.
+    - No rank gets on any more: the launcher, which sees where all of them are, writes down who waits for whom. Their
+      own timeouts come later, and mostly end what waits for a rank that is busy with something else.
     - The launcher dies: the kernel kills the ranks (PR_SET_PDEATHSIG), whatever they are waiting for.
     - Ctrl-C, or SIGTERM, to the launcher or to all: the launcher raises a flag on the status board, and the ranks,
       which ignore both signals, agree on the step after which they save and leave. A second Ctrl-C kills them.
@@ -19,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import logging
+import math
 import os
 import signal
 import sys
@@ -45,6 +48,7 @@ from rotorch.core.errors import ConfigError, FinalFailure, RankFailure, RotorchE
 from rotorch.train.deaths import Watch, death_of, explain
 from rotorch.train.failure_report import REPORT, answer_with_stack
 from rotorch.train.status import FailureKind, Phase, StatusBoard
+from rotorch.train.watchdog import BACKSTOP_S, OwnWatch, keep_record
 
 Work = Callable[[StatusBoard], bool]
 """What a rank does, given the board on which it notes what it is doing; whether it came to its end, or was stopped."""
@@ -67,7 +71,8 @@ def launch(
         work: runs in every rank, with torchrun's environment variables set and the process group joined.
         num_ranks: how many ranks.
         backend: of the process group.
-        timeout_s: a rank that waits longer for another one fails.
+        timeout_s: when no rank gets on for so long, the job has failed. A rank that waits `BACKSTOP_S` longer for
+            another one fails by itself.
         traceback_dir: where a rank that ends with an unexpected exception leaves its traceback, and what the others
             were doing is written down, if the directory exists.
 
@@ -77,7 +82,7 @@ def launch(
         ConfigError: if a rank found the input to be wrong.
         KeyboardInterrupt: after a second Ctrl-C.
     """
-    watch = Watch(StatusBoard(num_ranks))
+    watch = Watch(StatusBoard(num_ranks), timeout_s=timeout_s)
     torch.set_num_threads(1)
     with (
         _quiet_elastic(),
@@ -87,7 +92,9 @@ def launch(
     ):
         watch.stacks = Path(directory)
         watch.report = traceback_dir and traceback_dir / REPORT
-        group = _Group(file=f"{directory}/ranks", num_ranks=num_ranks, backend=backend, timeout_s=timeout_s)
+        group = _Group(
+            file=f"{directory}/ranks", num_ranks=num_ranks, backend=backend, timeout_s=timeout_s + BACKSTOP_S
+        )
         arguments = (work, watch.board, group, os.getpid(), traceback_dir)
         try:
             result = _run_agent(watch, arguments, num_ranks=num_ranks, directory=directory, shared_memory=shared_memory)
@@ -158,8 +165,10 @@ def _run_agent(
             rendezvous.shutdown()
 
 
-def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> bool:
+def run_as_rank(work: Work, *, traceback_dir: Path | None = None, timeout_s: float = math.inf) -> bool:
     """Runs `work` in this process, which torchrun or the like started as a rank, and returns what it returns.
+
+    A rank that does not get on for `timeout_s` says so on stderr and in the run's report, and ends with exit code 3.
 
     Raises:
         RankFailure: if it raised; the message names this rank and what it was doing.
@@ -178,7 +187,8 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None) -> bool:
         _die_with(os.getppid())
     _use_threads()
     try:
-        came_to_its_end = work(board)
+        with OwnWatch(board, rank=rank, timeout_s=timeout_s, directory=traceback_dir):
+            came_to_its_end = work(board)
         if dist.is_initialized():
             dist.destroy_process_group()
         return came_to_its_end
@@ -220,6 +230,7 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
     _die_with(launcher_pid)
     board.enter(rank, pid=os.getpid())
     answer_with_stack(Path(group.file).parent, rank=rank)
+    keep_record(board, directory=Path(group.file).parent)
     _use_threads()
     try:
         board.doing(Phase.JOINING)

@@ -54,6 +54,7 @@ from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
 from rotorch.train.sample import write_sample
 from rotorch.train.state import TrainState, derive_rng, model_config
 from rotorch.train.status import Phase, StatusBoard
+from rotorch.train.watchdog import BACKSTOP_S
 
 STOPPED_EARLY = 75
 """A rank's exit code after it was asked to stop (EX_TEMPFAIL): with 0 torchrun would take the whole job for done."""
@@ -108,7 +109,10 @@ def start(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     work = partial(train, tokens_path=tokens.path, summary=summary)
     if is_rank():
-        if not run_as_rank(partial(work, run=run), traceback_dir=run.out) and ELASTIC_RUN in os.environ:
+        if (
+            not run_as_rank(partial(work, run=run), traceback_dir=run.out, timeout_s=config.train.timeout_s)
+            and ELASTIC_RUN in os.environ
+        ):
             sys.exit(STOPPED_EARLY)
         return True
 
@@ -161,6 +165,7 @@ def _train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: P
     board.doing(Phase.BUILDING)
     running.state = state = build(run)
     model = state.model
+    board.name_units(model.mark_on(board.place, blocks=not config.train.compile))
     file = TokenFile.open(tokens_path)
     state.data = {**data_position(config, sizes=run.sizes), "corpus": file.fingerprint}
     if run.resume is not None:
@@ -208,7 +213,7 @@ def build(run: CheckedRun) -> TrainState:
     """Builds model and optimizer; every rank makes, or reads, only what it holds. All ranks."""
     config = run.config
     device = pick_device(config.train.device)
-    join_process_group(device=device, timeout_s=config.train.timeout_s)  # if the launcher has not
+    join_process_group(device=device, timeout_s=config.train.timeout_s + BACKSTOP_S)  # if the launcher has not
     with on_meta():
         module = make_module(run.model_config, lora=config.lora)
     model = parallelize(

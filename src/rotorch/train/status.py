@@ -1,6 +1,6 @@
 """What each rank is doing, in memory that the launcher shares with the ranks it forks: read when one of them fails.
 
-    | stop flag | rank 0: pid, step, phase, failure | rank 1: ... |
+    | stop flag | rank 0: pid, step, phase, failure, place | rank 1: ... | names of rank 0's units | ... |
 
 The memory is anonymous: nothing of it outlives the processes. A rank that torchrun started has a board for itself
 alone.
@@ -11,13 +11,19 @@ from __future__ import annotations
 import mmap
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+
+from rotorch.comm.place import PLACE_BYTES, Place, describe_place
 
 _HEADER_BYTES = 64
 _SLOT = struct.Struct("<qqqqdd")  # pid, step, phase, failure kind, time of failure, time of the last change of phase
 _SLOT_BYTES = 4096
-_TEXT_BYTES = _SLOT_BYTES - _SLOT.size - 8
+_TEXT_START = _SLOT.size + PLACE_BYTES
+_TEXT_BYTES = _SLOT_BYTES - _TEXT_START - 8
+_NAMES_BYTES = 1 << 18  # pages that nobody writes take no memory
+_STOP, _RECORD = 0, 1
 
 
 class Phase(IntEnum):
@@ -61,6 +67,10 @@ _TEXTS = {
 }
 
 
+_PASSES = {Phase.FORWARD_BACKWARD, Phase.EVALUATING, Phase.SAMPLING, Phase.EXAMINING}
+"""In which a place says something; after them it is what was left there."""
+
+
 class FailureKind(IntEnum):
     """Whose fault a rank's exception is."""
 
@@ -83,6 +93,7 @@ class RankStatus:
         failed_at_s: when, in seconds since the epoch.
         since_s: since when it is doing that, in seconds since the epoch.
         message: the exception, in one line.
+        place: where in its pass it is, or was: micro-batch, unit, slice, whom it waits for; "" outside of one.
     """
 
     rank: int
@@ -93,6 +104,7 @@ class RankStatus:
     failed_at_s: float
     since_s: float
     message: str
+    place: str = ""
 
     def __str__(self) -> str:
         return f"in step {self.step}, {self.phase.text}" if self.step else self.phase.text
@@ -109,7 +121,7 @@ class StatusBoard:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.own_rank = 0
-        self._memory = mmap.mmap(-1, _HEADER_BYTES + num_ranks * _SLOT_BYTES)
+        self._memory = mmap.mmap(-1, _HEADER_BYTES + num_ranks * (_SLOT_BYTES + _NAMES_BYTES))
 
     def enter(self, rank: int, *, pid: int) -> None:
         """Called by a rank once, when it starts."""
@@ -121,10 +133,21 @@ class StatusBoard:
         changes = {"phase": phase, "since_s": time.time()}
         self._write(**changes if step is None else {**changes, "step": step})
 
+    @property
+    def place(self) -> Place:
+        """Where this rank writes down what it is at in a pass."""
+        return Place.from_buffer(self._memory, self._start(self.own_rank) + _SLOT.size)
+
+    def name_units(self, names: Sequence[str]) -> None:
+        """Called by a rank when it knows its units: the names that its places speak of by number."""
+        text = "\n".join(names).encode()[: _NAMES_BYTES - 1]
+        start = self._names_start(self.own_rank)
+        self._memory[start : start + len(text) + 1] = text + b"\0"
+
     def fail(self, message: str, *, kind: FailureKind) -> None:
         """Called by a rank that ends with an exception."""
         text = message.encode(errors="replace")[:_TEXT_BYTES]
-        start = self._start(self.own_rank) + _SLOT.size
+        start = self._start(self.own_rank) + _TEXT_START
         self._memory[start : start + 8 + len(text)] = struct.pack("<q", len(text)) + text
         self._write(failure=kind, failed_at_s=time.time())
 
@@ -132,9 +155,33 @@ class StatusBoard:
         """Returns what the board says about a rank."""
         start = self._start(rank)
         pid, step, phase, failure, failed_at_s, since_s = _SLOT.unpack_from(self._memory, start)
-        (length,) = struct.unpack_from("<q", self._memory, start + _SLOT.size)
-        text = self._memory[start + _SLOT.size + 8 : start + _SLOT.size + 8 + length].decode(errors="replace")
-        return RankStatus(rank, pid, step, Phase(phase), FailureKind(failure), failed_at_s, since_s, text)
+        place = Place.from_buffer_copy(self._memory, start + _SLOT.size)
+        start += _TEXT_START
+        (length,) = struct.unpack_from("<q", self._memory, start)
+        return RankStatus(
+            rank,
+            pid,
+            step,
+            Phase(phase),
+            FailureKind(failure),
+            failed_at_s,
+            since_s,
+            message=self._memory[start + 8 : start + 8 + length].decode(errors="replace"),
+            place=self._words(rank, place) if phase in _PASSES else "",
+        )
+
+    def mark(self, rank: int) -> tuple[float, ...]:
+        """Numbers that change whenever a rank gets on."""
+        start = self._start(rank)
+        _, step, phase, _, _, since_s = _SLOT.unpack_from(self._memory, start)
+        place = Place.from_buffer_copy(self._memory, start + _SLOT.size)
+        return step, phase, since_s, place.now, place.micro_batch
+
+    def _words(self, rank: int, place: Place) -> str:
+        start = self._names_start(rank)
+        end = self._memory.find(b"\0", start, start + _NAMES_BYTES)
+        names = self._memory[start:end].decode(errors="replace").split("\n") if end > start else []
+        return describe_place(place.now, place.micro_batch, place.peer, names=names)
 
     def all(self) -> list[RankStatus]:
         """Returns what the board says about every rank."""
@@ -142,14 +189,25 @@ class StatusBoard:
 
     def request_stop(self) -> None:
         """Asks all ranks to write a checkpoint after the step they are in, and to leave. Safe in a signal handler."""
-        self._memory[0] = 1
+        self._memory[_STOP] = 1
 
     @property
     def stop_requested(self) -> bool:
-        return self._memory[0] == 1
+        return self._memory[_STOP] == 1
+
+    def request_record(self) -> None:
+        """Asks all ranks to write down what torch has recorded of their collectives (see `watchdog.py`)."""
+        self._memory[_RECORD] = 1
+
+    @property
+    def record_requested(self) -> bool:
+        return self._memory[_RECORD] == 1
 
     def _start(self, rank: int) -> int:
         return _HEADER_BYTES + rank * _SLOT_BYTES
+
+    def _names_start(self, rank: int) -> int:
+        return _HEADER_BYTES + self.num_ranks * _SLOT_BYTES + rank * _NAMES_BYTES
 
     def _write(self, **changes: float) -> None:
         start = self._start(self.own_rank)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch.comm.place import Operation, at
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.transports.messages import Bounce, Hop
 from rotorch.comm.wire import Wire
@@ -173,8 +174,13 @@ class HoppingRing(Ring):
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         order, brings = self.order(backward=backward), self._bring_home if self._homes_travel else self._bring_copy
+        here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
+        neighbour = (self.position + (1 if backward else -1)) % self.size
         for step, index in enumerate(order):
+            if fetch and step:
+                self._mark_wait(Operation.AWAIT_SLICE, item, index, source=neighbour)
             weights = brings(item, step, index, backward=backward) if fetch else None
+            self.place.now = here + index
             yield Visit(index, weights, step)
         if backward:
             self.fresh[item] = False
@@ -259,8 +265,11 @@ class HoppingRing(Ring):
         if self._gradient_hop is not None:
             if not wait:  # chunks do not replace each other by themselves
                 return None
+            here = self.place.now
+            self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % n)
             self._gradient_hop.wait()
             self._gradient_hop = None
+            self.place.now = here
         if step < n - 1:
             return GradientBuffer(travelling, False)
         if self.fresh[item]:  # own slice: the sum of all others has arrived

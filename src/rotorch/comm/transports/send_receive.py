@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch.comm.place import Operation, at
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.transports.messages import Exchange
 from rotorch.comm.wire import Wire
@@ -159,8 +160,12 @@ class SendReceiveRing(Ring):
         number, expected = len(self._passes), self._last_passes.get(self._training, [])
         self._as_before = self._as_before and number < len(expected) and expected[number] == this
         self._passes.append(this)
+        here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
         for step, index in enumerate(self.order(backward=backward)):
+            if fetch and index != self.position:
+                self._mark_wait(Operation.AWAIT_SLICE, item, index, source=index)
             weights = self._arrive(this, step, index) if fetch else None
+            self.place.now = here + index
             ahead = self._next_fetch(this, step)
             if ahead is not None and self._in_flight is None:
                 self._in_flight = self._post(*ahead)
@@ -261,7 +266,10 @@ class SendReceiveRing(Ring):
         if hop is not None:
             if not wait and not hop.has_received():
                 return None
+            here = self.place.now
+            self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % n)
             hop.wait_received()
+            self.place.now = here
         if step < n - 1:
             return GradientBuffer(travelling, False)
         if self.fresh[item]:  # own slice: the sum of all others has arrived

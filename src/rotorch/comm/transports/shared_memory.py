@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import gather_objects
+from rotorch.comm.place import Operation, at
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.shared_file import Extent, Patience, share_file
 from rotorch.core.errors import RankFailure
@@ -179,7 +180,9 @@ class SharedMemoryRing(Ring):
         if backward:  # now, not at the end of the pass: another pass of this item may begin before (see `add_late`)
             fresh, self.fresh[item] = self.fresh[item], False
             self._rounds[item] += 1
+        place, here = self.place, at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
         for step, index in enumerate(self.order(backward=backward)):
+            place.now = here + index
             weights = self._visiting(item, index) if fetch else None
             yield Visit(index, weights, step, first + step, fresh and step == 0)
 
@@ -211,6 +214,9 @@ class SharedMemoryRing(Ring):
             self._turns[visit.index][item] = visit.turn + 1
 
     def _wait(self, turns: np.ndarray, item: int, visit: Visit) -> None:
+        # The ranks add to a slice's gradient in the order of the ring, each after its neighbour.
+        here = self.place.now
+        self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % self.size)
         # While waiting: the rank that this one waits for may itself wait for what this one has kept back.
         if not self._patience.wait(lambda: turns[item] >= visit.turn, meanwhile=self.make_late):
             raise RankFailure(
@@ -218,3 +224,4 @@ class SharedMemoryRing(Ring):
                 f"of item {item} (turn {turns[item] - self._base} of {visit.turn - self._base}): "
                 "the rank before it is late"
             )
+        self.place.now = here

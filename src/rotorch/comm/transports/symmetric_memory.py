@@ -46,6 +46,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch.comm.place import Operation, at
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemory
@@ -206,7 +207,9 @@ class SymmetricMemoryRing(Ring):
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         this = Pass(item, backward, fetch)
         self._passes.enter(this)
+        here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
         for step, index in enumerate(self.order(backward=backward)):
+            self.place.now = here + index  # of what this rank has given its GPU to do, not of what that is at
             slot, weights = self._arrive(this, step, index) if fetch else (None, None)
             ahead = self._passes.next_fetch(this, step)
             if ahead is not None and self._in_flight is None:

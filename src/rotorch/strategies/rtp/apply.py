@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.observe import Observer, observe_ring
+from rotorch.comm.place import Place
 from rotorch.comm.ring import Visit
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError, RankFailure
@@ -262,6 +263,11 @@ class RTPHolding(Holding):
 
     def slots(self) -> list[Tensor]:
         return self.ring.slots()
+
+    def mark_on(self, place: Place) -> list[str]:
+        super().mark_on(place)
+        self.ring.mark_on(place, ranks=self._mesh.mesh.flatten().tolist())
+        return [rotating.unit.name for rotating in self.units]
 
     def observed(self, observer: Observer) -> AbstractContextManager[None]:
         return observe_ring(self.ring, observer, names=[rotating.unit.name for rotating in self.units])

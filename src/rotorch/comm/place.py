@@ -1,0 +1,90 @@
+"""Where in a step this rank is: a few numbers in memory that others may read, also when the rank can no longer speak.
+
+[Note: one assignment]
+    A rank writes down what it is at by assigning one number, which says operation, unit and slice; whom it waits for is
+    written only where it really waits. Since when it is there is for those who look: they see when the number last
+    changed. So nothing is timed, formatted or sent in a step, and a rank that was killed or stopped has said all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from enum import IntEnum
+
+
+class Operation(IntEnum):
+    """What a rank is at."""
+
+    NONE = 0
+    SLICE_FORWARD = 1
+    SLICE_BACKWARD = 2
+    AWAIT_SLICE = 3
+    AWAIT_GRADIENT = 4
+    BLOCK_FORWARD = 5
+    BLOCK_BACKWARD = 6
+    COUNT_TARGETS = 7
+    COMPLETE_GRADIENTS = 8
+    STAGE = 9
+    AWAIT_STAGE = 10
+    AWAIT_BLOCK = 11
+
+
+_TEXTS = {
+    Operation.SLICE_FORWARD: "at slice {part} of {unit}, forward",
+    Operation.SLICE_BACKWARD: "at slice {part} of {unit}, backward",
+    Operation.AWAIT_SLICE: "waiting for slice {part} of {unit}",
+    Operation.AWAIT_GRADIENT: "waiting for the gradient of slice {part} of {unit}",
+    Operation.BLOCK_FORWARD: "at {unit}, forward",
+    Operation.BLOCK_BACKWARD: "at {unit}, backward",
+    Operation.COUNT_TARGETS: "summing the number of targets over all ranks",
+    Operation.COMPLETE_GRADIENTS: "completing gradients with the other ranks",
+    Operation.STAGE: "at stage {part}",
+    Operation.AWAIT_STAGE: "waiting for what stage {part} sends",
+    Operation.AWAIT_BLOCK: "waiting for a block of the grid",
+}
+_WAITS = {Operation.AWAIT_SLICE, Operation.AWAIT_GRADIENT, Operation.AWAIT_STAGE, Operation.AWAIT_BLOCK}
+_PART_BITS, _UNIT_BITS = 16, 32
+
+
+class Place(ctypes.Structure):
+    """This rank's place. Without `from_buffer` it is in this process's own memory, where nobody looks.
+
+    Attributes:
+        now: see `at`.
+        micro_batch: the micro-batch of the step, counted from 1; 0 outside of one.
+        peer: the rank that is waited for plus 1, where `now` is a wait; 0 if that is not known.
+    """
+
+    _fields_ = (("now", ctypes.c_int64), ("micro_batch", ctypes.c_int32), ("peer", ctypes.c_int32))
+
+
+PLACE_BYTES = ctypes.sizeof(Place)
+
+
+def at(operation: Operation, *, unit: int = 0, part: int = 0) -> int:
+    """The number for being at an operation, of which unit (by its number), and which slice or stage of it."""
+    return operation << (_UNIT_BITS + _PART_BITS) | unit << _PART_BITS | part
+
+
+def describe_place(now: int, micro_batch: int, peer: int, *, names: Sequence[str]) -> str:
+    """A place in words; "" for none.
+
+    Args:
+        now: of a `Place`, as are `micro_batch` and `peer`.
+        micro_batch: see there.
+        peer: see there.
+        names: of the units, by number.
+    """
+    try:
+        operation = Operation(now >> (_UNIT_BITS + _PART_BITS))
+    except ValueError:  # read while it was written
+        return ""
+    if operation is Operation.NONE:
+        return ""
+    number, part = now >> _PART_BITS & (1 << _UNIT_BITS) - 1, now & (1 << _PART_BITS) - 1
+    unit = repr(names[number]) if number < len(names) else f"unit {number}"
+    text = _TEXTS[operation].format(unit=unit, part=part)
+    if operation in _WAITS and peer:
+        text += f" from rank {peer - 1}"
+    return f"micro-batch {micro_batch}, {text}" if micro_batch else text
