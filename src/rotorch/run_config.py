@@ -123,7 +123,8 @@ class TrainSection(_Section):
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
         keep: how many checkpoints are kept.
         async_save: train on while a checkpoint is written, from a copy in host memory of what a rank has at rest.
-        timeout_s: a rank that waits longer than this for another one ends the run.
+        timeout_s: when no rank gets on for this long, or one has waited a little longer for another, the run ends and
+            says who waits for whom.
         on_nonfinite: where the loss or a gradient is not finite nothing is updated, and then the run has to "stop",
             "skip" that batch, or "roll_back" to the last checkpoint and read on behind that batch.
         spike_factor: a loss above this many times the median of the last 32 rolls back; 0 never.

@@ -1,7 +1,7 @@
 """Does to a rank what a plan says, from inside of it: what a rank is doing is known there to the moment.
 
-`armed` is put around the fork of a command: its ranks inherit it, and the one that is meant does it once, however often
-ranks are started.
+`armed` is put around the fork of a command: its ranks inherit it, and the one that is meant does it as often as the
+plan says, however often ranks are started.
 """
 
 from __future__ import annotations
@@ -51,16 +51,18 @@ class Fault:
     @property
     def has_struck(self) -> bool:
         """Whether it was done."""
-        return self._struck.exists()
+        return self._struck.with_suffix(".0").exists()
 
     @contextlib.contextmanager
     def armed(self) -> Iterator[None]:
         """A command that is forked within the block has ranks to which it happens."""
         plan, doing, open_file, check_run = self.plan, StatusBoard.doing, shared_file._open, restart.check_run
 
+        unlinks = plan.harm is Harm.MEMORY and plan.phase == "BUILDING"
+
         def doing_and_watched(board: StatusBoard, phase: Phase, *, step: int | None = None) -> None:
             doing(board, phase, step=step)
-            is_it = phase.name == plan.phase and board.own_rank == plan.victim and plan.phase != "BUILDING"
+            is_it = phase.name == plan.phase and board.own_rank == plan.victim and not unlinks
             if is_it and board.read(board.own_rank).step == plan.step and self._claim():
                 self._strike()
 
@@ -75,7 +77,7 @@ class Fault:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(StatusBoard, "doing", doing_and_watched))
-            if plan.phase == "BUILDING":
+            if unlinks:
                 stack.enter_context(mock.patch.object(shared_file, "_open", open_what_is_gone))
             if plan.freed:
                 stack.enter_context(mock.patch.object(restart, "check_run", check_run_with_room))
@@ -86,12 +88,12 @@ class Fault:
         self._ballast.unlink(missing_ok=True)
 
     def _claim(self) -> bool:
-        """Whether this is the first time."""
-        try:
-            self._struck.touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        return True
+        """Whether it is to happen now: it has not yet as often as it should."""
+        for number in range(self.plan.times):
+            with contextlib.suppress(FileExistsError):
+                self._struck.with_suffix(f".{number}").touch(exist_ok=False)
+                return True
+        return False
 
     # ---------------------------------------------------------------- in the rank that is meant
 
@@ -107,8 +109,16 @@ class Fault:
                 self._later(lambda: os.kill(os.getpid(), signal.SIGKILL))
             case Harm.MEMORY:
                 self._later(_cut_shared_memory)
-            case Harm.DISK:
+            case Harm.DISK if plan.after % 2 == 0:
                 self._fill_disk()
+            case Harm.DISK:
+                write = storage.write_safetensors
+
+                def write_where_it_fills(*args: Any) -> Any:
+                    self._fill_disk()
+                    return write(*args)
+
+                storage.write_safetensors = write_where_it_fills
             case Harm.SAVE:
                 storage.write_safetensors = _raise
             case Harm.OPTIMIZER:

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from enum import StrEnum
 
-STEPS, EVERY = 14, 3
+STEPS, EVERY = 11, 3
 """Steps of each run, and between its checkpoints."""
 
 
@@ -50,8 +50,10 @@ class Plan:
         phase: name of what the rank is beginning then (`train/status.py`).
         delay_s: how long after that.
         after: which of several alike: the module that raises, by its turn in a pass; before (even) or behind (odd) the
-            update; of memory, whether it goes before all ranks have it (even) or in the step.
+            update; of a disk, before (even) or after (odd) a save has looked whether there is room; of memory, before
+            all ranks have it (even) or in the step (odd).
         where: a number in [0, 1): how much room the disk has, which byte changes.
+        times: how often it happens, if the run comes there again.
         max_restarts: how often the run may go on by itself.
         freed: whether a full disk has room again when the run goes on by itself.
         async_save: whether saves go on behind the run.
@@ -66,6 +68,7 @@ class Plan:
     delay_s: float
     after: int
     where: float
+    times: int
     max_restarts: int
     freed: bool
     async_save: bool
@@ -81,7 +84,7 @@ def make_plan(seed: int) -> Plan:
     if harm is Harm.MEMORY:
         layout = rng.choice(_SHARED if layout in OTHER_LAYOUTS else _SHARED[:1])
     step = rng.randint(2, STEPS - 3)
-    phase = rng.choice(_STEP_PHASES)
+    phase, delay_s = rng.choice(_STEP_PHASES), rng.choice((0.0, rng.uniform(0, 0.02)))
     after, where = rng.randrange(12), rng.random()
     if in_save:
         step, phase = EVERY * rng.randint(1, (STEPS - 1) // EVERY), "SAVING"
@@ -91,8 +94,17 @@ def make_plan(seed: int) -> Plan:
         phase = "OPTIMIZER"
     elif harm is Harm.ROT:
         step = rng.randint(2 * EVERY + 2, STEPS - 2)  # there are two checkpoints
-    elif harm is Harm.MEMORY and after % 2 == 0:
-        step, phase = 0, "BUILDING"
+    if harm in (Harm.MEMORY, Harm.DISK):
+        after = seed // len(harms)  # as many of both
+    if harm is Harm.MEMORY:
+        if after % 2 == 0:
+            step, phase = 0, "BUILDING"
+    elif harm in (Harm.KILL, Harm.STOP) and rng.random() < 0.4:
+        step, phase, delay_s = rng.choice(
+            ((0, "JOINING", 0.02), (0, "BUILDING", 0.3 * where), (STEPS, "EVALUATING", 0.0))
+        )
+    max_restarts = rng.choice((0, 3))
+    may_come_again = max_restarts and harm not in (Harm.STOP, Harm.DISK, Harm.ROT)
     return Plan(
         seed=seed,
         layout=layout,
@@ -100,10 +112,11 @@ def make_plan(seed: int) -> Plan:
         victim=rng.randrange(num_ranks(layout)),
         step=step,
         phase=phase,
-        delay_s=round(rng.choice((0.0, rng.uniform(0, 0.02))), 4),
+        delay_s=round(delay_s, 4),
         after=after,
         where=where,
-        max_restarts=rng.choice((0, 3)),
+        times=rng.choice((1, 2)) if may_come_again else 1,
+        max_restarts=max_restarts,
         freed=rng.random() < 0.5,
         async_save=rng.random() < (0.5 if in_save else 0.25),
     )
@@ -126,9 +139,10 @@ def describe(plan: Plan) -> str:
         Harm.BACKWARD: f", module {plan.after}",
         Harm.OPTIMIZER: ", before the update" if plan.after % 2 == 0 else ", behind the update",
         Harm.MEMORY: ", unlinked before it is opened" if plan.after % 2 == 0 else ", cut to nothing",
-        Harm.DISK: ", and has room again" if plan.freed and plan.max_restarts else "",
+        Harm.DISK: (" before it is written" if plan.after % 2 == 0 else " while it is written")
+        + (", and has room again" if plan.freed and plan.max_restarts else ""),
     }
-    return f"{plan.harm}{after.get(plan.harm, '')}"
+    return f"{plan.harm}{after.get(plan.harm, '')}" + (", twice" if plan.times > 1 else "")
 
 
 def moment(plan: Plan) -> str:

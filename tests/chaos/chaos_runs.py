@@ -106,7 +106,7 @@ def run_plan(plan: Plan, *, at: Path, mounts: bool) -> Outcome:
         _disk(directory / "disk", wanted=mounts and plan.harm is Harm.DISK) as own_disk,
         _own_places() as places,
     ):
-        attempt = _Attempt(
+        attempt = Attempt(
             plan, toml, fault=Fault(plan, run=toml.parent / "disk" / "run", scratch=directory, own_disk=own_disk)
         )
         try:
@@ -130,7 +130,7 @@ def run_plan(plan: Plan, *, at: Path, mounts: bool) -> Outcome:
     return outcome
 
 
-class _Attempt:
+class Attempt:
     """One run and, if it stopped, what goes on with it."""
 
     def __init__(self, plan: Plan, toml: Path, *, fault: Fault) -> None:
@@ -218,7 +218,7 @@ def _expected(plan: Plan, *, own_disk: bool) -> re.Pattern[str]:
         case Harm.KILL | Harm.KILL_IN_SAVE | Harm.ROT:
             pattern = rf"rank {victim} was killed by SIGKILL"
         case Harm.STOP:
-            pattern = rf"rank {victim}\b"
+            pattern = rf"rank {victim} \(stopped by a signal\) has not got on for \d+ s"
         case Harm.DISK:
             pattern = "No space left on device|nothing was written" if own_disk else "File too large"
         case Harm.MEMORY:

@@ -19,6 +19,8 @@ def test_a_hundred_seeds_have_everything():
     assert {p.harm for p in plans} == set(Harm)
     assert set(LAYOUTS) <= {p.layout for p in plans} <= {*LAYOUTS, *OTHER_LAYOUTS}
     assert len({p.layout for p in plans} & set(OTHER_LAYOUTS)) > 3
+    assert {p.phase for p in plans} >= {"JOINING", "BUILDING", "READING", "FORWARD_BACKWARD", "EVALUATING", "SAVING"}
+    assert {p.times for p in plans} == {1, 2}
     for harm in Harm:
         of_kind = [p for p in plans if p.harm is harm]
         assert {bool(p.max_restarts) for p in of_kind} == {True, False}
@@ -34,6 +36,6 @@ def test_ten_seeds_have_every_harm_on_two_ranks():
 def test_moments_come():
     for plan in map(make_plan, range(300)):
         assert plan.phase in Phase.__members__
-        assert plan.step < STEPS - 1 and plan.victim < num_ranks(plan.layout)
+        assert (plan.step < STEPS - 1 or plan.phase == "EVALUATING") and plan.victim < num_ranks(plan.layout)
         assert plan.phase != "SAVING" or plan.step % EVERY == 0
         assert num_ranks(plan.layout) == ranks_of(parse_parallel(plan.layout)) <= 4

@@ -8,10 +8,13 @@ from __future__ import annotations
 import json
 import math
 import os
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
+
+from rotorch.core.errors import RankFailure
 
 METRICS = "metrics.jsonl"
 
@@ -102,8 +105,11 @@ class MetricsFile:
         return self.path.open("a", encoding="utf-8")
 
     def on_step(self, record: StepRecord) -> None:
-        self._stream.write(json.dumps(record.to_json()) + "\n")
-        self._stream.flush()
+        try:
+            self._stream.write(json.dumps(record.to_json()) + "\n")
+            self._stream.flush()
+        except OSError as error:  # which does not say which file it is
+            raise RankFailure(f"{self.path}: {error.strerror}. Earlier checkpoints are untouched") from error
 
     def on_rolled_back(self, step: int) -> None:
         self._stream.close()
@@ -113,7 +119,8 @@ class MetricsFile:
         return None
 
     def close(self) -> None:
-        self._stream.close()
+        with suppress(OSError):  # what could not be written then cannot be now
+            self._stream.close()
 
 
 class TensorBoard:
