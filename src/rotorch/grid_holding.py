@@ -20,8 +20,8 @@ from torch.distributed.tensor.placement_types import Placement
 
 from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
-from rotorch.comm.place import Place
 from rotorch.comm.shared_line import make_line
+from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
 from rotorch.core.grid_memory import products
@@ -172,7 +172,7 @@ class GridHolding(Holding):
     def slots(self) -> list[Tensor]:
         return [slot for line in self._all_lines() for slot in line.slots()]
 
-    def mark_on(self, place: Place) -> list[str]:
+    def mark_on(self, place: Whereabouts) -> list[str]:
         for line in self._all_lines():
             line.mark_on(place)
         return super().mark_on(place)

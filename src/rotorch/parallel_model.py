@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier
 from rotorch.comm.observe import Observer
-from rotorch.comm.place import Operation, Place, at
+from rotorch.comm.whereabouts import Operation, Whereabouts, at
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.host_memory import make_room
@@ -57,7 +57,7 @@ class Holding(ABC):
     loss_scale: float = 1.0
     """The loss is multiplied by this before backward (for libraries that average gradients over ranks)."""
 
-    place: Place | None = None
+    place: Whereabouts | None = None
     """Where this rank writes down what it is at, if anybody wants to know."""
 
     weight_gradients_wait: bool = False
@@ -142,7 +142,7 @@ class Holding(ABC):
         """After `weights[..].local` were written from outside (initialised, loaded)."""
         return None
 
-    def mark_on(self, place: Place) -> list[str]:
+    def mark_on(self, place: Whereabouts) -> list[str]:
         """From now on this rank writes down on `place` what it is at. This rank only.
 
         Returns:
@@ -178,7 +178,7 @@ class OuterHolding(Holding):
     def values_changed(self) -> None:
         self._inner.values_changed()
 
-    def mark_on(self, place: Place) -> list[str]:
+    def mark_on(self, place: Whereabouts) -> list[str]:
         super().mark_on(place)
         return self._inner.mark_on(place)
 
@@ -247,7 +247,7 @@ class ParallelModel:
         self._count_targets = getattr(loss, "count_targets", count_targets)
         self._written_buffers = WrittenBuffers(module)
         self._autocast_dtype = autocast_dtype
-        self._place = Place()
+        self._place = Whereabouts()
         self.batch_axes = tuple(axis for s in strategies for axis in s.batch_axes)
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -355,7 +355,7 @@ class ParallelModel:
 
     # ---------------------------------------------------------------- passes
 
-    def mark_on(self, place: Place, *, blocks: bool = True) -> list[str]:
+    def mark_on(self, place: Whereabouts, *, blocks: bool = True) -> list[str]:
         """From now on this rank writes down on `place` what it is at in a pass. This rank only; call it once.
 
         Args:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rotorch.comm.place import Operation, Place, at
 from rotorch.comm.stage_messages import HEARD, StageMessages
+from rotorch.comm.whereabouts import Operation, Whereabouts, at
 from rotorch.core.errors import RankFailure
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule, StageOutput
@@ -52,10 +52,10 @@ class PipelineStep:
         run: Callable[[Batch], Any],
         micro_batches: Sequence[Batch],
         later: LaterGradients | None = None,
-        place: Place | None = None,
+        place: Whereabouts | None = None,
         ranks: Sequence[int] = (),
     ) -> None:
-        self._place = place or Place()
+        self._place = place or Whereabouts()
         self._ranks = ranks
         self._inner = inner
         self._later = later

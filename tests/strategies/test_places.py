@@ -5,7 +5,7 @@ import torch
 from torch import distributed as dist
 
 import rotorch
-from rotorch.comm.place import describe_place
+from rotorch.comm.whereabouts import describe_place
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.testing.ranks import run_ranks
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from commands import rotorch, write_run
 
-from rotorch.comm.place import Operation, at
 from rotorch.comm.transports import send_receive
+from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import RankFailure
 from rotorch.train import watchdog
 from rotorch.train.launch import launch, run_as_rank

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.place import Place
+from rotorch.comm.whereabouts import Whereabouts
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 """By name: the shape of the block that the rank at each position has."""
@@ -54,14 +54,14 @@ class Line:
     size: int
     position: int
     group: dist.ProcessGroup | None
-    place: Place = field(default_factory=Place, repr=False)
+    place: Whereabouts = field(default_factory=Whereabouts, repr=False)
 
     @cached_property
     def ranks(self) -> list[int]:
         """The ranks of the job that these are, by position."""
         return list(range(self.size)) if self.group is None else dist.get_process_group_ranks(self.group)
 
-    def mark_on(self, place: Place) -> None:
+    def mark_on(self, place: Whereabouts) -> None:
         """From now on writes down on `place` whom this rank waits for."""
         self.place = place
 

@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rotorch.comm.place import Operation, Place, at
+from rotorch.comm.whereabouts import Operation, Whereabouts, at
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,11 @@ class Ring(ABC):
         self.fresh = [True] * len(self.numels)
         """Per item: whether nothing has been added to its gradients in this step."""
         self._late: list[LateAddition] = []
-        self.place = Place()
+        self.place = Whereabouts()
         """Where it writes down which slice of which item this rank is at."""
         self._ranks = list(range(size))
 
-    def mark_on(self, place: Place, *, ranks: Sequence[int]) -> None:
+    def mark_on(self, place: Whereabouts, *, ranks: Sequence[int]) -> None:
         """From now on writes down on `place` where this rank is; `ranks` are those of the ring, by position."""
         self.place, self._ranks = place, list(ranks)
 

@@ -38,8 +38,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import group_timeout_s
 from rotorch.comm.line import Line, Shapes, Sums
-from rotorch.comm.place import Operation, Place, at
 from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, share_file
+from rotorch.comm.whereabouts import Operation, Whereabouts, at
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.messages import SUM_CHUNK_BYTES
 
@@ -82,7 +82,7 @@ class SharedLine(Line):
         """This rank's part of the shared memory."""
         return [slot for lane in (self._whole, self._parts) for slot in lane.own_slots()]
 
-    def mark_on(self, place: Place) -> None:
+    def mark_on(self, place: Whereabouts) -> None:
         super().mark_on(place)
         for lane in (self._whole, self._parts):
             lane.line.mark_on(place)

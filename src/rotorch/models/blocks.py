@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rotorch.comm.place import Operation, Place, at
+from rotorch.comm.whereabouts import Operation, Whereabouts, at
 from rotorch.core.errors import ConfigError
 from rotorch.shard.buffers import buffers_untouched
 
@@ -23,7 +23,7 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return [b for b in blocks if any(True for _ in b.parameters())]
 
 
-def mark_blocks(module: nn.Module, place: Place) -> list[str]:
+def mark_blocks(module: nn.Module, place: Whereabouts) -> list[str]:
     """Has a model write down on `place` at which of its repeated blocks it is; returns their names, by number.
 
     Forward by hooks of the blocks, backward by hooks of what they return: neither changes what is computed.
@@ -36,7 +36,7 @@ def mark_blocks(module: nn.Module, place: Place) -> list[str]:
     return names
 
 
-def _mark_block(block: nn.Module, place: Place, *, unit: int) -> None:
+def _mark_block(block: nn.Module, place: Whereabouts, *, unit: int) -> None:
     forward, backward = (at(way, unit=unit) for way in (Operation.BLOCK_FORWARD, Operation.BLOCK_BACKWARD))
 
     def begin(_: nn.Module, __: Any) -> None:

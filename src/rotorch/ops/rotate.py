@@ -26,8 +26,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotorch._torch_private import saved_tensors_are_hooked, storage_key
-from rotorch.comm.place import Operation, at
 from rotorch.comm.ring import Ring, Visit
+from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.spec import Range, Unit
 from rotorch.ops.keep_attention import KeepAttention
 from rotorch.ops.random_state import RandomState
@@ -76,7 +76,7 @@ class RotatingUnit:
 
     @cached_property
     def forward_place(self) -> int:
-        """The number for being at the whole unit in forward, for `Place.now`."""
+        """The number for being at the whole unit in forward, for `Whereabouts.now`."""
         return at(Operation.BLOCK_FORWARD, unit=self.item)
 
     @cached_property

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rotorch.comm.place import PLACE_BYTES, Place, describe_place
+from rotorch.comm.whereabouts import PLACE_BYTES, Whereabouts, describe_place
 
 _HEADER_BYTES = 64
 _SLOT = struct.Struct("<qqqqdd")  # pid, step, phase, failure kind, time of failure, time of the last change of phase
@@ -134,9 +134,9 @@ class StatusBoard:
         self._write(**changes if step is None else {**changes, "step": step})
 
     @property
-    def place(self) -> Place:
+    def place(self) -> Whereabouts:
         """Where this rank writes down what it is at in a pass."""
-        return Place.from_buffer(self._memory, self._start(self.own_rank) + _SLOT.size)
+        return Whereabouts.from_buffer(self._memory, self._start(self.own_rank) + _SLOT.size)
 
     def name_units(self, names: Sequence[str]) -> None:
         """Called by a rank when it knows its units: the names that its places speak of by number."""
@@ -155,7 +155,7 @@ class StatusBoard:
         """Returns what the board says about a rank."""
         start = self._start(rank)
         pid, step, phase, failure, failed_at_s, since_s = _SLOT.unpack_from(self._memory, start)
-        place = Place.from_buffer_copy(self._memory, start + _SLOT.size)
+        place = Whereabouts.from_buffer_copy(self._memory, start + _SLOT.size)
         start += _TEXT_START
         (length,) = struct.unpack_from("<q", self._memory, start)
         return RankStatus(
@@ -174,10 +174,10 @@ class StatusBoard:
         """Numbers that change whenever a rank gets on."""
         start = self._start(rank)
         _, step, phase, _, _, since_s = _SLOT.unpack_from(self._memory, start)
-        place = Place.from_buffer_copy(self._memory, start + _SLOT.size)
+        place = Whereabouts.from_buffer_copy(self._memory, start + _SLOT.size)
         return step, phase, since_s, place.now, place.micro_batch
 
-    def _words(self, rank: int, place: Place) -> str:
+    def _words(self, rank: int, place: Whereabouts) -> str:
         start = self._names_start(rank)
         end = self._memory.find(b"\0", start, start + _NAMES_BYTES)
         names = self._memory[start:end].decode(errors="replace").split("\n") if end > start else []

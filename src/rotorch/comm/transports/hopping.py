@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.place import Operation, at
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.transports.messages import Bounce, Hop
+from rotorch.comm.whereabouts import Operation, at
 from rotorch.comm.wire import Wire
 from rotorch.core.errors import RankFailure
 

@@ -34,9 +34,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import gather_objects
-from rotorch.comm.place import Operation, at
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.shared_file import Extent, Patience, share_file
+from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import RankFailure
 
 _ALIGNMENT = 64

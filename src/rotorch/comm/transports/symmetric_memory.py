@@ -46,10 +46,10 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.place import Operation, at
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemory
+from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import RankFailure
 
 _ALIGNMENT = 256  # bytes between the starts of slices: what matrix products and copy engines like

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.observe import Observer, observe_ring
-from rotorch.comm.place import Place
 from rotorch.comm.ring import Visit
 from rotorch.comm.transports import make_ring
+from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.blocks import recompute
@@ -264,7 +264,7 @@ class RTPHolding(Holding):
     def slots(self) -> list[Tensor]:
         return self.ring.slots()
 
-    def mark_on(self, place: Place) -> list[str]:
+    def mark_on(self, place: Whereabouts) -> list[str]:
         super().mark_on(place)
         self.ring.mark_on(place, ranks=self._mesh.mesh.flatten().tolist())
         return [rotating.unit.name for rotating in self.units]

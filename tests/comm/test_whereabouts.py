@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from rotorch.comm.place import PLACE_BYTES, Operation, Place, at, describe_place
+from rotorch.comm.whereabouts import PLACE_BYTES, Operation, Whereabouts, at, describe_place
 
 NAMES = ["model.embed_tokens", "model.layers.0.mlp"]
 
@@ -31,9 +31,9 @@ def test_every_operation_has_words():
 
 def test_others_see_an_assignment_at_once():
     memory = mmap.mmap(-1, 64 + PLACE_BYTES)
-    place = Place.from_buffer(memory, 64)
+    place = Whereabouts.from_buffer(memory, 64)
     place.now = at(Operation.SLICE_FORWARD, unit=70_000, part=9)
     place.peer = 5
-    seen = Place.from_buffer_copy(memory, 64)
+    seen = Whereabouts.from_buffer_copy(memory, 64)
     assert (seen.now, seen.micro_batch, seen.peer) == (place.now, 0, 5)
     assert describe_place(seen.now, 0, 0, names=[]) == "at slice 9 of unit 70000, forward"

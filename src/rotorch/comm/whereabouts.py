@@ -47,7 +47,7 @@ _WAITS = {Operation.AWAIT_SLICE, Operation.AWAIT_GRADIENT, Operation.AWAIT_STAGE
 _PART_BITS, _UNIT_BITS = 16, 32
 
 
-class Place(ctypes.Structure):
+class Whereabouts(ctypes.Structure):
     """This rank's place. Without `from_buffer` it is in this process's own memory, where nobody looks.
 
     Attributes:
@@ -59,7 +59,7 @@ class Place(ctypes.Structure):
     _fields_ = (("now", ctypes.c_int64), ("micro_batch", ctypes.c_int32), ("peer", ctypes.c_int32))
 
 
-PLACE_BYTES = ctypes.sizeof(Place)
+PLACE_BYTES = ctypes.sizeof(Whereabouts)
 
 
 def at(operation: Operation, *, unit: int = 0, part: int = 0) -> int:
@@ -71,7 +71,7 @@ def describe_place(now: int, micro_batch: int, peer: int, *, names: Sequence[str
     """A place in words; "" for none.
 
     Args:
-        now: of a `Place`, as are `micro_batch` and `peer`.
+        now: of a `Whereabouts`, as are `micro_batch` and `peer`.
         micro_batch: see there.
         peer: see there.
         names: of the units, by number.
