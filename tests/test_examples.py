@@ -88,6 +88,18 @@ def test_an_example_with_dropout_or_batch_norms_learns_on_two_ranks(
     assert first == second and min(first[-2:]) < 0.95 * first[0]
 
 
+def run_pipeline(layout: str) -> list[float]:
+    sys.argv = ["09_pipelines.py", layout, "4"]
+    return runpy.run_path(str(ROOT / "examples" / "09_pipelines.py"))["losses"]
+
+
+def test_the_same_losses_in_pipelines(warm: None, no_cuda: None) -> None:
+    (alone,) = run_ranks(run_pipeline, "single", num_ranks=1)
+    assert alone[-1] < alone[0]
+    for losses in run_ranks(run_pipeline, "zeropp=2x2[inner=rtp,unit=2]", num_ranks=4):
+        assert losses == pytest.approx(alone, rel=1e-5)
+
+
 def test_a_vision_transformer_is_as_accurate_on_a_grid(
     models_loaded: None, no_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
