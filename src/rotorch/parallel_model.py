@@ -123,6 +123,10 @@ class Holding(ABC):
         """Before the values of a weight are written that is another rank's and lent for a pass."""
         return None
 
+    def guests_came(self) -> None:
+        """After the values of all weights that are lent to this rank have come. All ranks that share its stages."""
+        return None
+
     def give_memory_back(self, name: str) -> None:
         """After that pass: the values may be forgotten, and their memory freed."""
         return None

@@ -191,8 +191,9 @@ class PipelineHolding(OuterHolding):
             self._inner.take_memory(name)
         theirs = [(home, self._inner.weights[name].local) for home, name in guests]
         self._messages.exchange(mine, theirs)
-        if theirs:
+        if guests:
             self._inner.values_changed()
+            self._inner.guests_came()
 
     def _gradients_of_guests(self) -> None:
         """All ranks of the pipeline."""

@@ -1,6 +1,7 @@
 """Pipelines as they run: chunks, units that do not divide a step, gathers counted, weight gradients put off."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -233,6 +234,31 @@ def test_a_tied_head_is_borrowed_for_a_step(tiny, parallel):
     home, guest = run_ranks(held_of_a_tied_weight, tiny("qwen3"), parallel, num_ranks=2)
     assert home[0] == home[1] > 0 and home[2]
     assert guest == (0, 0, False)
+
+
+def losses_with_a_late_guest(path, parallel):
+    """Of three steps; the last rank gets late what is lent to it."""
+    model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
+    if model.mesh.size() > 1 and model.mesh.get_rank() == model.mesh.size() - 1:
+        messages = model.holding._messages
+        exchange = messages.exchange
+        messages.exchange = lambda *tensors: (time.sleep(0.5), exchange(*tensors))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    batch = batch_of(model.module.config, num_rows=2)
+    mine = {name: rows.tensor_split(model.num_batch_ranks)[model.batch_rank] for name, rows in batch.items()}
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(float(model.forward_backward(mine)))
+        optimizer.step()
+    model.close()
+    return losses
+
+
+def test_no_rank_of_a_ring_reads_a_lent_weight_before_all_of_them_have_it(tiny):
+    (alone,) = run_ranks(losses_with_a_late_guest, tiny("qwen3"), "single", num_ranks=1)
+    for losses in run_ranks(losses_with_a_late_guest, tiny("qwen3"), "pp=2,rtp=2", num_ranks=4):
+        assert losses == pytest.approx(alone, rel=1e-6)
 
 
 def held_at_rest(path, parallel):

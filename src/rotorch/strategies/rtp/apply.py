@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
+from rotorch.comm.collectives import barrier
 from rotorch.comm.observe import Observer, observe_ring
 from rotorch.comm.ring import Visit
 from rotorch.comm.transports import make_ring
@@ -221,6 +222,9 @@ class RTPHolding(Holding):
             self.replicas.take_back()
             for site, name in self._home_sites:
                 site.put(self._home[name].parameter)
+
+    def guests_came(self) -> None:
+        barrier(mesh=self._mesh)  # in shared memory one rank reads what another has been lent
 
     def start(self) -> None:
         self.replicas.start()
