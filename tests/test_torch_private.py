@@ -32,6 +32,9 @@ from rotorch._torch_private import (
     tree_unflatten,
     wrapper_tensor,
 )
+from rotorch.comm.line import Line
+from rotorch.comm.meter import Meter
+from rotorch.core.traffic import Kind
 
 
 def test_everything_it_offers_is_tested_here():
@@ -234,3 +237,17 @@ def test_collectives_are_recorded(tmp_path):
     last = flight_record()["entries"][-1]
     assert last["profiling_name"] == "gloo:all_reduce" and last["input_sizes"] == [[3]] and last["retired"] is True
     assert {"process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "state"} <= set(last)
+
+
+def test_collectives_of_one_kind_go_as_one_message(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        line = Line("all", 2, 0, dist.group.WORLD)
+        given, found = [torch.ones(2), torch.full((3,), 2.0)], [torch.empty(2), torch.empty(3)]
+        with Meter(smallest_counted_bytes=1) as meter:
+            line.gather_each(found, given)()
+            line.sum_each([tensor.zero_() for tensor in given], found)()
+    finally:
+        dist.destroy_process_group()
+    assert meter.num_messages == {Kind.ALL_GATHER: 1, Kind.REDUCE_SCATTER: 1} and not meter.not_counted
+    assert [tensor.tolist() for tensor in given] == [tensor.tolist() for tensor in found] == [[1, 1], [2, 2, 2]]

@@ -43,6 +43,7 @@ __all__ = [
     "FUSED_ATTENTION",
     "TRUNCATED_NORMAL",
     "TorchDispatchMode",
+    "as_one_message",
     "fake_store",
     "flat_group",
     "flight_record",
@@ -82,6 +83,15 @@ def flight_record() -> dict[str, Any]:
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     dump = dump or getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
     return {} if dump is None else json.loads(dump())
+
+
+def as_one_message(group: dist.ProcessGroup) -> Any:
+    """A context in which collectives of one kind are collected and then issued as one; its value has their `wait`.
+
+    Reason: gathers of many weights, each into its own memory, are one message so, without a copy; no public name
+    collects them.
+    """
+    return dist.distributed_c10d._coalescing_manager(group=group, async_ops=True)
 
 
 def group_size(name: str) -> int:

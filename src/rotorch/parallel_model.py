@@ -108,7 +108,16 @@ class Holding(ABC):
         return [run(callee, micro_batch) for micro_batch in micro_batches]
 
     def unshard(self, stage: int) -> None:
-        """Before a pipeline computes with a stage: its weights become whole, where they are gathered at all."""
+        """Before a pipeline computes with a stage: its weights are sent for, where they are gathered at all."""
+        return None
+
+    def computes(self, stage: int, *, backward: bool) -> None:
+        """Right before a computation with a stage, after `unshard`: what it needs must have come.
+
+        Args:
+            stage: which stage.
+            backward: whether gradients of weights will be made.
+        """
         return None
 
     def reshard(self, stage: int) -> None:

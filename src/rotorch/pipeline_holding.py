@@ -28,7 +28,7 @@ from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule
 from rotorch.ops.later_gradients import LaterGradients
 from rotorch.parallel_model import Holding, OuterHolding, Result
-from rotorch.pipeline_step import PipelineStep
+from rotorch.pipeline_step import PipelineStep, Watch
 from rotorch.pipelining.actions import Action, ActionKind, Schedule
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.stage_strategy import StageStrategy
@@ -106,6 +106,7 @@ class PipelineHolding(OuterHolding):
         super().__init__(inner)
         self._strategy = strategy
         self._tables: dict[int, Schedule] = {}
+        self._watch: Watch | None = None
         self._mesh, self._inside, self._device = mesh, inside, device
         sum_in_one_message(inside, device=device)
         self._position = mesh.get_local_rank()
@@ -229,12 +230,19 @@ class PipelineHolding(OuterHolding):
 
     # ---------------------------------------------------------------- running
 
+    def table(self, num_micro_batches: int) -> Schedule:
+        """What ranks do in a step of so many micro-batches."""
+        if num_micro_batches not in self._tables:
+            plain = self._strategy.table(num_micro_batches)
+            self._tables[num_micro_batches] = lower(plain, weight_gradients_need_weights=False, ahead=True)
+        return self._tables[num_micro_batches]
+
     def forward_backward(
         self, callee: nn.Module, micro_batches: Sequence[Batch], loss_of: Callable[[nn.Module, Batch], Tensor]
     ) -> Tensor:
         number = len(micro_batches)
         if number not in self._tables:
-            self._tables[number] = lower(self._strategy.table(number), weight_gradients_need_weights=False)
+            self._tables[number] = lower(self._strategy.table(number), weight_gradients_need_weights=False, ahead=True)
         step = self._step(partial(loss_of, callee), micro_batches)
         step.run(self._tables[number].rows[self._position], self._tables[number])
         total = torch.zeros((), dtype=torch.float64)
@@ -259,6 +267,15 @@ class PipelineHolding(OuterHolding):
         self._messages.to_all(results)
         return results
 
+    @contextmanager
+    def watched(self, watch: Watch) -> Iterator[None]:
+        """Has `watch` entered around every action of a row within the block. This rank only."""
+        self._watch = watch
+        try:
+            yield
+        finally:
+            self._watch = None
+
     def _step(self, run: Callable[[Batch], Any], micro_batches: Sequence[Batch]) -> PipelineStep:
         return PipelineStep(
             self._inner,
@@ -269,6 +286,7 @@ class PipelineHolding(OuterHolding):
             later=self._later,
             place=self.place,
             ranks=self._mesh.mesh.flatten().tolist(),
+            watch=self._watch,
         )
 
 

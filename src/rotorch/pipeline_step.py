@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +23,9 @@ from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule, StageOutput
 from rotorch.ops.later_gradients import LaterGradients
 from rotorch.parallel_model import Holding
-from rotorch.pipelining.actions import MESSAGES, SENDS, Action, ActionKind, Schedule, counterpart, peer_stage
+from rotorch.pipelining.actions import COMPUTE, MESSAGES, SENDS, Action, ActionKind, Schedule, counterpart, peer_stage
+
+Watch = Callable[[Action], AbstractContextManager[None]]
 
 
 class PipelineStep:
@@ -38,6 +40,7 @@ class PipelineStep:
         later: what puts weight gradients off, where they can be.
         place: where this rank writes down what it is at.
         ranks: of the pipeline, by position.
+        watch: is entered around every action of the row.
 
     Attributes:
         results: of the last stage, what `run` gave, with the micro-batch's number.
@@ -54,11 +57,13 @@ class PipelineStep:
         later: LaterGradients | None = None,
         place: Whereabouts | None = None,
         ranks: Sequence[int] = (),
+        watch: Watch | None = None,
     ) -> None:
         self._place = place or Whereabouts()
         self._ranks = ranks
         self._inner = inner
         self._later = later
+        self._watch = watch
         self._staged = staged
         self._messages = messages
         self._run = run
@@ -79,10 +84,11 @@ class PipelineStep:
             RankFailure: another rank of the pipeline has broken off.
         """
         for action in row:
-            if action.kind in MESSAGES:
-                self._message(action, table)
-            elif not (self._error or self._heard):
-                self._guarded(action, table)
+            with nullcontext() if self._watch is None else self._watch(action):
+                if action.kind in MESSAGES:
+                    self._message(action, table)
+                elif not (self._error or self._heard):
+                    self._guarded(action, table)
         self._messages.settle()
         if self._later is not None:
             self._later.forget()
@@ -135,6 +141,8 @@ class PipelineStep:
     def _compute(self, action: Action, table: Schedule) -> None:
         self._place.micro_batch = 0 if action.micro_batch is None else action.micro_batch + 1
         self._place.now = at(Operation.STAGE, part=action.stage)
+        if action.kind in COMPUTE:
+            self._inner.computes(action.stage, backward=action.kind is not ActionKind.FORWARD)
         match action.kind:
             case ActionKind.FORWARD:
                 self._forward(action, table)

@@ -6,7 +6,14 @@ may go (RESHARD), and when their gradients are summed (REDUCE_GRAD): one message
 
 [Note: gathered memory]
     A whole weight is one parameter throughout, whose memory is freed and taken again, so that what autograd has saved
-    of it in forward is there in backward. It is written through `.data`, which autograd takes for no change.
+    of it in forward is there in backward. It is written through `.data`, which autograd takes for no change. Parts are
+    gathered right into it, and gradients summed where autograd left them: no copy is made of either, but of weights
+    whose rows the ranks do not divide, which are padded.
+
+[Note: under way]
+    UNSHARD and REDUCE_GRAD start what they say. Weights are waited for before the first computation that needs them;
+    sums of gradients before a stage of this rank makes new ones, so that whole gradients of one stage at a time are all
+    that there is, and forwards in between hide the sums.
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rotorch.comm.line import Line
+from rotorch.comm.line import Line, Wait
 from rotorch.core.spec import ModelSpec, Weight
 from rotorch.parallel_model import Holding
 from rotorch.shard.held import HeldWeight, Piece, refuse_unfrozen
@@ -42,6 +49,10 @@ class _Shard:
         """Elements per rank, on every rank the same."""
         return self.rows * math.prod(self.whole.shape[1:])
 
+    def is_even(self, size: int) -> bool:
+        """Whether every one of so many ranks has as many rows."""
+        return self.rows * size == self.whole.shape[0]
+
 
 @dataclass(eq=False)
 class _Group:
@@ -49,6 +60,8 @@ class _Group:
 
     shards: list[_Shard] = field(default_factory=list)
     gathered_for: set[int] = field(default_factory=set)
+    comes: Wait | None = None
+    """Ends a gather that is under way."""
     sums: Tensor | None = None
     """Of this rank's part of the gradients of a step, flat."""
 
@@ -88,6 +101,8 @@ class StageShards(Holding):
                 self.weights[weight.name] = shard.held
         self._groups = groups
         self._carried: dict[str, Tensor] = {}
+        self._sums_end: Wait | None = None
+        """Ends the one sum of gradients that is under way."""
         self._take_back()
 
     def _shard(self, weight: Weight, source: nn.Parameter, *, sites: tuple[Site, ...], device: torch.device) -> _Shard:
@@ -120,10 +135,12 @@ class StageShards(Holding):
             yield self._module
         finally:
             for group in self._groups.values():
+                self._leave(group)
                 self._free(group)
                 group.sums = None
                 for shard in group.shards:
                     shard.whole.grad = None
+            self._sums_end = None
             self._take_back()
 
     def _take_back(self) -> None:
@@ -148,21 +165,54 @@ class StageShards(Holding):
             if not group.gathered_for:
                 self._free(group)
 
+    def computes(self, stage: int, *, backward: bool) -> None:
+        for group in self._of(stage):
+            if group.comes is not None:
+                group.comes()
+        if backward and self._sums_end is not None:
+            self._sums_end()
+
     @torch.no_grad()
     def _gather(self, group: _Group) -> None:
-        mine = group.shards[0].held.local.new_zeros(group.numel)
-        for shard, part in zip(group.shards, mine.split([s.padded for s in group.shards]), strict=True):
-            part[: shard.held.local.numel()] = shard.held.local.reshape(-1)
-        parts = self._line.all_gather(mine).view(self._line.size, -1)
-        for shard, part in zip(group.shards, parts.split([s.padded for s in group.shards], dim=1), strict=True):
-            whole = shard.whole
+        size, wholes, parts, padded = self._line.size, [], [], []
+        for shard in group.shards:
+            whole, mine = shard.whole, shard.held.local
             whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-            whole.data.copy_(part.reshape(-1)[: whole.numel()].view(whole.shape))  # see [Note: gathered memory]
+            if shard.is_even(size):
+                wholes.append(whole.data.view(-1))  # see [Note: gathered memory]
+                parts.append(mine.reshape(-1))
+            else:
+                part = mine.new_zeros(shard.padded)
+                part[: mine.numel()] = mine.reshape(-1)
+                all_parts = mine.new_empty(size * shard.padded)
+                wholes.append(all_parts)
+                parts.append(part)
+                padded.append((whole, all_parts))
+        came = self._line.gather_each(wholes, parts)
+
+        def end() -> None:
+            came()
+            for whole, all_parts in padded:
+                whole.data.copy_(all_parts[: whole.numel()].view(whole.shape))
+            padded.clear()
+            parts.clear()  # which had to stay until then
+            group.comes = None
+
+        group.comes = end
 
     def _free(self, group: _Group) -> None:
+        if group.comes is not None:
+            group.comes()
         group.gathered_for.clear()
         for shard in group.shards:
             shard.whole.untyped_storage().resize_(0)
+
+    def _leave(self, group: _Group) -> None:
+        """Leaves a gather that is under way, after an exception, to itself: others may never come to it."""
+        if group.comes is not None:
+            group.comes = None
+            for shard in group.shards:  # the old memory is its, and may be written at any time
+                shard.whole.data = torch.empty_like(shard.whole)
 
     def take_memory(self, name: str) -> None:
         self.weights[name].take_memory()
@@ -192,17 +242,34 @@ class StageShards(Holding):
         trained = [shard for shard in group.shards if shard.whole.requires_grad]
         if not trained:
             return
-        parts = trained[0].whole.new_zeros(self._line.size, sum(s.padded for s in trained))
-        for shard, part in zip(trained, parts.split([s.padded for s in trained], dim=1), strict=True):
-            if shard.whole.grad is not None:
-                rows = torch.zeros(self._line.size * shard.padded, dtype=part.dtype, device=part.device)
-                rows[: shard.whole.numel()] = shard.whole.grad.reshape(-1)
-                part.copy_(rows.view(self._line.size, -1))
-            shard.whole.grad = None
-        mine = self._line.reduce_scatter(parts.view(-1))
-        group.sums = mine if group.sums is None else group.sums.add_(mine)
+        if self._sums_end is not None:
+            self._sums_end()
+        size, like = self._line.size, trained[0].whole
+        wholes = []
+        for shard in trained:
+            found, shard.whole.grad = shard.whole.grad, None
+            if found is None or not shard.is_even(size):
+                whole = like.new_zeros(size * shard.padded)
+                if found is not None:
+                    whole[: found.numel()] = found.reshape(-1)
+            else:
+                whole = found.reshape(-1)
+            wholes.append(whole)
+            del found
+        mine = like.new_empty(sum(shard.padded for shard in trained))
+        came = self._line.sum_each(list(mine.split([shard.padded for shard in trained])), wholes)
+
+        def end() -> None:
+            came()
+            wholes.clear()
+            group.sums = mine if group.sums is None else group.sums.add_(mine)
+            self._sums_end = None
+
+        self._sums_end = end
 
     def finish(self) -> None:
+        if self._sums_end is not None:
+            self._sums_end()
         for group in self._groups.values():
             trained = [shard for shard in group.shards if shard.whole.requires_grad]
             if not trained:

@@ -32,7 +32,8 @@ GPT = {
     "use_parallel_residual": False,
     "tie_word_embeddings": False,
 }
-OF_TORCH = [name for name, peer in PEERS.items() if peer.library == "torch"]
+PIPELINE = "pipeline-fsdp2"  # wants several micro-batches
+OF_TORCH = [name for name, peer in PEERS.items() if peer.library == "torch" and name != PIPELINE]
 OF_OTHERS = [name for name, peer in PEERS.items() if peer.library != "torch"]
 
 
@@ -106,6 +107,17 @@ def test_gpt_models_on_four_ranks(task, accumulation):
     record, rows = measure(task, ["torch-ddp", "fsdp2-per-weight", "tp"])
     assert exit_code(record) == 0
     assert all(row["loss_max_rel_err"] < 1e-5 for row in rows.values())
+
+
+def test_torchs_pipeline_trains_as_one_process(task):
+    with pytest.raises(ConfigError, match=r"2 ranks and 1 micro-batches a step.*train.accumulation=2"):
+        find_peer(PIPELINE).load().check(task)
+    optimizer = task.optimizer.model_copy(update={"clip_norm": 0.0})
+    task = dataclasses.replace(task, num_ranks=4, accumulation=2, optimizer=optimizer)
+    record, rows = measure(task, [PIPELINE])
+    assert exit_code(record) == 0, record
+    assert rows[PIPELINE]["loss_max_rel_err"] < 1e-5
+    assert sum(rows[PIPELINE]["weight_elements_by_rank"]) == WEIGHTS // 4
 
 
 def test_clipping_is_the_same_for_all(task):

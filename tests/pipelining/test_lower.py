@@ -56,6 +56,20 @@ def test_outputs_leave_before_gradients_are_summed_and_weights_are_asked_for_bef
     assert text(row) == "1UNSHARD 1RECV_F0 1F0 1RESHARD 1UNSHARD 1B0 1SEND_B0 1RESHARD 1REDUCE_GRAD"
 
 
+def test_weights_are_sent_for_while_something_else_is_computed():
+    schedule = make_schedule("looped_bfs", num_ranks=1, num_chunks=3, num_micro_batches=2)
+    local = {ActionKind.FORWARD, ActionKind.UNSHARD, ActionKind.RESHARD}
+    row = lower(schedule, ahead=True).rows[0]
+    assert text(row, only=local).startswith(
+        "0UNSHARD 0F0 1UNSHARD 0F1 0RESHARD 1F0 2UNSHARD 1F1 1RESHARD 2F0 2F1 2RESHARD 2UNSHARD"
+    )
+    whole = 0
+    for action in row:
+        whole += (action.kind is ActionKind.UNSHARD) - (action.kind is ActionKind.RESHARD)
+        assert whole <= 2
+    assert len(row) == len(lower(schedule).rows[0])
+
+
 def test_rows_are_lowered_once():
     with pytest.raises(ScheduleError, match=r"gpipe: rank 0, action 0 \(0UNSHARD\): rows are lowered already"):
         lower(lower(make_schedule("gpipe", num_ranks=2, num_micro_batches=1)))

@@ -149,6 +149,8 @@ class LiveStorages(TorchDispatchMode):
         super().__init__()
         self._alive: dict[int, _Storage] = {}
         self._changes: list[tuple[_Storage, int]] = []
+        self._made: list[int] = []
+        """After each change of what was made, the bytes of that."""
         self._mapped: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self._mappings = SharedMappings()
         self._backward = False
@@ -191,6 +193,15 @@ class LiveStorages(TorchDispatchMode):
                 found = self._alive.get(storage_key(tensor))
                 if found is not None:
                     found.category = category
+
+    def made_bytes(self) -> int:
+        """Returns the bytes alive now of what operations have made since the block began."""
+        return self._made[-1] if self._made else 0
+
+    def most_made_bytes(self, *, since: int) -> int:
+        """Returns the most of them since the last call, or `since` if that is more; forgets it."""
+        most, self._made = max(since, *self._made, since), self._made[-1:]
+        return most
 
     def peak(self) -> tuple[int, dict[str, int]]:
         """Returns the most bytes that were alive at one moment, and that moment by category."""
@@ -279,17 +290,22 @@ class LiveStorages(TorchDispatchMode):
                 new.category = LOGITS
         new.reference = weakref.ref(storage, lambda _: self._died(key))
         self._alive[key] = new
-        self._changes.append((new, new.nbytes))
+        self._change(new, new.nbytes)
 
     def _died(self, key: int) -> None:
         storage = self._alive.pop(key, None)
         if storage is not None:
-            self._changes.append((storage, -storage.nbytes))
+            self._change(storage, -storage.nbytes)
+
+    def _change(self, storage: _Storage, num_bytes: int) -> None:
+        self._changes.append((storage, num_bytes))
+        if storage.made:
+            self._made.append((self._made[-1] if self._made else 0) + num_bytes)
 
     def _resized(self, storage: torch.UntypedStorage, *, key: int) -> None:
         known = self._alive.get(key)
         if known is not None:
-            self._changes.append((known, storage.nbytes() - known.nbytes))
+            self._change(known, storage.nbytes() - known.nbytes)
             known.nbytes = storage.nbytes()
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch._torch_private import as_one_message
 from rotorch.comm.whereabouts import Whereabouts
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
@@ -166,6 +167,31 @@ class Line:
         part = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
         _reduce_scatter(part, whole, group=self.group)
         return part
+
+    def gather_each(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Wait:
+        """Starts an `all_gather` of each part into a whole that is there already, all in one message. Contiguous."""
+        if self.group is None:
+            for whole, part in zip(wholes, parts, strict=True):
+                whole.copy_(part.view(whole.shape))
+            return _nothing
+        return self._each(_all_gather, wholes, parts)
+
+    def sum_each(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Wait:
+        """Starts a `reduce_scatter` of each whole into a part that is there already, all in one message. Contiguous."""
+        if self.group is None:
+            for part, whole in zip(parts, wholes, strict=True):
+                part.copy_(whole.view(part.shape))
+            return _nothing
+        return self._each(_reduce_scatter, parts, wholes)
+
+    def _each(self, operation: Callable[..., None], outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Wait:
+        if not outputs:
+            return _nothing
+        assert self.group is not None
+        with as_one_message(self.group) as message:
+            for output, given in zip(outputs, inputs, strict=True):
+                operation(output, given, group=self.group)
+        return message.wait  # type: ignore[no-any-return]
 
     def all_equal(self, value: int) -> bool:
         """Whether all ranks gave the same number."""

@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotorch._torch_private import group_timeout, set_group_timeout
 from rotorch.comm.line import Wait
 from rotorch.core.errors import RankFailure
+from rotorch.pipelining.simulate import MOST_UNCLAIMED
 
 HEARD = "pipeline: another stage of the model raised; see the rank that holds it"
 
@@ -42,8 +43,6 @@ _MOST_DIMS = 4
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.uint8)
 _AS_KNOWN, _OTHERWISE, _BROKEN_OFF = 0, 1, -1
 _HEADER, _TENSOR, _BEHIND = range(3)
-_MOST_UNCLAIMED = 2
-"""Messages that nobody else holds and that may be under way to one rank."""
 
 Form = tuple[torch.dtype, tuple[int, ...]]
 
@@ -178,7 +177,7 @@ class StageMessages:
         if unclaimed:
             oldest = self._unclaimed.setdefault(to, deque())
             oldest.append(tag)
-            if len(oldest) > _MOST_UNCLAIMED:
+            if len(oldest) > MOST_UNCLAIMED:
                 self.arrived(to=to, tag=oldest.popleft())
 
     def expect(self, *, source: int, tag: int, like: Hashable) -> None:

@@ -10,7 +10,9 @@
 [Note: spans]
     A stage's weights are whole during spans: from the first to the last of its forwards in a unit, and of its
     backwards. Spans that overlap are one: 1F1B with a unit of several micro-batches keeps the weights. So there are at
-    most two gathers per chunk and unit, and exactly two where forwards and backwards do not mix.
+    most two gathers per chunk and unit, and exactly two where forwards and backwards do not mix. With `ahead` the
+    weights of a span are sent for one computation before its first, if the stage's are not whole then and those of one
+    other stage at most: so never more than two stages are whole for it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ Span = tuple[int, int]
 """First and last place in a row."""
 
 
-def lower(schedule: Schedule, *, keep_adjacent: bool = False, weight_gradients_need_weights: bool = True) -> Schedule:
+def lower(
+    schedule: Schedule, *, keep_adjacent: bool = False, weight_gradients_need_weights: bool = True, ahead: bool = False
+) -> Schedule:
     """Adds to plain rows what moves: SEND and RECV, UNSHARD and RESHARD, REDUCE_GRAD.
 
     A SEND stands right after what it sends. The RECV stands where the SEND's moment is in the receiver's row, often
@@ -46,6 +50,7 @@ def lower(schedule: Schedule, *, keep_adjacent: bool = False, weight_gradients_n
         keep_adjacent: keep the weights also where one span ends and the next of the same stage begins, if no other
             stage computes in between: fewer gathers at the same peak.
         weight_gradients_need_weights: whether BACKWARD_WEIGHT must find the stage's weights whole.
+        ahead: whether an UNSHARD stands one computation earlier than it must, so that the gather runs beside it.
 
     Raises:
         ScheduleError: if rows wait for each other, or are lowered already.
@@ -61,7 +66,7 @@ def lower(schedule: Schedule, *, keep_adjacent: bool = False, weight_gradients_n
         spans = _spans(
             schedule, row, keep_adjacent=keep_adjacent, weight_gradients_need_weights=weight_gradients_need_weights
         )
-        with_shards.append(list(_with_sharding(schedule, row, spans)))
+        with_shards.append(list(_with_sharding(schedule, row, spans, ahead=ahead)))
     return replace(schedule, rows=_with_messages(schedule, with_shards))
 
 
@@ -199,9 +204,22 @@ def _alone(row: tuple[Action, ...], stage: int, first: int, last: int) -> bool:
     return all(action.stage == stage for action in row[first : last + 1])
 
 
-def _with_sharding(schedule: Schedule, row: tuple[Action, ...], spans: dict[int, list[Span]]) -> Iterator[Action]:
+def _sent_for(spans: dict[int, list[Span]], *, ahead: bool) -> dict[int, list[int]]:
+    """Before which places of a row the weights of which stages are sent for (see [Note: spans])."""
+    places: dict[int, list[int]] = {}
+    for first, stage in sorted((first, stage) for stage, mine in spans.items() for first, _ in mine):
+        earlier = first - 1
+        whole = {other for other, mine in spans.items() for start, last in mine if start <= earlier <= last}
+        possible = ahead and earlier >= 0 and stage not in whole and len(whole) < 2 and earlier not in places
+        places.setdefault(earlier if possible else first, []).append(stage)
+    return places
+
+
+def _with_sharding(
+    schedule: Schedule, row: tuple[Action, ...], spans: dict[int, list[Span]], *, ahead: bool
+) -> Iterator[Action]:
     """A plain row with UNSHARD and RESHARD around its spans, and REDUCE_GRAD after a unit's last weight gradient."""
-    unshard = {first: stage for stage, mine in spans.items() for first, _ in mine}
+    unshard = _sent_for(spans, ahead=ahead)
     reshard = {last: stage for stage, mine in spans.items() for _, last in mine}
     last_gradient: dict[tuple[int, int], int] = {}
     for place, action in enumerate(row):
@@ -210,8 +228,8 @@ def _with_sharding(schedule: Schedule, row: tuple[Action, ...], spans: dict[int,
             last_gradient[action.stage, schedule.unit_of(action.micro_batch)] = place
     reduce = {place: stage for (stage, _), place in last_gradient.items()}
     for place, action in enumerate(row):
-        if place in unshard:
-            yield Action(ActionKind.UNSHARD, unshard[place])
+        for stage in unshard.get(place, ()):
+            yield Action(ActionKind.UNSHARD, stage)
         yield action
         if place in reshard:
             yield Action(ActionKind.RESHARD, reshard[place])

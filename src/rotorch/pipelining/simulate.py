@@ -3,8 +3,14 @@
 [Note: what runs at the same time]
     A rank computes one thing at a time. Beside that, messages to each other rank go one after another, and so do the
     rank's gathers and sums. A computation waits for the weights and the input that it needs; a message for both ends.
-    With `blocking` a rank stands still from its SEND or RECV until the message is through. Memory is what computations
-    keep; buffers of messages are not in it.
+    With `blocking` a rank stands still from its SEND or RECV until the message is through.
+
+[Note: memory]
+    What a rank holds changes in the order of its row. Weights take their memory when they are sent for (UNSHARD). A
+    received tensor takes its from RECV on, and belongs to its forward from there, or goes with its backward. A gradient
+    that is sent stays until two more are under way to the same rank. Whole gradients stay until their sum is through,
+    which is awaited before this rank makes new ones; what the sum leaves stays for the rest of the step. Extra bytes
+    are there only while something is computed.
 """
 
 from __future__ import annotations
@@ -25,7 +31,10 @@ from rotorch.pipelining.actions import (
 )
 from rotorch.pipelining.lower import gives, lower, needs
 
-ACTIVATIONS, WEIGHTS, GRADIENTS = CATEGORIES = ("activations", "whole weights", "whole gradients")
+ACTIVATIONS, WEIGHTS, GRADIENTS, BUFFERS = CATEGORIES = ("activations", "whole weights", "whole gradients", "buffers")
+
+MOST_UNCLAIMED = 2
+"""Gradients of inputs that may be under way to one rank."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,11 @@ class StageCosts:
         weight_bytes: of its whole weights, while they are gathered.
         gradient_bytes: of its whole gradients, from the first weight gradient of a unit to the end of REDUCE_GRAD.
         message_bytes: of its input, and of that input's gradient.
+        forward_extra_bytes: what a forward takes while it runs, beyond what it keeps.
+        backward_extra_bytes: likewise of BACKWARD and BACKWARD_INPUT, beyond what was kept.
+        weight_extra_bytes: likewise of BACKWARD_WEIGHT.
+        early_gradient_bytes: what BACKWARD_INPUT makes already of the whole gradients (embeddings, norms).
+        gradient_part_bytes: what this rank keeps of a sum of gradients.
     """
 
     forward_s: float = 1.0
@@ -55,6 +69,11 @@ class StageCosts:
     weight_bytes: float = 0.0
     gradient_bytes: float = 0.0
     message_bytes: float = 0.0
+    forward_extra_bytes: float = 0.0
+    backward_extra_bytes: float = 0.0
+    weight_extra_bytes: float = 0.0
+    early_gradient_bytes: float = 0.0
+    gradient_part_bytes: float = 0.0
 
     def duration_s(self, kind: ActionKind) -> float:
         """Of what happens on one rank; messages take what their link needs."""
@@ -100,7 +119,7 @@ class Moment:
     """What a rank holds from `time_s` on, in bytes by category (`CATEGORIES`)."""
 
     time_s: float
-    held: tuple[float, float, float]
+    held: tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
@@ -110,7 +129,7 @@ class Simulation:
     Attributes:
         schedule: lowered.
         timeline: all actions, by rank and then in the order in which they start.
-        memory: of each rank, whenever it changes.
+        memory: of each rank, whenever it changes, in the order of its row (see [Note: memory]).
     """
 
     schedule: Schedule
@@ -171,7 +190,7 @@ def simulate(
     for mine in run.entries:
         mine.sort(key=lambda entry: entry.start_s)
     timeline = tuple(entry for mine in run.entries for entry in mine)
-    return Simulation(schedule, timeline, tuple(_memory(schedule, by_stage, mine) for mine in run.entries))
+    return Simulation(schedule, timeline, tuple(run.memory(rank) for rank in range(schedule.num_ranks)))
 
 
 @dataclass
@@ -192,13 +211,18 @@ class _Run:
     line_free: dict[tuple[int, int], float] = field(default_factory=dict)
     asked: dict[Action, float] = field(default_factory=dict)
     """When ranks reached their SENDs and RECVs."""
+    sums: list[float] = field(default_factory=list)
+    """When each rank's last sum of gradients ends."""
+    done: list[list[tuple[Action, float, float]]] = field(default_factory=list)
+    """What each rank has come to, in the order of its row, from when to when."""
     ends: dict[Action, float] = field(default_factory=dict)
     """Of computations as what they give, of messages as their RECVs, of gathers."""
 
     def to_the_end(self) -> None:
         ranks = range(self.schedule.num_ranks)
         self.entries = [[] for _ in ranks]
-        self.clocks, self.collectives = [0.0] * len(ranks), [0.0] * len(ranks)
+        self.clocks, self.collectives, self.sums = ([0.0] * len(ranks) for _ in range(3))
+        self.done = [[] for _ in ranks]
         places = [0] * len(ranks)
         moved = True
         while moved:
@@ -219,13 +243,18 @@ class _Run:
     def _does(self, rank: int, action: Action) -> bool:
         """Does a rank's next action, if its time is known."""
         if action.kind in MESSAGES:
-            return self._asks(rank, action)
+            passes = self._asks(rank, action)
+            if passes:
+                self.done[rank].append((action, self.clocks[rank], self.clocks[rank]))
+            return passes
         start = self.clocks[rank]
         if action.kind in COMPUTE:
             waited = [*self._inputs_of(rank, action), Action(ActionKind.UNSHARD, action.stage)]
             if not all(what in self.ends for what in waited[:-1]):
                 return False
             start = max([start, *(self.ends[what] for what in waited if what in self.ends)])
+            if action.kind is not ActionKind.FORWARD:
+                start = max(start, self.sums[rank])
         elif action.kind in (ActionKind.UNSHARD, ActionKind.REDUCE_GRAD):
             start = max(start, self.collectives[rank])
         end = start + self.costs[action.stage].duration_s(action.kind)
@@ -233,6 +262,9 @@ class _Run:
             self.clocks[rank] = end
         elif action.kind in (ActionKind.UNSHARD, ActionKind.REDUCE_GRAD):
             self.collectives[rank] = end
+            if action.kind is ActionKind.REDUCE_GRAD:
+                self.sums[rank] = end
+        self.done[rank].append((action, self.clocks[rank] if action.kind not in COMPUTE else start, end))
         self.ends[gives(action)] = end
         self.entries[rank].append(Entry(rank, start, end, action))
         return True
@@ -278,38 +310,117 @@ class _Run:
             self.entries[line[0]].append(Entry(line[0], start, end, send))
             self.entries[line[1]].append(Entry(line[1], start, end, receive))
 
+    def memory(self, rank: int) -> tuple[Moment, ...]:
+        """What a rank has held, after `to_the_end` (see [Note: memory])."""
+        held = _Held(self.schedule, self.costs, rank)
+        for action, start_s, end_s in self.done[rank]:
+            held.begins(action, start_s)
+            held.ends(action, end_s)
+        held.is_through(max((end_s for _, _, end_s in self.done[rank]), default=0.0))
+        return tuple(held.moments)
 
-def _memory(schedule: Schedule, costs: Sequence[StageCosts], entries: Sequence[Entry]) -> tuple[Moment, ...]:
-    """What one rank holds over time. What is freed at the moment at which something else is taken is not counted."""
-    changes: list[tuple[float, int, float]] = []
-    open_gradients: set[tuple[int, int]] = set()
-    for entry in entries:
-        action, cost = entry.action, costs[entry.action.stage]
+
+class _Held:
+    """What one rank holds, action by action."""
+
+    def __init__(self, schedule: Schedule, costs: Sequence[StageCosts], rank: int) -> None:
+        self.moments: list[Moment] = []
+        self._schedule, self._costs, self._rank = schedule, costs, rank
+        self._now = dict.fromkeys(CATEGORIES, 0.0)
+        self._summing = 0.0
+        """Bytes of whole gradients whose sum is under way."""
+        self._whole_gradients: dict[int, float] = {}
+        """Bytes by stage, since its last sum."""
+        self._kept_parts: set[int] = set()
+        self._sent: dict[int, list[float]] = {}
+        """Of gradients that are under way, by receiver."""
+
+    def begins(self, action: Action, time_s: float) -> None:
+        """What an action takes."""
+        cost, stage = self._costs[action.stage], action.stage
+        more = dict.fromkeys(CATEGORIES, 0.0)
+        match action.kind:
+            case ActionKind.RECV_FORWARD:
+                more[BUFFERS] += cost.message_bytes
+            case ActionKind.RECV_BACKWARD:
+                more[BUFFERS] += self._costs[stage + 1].message_bytes
+            case ActionKind.SEND_BACKWARD:
+                more[BUFFERS] -= self._sends(action, cost.message_bytes)
+            case ActionKind.UNSHARD:
+                more[WEIGHTS] += cost.weight_bytes
+            case ActionKind.RESHARD:
+                more[WEIGHTS] -= cost.weight_bytes
+            case ActionKind.REDUCE_GRAD:
+                more[GRADIENTS] -= self._awaited()
+                self._summing = cost.gradient_bytes
+                self._whole_gradients.pop(stage, None)
+                more[BUFFERS] += cost.gradient_part_bytes
+            case ActionKind.FORWARD:
+                more[ACTIVATIONS] += cost.activation_bytes
+                more[BUFFERS] += cost.forward_extra_bytes
+                if self._from_another(stage, stage - 1):
+                    more[BUFFERS] -= cost.message_bytes  # among activations from here on
+            case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT | ActionKind.BACKWARD_WEIGHT:
+                more[GRADIENTS] -= self._awaited()
+                weight = action.kind is ActionKind.BACKWARD_WEIGHT
+                more[BUFFERS] += cost.weight_extra_bytes if weight else cost.backward_extra_bytes
+        if action.kind in COMPUTE and action.kind is not ActionKind.FORWARD:
+            early = action.kind is ActionKind.BACKWARD_INPUT
+            there, made = (
+                self._whole_gradients.get(stage, 0.0),
+                cost.early_gradient_bytes if early else cost.gradient_bytes,
+            )
+            more[GRADIENTS] += max(0.0, made - there)
+            self._whole_gradients[stage] = max(there, made)
+        self._change(more, time_s)
+
+    def ends(self, action: Action, time_s: float) -> None:
+        """What an action leaves."""
+        cost, stage = self._costs[action.stage], action.stage
         pending = cost.activation_bytes if cost.pending_bytes is None else cost.pending_bytes
+        more = dict.fromkeys(CATEGORIES, 0.0)
         match action.kind:
             case ActionKind.FORWARD:
-                changes.append((entry.start_s, 0, cost.activation_bytes))
-            case ActionKind.BACKWARD:
-                changes.append((entry.end_s, 0, -cost.activation_bytes))
-            case ActionKind.BACKWARD_INPUT:
-                changes.append((entry.end_s, 0, pending - cost.activation_bytes))
+                more[BUFFERS] -= cost.forward_extra_bytes
+            case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
+                more[ACTIVATIONS] -= cost.activation_bytes
+                if action.kind is ActionKind.BACKWARD_INPUT:
+                    more[ACTIVATIONS] += pending
+                more[BUFFERS] -= cost.backward_extra_bytes
+                if stage + 1 < self._schedule.num_stages:
+                    more[BUFFERS] -= self._costs[stage + 1].message_bytes
+                if stage > 0:
+                    more[BUFFERS] += cost.message_bytes
             case ActionKind.BACKWARD_WEIGHT:
-                changes.append((entry.end_s, 0, -pending))
-            case ActionKind.UNSHARD:
-                changes.append((entry.start_s, 1, cost.weight_bytes))
-            case ActionKind.RESHARD:
-                changes.append((entry.start_s, 1, -cost.weight_bytes))
+                more[ACTIVATIONS] -= pending
+                more[BUFFERS] -= cost.weight_extra_bytes
             case ActionKind.REDUCE_GRAD:
-                changes.append((entry.end_s, 2, -cost.gradient_bytes))
-        if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT) and action.micro_batch is not None:
-            unit = (action.stage, schedule.unit_of(action.micro_batch))
-            if unit not in open_gradients:
-                open_gradients.add(unit)
-                changes.append((entry.start_s, 2, cost.gradient_bytes))
-    changes.sort(key=lambda change: change[0])
-    held, moments = [0.0, 0.0, 0.0], []
-    for place, (time_s, category, more) in enumerate(changes):
-        held[category] += more
-        if place + 1 == len(changes) or changes[place + 1][0] > time_s:
-            moments.append(Moment(time_s, (held[0], held[1], held[2])))
-    return tuple(moments)
+                # The first part is the sum so far; later ones are added to it when their sum is through.
+                if stage in self._kept_parts:
+                    more[BUFFERS] -= cost.gradient_part_bytes
+                self._kept_parts.add(stage)
+        self._change(more, time_s)
+
+    def is_through(self, time_s: float) -> None:
+        """The end of the row: what was sent has left, and sums are made."""
+        sent = sum(sum(queue) for queue in self._sent.values())
+        self._sent.clear()
+        self._change({**dict.fromkeys(CATEGORIES, 0.0), GRADIENTS: -self._awaited(), BUFFERS: -sent}, time_s)
+
+    def _awaited(self) -> float:
+        done, self._summing = self._summing, 0.0
+        return done
+
+    def _sends(self, action: Action, num_bytes: float) -> float:
+        """Bytes that are gone once this gradient is on its way."""
+        queue = self._sent.setdefault(self._schedule.rank_of(action.stage - 1), [])
+        queue.append(num_bytes)
+        return queue.pop(0) if len(queue) > MOST_UNCLAIMED else 0.0
+
+    def _from_another(self, stage: int, other: int) -> bool:
+        return other >= 0 and self._schedule.rank_of(other) != self._schedule.rank_of(stage)
+
+    def _change(self, more: dict[str, float], time_s: float) -> None:
+        if any(more.values()):
+            self._now = {category: held + more[category] for category, held in self._now.items()}
+            self.moments.append(Moment(time_s, tuple(self._now.values())))  # type: ignore[arg-type]

@@ -91,6 +91,10 @@ PEERS: dict[str, Peer] = {
         about="torch DTensor tensor parallel by the model's plan, sequence and loss parallel; one batch for all ranks",
         contender="tensor_parallel:TensorParallel",
     ),
+    "pipeline-fsdp2": Peer(
+        about="torch's Schedule1F1B over two stages, fully_shard inside of each, gathered per micro-batch",
+        contender="pipeline_fsdp2:PipelineFSDP2",
+    ),
     "deepspeed-zero3": Peer(
         about="DeepSpeed ZeRO-3, buckets and thresholds by the hidden size, as Hugging Face's Trainer sets them",
         contender="deepspeed_zero3:DeepSpeedZero3",

@@ -1,0 +1,128 @@
+"""Pipelines on 2 x 2 ranks side by side: zeropp, pp over fsdp, rtp and megatron, and torch's own 1F1B with fully_shard.
+
+    python benchmarks/pipelines.py --json benchmarks/results/pipelines-4ranks.json
+
+Rows train the same model on the same global batch with AdamW, in turns within the same processes, over gloo; losses are
+held against one process, and the weights that ranks hold against what a row says that it cuts (`rotorch bench` has the
+method). With more ranks than cores times measure oversubscription too, so gathers and bytes sent stand beside them.
+
+Predicted peaks are `pipelining/simulate.py`'s: what stages keep of one micro-batch is measured in a step with a single
+one, what the table of the whole step makes of it is computed.
+
+The paper's condition (arXiv 2402.03791): gathering weights once per unit sends less than tensor parallelism sends
+activations if 2 s U b > 9 h (s tokens, U micro-batches per unit of b samples, h features).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rotorch.bench.bar import parse_bar
+from rotorch.bench.command import BenchOptions, bench, exit_code, read_layouts
+from rotorch.bench.contender import LIMIT, UnderLayout
+from rotorch.bench.rank import load_code
+from rotorch.bench.stage_costs import predicted_transient_bytes
+from rotorch.bench.table import render
+from rotorch.bench.task import Task, task_from_run
+from rotorch.bench.tensor_memory import OPTIMIZER, WEIGHTS, measure_tensors
+from rotorch.run_config import load_run_config
+from rotorch.testing.ranks import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+PEER = "pipeline-fsdp2"
+ZEROPP = "zeropp=2x2"
+LAYOUTS = (ZEROPP, "zeropp=2x2[chunks=2,unit=2]", "pp=2,fsdp=2", "pp=2,rtp=2", "pp=2,megatron=2")
+FASTER = 1.2
+FEW = 2
+"""Micro-batches of the step in which stages are measured for the simulation."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs all rows, prints the table and what it says of the bars; returns the exit code of a bench."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, default=ROOT / "configs" / "bench" / "llama-h384.toml", help="the model")
+    parser.add_argument("--sequence", type=int, default=64, help="tokens of a sample (64)")
+    parser.add_argument("--micro-batches", type=int, default=6, help="of a step (6)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=3, help="of a row per turn (3)")
+    parser.add_argument("--parallel", action="append", help=f"rows (default: {', '.join(LAYOUTS)})")
+    parser.add_argument("--json", type=Path, help="where every figure goes")
+    given = parser.parse_args(arguments)
+    overrides = [
+        f"data.sequence_length={given.sequence}",
+        "train.micro_batch=1",
+        f"train.accumulation={given.micro_batches}",
+    ]
+    layouts, num_ranks = read_layouts(given.parallel or LAYOUTS, peers=[PEER], nproc=4)
+    task = task_from_run(load_run_config(given.run, overrides=overrides), name=given.run.stem, num_ranks=num_ranks)
+    bars = [parse_bar(f"{ZEROPP} >= {FASTER} * {PEER}", rows=[LIMIT, *layouts, PEER])] if ZEROPP in layouts else []
+    options = BenchOptions(rounds=given.rounds, steps=given.steps, process_memory=False)
+    console = Console(width=160)
+    shards = {name: 2 for name in layouts if name.startswith("zeropp") or ",fsdp=2" in name}
+    peaks = {name: against_simulation(task, name, shards=number) for name, number in shards.items()}
+    record = bench(task, layouts=layouts, peers=[PEER], bars=bars, options=options, console=console)
+    record["pipelines"] = said = {
+        "messages": {row["parallel"]: row.get("messages_by_kind", {}) for row in record["rows"]},
+        "condition": condition(task, unit=3),
+        "peaks": peaks,
+    }
+    console.print(render(record))
+    for line in lines(record, said):
+        console.print(line, highlight=False, markup=False)
+    if given.json:
+        given.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    return exit_code(record)
+
+
+def against_simulation(task: Task, parallel: str, *, shards: int) -> list[dict[str, float]]:
+    """Measured and simulated peak bytes, by rank."""
+    load_code(task)
+    return run_ranks(_peaks, task, parallel, shards, num_ranks=task.num_ranks)
+
+
+def _peaks(task: Task, parallel: str, shards: int) -> dict[str, float]:
+    contender = UnderLayout(task, parallel=parallel)
+    for step in range(2):
+        contender.forward_backward(step)
+        contender.update()
+    model = contender.model
+    batches = task.batches(0, share=model.batch_rank, num_shares=model.num_batch_ranks)
+    transient = predicted_transient_bytes(
+        model, batches[:FEW], num_micro_batches=task.accumulation, ranks_per_stage=shards
+    )
+    found = measure_tensors(contender, step=2)
+    contender.close()
+    return {"measured": found.peak_bytes, "simulated": found.resident[WEIGHTS] + found.resident[OPTIMIZER] + transient}
+
+
+def condition(task: Task, *, unit: int) -> dict[str, Any]:
+    """The paper's condition for zeropp's default unit on two stages, and whether it holds."""
+    samples = task.micro_batch * task.num_ranks // 2
+    left, right = 2 * task.sequence_length * unit * samples, 9 * int(task.model["hidden_size"])
+    return {"2 s U b": left, "9 h": right, "holds": left > right}
+
+
+def lines(record: dict[str, Any], said: dict[str, Any]) -> list[str]:
+    """What the bars come to, in words."""
+    rows = {row["parallel"]: row for row in record["rows"]}
+    found = []
+    if {"tokens_per_s", "peak_bytes_per_rank"} <= rows[PEER].keys():
+        for name, row in rows.items():
+            if name != PEER and {"tokens_per_s", "peak_bytes_per_rank"} <= row.keys():
+                faster = row["tokens_per_s"] / rows[PEER]["tokens_per_s"]
+                larger = row["peak_bytes_per_rank"] / rows[PEER]["peak_bytes_per_rank"]
+                found.append(f"{name}: x{faster:.2f} tokens/s and x{larger:.2f} peak bytes of {PEER}")
+    for name, ranks in said["peaks"].items():
+        ratios = ", ".join(f"{rank['measured'] / rank['simulated']:.3f}" for rank in ranks)
+        found.append(f"{name}: measured peak of each rank over the simulated one: {ratios}")
+    numbers = said["condition"]
+    return [*found, f"2 s U b = {numbers['2 s U b']}, 9 h = {numbers['9 h']}: the condition holds: {numbers['holds']}"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
