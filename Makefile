@@ -51,7 +51,7 @@ failures: setup ## write docs/failures.md: what a user sees of each failure, as 
 	@$(BIN)/python -m pytest -q tests/train/test_failure_page.py
 
 checkpoints: setup ## write the tables of docs/checkpoints.md: every layout going on from every other (ten minutes)
-	@ROTORCH_WRITE_CHECKPOINTS=1 $(BIN)/python -m pytest -q tests/train/test_resharding.py
+	@ROTORCH_WRITE_CHECKPOINTS=1 $(BIN)/python -m pytest -q tests/train/test_resharding.py tests/bench/test_saving.py
 
 chaos: setup ## hurt 100 runs in ways that follow from a seed, and write docs/chaos.md (40 minutes; goes on where it was)
 	@PYTHONPATH=tests/train $(BIN)/python tests/chaos/make_chaos.py $(ARGS)

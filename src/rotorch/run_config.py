@@ -33,6 +33,9 @@ from pydantic import (
 )
 
 from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.small_files import read_small
+
+_MOST_BYTES = 1 << 22
 
 _PATHS = {
     ("model", "config"): (),
@@ -316,14 +319,16 @@ def _complete_model(raw: dict[str, Any]) -> None:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text("utf-8"))
+        return tomllib.loads(read_small(path, most_bytes=_MOST_BYTES, what="a run's TOML file").decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_beside(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a directory. Write the path of a run's TOML file") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, nested too deep
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
 
 
@@ -343,7 +348,12 @@ def _make_paths_absolute(raw: dict[str, Any], *, base: Path) -> None:
 
 def _absolute(text: str, *, words: Sequence[str], base: Path) -> str:
     """`text` as an absolute path, unless it is one of `words`, a URL or empty."""
-    return text if not text or text in words or "://" in text else str((base / Path(text).expanduser()).resolve())
+    if not text or text in words or "://" in text:
+        return text
+    try:
+        return str((base / Path(text).expanduser()).resolve())
+    except (ValueError, RuntimeError, OSError) as error:  # a null byte, no such user, links in a circle
+        raise ConfigError(f"{text!r} is no path: {error}. Write another one") from None
 
 
 def _apply_override(raw: dict[str, Any], *, override: str) -> None:

@@ -42,5 +42,11 @@ def matrix_table(layouts, cells):
     return "\n".join(lines)
 
 
+def fifty_steps(errors):
+    """One row per layout that went on."""
+    lines = ["| goes on under | largest difference of a loss, of 50 steps |", "|---|---|"]
+    return "\n".join(lines + [f"| `{layout}` | {error:.1e} |" for layout, error in errors.items()])
+
+
 def _shown(error):
     return f"{error:.0e}" if error else "0"

@@ -135,6 +135,16 @@ def test_a_spike_is_many_times_the_median():
     assert DivergenceGuard(TrainSection(steps=1)).highest_loss == math.inf
 
 
+def test_what_a_spike_is_judged_by_outlives_a_restart(run_toml, tmp_path):
+    options = ["train", run_toml, "train.spike_factor=3", "train.checkpoint_every=4"]
+    assert rotorch(tmp_path / "log", *options, "train.steps=4").code == 0
+    assert rotorch(tmp_path / "log", *options, "--resume").code == 0
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run")]
+    assert check(latest(tmp_path / "run")).data["recent_losses"] == losses and len(losses) == 6
+    guard = DivergenceGuard(TrainSection(steps=1, spike_factor=3.0), losses=[2.0] * 8)
+    assert guard.highest_loss == 6.0
+
+
 def test_a_run_does_not_go_on_like_that_for_ever():
     guard = DivergenceGuard(TrainSection(steps=1, on_nonfinite="skip"))
     for _ in range(10):

@@ -1,8 +1,14 @@
 """A checkpoint of any layout goes on under any other: to the bit what was saved, and the losses of one long run."""
 
+import shutil
+
 import checkpoint_page
 import pytest
+from commands import rotorch, write_run
 from resharding import BAR, matrix
+
+from rotorch.train.directories import checkpoints_of, step_name
+from rotorch.train.metrics import read_metrics
 
 LAYOUTS = (
     "single",
@@ -34,6 +40,34 @@ def test_every_layout_goes_on_from_every_other_exactly(layouts, also_same, tmp_p
     assert {pair: cell for pair, cell in cells.items() if not cell.is_exact} == {}
     if layouts is LAYOUTS:
         checkpoint_page.write("matrix", checkpoint_page.matrix_table(LAYOUTS, cells))
+
+
+ELSEWHERE = {"single": 12, "ddp=2": 6, "fsdp=3": 4, "rtp=4": 3, "megatron=2": 12, "tesseract=2x2x1": 6, "zeropp=2x2": 3}
+"""Layouts, and samples in a micro-batch of each: the global batch stays 12."""
+
+
+@pytest.mark.slow  # the test above has the same of two steps, and more exactly
+def test_fifty_steps_elsewhere_have_the_losses_of_an_undisturbed_run(tmp_path, warm):
+    run_toml = write_run(tmp_path)
+    settings = ["train.global_batch=12", "model.config.num_hidden_layers=2", "train.keep=9", "train.eval_windows=1"]
+    begin, steps = 10, 60
+    options = ["train", run_toml, *settings, f"train.checkpoint_every={begin}", f"train.steps={steps}"]
+    done = rotorch(tmp_path / "log", *options, "--parallel", "rtp=2", "train.micro_batch=3")
+    assert done.code == 0, done.stderr
+    undisturbed = [line["loss"] for line in read_metrics(tmp_path / "run")][begin:]
+    errors = {}
+    for layout, micro_batch in ELSEWHERE.items():
+        out = tmp_path / layout
+        shutil.copytree(checkpoints_of(tmp_path / "run") / step_name(begin), checkpoints_of(out) / step_name(begin))
+        done = rotorch(tmp_path / "log", *options, "--parallel", layout, f"train.micro_batch={micro_batch}",
+                       f"train.out={out}", "--resume")  # fmt: skip
+        assert done.code == 0, done.stderr
+        losses = [line["loss"] for line in read_metrics(out)]
+        assert len(losses) == steps - begin == 50
+        errors[layout] = max(abs(a - b) / b for a, b in zip(losses, undisturbed, strict=True))
+    assert max(errors.values()) < 1e-5, errors
+    assert undisturbed[-1] < undisturbed[0] - 0.2  # it learns meanwhile
+    checkpoint_page.write("fifty", checkpoint_page.fifty_steps(errors))
 
 
 def test_the_page_has_every_pair():

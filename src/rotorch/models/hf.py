@@ -10,8 +10,11 @@ from typing import Any
 from torch import nn
 
 from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.small_files import read_small
 from rotorch.models.gguf import config_of_gguf, find_gguf
 from rotorch.models.lora import with_base_layers
+
+_MOST_BYTES = 1 << 24
 
 Plan = Mapping[str, str]
 """Name patterns of modules or parameters (`*` stands for one name part) to roles.
@@ -69,10 +72,12 @@ def load_config(path: str | Path) -> Any:
     if not file.is_file():
         raise ConfigError(f"model: no {str(file)!r}. Write the path of a Hugging Face config.json or of its directory")
     try:
-        values = json.loads(file.read_text())
-    except (ValueError, OSError) as error:
+        values = json.loads(read_small(file, most_bytes=_MOST_BYTES, what="a model's config.json"))
+    except ConfigError as error:
+        raise ConfigError(f"model: {error}") from None
+    except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"model: {str(file)!r} is not readable JSON: {error}") from None
-    if not isinstance(values, dict) or "model_type" not in values:
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ConfigError(f"model: {str(file)!r} has no 'model_type'. Write a Hugging Face config.json")
     return config_from_dict(values, source=str(file), known=CONFIG_MAPPING)
 

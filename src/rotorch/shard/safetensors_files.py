@@ -14,10 +14,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.small_files import read_small
 from rotorch.shard.stored import Box, Stored
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+
+_MOST_INDEX_BYTES = 1 << 28
 
 _MAPPED_BYTES = 1 << 26
 """A file is mapped into memory, and pages that were read count as this process's until it is unmapped: so it is, after
@@ -74,9 +77,11 @@ def _files(directory: Path) -> dict[Path, list[str] | None]:
 def _indexed(directory: Path) -> dict[Path, list[str]]:
     index = directory / INDEX
     try:
-        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        weight_map = json.loads(read_small(index, most_bytes=_MOST_INDEX_BYTES, what="an index"))["weight_map"]
         pairs = [(str(name), str(file)) for name, file in weight_map.items()]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except ConfigError as error:
+        raise ConfigError(f"load: {error}") from None
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise ConfigError(f"load: cannot read {str(index)!r}: {what}. Write a whole directory") from None
     files: dict[Path, list[str]] = {}

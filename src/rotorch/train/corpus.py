@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.quantities import format_bytes
 
 Kind = Literal["text", "jsonl", "parquet"]
 
@@ -31,6 +32,7 @@ STDLIB = "stdlib"
 PIECE_BYTES = 1 << 20
 
 _SNIFF_BYTES = 8192
+_MOST_LINE_BYTES = 1 << 28
 _KIND_OF_SUFFIX: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 # Tests are left out because many distributions package them separately: with them, the same interpreter version
 # would be a different corpus from one machine to the next.
@@ -285,7 +287,12 @@ def read_json_lines(path: Path, *, example: str) -> Iterator[tuple[str, dict[str
     """
     try:
         with path.open("rb") as stream:
-            for number, line in enumerate(stream, start=1):
+            for number, line in enumerate(iter(lambda: stream.readline(_MOST_LINE_BYTES + 1), b""), start=1):
+                if len(line) > _MOST_LINE_BYTES:
+                    raise ConfigError(
+                        f"corpus file '{path}', line {number}: longer than {format_bytes(_MOST_LINE_BYTES)}. "
+                        "Write one record a line"
+                    )
                 if number == 1:
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if not line.strip():

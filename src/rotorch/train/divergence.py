@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal
 
 from rotorch.core.errors import FinalFailure
@@ -23,6 +24,8 @@ from rotorch.train.step import StepResult
 
 READ_AHEAD = "steps_read_ahead"
 """The entry of a checkpoint's data position that says how far reading is ahead of the steps."""
+RECENT_LOSSES = "recent_losses"
+"""The entry that has the last losses, so that a run that goes on judges the next one as it would have."""
 
 _MEDIAN_OF = 32
 _FEWEST = 8
@@ -35,9 +38,9 @@ Action = Literal["stop", "skip", "roll_back"]
 class DivergenceGuard:
     """Remembers the last losses, and how often the run has skipped or gone back. The same on all ranks."""
 
-    def __init__(self, train: TrainSection) -> None:
+    def __init__(self, train: TrainSection, *, losses: Sequence[float] = ()) -> None:
         self._train = train
-        self._losses: deque[float] = deque(maxlen=_MEDIAN_OF)
+        self._losses: deque[float] = deque(losses, maxlen=_MEDIAN_OF)
         self._skips = 0
         self._returns = 0
 
@@ -56,6 +59,11 @@ class DivergenceGuard:
     def saved(self) -> None:
         """A checkpoint was written: going back to it is a new beginning."""
         self._returns = 0
+
+    def remember_in(self, state: TrainState) -> None:
+        """Before a checkpoint: what it is to keep. Nothing if no loss is ever a spike."""
+        if self._train.spike_factor:
+            state.data = {**state.data, RECENT_LOSSES: list(self._losses)}
 
     def describe(self, result: StepResult) -> str:
         """What was wrong with a step, as a sentence without its end."""
@@ -98,6 +106,14 @@ class DivergenceGuard:
         state.data = {**state.data, READ_AHEAD: position - state.step}
         self._losses.clear()
         return path
+
+
+def recent_losses(state: TrainState) -> list[float]:
+    """The last losses before the checkpoint that the run goes on from; none if it begins."""
+    found = state.data.get(RECENT_LOSSES, [])
+    return (
+        [loss for loss in found if isinstance(loss, float) and math.isfinite(loss)] if isinstance(found, list) else []
+    )
 
 
 def read_ahead(state: TrainState) -> int:

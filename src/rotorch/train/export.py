@@ -174,7 +174,7 @@ def _as_published(entries: list[Entry], manifest: Manifest) -> list[Entry]:
     import transformers
 
     kind = getattr(transformers, manifest.model.name, None)
-    if kind is None:
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         return entries
     by_name = {entry.name: entry for entry in entries}
     with on_meta():

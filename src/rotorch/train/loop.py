@@ -12,7 +12,7 @@ from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.run_config import BatchSizes, RunConfig
 from rotorch.train.background import Saver
 from rotorch.train.data import TokenWindows, bits_per_byte
-from rotorch.train.divergence import DivergenceGuard, read_ahead
+from rotorch.train.divergence import DivergenceGuard, read_ahead, recent_losses
 from rotorch.train.memory import PeakMeter, TensorBytes, tensor_bytes
 from rotorch.train.metrics import HeldOut, Listener, StepRecord
 from rotorch.train.nonfinite import first_nonfinite
@@ -72,7 +72,7 @@ def run_loop(
     model, optimizer, train = state.model, state.optimizer, config.train
     assert optimizer is not None, "training needs one"
     peak = PeakMeter(model.device)
-    guard = DivergenceGuard(train)
+    guard = DivergenceGuard(train, losses=recent_losses(state))
     measured: HeldOut | None = None
     checkpoint = saves_in
     with Saver(saves_in, keep=train.keep, behind=train.async_save, mesh=model.mesh) as saver:
@@ -143,6 +143,7 @@ def run_loop(
                 check_replicas(model)
             if is_saving:
                 board.doing(Phase.SAVING)
+                guard.remember_in(state)
                 checkpoint = saver.save(state)
                 guard.saved()
             if is_last or result.stop:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
+from rotorch.core.small_files import read_small
 from rotorch.train.places import Place
 
 FORMAT = "rotorch checkpoint"
@@ -36,6 +38,7 @@ ITEM_BYTES = {
 """Bytes per element of each dtype, by the names that safetensors gives them."""
 
 _READ_BYTES = 1 << 22
+_MOST_BYTES = 1 << 30  # ten million chunks
 
 
 class NewerFormat(ConfigError):
@@ -161,12 +164,14 @@ def read_manifest(path: Place) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        text = file.read_bytes()
+        text = read_small(file, most_bytes=_MOST_BYTES, what="a manifest")
         raw = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(_why_no_manifest(path)) from None
     except OSError as error:
         raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror or error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"checkpoint: {error}") from None
     except (ValueError, RecursionError):
         raise DamagedCheckpoint(f"checkpoint: {file}: damaged (not valid JSON)") from None
     if not isinstance(raw, dict) or raw.get("format") != FORMAT:
@@ -223,7 +228,31 @@ def _nonsense(manifest: Manifest) -> str | None:
             filled += num_elements
         if filled != math.prod(entry.shape):
             return f"tensor {name!r} has {math.prod(entry.shape)} elements, its chunks {filled}"
+        if _overlap(entry.chunks):
+            return f"tensor {name!r} has chunks that overlap"
     return None
+
+
+def _overlap(chunks: Sequence[Chunk]) -> bool:
+    """Whether two boxes have an element in common; by turns along the dim that tells most of them apart."""
+    boxes = [chunk for chunk in chunks if all(chunk.sizes)]
+    if len(boxes) < 2:
+        return False
+    dims = range(len(boxes[0].sizes))
+    dim = max(dims, key=lambda d: len({box.offsets[d] for box in boxes}), default=0)
+    if not dims:
+        return True
+    under_way: list[Chunk] = []
+    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
+        under_way = [other for other in under_way if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
+        for other in under_way:
+            if all(
+                a < b + m and b < a + n
+                for a, n, b, m in zip(box.offsets, box.sizes, other.offsets, other.sizes, strict=True)
+            ):
+                return True
+        under_way.append(box)
+    return False
 
 
 def check_sizes(path: Place, manifest: Manifest) -> None:

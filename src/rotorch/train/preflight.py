@@ -16,6 +16,7 @@ from typing import Any
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
+from rotorch.core.small_files import read_small
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
@@ -30,6 +31,7 @@ from rotorch.train.places import Place, StorePath, as_place, check_writable, is_
 RUN_FILE = "run.json"
 """Marks a directory as a run's, and says which."""
 
+_MOST_BYTES = 1 << 24
 _OPTIMIZER_STATES = 2  # AdamW: two moments, each as large as the weights
 
 
@@ -232,8 +234,8 @@ def holds_run(out: Path) -> bool:
 def begun_by(out: Path) -> str | None:
     """The launcher's name for the job that began the run in a directory, if it says."""
     try:
-        found = json.loads((out / RUN_FILE).read_text("utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(read_small(out / RUN_FILE, most_bytes=_MOST_BYTES, what="what a run says of itself"))
+    except (OSError, ValueError, RecursionError):
         return None
     return found.get("job") if isinstance(found, dict) else None
 

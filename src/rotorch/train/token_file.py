@@ -88,7 +88,13 @@ class TokenHeader:
         body = json.loads(line)
         if body["version"] != FORMAT_VERSION:
             raise ValueError(f"format version {body['version']}, expected {FORMAT_VERSION}")
-        return cls(**body)
+        header = cls(**body)
+        if header.dtype not in ("uint16", "uint32"):
+            raise ValueError(f"ids of type {header.dtype!r}")
+        for name in ("vocab_size", "num_tokens", "num_documents", "text_bytes", "crc32"):
+            if type(body[name]) is not int or body[name] < 0:
+                raise ValueError(f"{name} is {body[name]!r}")
+        return header
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,7 +137,7 @@ class TokenFile:
             raise DamagedTokenFile(f"token file '{path}': no such file. Prepare the corpus first") from error
         except OSError as error:
             raise DamagedTokenFile(f"token file '{path}': cannot read: {error.strerror}") from error
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise DamagedTokenFile(
                 f"token file '{path}': damaged ({error}). Prepare the corpus again to rebuild it"
             ) from error

@@ -1,0 +1,45 @@
+"""Files that are small by what they are: read whole, but never more of them than that."""
+
+from __future__ import annotations
+
+from typing import IO, Any, Protocol
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
+
+
+class Readable(Protocol):
+    """A path, on a disk or in a store."""
+
+    def open(self, mode: str, /) -> IO[bytes]:
+        """Opens it to be read (`"rb"`)."""
+
+    def stat(self) -> Any:
+        """Has `st_size`, its bytes."""
+
+
+def read_small(path: Readable, *, most_bytes: int, what: str) -> bytes:
+    """Reads a file that is a few kilobytes long if it is what it should be.
+
+    Takes no more memory than `most_bytes`, whatever the file is: of gigabytes, a device without an end, or growing.
+
+    Args:
+        path: the file.
+        most_bytes: more is refused.
+        what: the file should be, for the message: "a run's TOML file".
+
+    Raises:
+        ConfigError: if it is longer. OSError: if it cannot be read.
+    """
+    num_bytes = int(path.stat().st_size)
+    data = b""
+    if num_bytes <= most_bytes:
+        with path.open("rb") as stream:
+            data = stream.read(most_bytes + 1)
+        num_bytes = max(num_bytes, len(data))
+    if num_bytes > most_bytes:
+        raise ConfigError(
+            f"{path}: {format_bytes(num_bytes)} or more, and {what} has at most {format_bytes(most_bytes)}. "
+            "Write another path"
+        )
+    return data
