@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import zlib
 from pathlib import Path
@@ -289,3 +290,13 @@ def test_a_line_without_an_end(tmp_path, monkeypatch):
     (tmp_path / "long.jsonl").write_text('{"text": "' + "x" * 2000)
     with pytest.raises(ConfigError, match=r"line 1: longer than 1.00 KiB\. Write one record a line"):
         find_corpus(tmp_path / "long.jsonl")
+
+
+# ---------------------------------------------------------------- what could run code of others
+
+
+def test_no_file_is_unpickled_and_no_model_s_own_code_runs():
+    source = Path(cli.__file__).parents[1]
+    unpickling = re.compile(r"torch\.load\(|\bpickle\.loads?\(|allow_pickle=True|trust_remote_code=True")
+    found = [p.relative_to(source).as_posix() for p in source.rglob("*.py") if unpickling.search(p.read_text())]
+    assert found == ["comm/stage_messages.py"]  # what a rank of the same run has sent
