@@ -55,3 +55,11 @@ def test_a_copy_that_is_saved_behind_the_run_counts(run_toml, tmp_path):
     for plan in json.loads(said.read_text())["ranks"]:
         assert plan["copies_bytes"] == plan["weights_bytes"] + plan["optimizer_bytes"] > 0
         assert plan["host_bytes"] == plan["needed_bytes"] + plan["copies_bytes"]
+
+
+def test_it_is_said_how_layers_are_shared_out_among_stages(run_toml, tmp_path):
+    said = tmp_path / "said.json"
+    done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "pp=1", "--dry-run", "--json", said)
+    assert (done.code, done.stderr) == (0, "")
+    assert "stages: layers=1, by operations 100 % of a step" in done.stdout
+    assert json.loads(said.read_text())["stages"] == {"layers": "1", "parts_of_operations": [1.0]}

@@ -17,8 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from rotorch.core.quantities import format_bytes
+from rotorch.core.stage_balance import layer_costs
+from rotorch.core.traffic import MicroBatch
 from rotorch.host_memory import address_space_left_bytes, available_bytes
 from rotorch.mesh import device_type
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.prediction import Prediction, predict
 from rotorch.strategies import format_parallel
 from rotorch.train.manifest import BUFFER, MODEL, OPTIMIZER, Manifest
@@ -78,10 +81,25 @@ def dry_run(run: CheckedRun) -> dict[str, Any]:
         "parallel": format_parallel(run.strategies),
         "resume": None if run.resume is None else str(run.resume.checkpoint),
         "step": 0 if run.resume is None else run.resume.manifest.step,
+        "stages": _stages(run),
         "ranks": [{**asdict(plan), "needed_bytes": plan.needed_bytes, "host_bytes": plan.host_bytes} for plan in ranks],
         "limits": [{"of": what, "needed_bytes": needed, "available_bytes": there} for what, needed, there in limits],
         "fits": all(needed <= there for _, needed, there in limits),
     }
+
+
+def _stages(run: CheckedRun) -> dict[str, Any] | None:
+    """Of a pipeline: how many layers each stage has, and its part of all operations; None if there is none."""
+    for strategy in run.strategies:
+        if isinstance(strategy, StageStrategy):
+            batch = MicroBatch(run.config.train.micro_batch, run.config.data.sequence_length)
+            costs = layer_costs(run.spec, batch=batch, recompute=strategy.recompute != "none")
+            parts, total = strategy.parts_of(run.spec), sum(cost.flops for cost in costs)
+            return {
+                "layers": "-".join(str(len(part)) for part in parts),
+                "parts_of_operations": [sum(costs[layer].flops for layer in part) / total for part in parts],
+            }
+    return None
 
 
 def _plan(run: CheckedRun, *, rank: int) -> RankPlan:
@@ -142,6 +160,11 @@ def show_dry_run(found: dict[str, Any], *, console: Console) -> None:
             f"{verdict}: {format_bytes(needed)} of this {limit['of']}, which has {format_bytes(there)} left",
             markup=False,
             highlight=False,
+        )
+    if (stages := found["stages"]) is not None:
+        parts = ", ".join(f"{100 * part:.0f} %" for part in stages["parts_of_operations"])
+        console.print(
+            f"stages: layers={stages['layers']}, by operations {parts} of a step", markup=False, highlight=False
         )
     console.print("not counted: activations and temporaries, for which there is no formula")
     console.print("nothing was started")
