@@ -419,6 +419,7 @@ class ParallelModel:
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         training = self.module.training
         self.module.eval()
+        self._place.now = at(Operation.COUNT_TARGETS)
         num_targets = int(self._sum_over_batch_ranks(float(sum(self._count_targets(b) for b in micro_batches))))
         loss = self._loss_over(1)
         try:
@@ -427,6 +428,7 @@ class ParallelModel:
                 loss_sum = sum(self._holding.forward(callee, micro_batches, lambda *a: float(loss(*a))))
         finally:
             self.module.train(training)
+        self._place.now = 0
         return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets)
 
     @torch.no_grad()

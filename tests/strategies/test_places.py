@@ -34,6 +34,7 @@ def places_of(path, layout):
     names = model.mark_on(place)
     ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     model.forward_backward([{"input_ids": ids, "labels": ids}] * 2)
+    model.evaluate({"input_ids": ids, "labels": ids})
     return [describe_place(*seen, names=names) for seen in place.seen], place.now
 
 
@@ -67,6 +68,7 @@ def test_a_rank_is_where_it_says(layout, tiny):
     (seen, last), _ = run_ranks(places_of, tiny("llama"), layout, num_ranks=2)
     assert seen[0] == "summing the number of targets over all ranks"
     assert "completing gradients with the other ranks" in seen
+    assert seen.count("summing the number of targets over all ranks") == 2  # the other one of an evaluation
     assert last == 0
     for words in EXPECTED[layout]:
         assert words in seen, sorted(set(seen))

@@ -96,7 +96,8 @@ def test_training_across_two_hosts_until_the_link_is_cut(hosts, start, tmp_path,
     ip("-n", hosts[0][0], "link", "set", hosts[0][1], "down")
 
     def both_say_so():
-        return all(re.search(r"rotorch: rank \d has not got on for 15 s: it is in step \d+", log.read_text()) for log in logs)
+        said = r"rotorch: rank \d has not got on for \d+ s: it is in step \d+"
+        return all(re.search(said, log.read_text()) for log in logs)
 
     wait_until(both_say_so, what="ranks of both that say which they are")
     # The other host's torchrun asks for the first one's store, for minutes.
