@@ -12,7 +12,7 @@ same, of which this rank has nothing: so names, optimizers, clipping and checkpo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from rotorch.comm.observe import Doing, Observer
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.spec import ModelSpec, UnitKind, Weight
 from rotorch.mesh import sum_in_one_message
@@ -29,7 +30,7 @@ from rotorch.models.stages import StagedModule
 from rotorch.ops.later_gradients import LaterGradients
 from rotorch.parallel_model import Holding, OuterHolding, Result
 from rotorch.pipeline_step import PipelineStep, Watch
-from rotorch.pipelining.actions import Action, ActionKind, Schedule
+from rotorch.pipelining.actions import COMPUTE, Action, ActionKind, Schedule
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.shard.held import HeldWeight, cut_pieces
@@ -275,6 +276,20 @@ class PipelineHolding(OuterHolding):
             yield
         finally:
             self._watch = None
+
+    @contextmanager
+    def observed(self, observer: Observer) -> Iterator[None]:
+        @contextmanager
+        def watch(action: Action) -> Iterator[None]:
+            backward = action.kind in COMPUTE and action.kind is not ActionKind.FORWARD
+            with (
+                observer.acting(action, chunk=action.stage // self._mesh.size()),
+                observer.during(Doing.BACKWARD, str(action)) if backward else nullcontext(),
+            ):
+                yield
+
+        with self._inner.observed(observer), self.watched(watch):
+            yield
 
     def _step(self, run: Callable[[Batch], Any], micro_batches: Sequence[Batch]) -> PipelineStep:
         return PipelineStep(

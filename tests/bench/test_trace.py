@@ -3,6 +3,7 @@ import os
 import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from rotorch.bench.contender import make_contender
 from rotorch.bench.trace import SHARES, RankTrace, shares, together, trace_steps
 from rotorch.bench.trace_files import LANES, RowTrace, file_stem, summary, write_traces
 from rotorch.comm.observe import Doing, Observer, Span
+from rotorch.pipelining.actions import COMPUTE
 from rotorch.testing.ranks import run_ranks
 
 # Two steps of two ranks, in seconds: everything that a share is made of, some of it over one another.
@@ -135,6 +137,20 @@ def test_every_row_has_its_phases(task, row):
         assert 0.0 < found["compute"] < 1.0 and sum(found.values()) == pytest.approx(1.0)
         assert bool(of(trace, Doing.COLLECTIVE)) == (num_ranks > 1)
         assert "rtp" in row or not of(trace, Doing.SLICE)
+
+
+def test_a_pipeline_is_drawn_as_its_schedule(task, tmp_path):
+    row = "pp=2[schedule=zb_h1]"
+    traces = run_ranks(_traced, replace(task, accumulation=2), row, 0.0, num_ranks=2)
+    first = [str(done.action) for done in traces[0].actions if done.action.kind in COMPUTE]
+    assert first == ["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"] * 2
+    for trace in traces:
+        assert all(before.end_s <= after.start_s for before, after in pairwise(trace.actions))
+        assert len(of(trace, Doing.BACKWARD)) == 2 * 4 and len(of(trace, Doing.FORWARD)) == 2 * 2
+    files = write_traces(RowTrace(row, traces), directory=tmp_path)
+    page = Path(files["schedule"]).read_text()
+    assert "Plotly.newPlot" in page and 'src="http' not in page
+    assert all(f'"name":"{name}"' in page for name in ("forward", "input gradient", "weight gradient"))
 
 
 def test_a_ring_tells_every_visit_and_message(task):

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rotorch.bench.contender import Contender
-from rotorch.comm.observe import Doing, Observer, Span, observe_waits
+from rotorch.comm.observe import ActionSpan, Doing, Observer, Span, observe_waits
 from rotorch.models.blocks import repeated_blocks
 
 COMPUTE, OTHER = "compute", "other"
@@ -46,10 +46,12 @@ class RankTrace:
     Attributes:
         spans: of all traced steps, in the order in which they ended.
         steps: start and end of each step, in seconds of the clock that all ranks share.
+        actions: of a pipeline's rows.
     """
 
     spans: list[Span]
     steps: list[Interval]
+    actions: list[ActionSpan] = field(default_factory=list)
 
 
 def trace_steps(contender: Contender, *, steps: Sequence[int], meet: Callable[[], Any]) -> RankTrace:
@@ -65,7 +67,7 @@ def trace_steps(contender: Contender, *, steps: Sequence[int], meet: Callable[[]
                 contender.update()
                 _finish()
             times.append((start_s, time.perf_counter()))
-    return RankTrace(observer.spans, times)
+    return RankTrace(observer.spans, times, observer.actions)
 
 
 def together(traces: Sequence[RankTrace]) -> list[Interval]:

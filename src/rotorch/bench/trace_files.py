@@ -14,9 +14,11 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rotorch.bench.action_looks import LOOKS, shade
 from rotorch.bench.gantt import Bar, add_bars, lay_out
 from rotorch.bench.trace import Interval, RankTrace, shares, together
 from rotorch.comm.observe import Doing, Span
+from rotorch.pipelining.actions import COMPUTE, MESSAGES, ActionKind
 
 DOES, FETCHES, HOPS = LANES = ("does", "slice under way", "gradient under way")
 
@@ -86,7 +88,7 @@ def file_stem(row: str) -> str:
 
 
 def write_traces(trace: RowTrace, *, directory: Path) -> dict[str, str]:
-    """Writes the three files of a row into `directory`; returns their paths by kind."""
+    """Writes the files of a row into `directory`, of a pipeline its schedule too; returns their paths by kind."""
     directory.mkdir(parents=True, exist_ok=True)
     stem = file_stem(trace.row)
     paths = {
@@ -97,6 +99,9 @@ def write_traces(trace: RowTrace, *, directory: Path) -> dict[str, str]:
     paths["perfetto"].write_text(json.dumps({"traceEvents": list(_events(trace)), "displayTimeUnit": "ms"}))
     paths["page"].write_text(_page(trace), "utf-8")
     paths["picture"].write_text(_picture(trace), "utf-8")
+    if any(rank.actions for rank in trace.ranks):
+        paths["schedule"] = directory / f"{stem}.schedule.html"
+        paths["schedule"].write_text(_schedule(trace), "utf-8")
     return {kind: str(path) for kind, path in paths.items()}
 
 
@@ -187,6 +192,38 @@ def _page(trace: RowTrace) -> str:
             add_bars(figure, bars, name=_LABELS[doing], colour=_COLOURS[doing], unit="ms")
     height = 170 + (22 + 42 * len(_used_lanes(trace))) * len(trace.ranks)
     lay_out(figure, headlines=[_title(trace), *trace.headline], rows=rows, unit="ms", height=height)
+    return figure.to_html(include_plotlyjs=True, full_html=True)
+
+
+def _schedule(trace: RowTrace) -> str:
+    """A pipeline's step as `rotorch schedule --html` draws it: a row per rank, actions in their colours, and waits."""
+    import plotly.graph_objects as go
+
+    start, end = _typical(trace)
+    chunks = 1 + max(done.chunk for rank in trace.ranks for done in rank.actions)
+    bars: dict[tuple[ActionKind, int], list[Bar]] = {}
+    waits: list[Bar] = []
+    for rank, found in enumerate(trace.ranks):
+        for done in found.actions:
+            kind, number = done.action.kind, done.action.micro_batch
+            if done.end_s > start and done.start_s < end and kind in LOOKS and kind not in MESSAGES:
+                when = 1e3 * (done.start_s - start), 1e3 * (done.end_s - done.start_s)
+                says = f"chunk {done.action.stage} of the model" + ("" if number is None else f", micro-batch {number}")
+                text = str(number) if kind in COMPUTE else ""
+                bars.setdefault((kind, done.chunk), []).append(Bar(f"rank {rank}", *when, says, text))
+        waits += [
+            Bar(f"rank {rank}", 1e3 * (span.start_s - start), 1e3 * (span.end_s - span.start_s), span.name)
+            for span in found.spans
+            if span.doing is Doing.COLLECTIVE and span.end_s > start and span.start_s < end
+        ]
+    figure = go.Figure()
+    for (kind, chunk), some in sorted(bars.items(), key=lambda item: (list(LOOKS).index(item[0][0]), item[0][1])):
+        name = LOOKS[kind][0] + (f", chunk {chunk}" if chunks > 1 else "")
+        add_bars(figure, some, name=name, colour=shade(kind, chunk, num_chunks=chunks), unit="ms")
+    if waits:
+        add_bars(figure, waits, name="waiting", colour="#dddddd", unit="ms")
+    rows = [f"rank {rank}" for rank in range(len(trace.ranks))]
+    lay_out(figure, headlines=[_title(trace), *trace.headline], rows=rows, unit="ms", height=200 + 64 * len(rows))
     return figure.to_html(include_plotlyjs=True, full_html=True)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from rotorch.bench.action_looks import LOOKS, shade
 from rotorch.bench.gantt import Bar, add_bars, lay_out
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.pipelining.actions import COMPUTE, SENDS, ActionKind, Schedule
@@ -29,19 +30,8 @@ from rotorch.strategies.zeropp.schedule import make_zeropp_schedule
 ZEROPP = "zeropp"
 NAMES = (ZEROPP, *BASELINES)
 
-_LOOKS = {
-    ActionKind.FORWARD: ("forward", "#4a90c4"),
-    ActionKind.BACKWARD: ("both gradients", "#6aa84f"),
-    ActionKind.BACKWARD_INPUT: ("input gradient", "#6aa84f"),
-    ActionKind.BACKWARD_WEIGHT: ("weight gradient", "#b7a3d0"),
-    ActionKind.UNSHARD: ("gather of weights", "#d62728"),
-    ActionKind.REDUCE_GRAD: ("sum of gradients", "#ff7f0e"),
-    ActionKind.SEND_FORWARD: ("output under way", "#e8a0a0"),
-    ActionKind.SEND_BACKWARD: ("gradient under way", "#f5c58c"),
-}
 _DOES, _COLLECTIVES, _MESSAGES = "", " gathers and sums", " messages"
 _SLOT = "slots"
-_PALEST = 0.55
 
 
 def named_schedule(name: str, *, stages: int, chunks: int, micro_batches: int, unit: int | None) -> Schedule:
@@ -140,10 +130,10 @@ def picture(found: Simulation, *, width: int, colour: bool) -> Iterator[Text]:
 
 def legend(found: Simulation, *, colour: bool) -> Text:
     """What the columns of `picture` mean."""
-    kinds = sorted({e.action.kind for e in found.timeline} & COMPUTE, key=list(_LOOKS).index)
+    kinds = sorted({e.action.kind for e in found.timeline} & COMPUTE, key=list(LOOKS).index)
     line = Text()
     for kind in kinds:
-        name, look = _LOOKS[kind]
+        name, look = LOOKS[kind]
         line.append(f" {'' if colour else kind + ': '}{name} ", style=f"black on {look}" if colour else "")
     return line.append("  " + ("paler: later chunks" if colour else "lower case: odd chunks, .: idle"))
 
@@ -155,15 +145,10 @@ def _cell(schedule: Schedule, entry: Entry | None, *, colour: bool) -> Text:
     if not colour:
         return Text(entry.action.kind.lower() if chunk % 2 else entry.action.kind)
     assert entry.action.micro_batch is not None
-    return Text(str(entry.action.micro_batch % 10), style=f"black on {_shade(entry.action.kind, chunk, schedule)}")
-
-
-def _shade(kind: ActionKind, chunk: int, schedule: Schedule) -> str:
-    """The colour of a kind, paler for later chunks."""
-    colour = _LOOKS[kind][1]
-    part = _PALEST * chunk / max(1, schedule.num_chunks - 1)
-    values = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
-    return "#" + "".join(f"{round(value + part * (255 - value)):02x}" for value in values)
+    return Text(
+        str(entry.action.micro_batch % 10),
+        style=f"black on {shade(entry.action.kind, chunk, num_chunks=schedule.num_chunks)}",
+    )
 
 
 # ---------------------------------------------------------------- as a page
@@ -174,7 +159,7 @@ def page(found: Simulation) -> str:
     from plotly.subplots import make_subplots
 
     schedule = found.schedule
-    drawn = [entry for entry in found.timeline if entry.end_s > entry.start_s and entry.action.kind in _LOOKS]
+    drawn = [entry for entry in found.timeline if entry.end_s > entry.start_s and entry.action.kind in LOOKS]
     used = {_lane(entry) for entry in drawn}
     lanes = [lane for lane in (_DOES, _COLLECTIVES, _MESSAGES) if lane in used]
     rows = [f"rank {rank}{lane}" for rank in range(schedule.num_ranks) for lane in lanes]
@@ -194,8 +179,10 @@ def page(found: Simulation) -> str:
     for (kind, chunk), bars in sorted(
         _bars(schedule, drawn).items(), key=lambda item: (_order(item[0][0]), item[0][1])
     ):
-        name = _LOOKS[kind][0] + (f", chunk {chunk}" if schedule.num_chunks > 1 else "")
-        add_bars(figure, bars, name=name, colour=_shade(kind, chunk, schedule), unit=_SLOT, row=1, col=1)
+        name = LOOKS[kind][0] + (f", chunk {chunk}" if schedule.num_chunks > 1 else "")
+        add_bars(
+            figure, bars, name=name, colour=shade(kind, chunk, num_chunks=schedule.num_chunks), unit=_SLOT, row=1, col=1
+        )
     for rank in range(schedule.num_ranks):
         _add_memory(figure, found, rank)
     lay_out(figure, headlines=headlines(found), rows=rows, unit="", height=170 + chart + 2 * memory)
@@ -207,7 +194,7 @@ def page(found: Simulation) -> str:
 
 
 def _order(kind: ActionKind) -> int:
-    return list(_LOOKS).index(kind)
+    return list(LOOKS).index(kind)
 
 
 def _lane(entry: Entry) -> str:

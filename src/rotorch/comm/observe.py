@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rotorch._torch_private import functional_collectives
 from rotorch.comm.ring import Ring, Visit
 from rotorch.core.quantities import format_bytes
+from rotorch.pipelining.actions import Action
 
 _SHORTEST_WAIT_S = 5e-6
 """Shorter ones are what looking takes."""
@@ -57,15 +58,27 @@ class Span:
     end_s: float
 
 
+@dataclass(frozen=True)
+class ActionSpan:
+    """An action of a pipeline's row, of the `chunk`-th stage of its rank, on the clock of `Span`."""
+
+    action: Action
+    chunk: int
+    start_s: float
+    end_s: float
+
+
 @dataclass
 class Observer:
     """Collects the spans of one rank.
 
     Attributes:
         spans: in the order in which they ended.
+        actions: of a pipeline's rows, in their order.
     """
 
     spans: list[Span] = field(default_factory=list)
+    actions: list[ActionSpan] = field(default_factory=list)
     _waiting: Doing | None = None
 
     def note(self, doing: Doing, name: str, *, since_s: float) -> None:
@@ -80,6 +93,15 @@ class Observer:
             yield
         finally:
             self.note(doing, name, since_s=start_s)
+
+    @contextmanager
+    def acting(self, action: Action, *, chunk: int) -> Iterator[None]:
+        """Notes the time of a block, in which a pipeline does an action."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.actions.append(ActionSpan(action, chunk, start_s, time.perf_counter()))
 
     def wait(self, doing: Doing, name: str, call: Callable[[], Any]) -> Any:
         """Returns what `call` returns, and notes its time as waiting; waits inside of it are part of it."""
