@@ -16,15 +16,17 @@ Layout
 
 Cost (P stages on as many ranks, n shards, a stage of B bytes, hidden states of A bytes)
     resident   1/(P n) of the weights.
-    transient  One stage whole and its gradient (two while the next is under way), and activations of up to 1 or 2 units (schedule.py).
+    transient  One stage whole (two while the next is under way) and its gradient, and activations of up to 1 or 2 units
+               (schedule.py).
     sent       per unit and stage (n-1)/n (2 B + G), or B + G where a stage's forwards and backwards mix (fsdp sends as
                much per micro-batch); A per micro-batch and boundary in forward, A in backward.
-    hides      Bubbles of P-1 chunk slots in a whole step, if U >= 2P-1 or, with chunks, U >= P. A gather runs beside the
-               computation before its first use, if that is another stage's; a sum until gradients are made again.
+    hides      Bubbles of P-1 chunk slots in a whole step, if U >= 2P-1 or, with chunks, U >= P. A gather runs beside
+               the computation before its first use, if that is another stage's; a sum until new gradients are made.
 
 Deviations
-    Weight gradients of linear layers are put off, those of other layers are not. `zeropp=2x4[inner=rtp]`, short for `zeropp=2x1,rtp=4`, has rtp inside the stages: the same table, no gathers
-    for a unit to share, and nothing that is ever whole; there weight gradients are computed with those of inputs.
+    Weight gradients of linear layers are put off, those of other layers are not. `zeropp=2x4[inner=rtp]`, short for
+    `zeropp=2x1,rtp=4`, has rtp inside the stages: the same table, no gathers for a unit to share, and nothing that is
+    ever whole; there weight gradients are computed with those of inputs.
 """
 
 from __future__ import annotations
