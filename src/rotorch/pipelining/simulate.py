@@ -329,6 +329,8 @@ class _Held:
         self._now = dict.fromkeys(CATEGORIES, 0.0)
         self._summing = 0.0
         """Bytes of whole gradients whose sum is under way."""
+        self._added = 0.0
+        """Bytes that this sum leaves and that are then added to earlier ones."""
         self._whole_gradients: dict[int, float] = {}
         """Bytes by stage, since its last sum."""
         self._kept_parts: set[int] = set()
@@ -351,7 +353,7 @@ class _Held:
             case ActionKind.RESHARD:
                 more[WEIGHTS] -= cost.weight_bytes
             case ActionKind.REDUCE_GRAD:
-                more[GRADIENTS] -= self._awaited()
+                self._await_sum(more)
                 self._summing = cost.gradient_bytes
                 self._whole_gradients.pop(stage, None)
                 more[BUFFERS] += cost.gradient_part_bytes
@@ -361,7 +363,7 @@ class _Held:
                 if self._from_another(stage, stage - 1):
                     more[BUFFERS] -= cost.message_bytes  # among activations from here on
             case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT | ActionKind.BACKWARD_WEIGHT:
-                more[GRADIENTS] -= self._awaited()
+                self._await_sum(more)
                 weight = action.kind is ActionKind.BACKWARD_WEIGHT
                 more[BUFFERS] += cost.weight_extra_bytes if weight else cost.backward_extra_bytes
         if action.kind in COMPUTE and action.kind is not ActionKind.FORWARD:
@@ -396,8 +398,7 @@ class _Held:
                 more[BUFFERS] -= cost.weight_extra_bytes
             case ActionKind.REDUCE_GRAD:
                 # The first part is the sum so far; later ones are added to it when their sum is through.
-                if stage in self._kept_parts:
-                    more[BUFFERS] -= cost.gradient_part_bytes
+                self._added = cost.gradient_part_bytes if stage in self._kept_parts else 0.0
                 self._kept_parts.add(stage)
         self._change(more, time_s)
 
@@ -405,11 +406,14 @@ class _Held:
         """The end of the row: what was sent has left, and sums are made."""
         sent = sum(sum(queue) for queue in self._sent.values())
         self._sent.clear()
-        self._change({**dict.fromkeys(CATEGORIES, 0.0), GRADIENTS: -self._awaited(), BUFFERS: -sent}, time_s)
+        more = {**dict.fromkeys(CATEGORIES, 0.0), BUFFERS: -sent}
+        self._await_sum(more)
+        self._change(more, time_s)
 
-    def _awaited(self) -> float:
-        done, self._summing = self._summing, 0.0
-        return done
+    def _await_sum(self, more: dict[str, float]) -> None:
+        more[GRADIENTS] -= self._summing
+        more[BUFFERS] -= self._added
+        self._summing = self._added = 0.0
 
     def _sends(self, action: Action, num_bytes: float) -> float:
         """Bytes that are gone once this gradient is on its way."""
