@@ -9,6 +9,7 @@ import torch
 import rotorch
 from rotorch.comm.meter import Meter
 from rotorch.core.grid_memory import messages_of
+from rotorch.core.messages import SUM_CHUNK_BYTES
 from rotorch.core.traffic import Kind
 from rotorch.models.hf import causal_lm, config_from_dict, load_config
 from rotorch.strategies import num_ranks, parse_parallel
@@ -130,4 +131,5 @@ def test_a_rank_holds_its_stretch_at_rest_and_nothing_else(tiny, parallel):
     ],
 )
 def test_neighbours_travel_together_up_to_a_limit(sizes, expected):
-    assert messages_of(sizes, limit=4) == [range(*each) for each in expected]
+    quarter = SUM_CHUNK_BYTES // 2 // 4
+    assert messages_of([quarter * size for size in sizes], depth=2) == [range(*each) for each in expected]

@@ -50,15 +50,28 @@ def in_flight_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatc
     return copies * max(layers, default=0)
 
 
-def gathered_bytes(place: GridPlace, units: Iterable[Unit]) -> int:
-    """What a step takes for blocks of which a rank holds a part: the whole, and its gradient beyond that part's."""
-    weights = [w for unit in units for w in unit.weights if place.is_in_shards(w)]
-    gradients = (place.block_bytes(w) - place.held_bytes(w) for w in weights if w.trained)
-    return sum(map(place.block_bytes, weights)) + sum(gradients)
+def with_gathered_bytes(place: GridPlace, units: Sequence[Unit], *, in_flight: int) -> int:
+    """What a step takes beyond weights, gradients and optimizer at rest, slots aside (see [Note: shards over depth]).
+
+    Blocks are there until the last backward, their gradients until they are summed, for which they are copied.
+
+    Args:
+        place: of the rank.
+        units: of the model, or one of them.
+        in_flight: what products take.
+    """
+    shards = [w for unit in units for w in unit.weights if place.is_in_shards(w)]
+    if not shards:
+        return in_flight
+    trained = [w for w in shards if w.trained]
+    largest = max((part for part, _ in _messages(place, trained)), default=0)
+    copied = (place.depth + 1) * largest
+    return max(sum(map(place.block_bytes, shards)) + in_flight, copied) + sum(map(place.block_bytes, trained))
 
 
-def messages_of(sizes: Sequence[int], *, limit: int = SUM_CHUNK_BYTES) -> list[range]:
-    """Which neighbours among things of some sizes travel together: up to a limit, or one alone that is larger."""
+def messages_of(sizes: Sequence[int], *, depth: int) -> list[range]:
+    """Which neighbours of some sizes, as one of `depth` ranks gives them, travel together: up to a limit, or alone."""
+    limit = SUM_CHUNK_BYTES // depth
     found: list[range] = []
     start, total = 0, 0
     for number, size in enumerate(sizes):
@@ -151,7 +164,7 @@ def _gradients(place: GridPlace, units: list[Unit]) -> Iterator[_Passing]:
 def _messages(place: GridPlace, weights: list[Weight]) -> Iterator[tuple[int, int]]:
     """Of each message (see `messages_of`) the bytes of the largest rank's part, and of this rank's own."""
     sizes = [place.held_bytes(w, layer=0) for w in weights]
-    for together in messages_of(sizes):
+    for together in messages_of(sizes, depth=place.depth):
         yield sum(sizes[k] for k in together), sum(place.held_bytes(weights[k]) for k in together)
 
 

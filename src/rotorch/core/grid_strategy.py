@@ -10,7 +10,7 @@ from pydantic import PositiveInt, model_validator
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.grid import ACROSS, DOWN, GridPlace
-from rotorch.core.grid_memory import gathered_bytes, in_flight_bytes, slots_bytes
+from rotorch.core.grid_memory import in_flight_bytes, slots_bytes, with_gathered_bytes
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Unit, UnitKind
 from rotorch.core.strategy import Strategy
@@ -78,7 +78,8 @@ class GridStrategy(Strategy):
     ) -> Layout:
         place, shared = self._place(position), self.transport == "shared_memory"
         slots = slots_bytes(place, units, batch=batch) if shared else 0
-        transient = slots + in_flight_bytes(place, units, batch=batch, shared=shared) + gathered_bytes(place, units)
+        in_flight = in_flight_bytes(place, units, batch=batch, shared=shared)
+        transient = slots + with_gathered_bytes(place, units, in_flight=in_flight)
         transfers = () if shared else layout.transfers
         return replace(layout, transient_bytes=transient, slots_bytes=slots, transfers=transfers)
 

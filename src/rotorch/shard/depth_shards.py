@@ -108,7 +108,7 @@ class DepthShards(Twins):
         for (over, dtype), names in alike.items():
             rows = [self._rows(name) for name in names]
             longest = [r[0].length * math.prod(self.twins[n].shape[1:]) for n, r in zip(names, rows, strict=True)]
-            for k in messages_of([numel * dtype.itemsize for numel in longest]):
+            for k in messages_of([numel * dtype.itemsize for numel in longest], depth=self._depth.size):
                 together = slice(k.start, k.stop)
                 after = tuple(line for line in over if line is not self._depth)
                 if width := sum(longest[together]):
@@ -127,11 +127,6 @@ class DepthShards(Twins):
                 twin.untyped_storage().resize_(twin.numel() * twin.itemsize)
         for message in self._gathers:
             self._gather(message)
-        if not torch.is_grad_enabled():  # an evaluation leaves gradients as they are
-            return
-        for twin in self.twins.values():
-            if twin.requires_grad:
-                twin.grad = torch.zeros_like(twin)
 
     def _gather(self, message: _Message) -> None:
         like = {name: self.twins[name].data for name in message.names}  # autograd does not take it for a change
@@ -145,7 +140,11 @@ class DepthShards(Twins):
                 like[name][rows[layer].start : rows[layer].stop].copy_(part)
 
     def sum_gradients(self) -> None:
-        """After the last backward: of the sum over its ranks, this rank's stretch of every gradient."""
+        """After the last backward: of the sum over its ranks, this rank's stretch of every gradient.
+
+        A weight that no pass has used counts as zeros.
+        """
+        self._free()  # no pass comes that would read them
         for number, message in enumerate(self._scatters):
             grads = {name: self.twins[name].grad for name in message.names}
             first = self.twins[message.names[0]]
@@ -153,7 +152,8 @@ class DepthShards(Twins):
             for layer in range(self._depth.size):
                 parts = message.parts(whole[layer], self.twins, layer=layer)
                 for (name, part), rows in zip(parts.items(), message.rows, strict=True):
-                    part.copy_(grads[name][rows[layer].start : rows[layer].stop])  # type: ignore[index]
+                    if (grad := grads[name]) is not None:
+                        part.copy_(grad[rows[layer].start : rows[layer].stop])
             for name in message.names:
                 self.twins[name].grad = None
             if number not in self._summed:
@@ -166,8 +166,10 @@ class DepthShards(Twins):
             for name, part in parts.items():
                 self._held_parts[name].grad = part
         for name, twin in self.twins.items():
-            for line in self._lines[name] if not twin.shape and twin.grad is not None else ():
-                line.all_reduce(twin.grad)
+            if not twin.shape and twin.requires_grad:
+                twin.grad = torch.zeros_like(twin) if twin.grad is None else twin.grad
+                for line in self._lines[name]:
+                    line.all_reduce(twin.grad)
 
     def attach(self) -> None:
         """After a step: gives the DTensors this rank's stretches of the gradients."""
@@ -184,9 +186,14 @@ class DepthShards(Twins):
             self._let_go()
 
     def _let_go(self) -> None:
+        self._free()
         for twin in self.twins.values():
             if twin.shape:
                 twin.grad = None
+
+    def _free(self) -> None:
+        for twin in self.twins.values():
+            if twin.shape:
                 twin.untyped_storage().resize_(0)
 
     def flat_gradients(self) -> list[Tensor]:
