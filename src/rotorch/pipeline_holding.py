@@ -241,11 +241,9 @@ class PipelineHolding(OuterHolding):
     def forward_backward(
         self, callee: nn.Module, micro_batches: Sequence[Batch], loss_of: Callable[[nn.Module, Batch], Tensor]
     ) -> Tensor:
-        number = len(micro_batches)
-        if number not in self._tables:
-            self._tables[number] = lower(self._strategy.table(number), weight_gradients_need_weights=False, ahead=True)
+        table = self.table(len(micro_batches))
         step = self._step(partial(loss_of, callee), micro_batches)
-        step.run(self._tables[number].rows[self._position], self._tables[number])
+        step.run(table.rows[self._position], table)
         total = torch.zeros((), dtype=torch.float64)
         for _, loss in step.results:
             total += loss.detach().double().cpu()

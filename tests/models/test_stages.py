@@ -49,6 +49,28 @@ def test_stages_one_after_another_are_the_model(tiny, family):
         assert torch.equal(module(**batch, use_cache=False).logits, whole)  # nothing is left behind
 
 
+@pytest.mark.parametrize(
+    ("asked", "times", "words"),
+    [
+        ({"output_hidden_states": True}, 1, "does not have the hidden states of all layers"),
+        ({"output_attentions": True}, 1, "does not have the attention weights of all layers"),
+        ({}, 2, "the model is run twice for one micro-batch"),
+    ],
+)
+def test_what_a_last_stage_would_answer_wrongly_is_refused(tiny, asked, times, words):
+    config = load_config(tiny("llama"))
+    module = causal_lm(config).eval()
+    staged = StagedModule(module, order=layer_order(module), parts=(range(1), range(1, 2)))
+    received, ids = torch.zeros(2, 7, config.hidden_size), torch.zeros(2, 7, dtype=torch.int64)
+    with staged.stage(1, received=received), pytest.raises(ConfigError, match=words):
+        for _ in range(times):
+            module(ids, use_cache=False, **asked)
+    whole = StagedModule(module, order=layer_order(module), parts=(range(2),))
+    with whole.stage(0, received=None):  # a pipeline of one stage is the model
+        for _ in range(times):
+            module(ids, use_cache=False, **asked)
+
+
 def refusal(parallel, module):
     with pytest.raises(ConfigError) as error:
         rotorch.parallelize(module, parallel, device="cpu")
@@ -57,6 +79,9 @@ def refusal(parallel, module):
 
 def test_what_cannot_be_cut_is_refused(tiny):
     assert "3 stages over LlamaForCausalLM, which has 2 layers" in refusal("pp=3", meta(tiny("llama")))
+    asked = meta(tiny("llama"))
+    asked.config.output_hidden_states = True
+    assert "it would return the hidden states of all layers" in refusal("pp=2", asked)
     assert "cannot be cut into stages: it has no pipeline plan" in refusal("pp=2", torch.nn.Linear(4, 4))
     with pytest.raises(ConfigError, match="3 stages over LlamaForCausalLM"):
         parse_parallel("zeropp=3x2")[0].units_of(describe(meta(tiny("llama"))))

@@ -17,7 +17,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rotorch.core.errors import ConfigError
 from rotorch.core.stages import NO_ORDER, LayerOrder
+
+_OF_ALL_LAYERS = {"output_hidden_states": "hidden states", "output_attentions": "attention weights"}
+"""What a model can be asked for that no single stage has."""
 
 _EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "top_k_experts")
 """What configurations call the number of experts that a token goes to."""
@@ -40,6 +44,9 @@ def layer_order(module: nn.Module) -> LayerOrder:
     text = config.get_text_config()
     if getattr(text, "output_router_logits", False):
         return LayerOrder(refused="the loss of its routers needs those of all layers (output_router_logits)")
+    for asked, what in _OF_ALL_LAYERS.items():
+        if getattr(text, asked, False):
+            return LayerOrder(refused=f"it would return the {what} of all layers ({asked})")
     trunk = module.base_model
     children = dict(trunk.named_children())
     lists = [name for name in plan if isinstance(children.get(name), nn.ModuleList)]
@@ -119,13 +126,18 @@ class StagedModule:
         Args:
             number: which stage.
             received: hidden states of the stage before; None for the first.
+
+        Raises:
+            ConfigError: within it, the model is run twice, or asked for what only all stages together have.
         """
         part, entries = self._parts[number], self._layers._modules
         kept = dict(entries)
         hooks = []
         try:
+            if len(self._parts) > 1:
+                hooks = [self._trunk.register_forward_pre_hook(_once(), with_kwargs=True)]
             if received is not None:
-                hooks = [
+                hooks += [
                     self._trunk.register_forward_pre_hook(_embedded(received), with_kwargs=True),
                     self._layers[part.start].register_forward_pre_hook(
                         _received(received), with_kwargs=True, prepend=True
@@ -140,6 +152,28 @@ class StagedModule:
             entries.update(kept)
             for hook in hooks:
                 hook.remove()
+
+
+def _once() -> Any:
+    """Lets a model run once, for what its last stage can give."""
+    has_run = False
+
+    def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        nonlocal has_run
+        for asked, what in _OF_ALL_LAYERS.items():
+            if kwargs.get(asked):
+                raise ConfigError(
+                    f"{asked}: the last stage of a pipeline does not have the {what} of all layers. Leave {asked} out, "
+                    "or use a layout without pp and zeropp"
+                )
+        if has_run:  # what was received is of the first one
+            raise ConfigError(
+                "the model is run twice for one micro-batch, and stages of a pipeline run it once. Give both inputs as "
+                "rows of one batch, or use a layout without pp and zeropp"
+            )
+        has_run = True
+
+    return hook
 
 
 def _embedded(received: Tensor) -> Any:
