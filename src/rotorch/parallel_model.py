@@ -105,7 +105,14 @@ class Holding(ABC):
         self, callee: nn.Module, micro_batches: Sequence[Batch], run: Callable[[nn.Module, Batch], Result]
     ) -> list[Result]:
         """Runs forwards without gradients, after `start`; returns what `run(callee, micro_batch)` gives for each."""
-        return [run(callee, micro_batch) for micro_batch in micro_batches]
+        results = []
+        for number, micro_batch in enumerate(micro_batches):
+            if self.place is not None:  # of a model without blocks to mark, nothing else says that it gets on
+                self.place.micro_batch = number + 1
+            results.append(run(callee, micro_batch))
+        if self.place is not None:
+            self.place.micro_batch = 0
+        return results
 
     def unshard(self, stage: int) -> None:
         """Before a pipeline computes with a stage: its weights are sent for, where they are gathered at all."""
@@ -456,6 +463,7 @@ class ParallelModel:
 
         All ranks give the same input.
         """
+        self._place.passes += 1
         training = self.module.training
         self.module.eval()
         barrier(mesh=self.mesh)  # weights are as the optimizer left them

@@ -5,6 +5,7 @@ import re
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from commands import rotorch, write_run
 from rotorch.comm.transports import send_receive
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import RankFailure
+from rotorch.parallelize import parallelize
 from rotorch.train import watchdog
 from rotorch.train.launch import launch, run_as_rank
 from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
@@ -73,6 +75,40 @@ def test_a_board_says_where_a_rank_is_in_its_units_names():
     assert board.read(0).place == ""
     board.fail("why", kind=FailureKind.OWN)
     assert board.read(1).message == "why" and "mlp" in board.read(1).place
+
+
+def marks_of(run):
+    """What changed on a board while a model without blocks, whose forward writes nothing down, did something."""
+    board = StatusBoard(1)
+    board.enter(0, pid=1)
+    marks = []
+
+    class Plain(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = torch.nn.Embedding(8, 8)
+
+        def forward(self, input_ids, **_):
+            marks.append(board.mark(0))
+            return SimpleNamespace(logits=self.table(input_ids))
+
+    def loss(module, batch, num_targets):
+        return module(**batch).logits.sum() / num_targets
+
+    model = parallelize(Plain(), "single", device="cpu", loss=loss)
+    assert model.mark_on(board.place) == []
+    run(model)
+    return marks
+
+
+def test_an_evaluation_gets_on_with_every_batch():
+    batch = {"input_ids": torch.zeros(1, 4, dtype=torch.long), "labels": torch.zeros(1, 4, dtype=torch.long)}
+    assert len(set(marks_of(lambda model: model.evaluate([batch] * 3)))) == 3
+
+
+def test_a_sample_gets_on_with_every_token():
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    assert len(set(marks_of(lambda model: [model.next_token_logits(ids) for _ in range(3)]))) == 3
 
 
 # ---------------------------------------------------------------- real ranks

@@ -54,9 +54,15 @@ class Whereabouts(ctypes.Structure):
         now: see `at`.
         micro_batch: the micro-batch of the step, counted from 1; 0 outside of one.
         peer: the rank that is waited for plus 1, where `now` is a wait; 0 if that is not known.
+        passes: how many tokens of a sample were begun: a pass for one may look like the one before.
     """
 
-    _fields_ = (("now", ctypes.c_int64), ("micro_batch", ctypes.c_int32), ("peer", ctypes.c_int32))
+    _fields_ = (
+        ("now", ctypes.c_int64),
+        ("micro_batch", ctypes.c_int32),
+        ("peer", ctypes.c_int32),
+        ("passes", ctypes.c_int64),
+    )
 
 
 PLACE_BYTES = ctypes.sizeof(Whereabouts)

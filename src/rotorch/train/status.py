@@ -175,7 +175,7 @@ class StatusBoard:
         start = self._start(rank)
         _, step, phase, _, _, since_s = _SLOT.unpack_from(self._memory, start)
         place = Whereabouts.from_buffer_copy(self._memory, start + _SLOT.size)
-        return step, phase, since_s, place.now, place.micro_batch
+        return step, phase, since_s, place.now, place.micro_batch, place.passes
 
     def _words(self, rank: int, place: Whereabouts) -> str:
         start = self._names_start(rank)
