@@ -18,7 +18,7 @@ from stores import Objects, url_of
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.checkpoint import check, inspect_checkpoint, latest, load, load_newest, save
-from rotorch.train.directories import candidates, checkpoints_of
+from rotorch.train.directories import candidates, checkpoints_of, prune, remove_leftovers
 from rotorch.train.export import export_checkpoint
 from rotorch.train.manifest import DamagedCheckpoint
 from rotorch.train.metrics import read_metrics
@@ -97,6 +97,71 @@ def test_what_is_half_written_is_told_and_removed(memory, monkeypatch):
         save(url, state, keep=2)
     monkeypatch.undo()
     assert read_back(url) == (1, True) and len(list(checkpoints_of(url).iterdir())) == 1
+
+
+class Busy:
+    """Makes a method of fsspec's store in memory fail at its n-th call about a path that ends so, and count."""
+
+    def __init__(self, monkeypatch, method, *, ending, at=1):
+        self.calls = 0
+        store = type(fsspec.filesystem("memory"))
+        asked = getattr(store, method)
+
+        def busy(store, path, *args, **kwargs):
+            self.calls += str(path).endswith(ending)
+            if self.calls == at and str(path).endswith(ending):
+                raise TimeoutError("the store is busy")
+            return asked(store, path, *args, **kwargs)
+
+        monkeypatch.setattr(store, method, busy)
+        monkeypatch.setattr(store, "exists", fsspec.AbstractFileSystem.exists)  # which takes any error for absence
+        monkeypatch.setattr(store, "isdir", fsspec.AbstractFileSystem.isdir)
+
+
+@pytest.mark.parametrize("ending", ["manifest.json", "step-00000001"])
+def test_a_store_that_fails_once_is_not_one_without_checkpoints(ending, memory, monkeypatch):
+    url = "memory://bucket/run"
+    save_steps(url, 2)
+    with monkeypatch.context() as patched:
+        Busy(patched, "info", ending=ending)
+        with pytest.raises(OSError, match="the store is busy"):
+            candidates(checkpoints_of(url))
+    with monkeypatch.context() as patched:
+        Busy(patched, "info", ending="manifest.json")
+        with pytest.raises(OSError, match="the store is busy"):
+            remove_leftovers(checkpoints_of(url))
+    assert steps_in(url) == [1, 2] and check(latest(url)).step == 2
+
+
+def test_a_store_that_fails_once_during_a_save_costs_no_other_checkpoint(memory, monkeypatch):
+    url = "memory://bucket/run"
+    state = save_steps(url, 2, keep=9)
+    step(state)
+    for at in range(1, 99):
+        with monkeypatch.context() as patched:
+            busy = Busy(patched, "info", ending="manifest.json", at=at)
+            try:
+                save(url, state, keep=9)
+            except RankFailure as error:
+                assert "the store is busy; earlier checkpoints are untouched" in str(error)
+        assert steps_in(url)[:2] == [1, 2]
+        assert all(check(path) for path in candidates(checkpoints_of(url)))
+        if busy.calls < at:  # it never failed
+            break
+    assert at > 10 and steps_in(url) == [1, 2, 3]
+
+
+def test_a_store_that_fails_while_old_ones_are_looked_for_does_not_end_a_run(memory, monkeypatch, caplog):
+    url = "memory://bucket/run"
+    state = save_steps(url, 2)
+    path = latest(url)
+    with monkeypatch.context() as patched:
+        Busy(patched, "info", ending="manifest.json")
+        prune(path.parent, keep=1, just_written=path)
+    assert "cannot be looked through for old ones: the store is busy" in caplog.text
+    step(state)
+    save(url, state, keep=1)
+    assert steps_in(url) == [3]
 
 
 # ---------------------------------------------------------------- several ranks

@@ -92,19 +92,28 @@ def check(path: Place | str) -> Manifest:
 
 def prune(parent: Place, *, keep: int, just_written: Place) -> None:
     """Removes all but the newest `keep` whole checkpoints, never `just_written`. A failure is only logged."""
-    whole = []
-    for path in candidates(parent):
-        try:
-            check_sizes(path, read_manifest(path))
-        except ConfigError:
-            continue  # not ours to judge, and it does not count as one to go back to
-        whole.append(path)
+    try:
+        whole = _whole(candidates(parent))
+    except OSError as error:  # the save has succeeded; the next one removes more
+        _LOG.warning("checkpoint: %s: cannot be looked through for old ones: %s", parent, error.strerror)
+        return
     others = [path for path in whole if path != just_written]
     for path in others[: max(0, len(others) - (keep - 1))]:
         try:
             remove_directory(path)
         except OSError as error:
             _LOG.warning("checkpoint: %s: cannot be removed: %s", path, error.strerror)
+
+
+def _whole(paths: list[Place]) -> list[Place]:
+    whole = []
+    for path in paths:
+        try:
+            check_sizes(path, read_manifest(path))
+        except ConfigError:
+            continue  # not ours to judge, and it does not count as one to go back to
+        whole.append(path)
+    return whole
 
 
 def candidates(parent: Place) -> list[Place]:

@@ -65,13 +65,22 @@ class StorePath:
 
     def exists(self) -> bool:
         """Whether there is a file of this name, or files below it."""
-        with self._asked() as (store, path):
-            return bool(store.exists(path))
+        return self._info() is not None
 
     def is_dir(self) -> bool:
         """Whether there are files below it."""
-        with self._asked() as (store, path):
-            return bool(store.isdir(path))
+        found = self._info()
+        return found is not None and found["type"] == "directory"
+
+    def _info(self) -> dict[str, Any] | None:
+        """What the store knows of it, or None if it is not there.
+
+        Not `store.exists` or `store.isdir`, which take any failure for absence (a timeout, a refusal): what is thought
+        to have no manifest is removed.
+        """
+        with self._asked() as (store, path), suppress(FileNotFoundError):
+            return dict(store.info(path))
+        return None
 
     def stat(self) -> Size:
         """Its size. Raises `FileNotFoundError` if it is missing."""
