@@ -164,6 +164,20 @@ def test_a_store_that_fails_while_old_ones_are_looked_for_does_not_end_a_run(mem
     assert steps_in(url) == [3]
 
 
+def test_a_store_that_fails_while_replaced_files_are_removed_does_not_end_a_run(memory, monkeypatch, caplog):
+    url = "memory://bucket/run"
+    state = save_steps(url, 1)
+    with monkeypatch.context() as patched:
+        Busy(patched, "rm_file", ending="rank-00000.safetensors")
+        state.tokens = 7
+        path = save(url, state, keep=2)
+    assert re.search(f"{path}/rank-00000.safetensors: cannot be removed, .*: the store is busy", caplog.text)
+    assert check(path).tokens == 7 and len(list(path.iterdir())) == 3
+    step(state)
+    save(url, state, keep=2)
+    assert {p.name for p in path.iterdir()} == {"manifest.json", *check(path).files}
+
+
 # ---------------------------------------------------------------- several ranks
 
 

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -20,6 +21,8 @@ from rotorch.core.quantities import format_bytes
 from rotorch.train.directories import candidates, fsync, remove_leftovers, remove_unlisted, replace_directory
 from rotorch.train.manifest import MANIFEST
 from rotorch.train.places import Place, StorePath
+
+_LOG = logging.getLogger(__name__)
 
 
 class Landing(Protocol):
@@ -105,7 +108,14 @@ class _InStore:
 
     def finish(self) -> None:
         self._suffix = None
-        remove_unlisted(self._directory)
+        try:
+            remove_unlisted(self._directory)
+        except OSError as error:  # the new checkpoint is whole; the next `begin` removes what is left
+            _LOG.warning(
+                "checkpoint: %s: cannot be removed, left to the next save: %s",
+                error.filename or self._directory,
+                error.strerror or error,
+            )
 
     def give_up(self) -> None:
         if self._suffix is None:
