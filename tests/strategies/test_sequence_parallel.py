@@ -175,6 +175,32 @@ def test_stretches_drop_apart_and_ranks_go_on_alike(tiny):
     assert not torch.equal(first[2][:, :3], second[2])
 
 
+def with_and_without_recomputation(config):
+    """Loss and gradients of the same step, without and with the model's own gradient checkpointing."""
+    found = []
+    for is_recomputed in (False, True):
+        with rotorch.on_meta():
+            module = causal_lm(config).train()
+        if is_recomputed:
+            name = "activation" if hasattr(module, "activation_checkpointing_enable") else "gradient"  # before v6
+            getattr(module, f"{name}_checkpointing_enable")()
+        model = rotorch.parallelize(module, "megatron=2[sequence_parallel=true]", device="cpu").materialize(seed=0)
+        torch.manual_seed(5)
+        loss = float(model.forward_backward(batch_for(config, num_tokens=7)))
+        found.append((loss, {name: h.local_grad.clone() for name, h in model.weights.items()}))
+        model.close()
+    return found
+
+
+def test_what_is_computed_again_drops_the_same_again(tiny):
+    values = {**json.loads(Path(tiny("olmo2")).read_text()), "num_hidden_layers": 2, "attention_dropout": 0.5}
+    config = config_from_dict(values, source="test")
+    for kept, recomputed in run_ranks(with_and_without_recomputation, config, num_ranks=2):
+        assert recomputed[0] == kept[0]
+        for name, grad in kept[1].items():
+            assert torch.allclose(recomputed[1][name], grad, rtol=1e-5, atol=1e-7), name
+
+
 # ---- what it refuses -----------------------------------------------------------------------------------------------
 
 

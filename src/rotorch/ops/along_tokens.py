@@ -14,6 +14,12 @@ and behind the last one activations are whole, so masks and positions are made f
     A linear layer keeps its input for its weight's gradient, which would be all tokens. So what autograd saves of the
     gathered tensor is replaced by the stretch that it was gathered from, and backward gathers it once more.
 
+[Note: who draws what]
+    What is dropped between modules differs from stretch to stretch; what a module drops that all ranks compute whole
+    must not. So a rank's generator is seeded with a number that all ranks share, plus its position, and anew behind
+    every such module. The shared number is read back from the generator: a layer that is computed again in backward
+    (`torch.utils.checkpoint`) finds there what it found in forward, whatever has run in between.
+
 Shapes: B sequences, T tokens, S tokens of this rank, D features.
 """
 
@@ -47,7 +53,6 @@ class TokenStretch:
         rows: sequences of the micro-batch that is under way.
         lengths: tokens of every rank.
         is_cut: whether activations are cut in this pass; without gradients, fewer tokens than ranks stay whole.
-        seed: from which modules that all ranks compute whole draw; the same on all ranks.
     """
 
     def __init__(self, line: Line) -> None:
@@ -55,7 +60,7 @@ class TokenStretch:
         self.rows = 0
         self.lengths: tuple[int, ...] = ()
         self.is_cut = True
-        self.seed = 0
+        self._layers: Sequence[nn.Module] = ()
         self._before: RandomState | None = None
 
     def is_own(self, x: Any) -> bool:
@@ -79,22 +84,30 @@ class TokenStretch:
         """All tokens, equal on all ranks; of the gradient each takes its stretch."""
         return place_side_by_side(x_BSD, dim=_DIM, lengths=self.lengths, line=self.line)
 
-    def next_seed(self) -> int:
-        """A seed that no module of this pass has had, the same on all ranks."""
-        self.seed -= 1
-        return self.seed
+    @contextmanager
+    def drawn_alike(self) -> Iterator[None]:
+        """Within it all ranks draw the same, and other numbers each time (see [Note: who draws what])."""
+        shared = torch.initial_seed() - 1 - self.line.position
+        with drawn_alike(shared):
+            yield
+        self._seed(shared + 1 + self.line.size)
+
+    def _seed(self, shared: int) -> None:
+        torch.manual_seed(shared + 1 + self.line.position)
 
     def run_in(self, layers: Sequence[nn.Module]) -> None:
         """Lets a row of layers run on stretches: hooks of the first and the last one, which stay."""
+        self._layers = layers
         layers[0].register_forward_pre_hook(self._begin, with_kwargs=True)
         layers[-1].register_forward_hook(self._end)
 
-    def _begin(self, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.rows, tokens = hidden.shape[:2]
         pieces = (Cut(_DIM, tokens).ranges(tokens, num_slices=self.line.size, index=k) for k in range(self.line.size))
         self.lengths = tuple(piece.length for (piece,) in pieces)
         self.is_cut = min(self.lengths) > 0
+        self._before = None  # a first layer that was computed again has left one, behind which no last layer ran
         if not self.is_cut:
             if torch.is_grad_enabled():
                 raise ConfigError(
@@ -102,10 +115,10 @@ class TokenStretch:
                     "without any. Give longer sequences, or leave sequence_parallel out"
                 )
             return args, kwargs
-        if layer.training:  # what is dropped between modules differs from stretch to stretch
-            self.seed = int(torch.randint(2**62, ()))
+        if any(module.training for layer in self._layers for module in layer.modules()):
+            shared = int(torch.randint(2**62, ()))
             self._before = RandomState.now(hidden)
-            torch.manual_seed(self.seed + 1 + self.line.position)
+            self._seed(shared)
         own = self.own(hidden)
         return ((own, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": own})
 
@@ -183,7 +196,7 @@ class OnAllTokens:
         if not any(map(stretch.is_own, leaves)):
             raise _no_tokens(self._name)
         args, kwargs = tree_unflatten([stretch.whole(x) if stretch.is_own(x) else x for x in leaves], tree)
-        with drawn_alike(stretch.next_seed()) if self._module.training else nullcontext():
+        with stretch.drawn_alike() if self._module.training else nullcontext():
             output = self._forward(*args, **kwargs)
         leaves, tree = tree_flatten(output)
         return tree_unflatten([stretch.own(x) if stretch.is_whole(x) else x for x in leaves], tree)
