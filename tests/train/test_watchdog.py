@@ -1,5 +1,7 @@
 """Ranks that do not get on: a stopped one, a message that is lost, collectives that do not match."""
 
+import contextlib
+import math
 import os
 import re
 import sys
@@ -16,7 +18,7 @@ from rotorch.comm.transports import send_receive
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import RankFailure
 from rotorch.parallelize import parallelize
-from rotorch.train import watchdog
+from rotorch.train import loop, watchdog
 from rotorch.train.launch import launch, run_as_rank
 from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
 from rotorch.train.watchdog import OwnWatch, Progress, explain_hang, format_record
@@ -75,6 +77,74 @@ def test_a_board_says_where_a_rank_is_in_its_units_names():
     assert board.read(0).place == ""
     board.fail("why", kind=FailureKind.OWN)
     assert board.read(1).message == "why" and "mlp" in board.read(1).place
+
+
+def test_what_compiles_may_take_long():
+    board = StatusBoard(1)
+
+    def hangs(phase):
+        board.doing(phase)
+        return explain_hang([board.read(0)], still_s={0: 900.0}, states={}) is not None
+
+    assert hangs(Phase.FORWARD_BACKWARD)
+    board.will_compile()
+    for phase in (Phase.FORWARD_BACKWARD, Phase.EVALUATING):
+        assert [hangs(phase) for _ in range(3)] == [False, True, True]  # once
+    for phase in (Phase.SAMPLING, Phase.EXAMINING):
+        assert not hangs(phase) and not hangs(phase)
+    assert hangs(Phase.CLIPPING)
+
+
+@pytest.mark.parametrize("goes_back", [False, True])
+def test_waiting_for_a_save_and_going_back_may_take_long(monkeypatch, goes_back):
+    board = StatusBoard(1)
+    was = {}
+
+    def noted(name, result=None):
+        def call(*_, **__):
+            was[name] = board.read(0).phase
+            return result
+
+        return call
+
+    class End(Exception):
+        pass
+
+    saver = SimpleNamespace(wait=noted("wait"), check=noted("check"))
+
+    def end(*_, **__):
+        raise End
+
+    action = "roll_back" if goes_back else "skip"
+    guard = SimpleNamespace(highest_loss=math.inf, describe=noted("describe", "it"), action=noted("action", action))
+    guard.go_back = noted("go_back", "there")
+    monkeypatch.setattr(loop, "DivergenceGuard", lambda *_, **__: guard)
+    monkeypatch.setattr(loop, "Saver", lambda *_, **__: contextlib.nullcontext(saver))
+    monkeypatch.setattr(loop, "read_batches", lambda *_, step, **__: [] if step == 1 and "wait" not in was else end())
+    monkeypatch.setattr(loop, "learning_rate", lambda *_, **__: 0.1)
+    monkeypatch.setattr(loop, "StepRecord", end)
+    wrong = SimpleNamespace(updated=False, loss=9.0, grad_norm=1.0, peak_bytes=(0,), stop=False)
+    monkeypatch.setattr(loop, "train_step", lambda *_, **__: wrong)
+    monkeypatch.setattr(loop, "PeakMeter", noted("peak"))
+    model = SimpleNamespace(mesh=None, device=None)
+    state = SimpleNamespace(model=model, optimizer=object(), step=0, tokens=0, data={})
+    train = SimpleNamespace(keep=1, async_save=True, steps=3, eval_every=0)
+    config = SimpleNamespace(
+        train=train, optimizer=SimpleNamespace(clip_norm=1.0), data=SimpleNamespace(sequence_length=8)
+    )
+    with pytest.raises(End):
+        loop.run_loop(
+            state,
+            config=config,
+            sizes=SimpleNamespace(global_batch=1),
+            windows=None,
+            held_out=(),
+            saves_in=None,
+            listeners=(),
+            board=board,
+        )
+    assert was["wait"] is Phase.SAVING and was["action"] is Phase.EXAMINING
+    assert was.get("go_back") is (Phase.LOADING if goes_back else None)
 
 
 def marks_of(run):

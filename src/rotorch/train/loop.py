@@ -97,8 +97,9 @@ def run_loop(
             if result.updated:
                 guard.done(result.loss)
             else:
-                board.doing(Phase.EXAMINING)
+                board.doing(Phase.SAVING)  # it waits for what is written behind it, which may take long
                 saver.wait()
+                board.doing(Phase.EXAMINING)
                 if _went_back(
                     state,
                     result,
@@ -108,6 +109,7 @@ def run_loop(
                     batches=batches,
                     saves_in=saves_in,
                     listeners=listeners,
+                    board=board,
                 ):
                     continue
             num_tokens = sizes.global_batch * config.data.sequence_length
@@ -160,6 +162,7 @@ def _went_back(
     batches: Sequence[Batch],
     saves_in: Place,
     listeners: Sequence[Listener],
+    board: StatusBoard,
 ) -> bool:
     """After a step that was not updated: whether the run is at an earlier checkpoint now, else the step is skipped.
 
@@ -178,6 +181,7 @@ def _went_back(
     if action == "skip":
         _tell(listeners, f"step {step} is skipped: {what}")
         return False
+    board.doing(Phase.LOADING)
     path = guard.go_back(state, step=step, saves_in=saves_in, what=what)
     for listener in listeners:
         listener.on_rolled_back(state.step)

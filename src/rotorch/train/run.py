@@ -168,6 +168,8 @@ def _train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: P
     board.name_units(model.mark_on(board.place, blocks=not config.train.compile))
     file = TokenFile.open(tokens_path)
     state.data = {**data_position(config, sizes=run.sizes), "corpus": file.fingerprint}
+    if config.train.compile:
+        board.will_compile()
     if run.resume is not None:
         board.doing(Phase.LOADING)
         load_newest(run.resume.checkpoint, state)

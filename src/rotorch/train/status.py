@@ -18,7 +18,7 @@ from enum import IntEnum
 from rotorch.comm.whereabouts import PLACE_BYTES, Whereabouts, describe_place
 
 _HEADER_BYTES = 64
-_SLOT = struct.Struct("<qqqqdd")  # pid, step, phase, failure kind, time of failure, time of the last change of phase
+_SLOT = struct.Struct("<qqqqddq")  # pid, step, phase, failure kind, time of failure, of the last new phase, compiles
 _SLOT_BYTES = 4096
 _TEXT_START = _SLOT.size + PLACE_BYTES
 _TEXT_BYTES = _SLOT_BYTES - _TEXT_START - 8
@@ -69,6 +69,8 @@ _TEXTS = {
 
 _PASSES = {Phase.FORWARD_BACKWARD, Phase.EVALUATING, Phase.SAMPLING, Phase.EXAMINING}
 """In which a place says something; after them it is what was left there."""
+_COMPILES_ONCE = {Phase.FORWARD_BACKWARD, Phase.EVALUATING}
+_COMPILES_AGAIN = {Phase.SAMPLING, Phase.EXAMINING}  # other lengths, and hooks
 
 
 class FailureKind(IntEnum):
@@ -94,6 +96,7 @@ class RankStatus:
         since_s: since when it is doing that, in seconds since the epoch.
         message: the exception, in one line.
         place: where in its pass it is, or was: micro-batch, unit, slice, whom it waits for; "" outside of one.
+        compiles: whether it may be compiling, which takes long and says nothing.
     """
 
     rank: int
@@ -105,6 +108,7 @@ class RankStatus:
     since_s: float
     message: str
     place: str = ""
+    compiles: bool = False
 
     def __str__(self) -> str:
         return f"in step {self.step}, {self.phase.text}" if self.step else self.phase.text
@@ -121,6 +125,7 @@ class StatusBoard:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.own_rank = 0
+        self._to_compile: set[Phase] = set()
         self._memory = mmap.mmap(-1, _HEADER_BYTES + num_ranks * (_SLOT_BYTES + _NAMES_BYTES))
 
     def enter(self, rank: int, *, pid: int) -> None:
@@ -130,8 +135,14 @@ class StatusBoard:
 
     def doing(self, phase: Phase, *, step: int | None = None) -> None:
         """Called by a rank whenever it begins something else."""
-        changes = {"phase": phase, "since_s": time.time()}
+        changes = {"phase": phase, "since_s": time.time(), "compiles": phase in self._to_compile}
+        if phase in _COMPILES_ONCE:
+            self._to_compile.discard(phase)
         self._write(**changes if step is None else {**changes, "step": step})
+
+    def will_compile(self) -> None:
+        """Called by a rank whose model is compiled when it is first used: that may take as long as it likes."""
+        self._to_compile = _COMPILES_ONCE | _COMPILES_AGAIN
 
     @property
     def place(self) -> Whereabouts:
@@ -154,7 +165,7 @@ class StatusBoard:
     def read(self, rank: int) -> RankStatus:
         """Returns what the board says about a rank."""
         start = self._start(rank)
-        pid, step, phase, failure, failed_at_s, since_s = _SLOT.unpack_from(self._memory, start)
+        pid, step, phase, failure, failed_at_s, since_s, compiles = _SLOT.unpack_from(self._memory, start)
         place = Whereabouts.from_buffer_copy(self._memory, start + _SLOT.size)
         start += _TEXT_START
         (length,) = struct.unpack_from("<q", self._memory, start)
@@ -168,12 +179,13 @@ class StatusBoard:
             since_s,
             message=self._memory[start + 8 : start + 8 + length].decode(errors="replace"),
             place=self._words(rank, place) if phase in _PASSES else "",
+            compiles=bool(compiles),
         )
 
     def mark(self, rank: int) -> tuple[float, ...]:
         """Numbers that change whenever a rank gets on."""
         start = self._start(rank)
-        _, step, phase, _, _, since_s = _SLOT.unpack_from(self._memory, start)
+        _, step, phase, _, _, since_s, _ = _SLOT.unpack_from(self._memory, start)
         place = Whereabouts.from_buffer_copy(self._memory, start + _SLOT.size)
         return step, phase, since_s, place.now, place.micro_batch, place.passes
 
@@ -211,7 +223,7 @@ class StatusBoard:
 
     def _write(self, **changes: float) -> None:
         start = self._start(self.own_rank)
-        names = ("pid", "step", "phase", "failure", "failed_at_s", "since_s")
+        names = ("pid", "step", "phase", "failure", "failed_at_s", "since_s", "compiles")
         fields = dict(zip(names, _SLOT.unpack_from(self._memory, start), strict=True))
         fields.update(changes)
         _SLOT.pack_into(self._memory, start, *fields.values())

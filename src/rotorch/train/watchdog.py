@@ -7,7 +7,8 @@
 
 [Note: what may take long]
     Only in the steps of a run does something always move. To build a model, to read or to write a checkpoint may take
-    longer than anybody should wait for a message, and says nothing meanwhile: there a hang is what the timeouts of the
+    longer than anybody should wait for a message, and says nothing meanwhile, nor does torch.compile in the first step,
+    the first evaluation, and wherever shapes or hooks are new: there a hang is what the timeouts of the
     process group find, or a rank that somebody has stopped.
 """
 
@@ -85,7 +86,7 @@ def explain_hang(
         states: what the kernel says that each is doing.
     """
     stopped = [s for s in statuses if states.get(s.rank, "").startswith("stopped")]
-    if not stopped and not all(status.phase in _MOVING for status in statuses):
+    if not stopped and not all(map(_moves, statuses)):
         return None
     # Who is waited for stood still before those who wait for it.
     first, *others = sorted(statuses, key=lambda s: (s not in stopped, -still_s[s.rank]))
@@ -93,6 +94,10 @@ def explain_hang(
     what = f"rank {first.rank}{kind} has not got on for {still_s[first.rank]:.0f} s: it is {_where(first)}"
     rest = "; ".join(f"rank {s.rank} is {_where(s)}, for {still_s[s.rank]:.0f} s" for s in others)
     return RankFailure(what + (f" ({rest})" if rest else ""))
+
+
+def _moves(status: RankStatus) -> bool:
+    return status.phase in _MOVING and not status.compiles
 
 
 def _where(status: RankStatus) -> str:
@@ -159,7 +164,7 @@ class OwnWatch:
         while not self._over.wait(_LOOK_EVERY_S):
             (still_s,) = progress.look().values()
             status = self._board.read(self._board.own_rank)
-            if still_s >= self._timeout_s and status.phase in _MOVING:
+            if still_s >= self._timeout_s and _moves(status):
                 break
         else:
             return
