@@ -22,6 +22,7 @@ from rotorch.train.directories import candidates, checkpoints_of, prune, remove_
 from rotorch.train.export import export_checkpoint
 from rotorch.train.manifest import DamagedCheckpoint
 from rotorch.train.metrics import read_metrics
+from rotorch.train.out_of_memory import is_out_of_memory
 from rotorch.train.places import StorePath, as_place, check_writable, creating
 
 
@@ -176,6 +177,28 @@ def test_a_store_that_fails_while_replaced_files_are_removed_does_not_end_a_run(
     step(state)
     save(url, state, keep=2)
     assert {p.name for p in path.iterdir()} == {"manifest.json", *check(path).files}
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")], ids=["python", "torch"]
+)
+@pytest.mark.parametrize("in_store", [True, False], ids=["store", "disk"])
+def test_memory_that_runs_out_in_a_save_is_not_the_store_s_failure(error, in_store, memory, tmp_path, monkeypatch):
+    where = "memory://bucket/run" if in_store else tmp_path
+    state = save_steps(where, 1)
+    step(state)
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda self: (_ for _ in ()).throw(error))
+    with pytest.raises(type(error)) as caught:
+        save(where, state, keep=2)
+    assert type(caught.value) is type(error) and is_out_of_memory(caught.value)
+    monkeypatch.undo()
+    assert read_back(where) == (1, True)
+
+
+def test_memory_that_runs_out_in_a_store_s_library_is_told_as_that(memory, monkeypatch):
+    monkeypatch.setattr(type(memory), "_open", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError), creating(as_place("memory://bucket/file")):
+        pass
 
 
 # ---------------------------------------------------------------- several ranks

@@ -52,6 +52,7 @@ from rotorch.train.manifest import (
     describe_manifest,
     read_manifest,
 )
+from rotorch.train.out_of_memory import is_out_of_memory
 from rotorch.train.places import Place, as_place
 from rotorch.train.state import (
     WEIGHT,
@@ -101,7 +102,8 @@ def save(run_dir: Place | str, state: TrainState, *, keep: int) -> Place:
 
     Raises:
         ConfigError: if `keep` is not positive, or the optimizer's state cannot be saved.
-        RankFailure: if a rank could not write (disk full, ...); the same error on all ranks.
+        RankFailure: if a rank could not write (disk full, ...); the same error on all ranks, but one whose memory has
+            run out raises that.
     """
     return write(take(run_dir, state, keep=keep))
 
@@ -152,6 +154,9 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
                 no_dist=alone,
             )
     except CheckpointException as error:
+        own, _ = error.failures.get(snapshot.rank, (None, None))
+        if own is not None and is_out_of_memory(own):
+            raise own from None  # what is alive on this rank is told by who trains
         raise _as_ours(error, what=f"saving {path}", after="; earlier checkpoints are untouched") from None
     finally:
         writer.give_up()

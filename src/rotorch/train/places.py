@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO, TypeAlias, cast
 
 from rotorch.core.errors import ConfigError, RotorchError, nearest
 
@@ -222,12 +222,25 @@ def creating(place: Place) -> Iterator[BinaryIO]:
         except FileNotFoundError:  # a store that has directories; where there are none, nothing is missing yet
             store.makedirs(path.rpartition("/")[0], exist_ok=True)
             stream = store.open(path, "wb")
-        try:
-            yield stream
-        except BaseException:
-            _give_up(stream)
-            raise
+    try:
+        yield cast("BinaryIO", _Written(stream, place.url))
+    except BaseException:  # the writer's own errors stay what they are: one may be that memory has run out
+        _give_up(stream)
+        raise
+    with _as_os_error(place.url):
         stream.close()
+
+
+class _Written:
+    """A file of a store as its writer sees it."""
+
+    def __init__(self, stream: Any, url: str) -> None:
+        self._stream = stream
+        self._url = url
+
+    def write(self, data: bytes | memoryview) -> None:
+        with _as_os_error(self._url):
+            self._stream.write(data)
 
 
 def _give_up(stream: Any) -> None:
@@ -250,7 +263,7 @@ def _as_os_error(url: str) -> Iterator[None]:
             kind = type(error)
             raise kind(_NUMBERS.get(kind, errno.EIO), str(error), url) from error
         raise
-    except RotorchError:
+    except (RotorchError, MemoryError):
         raise
     except NotImplementedError as error:
         raise OSError(errno.EROFS, "the store is read-only", url) from error
