@@ -329,6 +329,20 @@ def test_what_is_wrong_with_a_store_is_said_before_anything_starts(where, messag
     assert re.search(message, line), line
 
 
+@pytest.mark.parametrize("key", ["checkpoint_dir", "out"])
+def test_a_password_in_a_url_is_refused_and_not_repeated(key, tmp_path, warm):
+    done = rotorch(tmp_path / "log", "train", write_run(tmp_path), f"train.{key}=sftp://me:s3cr@t@host/run")
+    assert done.code == 2 and not (tmp_path / "run").exists()
+    (line,) = done.stderr.splitlines()
+    assert f"train.{key}: sftp://me:...@host: a password in a URL would be written" in line and "Leave it out" in line
+    assert "s3cr" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("url", ["memory://me@host/a:b@c", "memory://bucket/run"])
+def test_a_url_without_a_password_is_taken(url):
+    assert str(as_place(url)) == url
+
+
 class ReadOnly(fsspec.AbstractFileSystem):
     protocol = "readonly"
 

@@ -138,7 +138,7 @@ def as_place(where: Path | StorePath | str) -> Place:
     """A directory or URL as what is read and written; `file://` is a directory like any other.
 
     Raises:
-        ConfigError: for a URL of a store that is not known, or whose package is not installed.
+        ConfigError: for a URL of a store that is not known, or whose package is not installed, or with a password.
     """
     if isinstance(where, StorePath | Path):
         return where
@@ -147,6 +147,7 @@ def as_place(where: Path | StorePath | str) -> Place:
         return Path(where)
     if match[1].lower() in _LOCAL:
         return Path(where[match.end() :])
+    check_no_password(where)
     _check_scheme(where, scheme=match[1].lower())
     return StorePath(where.rstrip("/"))
 
@@ -154,6 +155,22 @@ def as_place(where: Path | StorePath | str) -> Place:
 def is_url(text: str) -> bool:
     """Whether a text says where something is by a URL."""
     return _SCHEME.match(text) is not None
+
+
+def check_no_password(url: str) -> None:
+    """Where checkpoints lie is shown, and written into each of them.
+
+    Raises:
+        ConfigError: if there is a password in it, which is not repeated.
+    """
+    match = _SCHEME.match(url)
+    who, at, host = url[match.end() :].partition("/")[0].rpartition("@") if match else ("", "", "")
+    user, colon, _ = who.partition(":")
+    if match and colon:
+        raise ConfigError(
+            f"{match[0]}{user}:...{at}{host}: a password in a URL would be written into checkpoints and messages. "
+            "Leave it out: give it by the environment, the store's own configuration, or fsspec's (~/.config/fsspec)"
+        )
 
 
 def _check_scheme(url: str, *, scheme: str) -> None:

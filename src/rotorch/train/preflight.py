@@ -26,7 +26,7 @@ from rotorch.train.directories import candidates, check, checkpoints_of, latest
 from rotorch.train.failure_report import REPORT
 from rotorch.train.manifest import MODEL, Manifest, check_sizes, read_manifest
 from rotorch.train.metrics import METRICS
-from rotorch.train.places import Place, StorePath, as_place, check_writable, is_url
+from rotorch.train.places import Place, StorePath, as_place, check_no_password, check_writable, is_url
 
 RUN_FILE = "run.json"
 """Marks a directory as a run's, and says which."""
@@ -161,6 +161,10 @@ def check_ranks(strategies: Sequence[Strategy], *, nproc: int | None) -> None:
 def check_checkpoint_dir(config: RunConfig, *, strategies: Sequence[Strategy]) -> Place:
     """What checkpoints lie in is a directory that can be made, or a store that is known and takes a small file."""
     out, where = config.train.out, config.train.saves_in
+    try:
+        check_no_password(out)
+    except ConfigError as error:
+        raise ConfigError(f"train.out: {error}") from None
     if is_url(out):
         raise ConfigError(
             f"train.out = {out!r}: metrics and messages go to a directory. Write train.checkpoint_dir={out} for the "
