@@ -40,3 +40,9 @@ def test_the_page_has_its_figures(saving, monkeypatch):
     text = saving.table(json.loads(RESULT.read_text()))
     checkpoint_page.write("saving", text)
     assert checkpoint_page.section("saving") == text, "docs/checkpoints.md: run make checkpoints"
+
+
+def test_the_words_beside_them_are_true():
+    ours, theirs = json.loads(RESULT.read_text())["rows"]
+    assert ours["async_call_beyond_copy_of_step"] < 0.05
+    assert ours["async_step_longer_of_step"] > theirs["async_step_longer_of_step"], "docs/checkpoints.md says so"
