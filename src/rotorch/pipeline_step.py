@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rotorch.comm.stage_messages import HEARD, StageMessages
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule, StageOutput
 from rotorch.ops.later_gradients import LaterGradients
@@ -81,7 +81,7 @@ class PipelineStep:
         """Does a row of a lowered table. All ranks of the pipeline, each its own.
 
         Raises:
-            RankFailure: another rank of the pipeline has broken off.
+            HeardFailure: another rank of the pipeline has broken off.
         """
         for action in row:
             with nullcontext() if self._watch is None else self._watch(action):
@@ -95,7 +95,7 @@ class PipelineStep:
         if self._error is not None:
             raise self._error
         if self._heard:
-            raise RankFailure(HEARD)
+            raise HeardFailure(HEARD)
 
     def _guarded(self, action: Action, table: Schedule) -> None:
         try:

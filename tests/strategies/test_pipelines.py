@@ -11,7 +11,7 @@ from torch import nn
 import rotorch
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.meter import Meter
-from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
 from rotorch.core.traffic import Kind
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
@@ -194,7 +194,7 @@ def breaks_off_at_the_end(path):
 
 def test_all_ranks_raise_if_the_last_stage_does(tiny):
     (first, mine), (last, theirs) = run_ranks(breaks_off_at_the_end, tiny("llama"), num_ranks=2, timeout_s=60)
-    assert (first, last) == ([RankFailure] * 2, [Broken] * 2)
+    assert (first, last) == ([HeardFailure] * 2, [Broken] * 2)
     assert mine == theirs
 
 

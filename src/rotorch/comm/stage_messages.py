@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import group_timeout, set_group_timeout
 from rotorch.comm.line import Wait
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.pipelining.simulate import MOST_UNCLAIMED
 
 HEARD = "pipeline: another stage of the model raised; see the rank that holds it"
@@ -247,13 +247,13 @@ class StageMessages:
         """What the rank at position `source` gives by `to_all`.
 
         Raises:
-            RankFailure: it has broken off.
+            HeardFailure: it has broken off.
         """
         header = torch.empty(_MOST_DIMS + 3, dtype=torch.int64)
         self._lines.receive_header(header, source=source, tag=_RESULT)()
         form = _form_in(header)
         if form is None:
-            raise RankFailure(HEARD)
+            raise HeardFailure(HEARD)
         content = torch.empty(form[1], dtype=form[0])
         self._lines.receive_header(content, source=source, tag=_RESULT + 1)()
         return torch.load(io.BytesIO(content.numpy().tobytes()), map_location=self._device, weights_only=False)

@@ -25,6 +25,10 @@ class FinalFailure(RankFailure):
     """A rank failed in a way that would come again: a run that goes on after failures does not after this one."""
 
 
+class HeardFailure(RankFailure):
+    """Another rank failed and told this one: that rank's own error says why."""
+
+
 def nearest(word: str, *, known: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the closest of `known`, or "" when nothing is close."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

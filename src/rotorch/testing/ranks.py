@@ -20,9 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import HeardFailure, RankFailure
 
 _TICK_S = 0.5
+_HEARSAY_S = 0.5  # for the rank that failed to say so itself
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_s: float = 300.0) -> list[Any]:
@@ -93,7 +94,9 @@ def _rank_main(
         sender.send((time.monotonic(), True, result))
         sys.stdout.flush()
         _wait_for_all(parent)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, HeardFailure):
+            time.sleep(_HEARSAY_S)
         sender.send((time.monotonic(), False, traceback.format_exc()))
     finally:
         sys.stdout.flush()

@@ -162,7 +162,8 @@ def _death(pid: int) -> Death | None:
 def explain(statuses: list[RankStatus], *, deaths: Mapping[int, Death]) -> RotorchError:
     """Says which rank failed first: one that vanished, since others then missed it; else the earliest exception."""
     vanished = [statuses[rank] for rank in deaths if statuses[rank].failure is FailureKind.NONE]
-    raised = sorted((s for s in statuses if s.failure is not FailureKind.NONE), key=lambda s: s.failed_at_s)
+    raised = [s for s in statuses if s.failure is not FailureKind.NONE]
+    raised.sort(key=lambda s: (s.failure is FailureKind.HEARD, s.failed_at_s))  # who only heard of it may be earlier
     wrong_input = next((s for s in raised if s.failure is FailureKind.INPUT), None)
     if wrong_input is not None and not vanished:
         return ConfigError(wrong_input.message)

@@ -44,7 +44,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from rotorch.comm.shared_file import shared_memory_directory
-from rotorch.core.errors import ConfigError, FinalFailure, RankFailure, RotorchError
+from rotorch.core.errors import ConfigError, FinalFailure, HeardFailure, RankFailure, RotorchError
 from rotorch.train.deaths import Watch, death_of, explain
 from rotorch.train.failure_report import REPORT, answer_with_stack
 from rotorch.train.status import FailureKind, Phase, StatusBoard
@@ -238,7 +238,11 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
         work(board)
         dist.destroy_process_group()
     except BaseException as error:
-        kinds = {ConfigError: FailureKind.INPUT, FinalFailure: FailureKind.FINAL}
+        kinds = {
+            ConfigError: FailureKind.INPUT,
+            FinalFailure: FailureKind.FINAL,
+            HeardFailure: FailureKind.HEARD,
+        }
         kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), FailureKind.OWN)
         board.fail(_one_line(error), kind=kind)
         if not isinstance(error, RotorchError):

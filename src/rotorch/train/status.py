@@ -80,6 +80,7 @@ class FailureKind(IntEnum):
     INPUT = 1  # a ConfigError: the user's
     OWN = 2  # any other exception
     FINAL = 3  # one that would come again
+    HEARD = 4  # another rank's, which told this one
 
 
 @dataclass(frozen=True)
