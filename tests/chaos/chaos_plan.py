@@ -34,6 +34,9 @@ OTHER_LAYOUTS = ("zeropp=2x1", "pp=2,rtp=1", "tesseract=1x1x2", "ddp=2,rtp=2", "
 _SHARED = ("rtp=2", "rtp=2", "ddp=2,rtp=2", "tesseract=2x2x1")
 """Layouts whose ranks share memory."""
 
+_DELAYED = (Harm.KILL, Harm.KILL_IN_SAVE, Harm.STOP, Harm.MEMORY, Harm.ROT)
+"""What a clock does. The others wait for what they are about: a module, the optimizer, a file."""
+
 _STEP_PHASES = ("READING", "FORWARD_BACKWARD", "FORWARD_BACKWARD", "FORWARD_BACKWARD", "CLIPPING", "OPTIMIZER")
 
 
@@ -48,7 +51,7 @@ class Plan:
         victim: to which rank.
         step: in which step of the run, from 1.
         phase: name of what the rank is beginning then (`train/status.py`).
-        delay_s: how long after that.
+        delay_s: how long after that, if it `is_delayed`.
         after: which of several alike: the module that raises, by its turn in a pass; before (even) or behind (odd) the
             update; of a disk, before (even) or after (odd) a save has looked whether there is room; of memory, before
             all ranks have it (even) or in the step (odd).
@@ -72,6 +75,16 @@ class Plan:
     max_restarts: int
     freed: bool
     async_save: bool
+
+    @property
+    def unlinks(self) -> bool:
+        """Whether it takes shared memory away before it is opened: ranks do without, and say nothing."""
+        return self.harm is Harm.MEMORY and self.phase == "BUILDING"
+
+    @property
+    def is_delayed(self) -> bool:
+        """Whether it happens a while after its moment: the run may be over by then."""
+        return self.delay_s > 0 and self.harm in _DELAYED and not self.unlinks
 
 
 def make_plan(seed: int) -> Plan:
@@ -149,4 +162,4 @@ def moment(plan: Plan) -> str:
     """When and to whom it happens, in words for a table."""
     words = plan.phase.lower().replace("_", " and ")
     step = f"step {plan.step}, " if plan.step else ""
-    return f"rank {plan.victim}, {step}{words}" + (f" + {plan.delay_s * 1e3:.1f} ms" if plan.delay_s else "")
+    return f"rank {plan.victim}, {step}{words}" + (f" + {plan.delay_s * 1e3:.1f} ms" if plan.is_delayed else "")

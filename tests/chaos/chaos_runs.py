@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
@@ -146,7 +146,19 @@ class Attempt:
             first = Command(self.toml.parent / "log", "train", self.toml, *settings)
         code = first.wait(deadline_s=_DEADLINE_S)
         self._check_left(first)
-        told = first.stderr.strip().splitlines()
+        self.judge(code, told=first.stderr.strip().splitlines())
+        if code != 0:
+            self._check_checkpoint()
+            self._go_on(settings)
+
+    def judge(self, code: int, *, told: Sequence[str]) -> None:
+        """Says how the run ended that it happened to, and what of that should not be.
+
+        Args:
+            code: its exit code.
+            told: its lines on stderr.
+        """
+        plan = self.plan
         failures = [line for line in told if line.startswith("rotorch: ")]
         self.said = failures[-1] if failures else ""
         if any(line.startswith("Traceback") for line in told):
@@ -157,6 +169,8 @@ class Attempt:
             self.ended = "continued" if failures else "was not disturbed"
             if failures and not plan.max_restarts:
                 self.wrong.append("it says that it failed and ends with 0")
+            if self.fault.has_struck and not failures and not plan.unlinks and not plan.is_delayed:
+                self.wrong.append("it happened, and nothing was said or done about it")
             return
         self.ended = "stopped"
         if code != 3:
@@ -165,8 +179,6 @@ class Attempt:
             self.wrong.append("it stopped and says nothing")
         if plan.max_restarts and plan.harm is not Harm.DISK:
             self.wrong.append("it should have gone on by itself")
-        self._check_checkpoint()
-        self._go_on(settings)
 
     def _go_on(self, settings: list[str]) -> None:
         """What a user does next."""
@@ -187,13 +199,18 @@ class Attempt:
             self.wrong.append(f"left behind: processes {command.left()}")
 
     def _check_checkpoint(self) -> None:
+        if self.plan.harm is not Harm.ROT:
+            self._step_of_last()
+
+    def _step_of_last(self) -> int | None:
+        """The step of the last checkpoint; None if there is none, or it is damaged, which is noted."""
         newest = latest(self.fault.run)
-        if newest is None or self.plan.harm is Harm.ROT:
-            return
         try:
-            check(newest)
-        except ConfigError as error:
-            self.wrong.append(f"the last checkpoint is damaged: {error}")
+            return None if newest is None else check(newest).step
+        except Exception as error:  # whatever it is, it belongs into the table, and other runs are to come
+            told = str(error) if isinstance(error, ConfigError) else repr(error)
+            self.wrong.append(f"the last checkpoint is damaged: {told}")
+            return None
 
     def check_losses(self, expected: list[dict[str, float]]) -> None:
         """The whole run, however often it was begun again, is that of nobody disturbed."""
@@ -205,9 +222,8 @@ class Attempt:
                 if not abs(line.get(name, float("nan")) - value) <= _CLOSE * abs(value):
                     self.wrong.append(f"step {right['step']}: {name} is {line.get(name)}, should be {value}")
                     return
-        newest = latest(self.fault.run)
-        if newest is None or check(newest).step != STEPS:
-            self.wrong.append(f"its last checkpoint is {newest}")
+        if self._step_of_last() != STEPS:
+            self.wrong.append(f"its last checkpoint is {latest(self.fault.run)}")
         self.wrong += [f"left behind: {path.name}" for path in leftovers(checkpoints_of(self.fault.run))]
 
 

@@ -2,12 +2,16 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
+import chaos_faults
+import chaos_runs
 import pytest
 from chaos_faults import Fault
-from chaos_plan import describe, make_plan, moment
+from chaos_plan import Harm, describe, make_plan, moment
 from chaos_runs import Attempt, run_plan
 
+from rotorch.core.errors import ConfigError
 from rotorch.train import loop
 
 SEEDS = range(10)
@@ -38,6 +42,77 @@ def test_other_losses_are_noticed(tmp_path):
     attempt.wrong.clear()
     attempt.check_losses([*lines[:2], {"step": 3, "loss": 1.7001}, {"step": 4, "loss": 1.6}])
     assert attempt.wrong[:2] == ["its steps are [1, 2, 3]", "step 3: loss is 1.7, should be 1.7001"]
+
+
+def attempted(plan, directory, *, struck=True):
+    """An attempt in whose run nothing happened yet but, if `struck`, what the plan says."""
+    fault = SimpleNamespace(has_struck=struck, own_disk=False, run=directory)
+    return Attempt(plan, directory / "run.toml", fault=fault)
+
+
+def plan_of(harm, **changes):
+    return replace(make_plan(list(Harm).index(harm)), **{"delay_s": 0.0, "times": 1, "max_restarts": 3, **changes})
+
+
+SWALLOWED = "it happened, and nothing was said or done about it"
+
+
+@pytest.mark.parametrize("harm", Harm)
+def test_what_happens_and_is_not_told_of_is_wrong(harm, tmp_path):
+    late = harm in (Harm.KILL, Harm.KILL_IN_SAVE, Harm.STOP, Harm.MEMORY, Harm.ROT)
+    for struck, delay_s, wrong in (
+        (True, 0.0, [SWALLOWED]),
+        (False, 0.0, []),
+        (True, 0.01, [] if late else [SWALLOWED]),
+    ):
+        attempt = attempted(plan_of(harm, phase="CLIPPING", delay_s=delay_s), tmp_path, struck=struck)
+        attempt.judge(0, told=[])
+        assert (attempt.ended, attempt.wrong) == ("was not disturbed", wrong)
+
+
+def test_ranks_may_do_without_shared_memory_and_say_nothing(tmp_path):
+    attempt = attempted(plan_of(Harm.MEMORY, phase="BUILDING"), tmp_path)
+    attempt.judge(0, told=[])
+    assert (attempt.ended, attempt.wrong) == ("was not disturbed", [])
+
+
+@pytest.mark.parametrize(
+    ("restarts", "code", "told", "ended", "wrong"),
+    [
+        (3, 0, ["rotorch: rank 0 was killed by SIGKILL"], "continued", []),
+        (0, 3, ["rotorch: rank 0 was killed by SIGKILL"], "stopped", []),
+        (0, 0, ["rotorch: rank 0 was killed by SIGKILL"], "continued", ["it says that it failed and ends with 0"]),
+        (3, 3, ["rotorch: rank 0 was killed by SIGKILL"], "stopped", ["it should have gone on by itself"]),
+        (0, 3, ["rotorch: rank 1 was killed by SIGKILL"], "stopped", ["another message than it should be"]),
+        (0, 1, [], "stopped", ["exit code 1", "it stopped and says nothing"]),
+        (0, 3, ["Traceback (most", "rotorch: rank 0 was killed by SIGKILL"], "stopped", ["a traceback on the screen"]),
+    ],
+)
+def test_how_a_run_may_end(restarts, code, told, ended, wrong, tmp_path):
+    attempt = attempted(plan_of(Harm.KILL, victim=0, max_restarts=restarts), tmp_path)
+    attempt.judge(code, told=told)
+    assert (attempt.ended, attempt.wrong) == (ended, wrong)
+
+
+@pytest.mark.parametrize("error", [ConfigError("a byte is another"), KeyError("step")])
+def test_a_damaged_last_checkpoint_is_a_wrong_row(error, tmp_path, monkeypatch):
+    def fail(_):
+        raise error
+
+    monkeypatch.setattr(chaos_runs, "latest", lambda _: tmp_path)
+    monkeypatch.setattr(chaos_runs, "check", fail)
+    attempt = attempted(plan_of(Harm.KILL), tmp_path)
+    attempt.check_losses([])
+    what = "a byte is another" if isinstance(error, ConfigError) else "KeyError('step')"
+    assert f"the last checkpoint is damaged: {what}" in attempt.wrong
+
+
+def test_a_byte_changes_only_when_there_is_a_checkpoint_before(tmp_path, monkeypatch):
+    found = iter([None, "first", "second"])  # the second is still being written when it is looked for
+    monkeypatch.setattr(chaos_faults, "latest", lambda _: next(found))
+    monkeypatch.setattr(chaos_faults, "one_before", lambda path: "first" if path == "second" else None)
+    chaos_faults._await_one_before(tmp_path)
+    assert next(found, "all were looked at") == "all were looked at"
 
 
 @pytest.mark.slow

@@ -1,5 +1,7 @@
 """Plans of chaos: the same for a seed each time, and all that is promised among them."""
 
+from dataclasses import replace
+
 from chaos_plan import EVERY, LAYOUTS, OTHER_LAYOUTS, STEPS, Harm, describe, make_plan, moment, num_ranks
 
 from rotorch.strategies import num_ranks as ranks_of
@@ -39,3 +41,9 @@ def test_moments_come():
         assert (plan.step < STEPS - 1 or plan.phase == "EVALUATING") and plan.victim < num_ranks(plan.layout)
         assert plan.phase != "SAVING" or plan.step % EVERY == 0
         assert num_ranks(plan.layout) == ranks_of(parse_parallel(plan.layout)) <= 4
+
+
+def test_a_moment_has_a_delay_only_where_it_is_waited_for():
+    plans = [replace(plan, delay_s=0.0123) for plan in map(make_plan, range(20))]
+    waited = {(p.harm, p.unlinks) for p in plans if moment(p).endswith(" + 12.3 ms")}
+    assert waited == {(h, False) for h in (Harm.KILL, Harm.KILL_IN_SAVE, Harm.STOP, Harm.MEMORY, Harm.ROT)}
