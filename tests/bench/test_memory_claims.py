@@ -118,18 +118,37 @@ def test_a_rank_needs_three_quarters_of_what_fsdp_does(measured, transport):
     assert ours.peak_bytes <= 0.75 * theirs.peak_bytes
 
 
-@pytest.mark.parametrize("transport", ["messages", "shared_memory"])
-def test_blocks_on_a_grid_take_what_their_layout_says(measured, transport):
-    """Weights, gradients and two averages of AdamW at rest, blocks in flight, slots; few tokens, so little is saved."""
-    parallel, num_layers = f"tesseract=2x2x2[transport={transport}]", 2
+def described(parallel, *, num_rows, num_layers):
+    """A small model, and what the layout says that a rank takes of it."""
     (strategy,) = parse_parallel(parallel)
     with rotorch.on_meta():
         model = causal_lm(config_from_dict({**LLAMA, "num_hidden_layers": num_layers}, source="claims"))
     spec = describe(model, features=True)
-    said = strategy.layout_of(spec, batch=MicroBatch(num_rows=2, num_tokens=4))
+    return spec, strategy.layout_of(spec, batch=MicroBatch(num_rows=num_rows, num_tokens=4))
+
+
+@pytest.mark.parametrize("transport", ["messages", "shared_memory"])
+def test_blocks_on_a_grid_take_what_their_layout_says(measured, transport):
+    """Weights, gradients and two averages of AdamW at rest, blocks in flight, slots; few tokens, so little is saved."""
+    parallel, num_layers = f"tesseract=2x2x2[transport={transport}]", 2
+    spec, said = described(parallel, num_rows=2, num_layers=num_layers)
     found = measured(parallel, vocabulary=512, num_ranks=8, sequence_length=4, num_layers=num_layers)
     assert found.resident["weights"] == said.resident_bytes
     assert found.slots_bytes == said.slots_bytes
     assert (said.slots_bytes > 0) == (transport == "shared_memory")
     assert found.peak_bytes == pytest.approx(4 * said.resident_bytes + said.transient_bytes, rel=0.05)
     assert said.resident_bytes < 0.26 * spec.num_bytes  # on each of two grids
+
+
+@pytest.mark.parametrize(
+    ("transport", "num_layers"),
+    [("messages", 1), ("messages", 2), ("shared_memory", 2)],  # of one layer messages are the most, of two blocks are
+)
+def test_shards_of_blocks_take_what_their_layout_says(measured, transport, num_layers):
+    """Gradients of the step before are gone when whole ones come, so nothing counts twice."""
+    parallel = f"tesseract=1x1x2[zero=true,transport={transport}]"
+    spec, said = described(parallel, num_rows=1, num_layers=num_layers)
+    found = measured(parallel, vocabulary=512, num_ranks=2, sequence_length=4, num_layers=num_layers)
+    assert found.resident["weights"] == said.resident_bytes < 0.51 * spec.num_bytes
+    assert found.slots_bytes == said.slots_bytes
+    assert found.peak_bytes == pytest.approx(4 * said.resident_bytes + said.transient_bytes, rel=0.05)

@@ -8,8 +8,8 @@
 
 [Note: shards over depth]
     Where layers of a grid share their blocks at rest, blocks are gathered for a step, and gradients of whole blocks are
-    there until they are summed. Both go through messages of some weights together (`messages_of`). Gathered blocks have
-    no home that others read; over shared memory they go through slots.
+    there until they are summed; those of the step before are gone by then. Both go through messages of some weights
+    together (`messages_of`). Gathered blocks have no home that others read; over shared memory they go through slots.
 
 [Note: in flight]
     Over messages the blocks of other ranks are copied, one in use and one under way; of the parts that a product makes
@@ -50,23 +50,31 @@ def in_flight_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatc
     return copies * max(layers, default=0)
 
 
-def with_gathered_bytes(place: GridPlace, units: Sequence[Unit], *, in_flight: int) -> int:
+def with_gathered_bytes(place: GridPlace, units: Sequence[Unit], *, in_flight: int, shared: bool) -> int:
     """What a step takes beyond weights, gradients and optimizer at rest, slots aside (see [Note: shards over depth]).
 
-    Blocks are there until the last backward, their gradients until they are summed, for which they are copied.
+    Gradients at rest are not there while whole ones are, so they are taken off.
 
     Args:
         place: of the rank.
         units: of the model, or one of them.
         in_flight: what products take.
+        shared: whether messages travel through shared memory.
     """
     shards = [w for unit in units for w in unit.weights if place.is_in_shards(w)]
     if not shards:
         return in_flight
     trained = [w for w in shards if w.trained]
-    largest = max((part for part, _ in _messages(place, trained)), default=0)
-    copied = (place.depth + 1) * largest
-    return max(sum(map(place.block_bytes, shards)) + in_flight, copied) + sum(map(place.block_bytes, trained))
+    blocks, grads = sum(map(place.block_bytes, shards)), sum(map(place.block_bytes, trained))
+    gathering = blocks + (place.depth + 1) * _largest_message(place, shards)
+    computing = blocks + in_flight + grads
+    # A message's own gradients are gone by the time its sum is there; gloo copies what it scatters.
+    summing = grads + (1 if shared else place.depth + 1) * _largest_message(place, trained)
+    return max(gathering, computing, summing) - sum(map(place.held_bytes, trained))
+
+
+def _largest_message(place: GridPlace, weights: list[Weight]) -> int:
+    return max((part for part, _ in _messages(place, weights)), default=0)
 
 
 def messages_of(sizes: Sequence[int], *, depth: int) -> list[range]:

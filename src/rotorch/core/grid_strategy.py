@@ -79,7 +79,7 @@ class GridStrategy(Strategy):
         place, shared = self._place(position), self.transport == "shared_memory"
         slots = slots_bytes(place, units, batch=batch) if shared else 0
         in_flight = in_flight_bytes(place, units, batch=batch, shared=shared)
-        transient = slots + with_gathered_bytes(place, units, in_flight=in_flight)
+        transient = slots + with_gathered_bytes(place, units, in_flight=in_flight, shared=shared)
         transfers = () if shared else layout.transfers
         return replace(layout, transient_bytes=transient, slots_bytes=slots, transfers=transfers)
 

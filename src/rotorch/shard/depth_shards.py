@@ -122,6 +122,10 @@ class DepthShards(Twins):
     def start(self) -> None:
         """Before a step, as `Twins.start`; gathers whole blocks. All ranks of the depth call it."""
         super().start()
+        if torch.is_grad_enabled():  # the last step's would lie beside the whole ones of this step
+            self._summed, self._at_rest = {}, {}
+            for part in self._held_parts.values():
+                part.grad = None
         for twin in self.twins.values():
             if twin.shape:
                 twin.untyped_storage().resize_(twin.numel() * twin.itemsize)
@@ -146,30 +150,32 @@ class DepthShards(Twins):
         """
         self._free()  # no pass comes that would read them
         for number, message in enumerate(self._scatters):
-            grads = {name: self.twins[name].grad for name in message.names}
-            first = self.twins[message.names[0]]
-            whole = first.new_zeros(self._depth.size, message.width)
-            for layer in range(self._depth.size):
-                parts = message.parts(whole[layer], self.twins, layer=layer)
-                for (name, part), rows in zip(parts.items(), message.rows, strict=True):
-                    if (grad := grads[name]) is not None:
-                        part.copy_(grad[rows[layer].start : rows[layer].stop])
-            for name in message.names:
-                self.twins[name].grad = None
-            if number not in self._summed:
-                self._summed[number] = torch.empty_like(whole[0])
-            mine = self._summed[number].copy_(self._depth.reduce_scatter(whole.view(-1)))
-            parts = message.parts(mine, self.twins, layer=self._depth.position)
-            own = mine[: sum(part.numel() for part in parts.values())]
-            for line in message.lines:
-                line.all_reduce(own)
-            for name, part in parts.items():
-                self._held_parts[name].grad = part
+            self._summed[number] = self._scatter(message)
         for name, twin in self.twins.items():
             if not twin.shape and twin.requires_grad:
                 twin.grad = torch.zeros_like(twin) if twin.grad is None else twin.grad
                 for line in self._lines[name]:
                     line.all_reduce(twin.grad)
+
+    def _scatter(self, message: _Message) -> Tensor:
+        first = self.twins[message.names[0]]
+        whole = first.new_zeros(self._depth.size, message.width)
+        for layer in range(self._depth.size):
+            parts = message.parts(whole[layer], self.twins, layer=layer)
+            for (name, part), rows in zip(parts.items(), message.rows, strict=True):
+                if (grad := self.twins[name].grad) is not None:
+                    part.copy_(grad[rows[layer].start : rows[layer].stop])
+        grad = None  # whole gradients go before their sum is there
+        for name in message.names:
+            self.twins[name].grad = None
+        mine = self._depth.reduce_scatter(whole.view(-1))
+        parts = message.parts(mine, self.twins, layer=self._depth.position)
+        own = mine[: sum(part.numel() for part in parts.values())]
+        for line in message.lines:
+            line.all_reduce(own)
+        for name, part in parts.items():
+            self._held_parts[name].grad = part
+        return mine
 
     def attach(self) -> None:
         """After a step: gives the DTensors this rank's stretches of the gradients."""
