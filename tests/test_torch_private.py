@@ -15,6 +15,7 @@ from rotorch._torch_private import (
     FUSED_ATTENTION,
     TRUNCATED_NORMAL,
     TorchDispatchMode,
+    as_one_message,
     fake_store,
     flat_group,
     flight_record,
@@ -35,6 +36,7 @@ from rotorch._torch_private import (
 from rotorch.comm.line import Line
 from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind
+from rotorch.testing.ranks import run_ranks
 
 
 def test_everything_it_offers_is_tested_here():
@@ -141,6 +143,22 @@ def test_a_truncated_normal_is_drawn_by_one_function_wherever_its_caller_comes_f
     monkeypatch.setattr(nn.init, TRUNCATED_NORMAL, lambda *args, **kwargs: calls.append(args[1:5]))
     before(torch.empty(2, device="meta"), mean=0.5, std=2.0, a=-1.0, b=1.0)
     assert calls == [(0.5, 2.0, -1.0, 1.0)]
+
+
+def gathered_as_one():
+    parts = [torch.full((2,), float(dist.get_rank())), torch.full((3,), 10.0 + dist.get_rank())]
+    wholes = [torch.empty(4), torch.empty(6)]
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    with as_one_message(dist.group.WORLD) as message:
+        for whole, part in zip(wholes, parts, strict=True):
+            gather(whole, part)
+    message.wait()
+    return [whole.tolist() for whole in wholes]
+
+
+def test_collectives_of_one_kind_become_one_message():
+    for found in run_ranks(gathered_as_one, num_ranks=2):
+        assert found == [[0.0, 0.0, 1.0, 1.0], [10.0] * 3 + [11.0] * 3]
 
 
 def test_a_fake_group_has_any_size_and_does_nothing():

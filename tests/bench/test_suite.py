@@ -230,4 +230,6 @@ def test_a_missing_suite_says_so(tmp_path):
 
 def test_the_standard_suite_names_every_peer():
     named = tomllib.loads(STANDARD.read_text())["peers"]
-    assert named == [*PEERS]
+    assert named == [
+        name for name in PEERS if name != "pipeline-fsdp2"
+    ]  # several micro-batches: benchmarks/pipelines.py

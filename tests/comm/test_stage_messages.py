@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rotorch.comm.stage_messages import StageMessages
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import HeardFailure
 from rotorch.models.stages import StageOutput
 from rotorch.parallel_model import Holding
 from rotorch.pipeline_step import PipelineStep
@@ -223,7 +223,7 @@ def test_all_ranks_raise_and_the_next_step_is_exact_again(at):
     for _ in range(2):  # shapes unknown, then known
         pipeline.chain.breaks_at = at
         raised = pipeline.step()
-        assert {type(error) for error in raised} == {ZeroDivisionError, RankFailure}
+        assert {type(error) for error in raised} == {ZeroDivisionError, HeardFailure}
         assert isinstance(raised[at[0] % 2], ZeroDivisionError)
         pipeline.chain.breaks_at = None
         assert pipeline.is_exact()

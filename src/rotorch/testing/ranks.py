@@ -126,6 +126,23 @@ def _where(ranks: Iterable[int], processes: list[Any], *, folder: Path, patience
     return "\n".join(f"rank {rank} is at\n" + "\n".join(found) for rank, found in lines.items())
 
 
+def _read(pending: dict[int, Connection], processes: list[Any], results: list[Any]) -> list[tuple[float, str]]:
+    """Takes what ranks have sent, which are not pending any more: results, and failures with when they were."""
+    failures: list[tuple[float, str]] = []
+    for rank in [r for r, pipe in pending.items() if pipe.poll()]:
+        try:
+            sent_at, ok, value = pending.pop(rank).recv()
+        except EOFError:
+            processes[rank].join()
+            failures.append((0.0, f"rank {rank} died: exit code {processes[rank].exitcode}"))
+            continue
+        if ok:
+            results[rank] = value
+        else:
+            failures.append((sent_at, f"rank {rank} raised:\n{value}"))
+    return failures
+
+
 def _collect(pipes: list[Connection], processes: list[Any], *, folder: Path, timeout_s: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     pending = dict(enumerate(pipes))
@@ -140,20 +157,12 @@ def _collect(pipes: list[Connection], processes: list[Any], *, folder: Path, tim
                 f"ranks {sorted(pending)} of {len(pipes)} have not finished after {timeout_s:.0f} s\n{where}"
             )
         # A rank that fails takes others with it, which then raise as well. All that is there by now is read, since the
-        # cause is sent before its consequences; a rank that died without a word comes before both.
-        failures: list[tuple[float, str]] = []
-        for rank in [r for r, pipe in pending.items() if pipe.poll()]:
-            try:
-                sent_at, ok, value = pending[rank].recv()
-            except EOFError:
-                processes[rank].join()
-                failures.append((0.0, f"rank {rank} died: exit code {processes[rank].exitcode}"))
-                continue
-            if ok:
-                results[rank] = value
-                del pending[rank]
-            else:
-                failures.append((sent_at, f"rank {rank} raised:\n{value}"))
+        # cause is sent before its consequences; a rank that died without a word comes before both, and is given the
+        # moment in which the others may have missed it already.
+        failures = _read(pending, processes, results)
+        if failures and min(failures)[0] > 0.0 and pending:
+            wait(list(pending.values()), timeout=_HEARSAY_S)
+            failures += _read(pending, processes, results)
         if failures:
             raise RankFailure(min(failures)[1])
     return results
