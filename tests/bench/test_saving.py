@@ -45,4 +45,5 @@ def test_the_page_has_its_figures(saving, monkeypatch):
 def test_the_words_beside_them_are_true():
     ours, theirs = json.loads(RESULT.read_text())["rows"]
     assert ours["async_call_beyond_copy_of_step"] < 0.05
-    assert ours["async_step_longer_of_step"] > theirs["async_step_longer_of_step"], "docs/checkpoints.md says so"
+    for what in ("save_s_median", "async_call_s_median", "async_step_longer_of_step"):
+        assert ours[what] < theirs[what], what
