@@ -12,7 +12,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 from by_hand import make, step
-from hypothesis import HealthCheck, given, settings
+from hostile import FEW, JSON, MANY, is_one_line, spoilt
+from hypothesis import given
 from hypothesis import strategies as st
 
 from rotorch import cli
@@ -24,62 +25,6 @@ from rotorch.train.checkpoint import inspect_checkpoint, load, save
 from rotorch.train.corpus import find_corpus
 from rotorch.train.manifest import json_digest, manifest_text, read_manifest
 from rotorch.train.token_file import HEADER_BYTES, DamagedTokenFile, TokenFile
-
-MANY = settings(max_examples=100, derandomize=True, suppress_health_check=list(HealthCheck))
-FEW = settings(MANY, max_examples=40)
-
-SCALARS = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(),
-    st.sampled_from([-1, 0, 2**31, 2**63, 10**30]),
-    st.floats(),
-    st.text(max_size=12),
-    st.sampled_from(["../../x", "/etc/passwd", "\0", "rank-00000.safetensors", "F32", "O", "a\nb"]),
-)
-JSON = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3)
-)
-
-
-def is_one_line(error):
-    assert "\n" not in str(error).strip() and str(error)
-
-
-def leaves(value, path=()):
-    """The places in a JSON value, its own first."""
-    yield path
-    inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in inside:
-        yield from leaves(inner, (*path, key))
-
-
-def with_leaf(value, path, new):
-    """A copy of a JSON value that has `new` at a place, or lacks it (`...`)."""
-    if not path:
-        return {} if new is ... else new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    if len(path) == 1 and new is ...:
-        del copy[path[0]]
-    else:
-        copy[path[0]] = with_leaf(value[path[0]], path[1:], new)
-    return copy
-
-
-def spoilt(value):
-    """A JSON value with one to three of its places changed, or left out."""
-
-    @st.composite
-    def draw(pick):
-        found = value
-        for _ in range(pick(st.integers(1, 3))):
-            if isinstance(found, (dict, list)):
-                places = list(leaves(found))
-                found = with_leaf(found, pick(st.sampled_from(places)), pick(JSON | st.just(...)))
-        return found
-
-    return draw()
-
 
 # ---------------------------------------------------------------- configurations
 

@@ -250,7 +250,7 @@ def _tokenizer(path: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False)
     except Exception as error:  # as above
         raise ConfigError(f"model: {str(path)!r}: transformers cannot read its tokenizer: {error}") from None
 

@@ -12,6 +12,7 @@ end. Ids that are no targets, filling included, carry `NOT_A_TARGET` in the toke
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -24,10 +25,16 @@ import numpy as np
 import numpy.typing as npt
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.small_files import read_small
 from rotorch.train.corpus import Corpus, CorpusFile, read_json_lines
-from rotorch.train.tokens import Tokens
+from rotorch.train.tokens import Tokens, library_errors, without_surrogates
 from rotorch.train.windows import NOT_A_TARGET
 
+_MOST_CONFIG_BYTES = 1 << 24
+_READ_BY_TRANSFORMERS = (
+    *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
+)
+_MOST_FIELDS_SHOWN = 12
 _SUFFIXES = {".jsonl", ".ndjson"}
 
 _log = logging.getLogger(__name__)
@@ -67,7 +74,7 @@ class Instructions:
     def check_first(self) -> None:
         """Raises ConfigError if the first record is broken, or there is none."""
         for where, record in self._records():
-            self._segments(record, where=where)
+            self._segments(self._messages(record, where=where), where=where)
             return
         raise ConfigError(f"corpus '{self.corpus.source}': empty: no record in {len(self.corpus.files)} files")
 
@@ -86,7 +93,8 @@ class Instructions:
         first_lost = ""
         for where, record in self._records():
             ids: list[int] = []
-            for part, is_target in self._segments(record, where=where):
+            messages = self._messages(record, where=where)
+            for part, is_target in self._segments(messages, where=where):
                 ids += part if is_target else [token | NOT_A_TARGET for token in part]
             if len(ids) > length:
                 num_cut += 1
@@ -101,7 +109,7 @@ class Instructions:
                 window, examples, text_bytes = [], 0, 0
             window += ids
             examples += 1
-            text_bytes += self._num_bytes(record)
+            text_bytes += sum(len(message["content"].encode("utf-8", errors="replace")) for message in messages)
         if window:
             yield self._filled(window, length), examples, text_bytes
         if num_cut:
@@ -125,14 +133,16 @@ class Instructions:
                 file.path, example=f'{{"{self.prompt_field}": "...", "{self.response_field}": "..."}}'
             )
 
-    def _segments(self, record: dict[str, Any], *, where: str) -> list[Segment]:
-        """The ids of a record, in order."""
-        messages = self._messages(record, where=where)
+    def _segments(self, messages: list[dict[str, str]], *, where: str) -> list[Segment]:
+        """The ids of a record's conversation, in order."""
         if self.chat is not None:
             return self._templated(messages, where=where)
-        prompt, response = (message["content"] for message in messages)
         end = [] if self.tokens.end_id is None else [self.tokens.end_id]
-        return [(self.tokens.encode(prompt), False), ([*self.tokens.encode(response), *end], True)]
+        try:
+            prompt, response = (self.tokens.encode(message["content"]) for message in messages)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+        return [(prompt, False), ([*response, *end], True)]
 
     def _templated(self, messages: list[dict[str, str]], *, where: str) -> list[Segment]:
         segments: list[Segment] = []
@@ -147,19 +157,25 @@ class Instructions:
                     f"{where}: the tokenizer's chat template writes earlier turns otherwise once later ones follow, so "
                     "responses cannot be told from it. Write conversations of one turn"
                 )
-            segments += [(self._encode(before[len(written) :]), False), (self._encode(after[len(before) :]), True)]
+            prompt, response = before[len(written) :], after[len(before) :]
+            segments += [(self._encode(prompt, where=where), False), (self._encode(response, where=where), True)]
             written = after
         return segments
 
     def _render(self, messages: list[dict[str, str]], *, where: str, **options: Any) -> str:
-        try:
+        with library_errors(f"{where}: the tokenizer's chat template refuses it", instead="Write what it takes"):
             return str(self.chat.apply_chat_template(messages, tokenize=False, **options))
-        except Exception as error:  # whatever the template raises
-            raise ConfigError(f"{where}: the tokenizer's chat template refuses it: {error}") from None
 
-    def _encode(self, text: str) -> list[int]:
+    def _encode(self, text: str, *, where: str) -> list[int]:
         """Ids of a piece of a conversation; here text that spells a special token is that token."""
-        return list(self.chat(text, add_special_tokens=False).input_ids)
+        with library_errors(f"{where}: the tokenizer cannot tokenise it", instead="Write another data.tokenizer"):
+            ids = [int(token) for token in self.chat(without_surrogates(text), add_special_tokens=False).input_ids]
+        if ids and not 0 <= min(ids) <= max(ids) < self.tokens.vocab_size:
+            raise ConfigError(
+                f"{where}: tokenizer '{self.tokens.name}': its tokenizer_config.json adds tokens with ids up to "
+                f"{max(ids)}, and its tokenizer.json ends at {self.tokens.vocab_size - 1}. Write them into that, too"
+            )
+        return ids
 
     def _messages(self, record: dict[str, Any], *, where: str) -> list[dict[str, str]]:
         """A record as a conversation, checked."""
@@ -173,7 +189,7 @@ class Instructions:
         for field in (self.prompt_field, self.response_field):
             if field not in record:
                 raise ConfigError(
-                    f"{where}: no field '{field}'; the fields are {', '.join(map(str, record)) or 'none'}. Write "
+                    f"{where}: no field '{field}'; the fields are {_fields(record)}. Write "
                     "data.prompt_field=... and data.response_field=... with those that hold the text"
                 )
             if not isinstance(record[field], str):
@@ -185,10 +201,10 @@ class Instructions:
             {"role": "assistant", "content": record[self.response_field]},
         ]
 
-    def _num_bytes(self, record: dict[str, Any]) -> int:
-        texts = [record.get(self.prompt_field, ""), record.get(self.response_field, "")]
-        texts += [message["content"] for message in record.get("messages", ()) if isinstance(message, dict)]
-        return sum(len(text.encode("utf-8", errors="replace")) for text in texts)
+
+def _fields(record: dict[str, Any]) -> str:
+    shown = [" ".join(field.split()) for field in list(record)[:_MOST_FIELDS_SHOWN]]
+    return ", ".join(shown) or "none"
 
 
 def _conversation(messages: Any, *, where: str) -> list[dict[str, str]]:
@@ -232,10 +248,12 @@ def open_chat(tokenizer: str) -> Any:
     directory = directory if directory.is_dir() else directory.parent
     if not (directory / "tokenizer.json").is_file() or not (directory / "tokenizer_config.json").is_file():
         return None
+    for name in _READ_BY_TRANSFORMERS:
+        with contextlib.suppress(FileNotFoundError):
+            read_small(directory / name, most_bytes=_MOST_CONFIG_BYTES, what="a tokenizer's configuration")
     from transformers import AutoTokenizer
 
-    try:
-        chat = AutoTokenizer.from_pretrained(directory)
-    except Exception as error:  # what it raises is not documented
-        raise ConfigError(f"tokenizer '{directory}': transformers cannot open it: {error}") from None
+    with library_errors(f"tokenizer '{directory}': transformers cannot open it"):
+        # Asked for nothing, it would ask whoever sits there whether to run code that the directory brings.
+        chat = AutoTokenizer.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
     return chat if chat.chat_template else None

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import abc
 import codecs
+import contextlib
 import hashlib
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -27,11 +29,18 @@ import numpy.typing as npt
 import tokenizers
 
 from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.small_files import read_small
 from rotorch.train.corpus import PIECE_BYTES
 
 BYTES = "bytes"
 
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOS>", "[EOS]")
+
+_MOST_BYTES = 1 << 29  # of a tokenizer.json; the largest that are published have some 40 MB
+_MOST_CONFIG_BYTES = 1 << 24
+_MOST_IDS = 1 << 31  # the bit above says of an id in a window that it is no target
+_SHOWN_CHARS = 40
+_NOT_OF_A_LIBRARY = (ConfigError, KeyboardInterrupt, SystemExit, GeneratorExit)
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +134,7 @@ class VocabularyTokens(Tokens):
         """
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            content = file.read_bytes()
+            content = read_small(file, most_bytes=_MOST_BYTES, what="a tokenizer.json")
         except FileNotFoundError as error:
             raise ConfigError(
                 f"tokenizer '{path}': no such file: '{file}'. Write a tokenizer.json, "
@@ -133,10 +142,8 @@ class VocabularyTokens(Tokens):
             ) from error
         except OSError as error:
             raise ConfigError(f"tokenizer '{file}': cannot read: {error.strerror}") from error
-        try:
+        with library_errors(f"tokenizer '{file}': not a tokenizer.json, or a damaged one"), _panics_unheard():
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except Exception as error:  # the library raises bare Exception
-            raise ConfigError(f"tokenizer '{file}': not a tokenizer.json, or a damaged one: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -145,6 +152,11 @@ class VocabularyTokens(Tokens):
             raise ConfigError(f"tokenizer '{file}': its vocabulary is empty")
         self.name = str(path)
         self.vocab_size = max(self._vocabulary.values()) + 1  # not the number of tokens: ids may have holes
+        if self.vocab_size > _MOST_IDS:
+            raise ConfigError(
+                f"tokenizer '{file}': its largest id is {self.vocab_size - 1}, and the most is {_MOST_IDS - 1}. "
+                "Write another tokenizer"
+            )
         self.end_id = self._find_end(file, eos_token=eos_token)
         self.digest = hashlib.sha256(content + f"|{self.end_id}".encode()).hexdigest()
 
@@ -170,11 +182,16 @@ class VocabularyTokens(Tokens):
         return self._vocabulary[eos_token]
 
     def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        with library_errors(
+            f"tokenizer '{self.name}': cannot tokenise {text[:_SHOWN_CHARS]!r}",
+            instead="Write another tokenizer, or this one with its unknown token in its vocabulary",
+        ):
+            return list(self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [int(token) for token in ids if 0 <= token < self.vocab_size and token != self.end_id]
-        return str(self._tokenizer.decode(known, skip_special_tokens=True))
+        with library_errors(f"tokenizer '{self.name}': cannot write ids as text", instead="Write another tokenizer"):
+            return str(self._tokenizer.decode(known, skip_special_tokens=True))
 
     def encode_pieces(self, pieces: Iterable[tuple[bytes, bool]]) -> Iterator[npt.NDArray[Any]]:
         batch: list[tuple[str, bool]] = []
@@ -189,7 +206,12 @@ class VocabularyTokens(Tokens):
             yield self._encode_batch(batch)
 
     def _encode_batch(self, batch: Sequence[tuple[str, bool]]) -> npt.NDArray[Any]:
-        encodings = self._tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+        except BaseException:
+            for text, _ in batch:
+                self.encode(text)  # says which of them it is
+            raise
         end = np.array([] if self.end_id is None else [self.end_id], self.dtype)
         arrays: list[npt.NDArray[Any]] = []
         for encoding, (_, ends_document) in zip(encodings, batch, strict=True):
@@ -267,6 +289,48 @@ def check_vocabulary(tokens_vocab: int, *, model_vocab: int) -> None:
         )
 
 
+@contextlib.contextmanager
+def library_errors(what: str, *, instead: str = "Write another tokenizer, or 'bytes'") -> Iterator[None]:
+    """Whatever a tokenizer library raises within the block becomes a ConfigError in one line.
+
+    Libraries raise bare Exception, and a panic in their Rust is a BaseException whose class nobody can import.
+
+    Args:
+        what: begins the message.
+        instead: ends it: what to write.
+    """
+    try:
+        yield
+    except _NOT_OF_A_LIBRARY:
+        raise
+    except BaseException as error:
+        raise ConfigError(f"{what}: {' '.join(str(error).split()).rstrip('.')}. {instead}") from error
+
+
+def without_surrogates(text: str) -> str:
+    """The text with "?" for halves of characters, which JSON may hold and UTF-8 cannot."""
+    return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
+
+
+@contextlib.contextmanager
+def _panics_unheard() -> Iterator[None]:
+    """Keeps what is written to stderr from the user if the block raises: Rust writes its panics there itself."""
+    with tempfile.TemporaryFile() as heard:
+        stderr = os.dup(2)
+        os.dup2(heard.fileno(), 2)
+        try:
+            yield
+        except BaseException:
+            heard.truncate(0)
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            heard.seek(0)
+            while data := heard.read(1 << 16):
+                os.write(2, data)
+
+
 def _texts(pieces: Iterable[tuple[bytes, bool]]) -> Iterator[tuple[str, bool]]:
     """Decodes pieces and cuts them anew where a tokenizer would: see [Note: where a long document is cut]."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -306,8 +370,9 @@ def _declared_end(directory: Path) -> str | None:
     """The end-of-text token that the files beside a tokenizer name."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         try:
-            declared = json.loads((directory / name).read_text(encoding="utf-8")).get("eos_token")
-        except (OSError, ValueError, AttributeError):
+            content = read_small(directory / name, most_bytes=_MOST_CONFIG_BYTES, what="a tokenizer's configuration")
+            declared = json.loads(content).get("eos_token")
+        except (OSError, ValueError, AttributeError, RecursionError):
             continue  # these files are optional, and only a hint
         token = declared.get("content") if isinstance(declared, dict) else declared
         if isinstance(token, str):
