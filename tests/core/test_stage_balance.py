@@ -11,9 +11,9 @@ from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.stage_balance import LayerCost, balanced, layer_costs
 from rotorch.core.stages import LayerOrder
 from rotorch.core.traffic import MicroBatch
-from rotorch.strategies import parse_parallel
+from rotorch.strategies import for_batch, format_parallel, parse_parallel
 
-COSTS = st.builds(LayerCost, st.integers(0, 9), st.integers(0, 18), st.integers(0, 9), st.integers(0, 9))
+COSTS = st.builds(LayerCost, *[st.integers(0, most) for most in (9, 18, 9, 9, 9)])
 
 
 def every_cut(num_layers, num_stages):
@@ -22,12 +22,15 @@ def every_cut(num_layers, num_stages):
         yield tuple(range(a, b) for a, b in pairwise(edges))
 
 
-def measures(costs, parts, *, kept, shared_by):
+def measures(costs, parts, *, kept, shared_by, gathered):
     """Of the slowest stage, of the largest, and how uneven they are in time."""
-    times = [sum(costs[i].flops for i in part) for part in parts]
+    each = [[costs[i] for i in part] for part in parts]
+    times = [sum(c.flops for c in part) for part in each]
     bytes_ = [
-        sum(costs[i].state_bytes for i in part) / shared_by + sum(costs[i].activation_bytes for i in part) * number
-        for part, number in zip(parts, kept, strict=True)
+        sum(c.state_bytes for c in part) / shared_by
+        + gathered * sum(c.gathered_bytes for c in part)
+        + number * sum(c.activation_bytes for c in part)
+        for part, number in zip(each, kept, strict=True)
     ]
     return max(times), max(bytes_), sum(t * t for t in times)
 
@@ -36,7 +39,7 @@ def measures(costs, parts, *, kept, shared_by):
 def test_no_other_cut_within_the_limit_is_faster_then_smaller_then_more_even(costs, shared_by, limit, data):
     num_stages = data.draw(st.integers(1, len(costs)))
     kept = data.draw(st.lists(st.integers(0, 4), min_size=num_stages, max_size=num_stages))
-    how = {"kept": kept, "shared_by": shared_by}
+    how = {"kept": kept, "shared_by": shared_by, "gathered": data.draw(st.sampled_from([0, 0.5, 1]))}
     each = [measures(costs, parts, **how) for parts in every_cut(len(costs), num_stages)]
     if limit is not None and not any(largest <= limit for _, largest, _ in each):
         with pytest.raises(ConfigError, match="keeps each within"):
@@ -113,5 +116,43 @@ def test_the_first_stages_of_1f1b_keep_more_micro_batches_and_get_fewer_layers_w
     counts = [int(n) for n in small.split("-")]
     assert counts[0] < 3 and sum(counts) == 12
     assert pipeline.model_copy(update={"layers": small}).parts_of(spec)[0] == range(counts[0])
-    with pytest.raises(ConfigError, match="no cut of 12 layers into 4 parts keeps each within 5,000 bytes"):
+    with pytest.raises(ConfigError, match=r"no cut of 12 layers into 4 stages keeps each within 4\.88 KiB"):
         pipeline.best_layers(spec, batch=BATCH, num_micro_batches=8, limit_bytes=5000)
+
+
+def fitted(parallel, spec, *, num_micro_batches=4):
+    return format_parallel(for_batch(parse_parallel(parallel), spec, batch=BATCH, num_micro_batches=num_micro_batches))
+
+
+def test_a_limit_of_memory_becomes_layers_once_the_batch_is_known():
+    spec = model(num_layers=12, vocabulary=10)
+    assert fitted("pp=4[rank_memory=21kB]", spec, num_micro_batches=8) == "pp=4[layers=2-3-3-4]"
+    assert fitted("ddp=2,pp=4[rank_memory=1MiB]", spec) == "ddp=2,pp=4[layers=3-3-3-3]"
+    assert fitted("pp=4,rtp=2", spec) == "pp=4,rtp=2"
+    with pytest.raises(ConfigError, match=r"^pp=4\[rank_memory=5kB\]: no cut of 12 layers into 4 stages keeps each"):
+        fitted("pp=4[rank_memory=5kB]", spec)
+    with pytest.raises(ConfigError, match=r"^pp=2\[rank_memory=1MiB\]: 2 stages over Model, which has 1 layers"):
+        fitted("pp=2[rank_memory=1MiB]", model(num_layers=1, vocabulary=10))
+    (unknown,) = parse_parallel("pp=4[rank_memory=1MiB]")
+    with pytest.raises(ConfigError, match=r"depends on the batch, which only a run says. Write layers=\.\.\."):
+        unknown.check(spec)
+
+
+def test_ranks_inside_share_weights_and_what_they_gather_counts_whole():
+    """Weights that are all there is to hold: a layer is W bytes, with gradient and optimizer 4 W."""
+    spec = model(num_layers=4, vocabulary=1, width=256)
+    layer = 3 * 256 * 256 * 4
+    for parallel, held in (
+        ("pp=2[{}]", 8),
+        ("pp=2[chunks=2,schedule=interleaved_1f1b,{}]", 8),
+        ("pp=2[{}],rtp=4", 2),
+        ("pp=2[{}],megatron=4", 2),
+        ("pp=2[{}],fsdp=4", 2 + 4),
+        ("pp=2[chunks=2,schedule=interleaved_1f1b,{}],fsdp=4", 2 + 2),  # one of two stages at a time
+        ("zeropp=2x4[{}]", 2 + 4),
+        ("zeropp=2x4[inner=rtp,{}]", 2),
+    ):
+        fits, does_not = (parallel.format(f"rank_memory={int(part * held * layer)}") for part in (1.25, 0.99))
+        assert "layers=" in fitted(fits, spec, num_micro_batches=2), fits
+        with pytest.raises(ConfigError, match="no cut of 4 layers"):
+            fitted(does_not, spec, num_micro_batches=2)

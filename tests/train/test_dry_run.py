@@ -63,3 +63,13 @@ def test_it_is_said_how_layers_are_shared_out_among_stages(run_toml, tmp_path):
     assert (done.code, done.stderr) == (0, "")
     assert "stages: layers=1, by operations 100 % of a step" in done.stdout
     assert json.loads(said.read_text())["stages"] == {"layers": "1", "parts_of_operations": [1.0]}
+
+
+def test_a_limit_of_memory_says_how_layers_are_shared_out(run_toml, tmp_path):
+    words = ["train", run_toml, "--dry-run", "--parallel"]
+    done = rotorch(tmp_path / "log", *words, "pp=1[rank_memory=1GiB]")
+    assert (done.code, done.stderr) == (0, "")
+    assert "ranks   1, pp=1[layers=1]" in done.stdout and "stages: layers=1" in done.stdout
+    done = rotorch(tmp_path / "log", *words, "pp=1[rank_memory=1KiB]")
+    assert done.code == 2
+    assert "pp=1[rank_memory=1KiB]: no cut of 1 layers into 1 stages keeps each within 1.00 KiB" in done.stderr

@@ -6,7 +6,8 @@
     half of which a causal mask leaves out. A look-up takes none, a head as any matrix. Backward takes twice as much as
     forward, and recomputing once more.
     Memory is what is there from step to step (weights, gradients, two states of AdamW), and of each micro-batch that
-    waits for its backward what matrices gave, hidden states, and logits with their gradient. Both are estimates: what
+    waits for its backward what matrices gave, hidden states, and logits with their gradient. Where a stage is gathered
+    from its ranks, its weights and their gradients are there once more, whole. Both are estimates: what
     counts is how layers compare with each other, and with a large head (DawnPiper, arXiv 2505.05856, measures instead).
 """
 
@@ -20,6 +21,7 @@ from operator import add
 from typing import TYPE_CHECKING
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
 from rotorch.core.traffic import MicroBatch
 
 if TYPE_CHECKING:
@@ -43,12 +45,14 @@ class LayerCost:
         backward_flops: of one micro-batch, with what is recomputed.
         state_bytes: weights, gradients and optimizer.
         activation_bytes: kept of one micro-batch between its forward and its backward.
+        gathered_bytes: weights and gradients, whole: what is there besides while they are gathered.
     """
 
     forward_flops: int
     backward_flops: int
     state_bytes: int
     activation_bytes: int
+    gathered_bytes: int = 0
 
     @property
     def flops(self) -> int:
@@ -70,7 +74,7 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
     hidden = tokens * order.width * batch.itemsize
     flops = [2 * tokens * batch.num_tokens * order.attention_width] * (last + 1)
     kept = [2 * hidden] * (last + 1)
-    state = [0] * (last + 1)
+    state, gathered = [0] * (last + 1), [0] * (last + 1)
     head_flops = logits = 0
     for weight in spec.weights:
         places = [order.place_of(name) for name in (weight.name, *weight.aliases)]
@@ -78,6 +82,8 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
         state[home] += (_STATES if weight.trained else 1) * weight.num_bytes
         for layer in others:
             state[layer] += (_STATES_OF_GUEST if weight.trained else 1) * weight.num_bytes
+        for layer in (home, *others):
+            gathered[layer] += (2 if weight.trained else 1) * weight.num_bytes
         for place in places:
             used, outputs = _per_token(weight, experts=order.experts_per_token)
             if place > last:
@@ -92,6 +98,7 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
             backward_flops=(3 if recompute else 2) * flops[layer] + (2 * head_flops if layer == last else 0),
             state_bytes=state[layer],
             activation_bytes=(hidden if recompute else kept[layer]) + (logits if layer == last else 0),
+            gathered_bytes=gathered[layer],
         )
         for layer in range(last + 1)
     )
@@ -109,7 +116,12 @@ def _per_token(weight: Weight, *, experts: int) -> tuple[int, int]:
 
 
 def balanced(
-    costs: Sequence[LayerCost], *, kept: Sequence[int], limit_bytes: float | None = None, shared_by: int = 1
+    costs: Sequence[LayerCost],
+    *,
+    kept: Sequence[int],
+    limit_bytes: float | None = None,
+    shared_by: int = 1,
+    gathered: float = 0.0,
 ) -> tuple[range, ...]:
     """Cuts layers into stages, none empty, of which the slowest is as fast as can be.
 
@@ -120,6 +132,7 @@ def balanced(
         kept: of each stage, how many micro-batches' activations it holds at a time.
         limit_bytes: no stage may take more; None: as much as it likes.
         shared_by: how many ranks share the weights of a stage.
+        gathered: how much of what a gather makes whole is counted to a stage; 0 where nothing is gathered.
 
     Raises:
         ConfigError: no cut keeps every stage within the limit; says how much the best of them takes.
@@ -127,12 +140,14 @@ def balanced(
     flops = list(accumulate((cost.flops for cost in costs), initial=0))
     state = list(accumulate((cost.state_bytes for cost in costs), initial=0))
     activations = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
+    whole = list(accumulate((cost.gathered_bytes for cost in costs), initial=0))
 
     def time(stage: int, start: int, end: int) -> float:
         return flops[end] - flops[start]
 
     def memory(stage: int, start: int, end: int) -> float:
-        return (state[end] - state[start]) / shared_by + kept[stage] * (activations[end] - activations[start])
+        at_rest = (state[end] - state[start]) / shared_by + gathered * (whole[end] - whole[start])
+        return at_rest + kept[stage] * (activations[end] - activations[start])
 
     def best(
         cost: _Cost, *, slowest: float = inf, largest: float = inf, join: Callable[[float, float], float] = max
@@ -150,8 +165,8 @@ def balanced(
 
     if limit_bytes is not None and (least := best(memory)[0]) > limit_bytes:
         raise ConfigError(
-            f"stages: no cut of {len(costs)} layers into {len(kept)} parts keeps each within {limit_bytes:,.0f} bytes, "
-            f"the best one takes {least:,.0f}. Write more stages, fewer micro-batches at a time, or recompute"
+            f"no cut of {len(costs)} layers into {len(kept)} stages keeps each within {format_bytes(limit_bytes)}: the "
+            f"best one takes {format_bytes(least)}. Write more memory, more ranks, a smaller micro-batch, or recompute"
         )
     slowest, _ = best(time, largest=inf if limit_bytes is None else limit_bytes)
     largest, _ = best(memory, slowest=slowest)

@@ -27,6 +27,9 @@ class Strategy(BaseModel, ABC):
     cuts_weights: ClassVar[bool] = False
     """Whether its ranks hold different parts of a weight (then it can be the inside of `ddp`)."""
 
+    gathers_weights: ClassVar[bool] = False
+    """Whether ranks that share weights have them whole while they compute: all of a module, or of a stage."""
+
     size_fields: ClassVar[tuple[str, ...]] = ("size",)
     """The fields that its size is written with, `rtp=4`; those of a grid are joined by "x", `atp=2x4`."""
 
@@ -81,6 +84,11 @@ class Strategy(BaseModel, ABC):
         return spec
 
     @property
+    def recomputes_layers(self) -> bool:
+        """Whether layers keep nothing but their inputs for backward."""
+        return False
+
+    @property
     def changes_the_model(self) -> str:
         """What it computes that the model on one process does not, in words; "" for every strategy that is exact."""
         return ""
@@ -100,6 +108,22 @@ class Strategy(BaseModel, ABC):
     def check_around(self, inner: Strategy) -> None:
         """Raises `ConfigError` if this strategy, as its options are, cannot wrap `inner`."""
         return None
+
+    def for_batch(
+        self, spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int, inner: Strategy | None = None
+    ) -> Self:
+        """This strategy for a run's batch: what follows from it is set.
+
+        Args:
+            spec: the model.
+            batch: one micro-batch of one rank.
+            num_micro_batches: of a step.
+            inner: the strategy right inside of this one.
+
+        Raises:
+            ConfigError: options ask for what this batch does not allow.
+        """
+        return self
 
     def at_precision(self, autocast: str | None) -> Self:
         """This strategy for passes under autocast with a dtype ("bfloat16"), or without: what follows from it is set.

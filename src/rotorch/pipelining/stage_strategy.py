@@ -7,7 +7,7 @@ from abc import abstractmethod
 from itertools import accumulate, pairwise
 from typing import ClassVar, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import ByteSize, PositiveInt, TypeAdapter, ValidationError, model_validator
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
@@ -34,6 +34,7 @@ class StageStrategy(Strategy):
         unit: micro-batches that share a gather of weights and a sum of gradients, where these are gathered at all.
         layers: how many layers each stage has, in order, written `3-5-4`; left out: as many as make the slowest stage
             as fast as can be (core/stage_balance.py).
+        rank_memory: what a rank may hold, written `2GiB`: layers are shared out within it, by the batch of a run.
         recompute: what backward computes again: nothing, or every layer from its inputs (activation checkpointing).
     """
 
@@ -45,6 +46,7 @@ class StageStrategy(Strategy):
     chunks: PositiveInt | None = None
     unit: PositiveInt | None = None
     layers: str | None = None
+    rank_memory: str | None = None
     recompute: Literal["none", "block"] = "none"
 
     @model_validator(mode="after")
@@ -62,6 +64,30 @@ class StageStrategy(Strategy):
             )
         return self
 
+    @model_validator(mode="after")
+    def _memory_is_a_number_of_bytes(self) -> Self:
+        if self.rank_memory is None:
+            return self
+        if self.layers is not None:
+            raise ConfigError(
+                f"{self.kind}: layers={self.layers} says how layers are shared out, and rank_memory={self.rank_memory} "
+                "asks for it. Leave one of the two out"
+            )
+        try:
+            is_some = self._rank_memory_bytes > 0
+        except ValidationError:
+            is_some = False
+        if not is_some:
+            raise ConfigError(
+                f"{self.kind}: rank_memory={self.rank_memory}: no number of bytes above 0. Write for example "
+                "rank_memory=2GiB"
+            )
+        return self
+
+    @property
+    def _rank_memory_bytes(self) -> int:
+        return TypeAdapter(ByteSize).validate_python(self.rank_memory)
+
     @property
     def _layer_counts(self) -> list[int]:
         return [int(number) for number in (self.layers or "").split("-")]
@@ -78,6 +104,10 @@ class StageStrategy(Strategy):
     @abstractmethod
     def splits_backward(self) -> bool:
         """Whether the table takes weight gradients apart from those of inputs."""
+
+    @property
+    def recomputes_layers(self) -> bool:
+        return self.recompute == "block"
 
     @property
     def num_chunks(self) -> int:
@@ -121,7 +151,13 @@ class StageStrategy(Strategy):
         return tuple(most)
 
     def best_layers(
-        self, spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int, limit_bytes: float | None = None
+        self,
+        spec: ModelSpec,
+        *,
+        batch: MicroBatch,
+        num_micro_batches: int,
+        limit_bytes: float | None = None,
+        inner: Strategy | None = None,
     ) -> str:
         """How many layers each stage should have for a batch, as `layers` takes it (core/stage_balance.py).
 
@@ -131,18 +167,39 @@ class StageStrategy(Strategy):
             num_micro_batches: of a step.
             limit_bytes: what a rank may hold, with gradients, AdamW and activations; each of its chunks gets an equal
                 part of it. None: no limit.
+            inner: the strategy that holds the stages; None: this one.
 
         Raises:
             ConfigError: the model cannot be cut, or no cut keeps to the limit.
         """
-        self.check(spec)
+        self._check_layers(spec)
+        within = self if inner is None else inner
         parts = balanced(
-            layer_costs(spec, batch=batch, recompute=self.recompute != "none"),
+            layer_costs(spec, batch=batch, recompute=within.recomputes_layers),
             kept=self.kept_by_stages(num_micro_batches),
             limit_bytes=None if limit_bytes is None else limit_bytes / self.num_chunks,
-            shared_by=self.ranks_per_stage,
+            shared_by=self.ranks_per_stage * (inner.num_ranks if inner is not None and inner.cuts_weights else 1),
+            gathered=1 / self.num_chunks if within.gathers_weights else 0.0,  # of its stages one at a time
         )
         return "-".join(str(len(part)) for part in parts)
+
+    def for_batch(
+        self, spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int, inner: Strategy | None = None
+    ) -> Self:
+        if self.rank_memory is None:
+            return self
+        try:
+            layers = self.best_layers(
+                spec,
+                batch=batch,
+                num_micro_batches=num_micro_batches,
+                limit_bytes=self._rank_memory_bytes,
+                inner=inner,
+            )
+        except ConfigError as error:
+            told = str(error)
+            raise ConfigError(told if told.startswith(str(self)) else f"{self}: {told}") from None
+        return self.model_copy(update={"layers": layers, "rank_memory": None})
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         self.check(spec)
@@ -169,6 +226,14 @@ class StageStrategy(Strategy):
         self.table(number)
 
     def check(self, spec: ModelSpec) -> None:
+        if self.rank_memory is not None:
+            raise ConfigError(
+                f"{self}: what a stage takes depends on the batch, which only a run says. Write layers=..., as "
+                "`rotorch train RUN.toml --dry-run` with this layout prints them"
+            )
+        self._check_layers(spec)
+
+    def _check_layers(self, spec: ModelSpec) -> None:
         check_stages(spec, num_stages=self.num_stages, strategy=str(self))
         there = len(spec.order.layers)
         if self.layers is not None and sum(self._layer_counts) != there:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import chain, pairwise
+from itertools import chain, pairwise, zip_longest
 
 from pydantic import ValidationError
 
 from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch
 from rotorch.strategies.atp.plan import ATP
 from rotorch.strategies.ddp.plan import DDP
 from rotorch.strategies.fsdp.plan import FSDP
@@ -77,6 +79,26 @@ def check_composition(strategies: Sequence[Strategy]) -> None:
             known = ", ".join(f"{o}=..,{i}=.." for o, i in sorted(COMPOSES))
             raise ConfigError(f"parallel: '{outer},{inner}' cannot be composed. Compositions that work: {known}")
         outer.check_around(inner)
+
+
+def for_batch(
+    strategies: Sequence[Strategy], spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int
+) -> tuple[Strategy, ...]:
+    """The same strategies for a run's batch: `pp=2[rank_memory=2GiB]` becomes `pp=2[layers=3-5]`.
+
+    Args:
+        strategies: outermost first.
+        spec: the model.
+        batch: one micro-batch of one rank.
+        num_micro_batches: of a step.
+
+    Raises:
+        ConfigError: options ask for what this batch does not allow.
+    """
+    return tuple(
+        strategy.for_batch(spec, batch=batch, num_micro_batches=num_micro_batches, inner=inner)
+        for strategy, inner in zip_longest(strategies, strategies[1:])
+    )
 
 
 def format_parallel(strategies: Sequence[Strategy]) -> str:

@@ -18,14 +18,13 @@ from rich.table import Table
 
 from rotorch.core.quantities import format_bytes
 from rotorch.core.stage_balance import layer_costs
-from rotorch.core.traffic import MicroBatch
 from rotorch.host_memory import address_space_left_bytes, available_bytes
 from rotorch.mesh import device_type
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.prediction import Prediction, predict
 from rotorch.strategies import format_parallel
 from rotorch.train.manifest import BUFFER, MODEL, OPTIMIZER, Manifest
-from rotorch.train.preflight import CheckedRun
+from rotorch.train.preflight import CheckedRun, micro_batch_of
 from rotorch.train.state import WEIGHT, rng_name
 
 
@@ -92,8 +91,7 @@ def _stages(run: CheckedRun) -> dict[str, Any] | None:
     """Of a pipeline: how many layers each stage has, and its part of all operations; None if there is none."""
     for strategy in run.strategies:
         if isinstance(strategy, StageStrategy):
-            batch = MicroBatch(run.config.train.micro_batch, run.config.data.sequence_length)
-            costs = layer_costs(run.spec, batch=batch, recompute=strategy.recompute != "none")
+            costs = layer_costs(run.spec, batch=micro_batch_of(run.config), recompute=strategy.recomputes_layers)
             parts, total = strategy.parts_of(run.spec), sum(cost.flops for cost in costs)
             return {
                 "layers": "-".join(str(len(part)) for part in parts),

@@ -19,8 +19,9 @@ from rotorch.core.quantities import format_bytes
 from rotorch.core.small_files import read_small
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch
 from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
-from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, num_ranks, parse_parallel
+from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, for_batch, num_ranks, parse_parallel
 from rotorch.train.data import BYTES, CheckedSource, check_source, default_cache_dir
 from rotorch.train.directories import candidates, check, checkpoints_of, latest
 from rotorch.train.failure_report import REPORT
@@ -49,7 +50,7 @@ class CheckedRun:
 
     Attributes:
         config: what the user wrote.
-        strategies: `config.parallel`, read.
+        strategies: `config.parallel`, read, and what follows for this batch.
         sizes: of the batch, complete.
         model_config: the Hugging Face configuration.
         spec: the model's units.
@@ -104,7 +105,14 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     check_sequence(config, model_config=model_config)
     check_init(config)
     source = check_data(config, model_config=model_config)
-    spec = check_model(model_config, strategies=strategies, init=config.model.init, lora=config.lora)
+    strategies, spec = check_model(
+        model_config,
+        strategies=strategies,
+        init=config.model.init,
+        lora=config.lora,
+        batch=micro_batch_of(config),
+        num_micro_batches=sizes.accumulation,
+    )
     going_on = (
         find_resume(saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec) if resume else None
     )
@@ -338,10 +346,26 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
     )
 
 
+def micro_batch_of(config: RunConfig) -> MicroBatch:
+    """What one rank computes on at once."""
+    itemsize = 2 if config.train.precision == "bfloat16" else 4
+    return MicroBatch(config.train.micro_batch, config.data.sequence_length, itemsize=itemsize)
+
+
 def check_model(
-    model_config: Any, *, strategies: Sequence[Strategy], init: str = "random", lora: LoraSection | None = None
-) -> ModelSpec:
-    """Every strategy can hold the model, and the weights to start from fit it. Builds it without memory for weights."""
+    model_config: Any,
+    *,
+    strategies: Sequence[Strategy],
+    batch: MicroBatch,
+    num_micro_batches: int,
+    init: str = "random",
+    lora: LoraSection | None = None,
+) -> tuple[tuple[Strategy, ...], ModelSpec]:
+    """Every strategy can hold the model, and the weights to start from fit it. Builds it without memory for weights.
+
+    Returns:
+        The strategies, as they are for this batch, and the model's units.
+    """
     from rotorch.models.causality import reads_ahead
     from rotorch.models.describe import describe
     from rotorch.models.lora import ADAPTERS
@@ -359,6 +383,7 @@ def check_model(
             "Write is_decoder = true in its configuration, or a decoder's"
         )
     spec = describe(module, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
+    strategies = for_batch(strategies, spec, batch=batch, num_micro_batches=num_micro_batches)
     for strategy in strategies:
         strategy.check(spec)
     if init != "random":
@@ -373,7 +398,7 @@ def check_model(
                 may_lack=ADAPTERS,
                 may_have=found.ignored,
             )
-    return spec
+    return strategies, spec
 
 
 def find_resume(

@@ -45,6 +45,7 @@ class FSDP(Strategy):
 
     kind: ClassVar[str] = "fsdp"
     cuts_weights: ClassVar[bool] = True
+    gathers_weights: ClassVar[bool] = True
     size: PositiveInt
     reshard: bool = True
     recompute: Literal["none", "block"] = "none"
@@ -56,6 +57,10 @@ class FSDP(Strategy):
     @property
     def batch_axes(self) -> tuple[str, ...]:
         return ("fsdp",)
+
+    @property
+    def recomputes_layers(self) -> bool:
+        return self.recompute == "block"
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         gathers = [Phase.FORWARD, Phase.BACKWARD] if self.reshard else [Phase.FORWARD]

@@ -18,7 +18,7 @@ Layout
 
 Cost (P ranks, M micro-batches, hidden states of A bytes)
     resident   P-th part of the weights, more or less: what is even is the time that stages take, head included
-               (core/stage_balance.py); or write `layers=3-5`.
+               (core/stage_balance.py), within `rank_memory=2GiB` where that is written; or write `layers=3-5`.
     sent       A per micro-batch and boundary in forward, A in backward.
     hides      Tensors: receives are posted ahead. Ranks wait (P-1)/(M+P-1) of the time in both schedules; 1F1B keeps
                the activations of at most P micro-batches, ZB-H1 waits a third as long. Interleaved 1F1B waits a V-th of

@@ -92,6 +92,10 @@ class RTP(Strategy):
         return self.recompute in ("all_but_attention", "slice")
 
     @property
+    def recomputes_layers(self) -> bool:
+        return self.recompute == "slice"
+
+    @property
     def axes(self) -> dict[str, int]:
         return {"rtp": self.size}
 
