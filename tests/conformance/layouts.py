@@ -24,6 +24,7 @@ PIPELINES = {
     ("pp=2,fsdp=2", "llama"),
     ("zeropp=2x2", "gemma2"),
     ("zeropp=2x1,rtp=2", "qwen3"),
+    ("ddp=2,zeropp=2x1", "gpt_neox"),
 }
 """Of pipelines, what says most: most of them is one code, `pipeline_holding.py`, on four ranks."""
 
@@ -161,7 +162,8 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
     if any(is_pipeline(s.kind) for s in strategies):
-        return (layout, model) in {("pp=2", "qwen3"), ("pp=2,rtp=2", "llama"), ("zeropp=2x2", "qwen3")}
+        replicas = ("ddp=2,zeropp=2x1", "qwen3")
+        return (layout, model) in {("pp=2", "qwen3"), ("pp=2,rtp=2", "llama"), ("zeropp=2x2", "qwen3"), replicas}
     if len(strategies) > 1 or "[" in layout:
         return says_new(layout, model) and not any(is_grid(s.kind) and not getattr(s, "zero", 0) for s in strategies)
     if is_grid(kind):

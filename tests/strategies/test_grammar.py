@@ -164,6 +164,8 @@ def test_an_empty_list_of_strategies_is_refused():
 def test_ranks_multiply():
     strategies = parse_parallel("ddp=3,rtp=4")
     assert (num_ranks(strategies), batch_ranks(strategies)) == (12, 12)
+    strategies = parse_parallel("ddp=2,zeropp=3x4[unit=2]")
+    assert (num_ranks(strategies), batch_ranks(strategies)) == (24, 8)  # stages share a batch
     strategies = parse_parallel("ddp=2,tesseract=2x2x3")
     assert (num_ranks(strategies), batch_ranks(strategies)) == (24, 12)  # columns share a batch
     assert (num_ranks(parse_parallel("single")), batch_ranks(parse_parallel("single"))) == (1, 1)

@@ -1,6 +1,7 @@
 """Pipelines as they run: chunks, units that do not divide a step, gathers counted, weight gradients put off."""
 
 import json
+import math
 import time
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import fill, reference_step
 from rotorch.testing.verify import verify
 from rotorch.train.checkpoint import load, save
-from rotorch.train.optim import squared_norm_share
+from rotorch.train.optim import clip_gradients, squared_norm_share
 from rotorch.train.state import TrainState
 
 NUM_MICRO_BATCHES = 5
@@ -62,6 +63,8 @@ SLOW = pytest.mark.slow
         pytest.param("pp=2[schedule=zbv],rtp=2", 3, marks=SLOW),
         pytest.param("zeropp=2x2[inner=rtp,chunks=2]", 2, marks=SLOW),
         pytest.param("zeropp=4x1", 9, marks=SLOW),
+        pytest.param("ddp=2,zeropp=2x1[chunks=2,unit=2]", 3, marks=SLOW),
+        pytest.param("ddp=2,zeropp=1x2[inner=rtp,chunks=2]", 2, marks=SLOW),
     ],
 )
 def test_chunks_odd_layers_and_any_number_of_micro_batches_are_exact(five_layers, parallel, micro_batches):
@@ -123,10 +126,13 @@ def test_a_stage_is_gathered_at_most_twice_per_unit_and_summed_once(tiny, parall
         assert same
 
 
-def go_on(path, directory):
-    """Two steps under pp, saved after the first; the second again under fsdp. Losses and gradient norms of both."""
+def go_on(path, layouts, directory):
+    """Two steps under one layout, saved after the first; the second again under the other.
+
+    Losses of both, and squared gradient norms before and after they are clipped to half.
+    """
     found, saved = [], directory
-    for parallel in ("pp=2[schedule=zb_h1]", "fsdp=2"):
+    for parallel in layouts:
         with rotorch.on_meta():
             module = causal_lm(load_config(path)).train()
         model = rotorch.parallelize(module, parallel, device="cpu").materialize(seed=1)
@@ -142,15 +148,31 @@ def go_on(path, directory):
             optimizer.zero_grad()
             saved = save(directory, state, keep=1)
         loss = float(model.forward_backward(mine))
-        share = torch.tensor(squared_norm_share(model), dtype=torch.float64)
-        found.append((loss, float(all_reduce_sum(share, mesh=model.mesh))))
+        norms = [squared_norm(model)]
+        clip_gradients(model, norm=math.sqrt(norms[0]), clip_norm=math.sqrt(norms[0]) / 2)
+        found.append((loss, *norms, squared_norm(model)))
         model.close()
     return found
 
 
-def test_a_run_goes_on_under_another_layout(tiny, tmp_path):
-    for under_pp, under_fsdp in run_ranks(go_on, tiny("llama"), tmp_path, num_ranks=2):
-        assert under_pp == pytest.approx(under_fsdp, rel=1e-6)
+def squared_norm(model):
+    share = torch.tensor(squared_norm_share(model), dtype=torch.float64)
+    return float(all_reduce_sum(share, mesh=model.mesh))
+
+
+@pytest.mark.parametrize(
+    ("model", "layouts"),
+    [
+        ("llama", ("pp=2[schedule=zb_h1]", "fsdp=2")),
+        ("qwen3", ("ddp=2,zeropp=2x1", "fsdp=4")),  # replicas of what is tied over two stages count once
+        ("qwen3", ("fsdp=4", "ddp=2,zeropp=2x1")),
+    ],
+)
+def test_a_run_goes_on_under_another_layout(tiny, tmp_path, model, layouts):
+    num_ranks = 4 if "fsdp=4" in layouts else 2
+    for first, second in run_ranks(go_on, tiny(model), layouts, tmp_path, num_ranks=num_ranks):
+        assert first == pytest.approx(second, rel=1e-5)
+        assert first[2] == pytest.approx(first[1] / 4, rel=1e-5)
 
 
 def test_a_step_with_fewer_micro_batches_than_a_unit_is_refused(tiny):

@@ -40,6 +40,7 @@ COMPOSES: frozenset[tuple[str, str]] = frozenset(
         ("ddp", "summa"),
         ("ddp", "tesseract"),
         ("ddp", "pp"),
+        ("ddp", "zeropp"),
         ("pp", "fsdp"),
         ("pp", "rtp"),
         ("pp", "megatron"),
