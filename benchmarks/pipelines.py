@@ -6,8 +6,8 @@ Rows train the same model on the same global batch with AdamW, in turns within t
 held against one process, and the weights that ranks hold against what a row says that it cuts (`rotorch bench` has the
 method). With more ranks than cores times measure oversubscription too, so gathers and bytes sent stand beside them.
 
-Predicted peaks are `pipelining/simulate.py`'s: what stages keep of one micro-batch is measured in a step with a single
-one, what the table of the whole step makes of it is computed.
+Predicted peaks are `pipelining/simulate.py`'s: what stages keep of one micro-batch is measured in a step of two, what
+the table of the whole step makes of it is computed.
 
 The paper's condition (arXiv 2402.03791): gathering weights once per unit sends less than tensor parallelism sends
 activations if 2 s U b > 9 h (s tokens, U micro-batches per unit of b samples, h features).
@@ -23,23 +23,25 @@ from typing import Any
 from rich.console import Console
 
 from rotorch.bench.bar import parse_bar
-from rotorch.bench.command import BenchOptions, bench, exit_code, read_layouts
-from rotorch.bench.contender import LIMIT, UnderLayout
+from rotorch.bench.command import DOES_NOT_HOLD, OK, BenchOptions, bench, exit_code, read_layouts
+from rotorch.bench.contender import LIMIT
 from rotorch.bench.rank import load_code
-from rotorch.bench.stage_costs import predicted_transient_bytes
+from rotorch.bench.stage_costs import measured_and_predicted_peak
 from rotorch.bench.table import render
 from rotorch.bench.task import Task, task_from_run
-from rotorch.bench.tensor_memory import OPTIMIZER, WEIGHTS, measure_tensors
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.run_config import load_run_config
+from rotorch.strategies.zeropp.schedule import make_zeropp_schedule
 from rotorch.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
 PEER = "pipeline-fsdp2"
 ZEROPP = "zeropp=2x2"
 LAYOUTS = (ZEROPP, "zeropp=2x2[chunks=2,unit=2]", "pp=2,fsdp=2", "pp=2,rtp=2", "pp=2,megatron=2")
-FASTER = 1.2
-FEW = 2
-"""Micro-batches of the step in which stages are measured for the simulation."""
+FASTER, LARGER = 1.2, 1.1
+"""Tokens per second and peak bytes of `ZEROPP`, at least and at most, of those of `PEER`."""
+OFF = 0.05
+"""By which a measured peak may differ from the simulated one."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,20 +68,28 @@ def main(arguments: list[str] | None = None) -> int:
     record = bench(task, layouts=layouts, peers=[PEER], bars=bars, options=options, console=console)
     record["pipelines"] = said = {
         "messages": {row["parallel"]: row.get("messages_by_kind", {}) for row in record["rows"]},
-        "condition": condition(task, unit=3),
+        "condition": condition(task, unit=unit_of(given.micro_batches)),
         "peaks": {},
+        "misses": [],
     }
     console.print(render(record))
     for line in lines(record, said):
         console.print(line, highlight=False, markup=False)
     _write(record, given.json)
-    for name in layouts:
-        if name.startswith("zeropp") or ",fsdp=2" in name:
-            said["peaks"][name] = ranks = against_simulation(task, name, shards=2)
-            ratios = ", ".join(f"{rank['measured'] / rank['simulated']:.3f}" for rank in ranks)
-            console.print(f"{name}: measured peak of each rank over the simulated one: {ratios}", markup=False)
+    said["misses"] += larger_peaks(record)
+    for name, strategies in layouts.items():
+        if isinstance(strategies[0], StageStrategy) and strategies[-1].gathers_weights:
+            shards = num_ranks // strategies[0].stages
+            said["peaks"][name] = ranks = against_simulation(task, name, shards=shards)
+            ratios = [rank["measured"] / rank["simulated"] for rank in ranks]
+            shown = ", ".join(f"{ratio:.3f}" for ratio in ratios)
+            console.print(f"{name}: measured peak of each rank over the simulated one: {shown}", markup=False)
+            if max(abs(ratio - 1) for ratio in ratios) > OFF:
+                said["misses"].append(f"{name}: peaks are {shown} of the simulated ones, and may be off by {OFF:.0%}")
             _write(record, given.json)
-    return exit_code(record)
+    for miss in said["misses"]:
+        console.print(f"does not hold: {miss}", highlight=False, markup=False)
+    return exit_code(record) or (DOES_NOT_HOLD if said["misses"] else OK)
 
 
 def _write(record: dict[str, Any], file: Path | None) -> None:
@@ -90,22 +100,22 @@ def _write(record: dict[str, Any], file: Path | None) -> None:
 def against_simulation(task: Task, parallel: str, *, shards: int) -> list[dict[str, float]]:
     """Measured and simulated peak bytes, by rank."""
     load_code(task)
-    return run_ranks(_peaks, task, parallel, shards, num_ranks=task.num_ranks)
+    found = run_ranks(measured_and_predicted_peak, task, parallel, shards, num_ranks=task.num_ranks)
+    return [{"measured": measured, "simulated": simulated} for measured, simulated in found]
 
 
-def _peaks(task: Task, parallel: str, shards: int) -> dict[str, float]:
-    contender = UnderLayout(task, parallel=parallel)
-    for step in range(2):
-        contender.forward_backward(step)
-        contender.update()
-    model = contender.model
-    batches = task.batches(0, share=model.batch_rank, num_shares=model.num_batch_ranks)
-    transient = predicted_transient_bytes(
-        model, batches[:FEW], num_micro_batches=task.accumulation, ranks_per_stage=shards
-    )
-    found = measure_tensors(contender, step=2)
-    contender.close()
-    return {"measured": found.peak_bytes, "simulated": found.resident[WEIGHTS] + found.resident[OPTIMIZER] + transient}
+def larger_peaks(record: dict[str, Any]) -> list[str]:
+    """Says so if `ZEROPP` holds more than it may, beside `PEER`."""
+    peaks = {row["parallel"]: row.get("peak_bytes_per_rank") for row in record["rows"]}
+    ours, theirs = peaks.get(ZEROPP), peaks.get(PEER)
+    if ours is None or theirs is None or ours <= LARGER * theirs:
+        return []
+    return [f"{ZEROPP} has x{ours / theirs:.2f} the peak bytes of {PEER}, and may have x{LARGER}"]
+
+
+def unit_of(num_micro_batches: int) -> int:
+    """Micro-batches per gather that `ZEROPP` takes by itself."""
+    return make_zeropp_schedule(num_ranks=2, num_micro_batches=num_micro_batches).unit
 
 
 def condition(task: Task, *, unit: int) -> dict[str, Any]:

@@ -11,9 +11,11 @@ may go (RESHARD), and when their gradients are summed (REDUCE_GRAD): one message
     whose rows the ranks do not divide, which are padded.
 
 [Note: under way]
-    UNSHARD and REDUCE_GRAD start what they say. Weights are waited for before the first computation that needs them;
-    sums of gradients before a stage of this rank makes new ones, so that whole gradients of one stage at a time are all
-    that there is, and forwards in between hide the sums.
+    UNSHARD and REDUCE_GRAD start what they say. Weights are waited for before the first computation that needs them.
+    Sums of gradients are waited for before a stage of this rank makes new ones, so that whole gradients of one stage at
+    a time are all that there is, and forwards in between hide the sums: where something else than the rank's own core
+    sends them. On CPU nothing would be hidden, but whole gradients be kept beside what the forwards keep, so there a
+    sum is waited for at once.
 """
 
 from __future__ import annotations
@@ -70,6 +72,11 @@ class _Group:
         return sum(shard.padded for shard in self.shards)
 
 
+def hides_sums(device: torch.device) -> bool:
+    """Whether sums of gradients are under way while a rank computes (see [Note: under way])."""
+    return device.type != "cpu"
+
+
 class StageShards(Holding):
     """This rank's part of the weights of its stages.
 
@@ -89,6 +96,7 @@ class StageShards(Holding):
         self._module = module
         self._mesh = mesh
         self._reshard = reshard
+        self._hides_sums = hides_sums(device)
         self._line = Line.along(mesh, (mesh.mesh_dim_names or ("",))[0])
         parameters, sites = dict(module.named_parameters()), find_sites(module)
         groups: dict[tuple[tuple[int, ...], torch.dtype], _Group] = {}
@@ -266,6 +274,8 @@ class StageShards(Holding):
             self._sums_end = None
 
         self._sums_end = end
+        if not self._hides_sums:
+            end()
 
     def finish(self) -> None:
         if self._sums_end is not None:

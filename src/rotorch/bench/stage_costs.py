@@ -11,18 +11,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from rotorch.bench.tensor_memory import LiveStorages
+from rotorch.bench.contender import UnderLayout
+from rotorch.bench.task import Task
+from rotorch.bench.tensor_memory import OPTIMIZER, WEIGHTS, LiveStorages, measure_tensors
 from rotorch.models.losses import Batch
 from rotorch.parallel_model import ParallelModel
 from rotorch.pipeline_holding import PipelineHolding
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind
 from rotorch.pipelining.simulate import StageCosts, simulate
 from rotorch.shard.storages import owned_bytes
+from rotorch.stage_shards import hides_sums
+
+_FEW = 2
+"""Micro-batches of the step in which stages are measured."""
 
 
 @dataclass(frozen=True)
 class _Seen:
-    """Bytes of tensors made in the step: before an action, after it, and at most; and of whole gradients after it."""
+    """Bytes of tensors made in the step: before an action, after it, at most; of its stage's gradients, after it."""
 
     action: Action
     before: int
@@ -58,24 +64,42 @@ def predicted_transient_bytes(
             given=message_bytes if stage + 1 < table.num_stages else 0,
             by_message=stage > 0 and table.rank_of(stage - 1) != rank,
         )
-    return simulate(table, costs=costs).peak_bytes(rank)
+    return simulate(table, costs=costs, hides_sums=hides_sums(model.device)).peak_bytes(rank)
+
+
+def measured_and_predicted_peak(task: Task, parallel: str, ranks_per_stage: int) -> tuple[int, float]:
+    """The most bytes of tensors that this rank holds in a step, and what the simulation says of it. All ranks."""
+    contender = UnderLayout(task, parallel=parallel)
+    for step in range(2):  # gradients and the optimizer's state are there from then on
+        contender.forward_backward(step)
+        contender.update()
+    model = contender.model
+    batches = task.batches(0, share=model.batch_rank, num_shares=model.num_batch_ranks)
+    transient = predicted_transient_bytes(
+        model, batches[:_FEW], num_micro_batches=task.accumulation, ranks_per_stage=ranks_per_stage
+    )
+    found = measure_tensors(contender, step=2)
+    contender.close()
+    return found.peak_bytes, found.resident[WEIGHTS] + found.resident[OPTIMIZER] + transient
 
 
 def _watch_a_step(model: ParallelModel, holding: PipelineHolding, micro_batches: Sequence[Batch]) -> list[_Seen]:
     seen: list[_Seen] = []
     live = LiveStorages()
 
-    def gradients() -> int:
-        found = [p.grad for p in model.module.parameters() if p.grad is not None]
-        return owned_bytes(found)
+    def gradients(stage: int) -> int:
+        mine = {w.name for unit in model.spec.units if stage in unit.stages for w in unit.weights}
+        return owned_bytes([p.grad for n, p in model.module.named_parameters() if n in mine and p.grad is not None])
 
     @contextmanager
     def watch(action: Action) -> Iterator[None]:
         live.most_made_bytes(since=0)
         before = live.made_bytes()
         yield
-        if action.kind in COMPUTE:
-            seen.append(_Seen(action, before, live.made_bytes(), live.most_made_bytes(since=before), gradients()))
+        if action.kind in COMPUTE or action.kind is ActionKind.REDUCE_GRAD:
+            seen.append(
+                _Seen(action, before, live.made_bytes(), live.most_made_bytes(since=before), gradients(action.stage))
+            )
 
     with live, holding.watched(watch):
         model.forward_backward(micro_batches)
@@ -101,13 +125,14 @@ def _costs(seen: Sequence[_Seen], *, of_model: StageCosts, received: int, given:
     by_kind: dict[ActionKind, list[_Seen]] = {}
     for one in seen:
         by_kind.setdefault(one.action.kind, []).append(one)
-    forward = by_kind[ActionKind.FORWARD][0]
+    forward, first_sum = by_kind[ActionKind.FORWARD][0], by_kind[ActionKind.REDUCE_GRAD][0]
     activation = forward.after - forward.before + (received if by_message else 0)
     found = replace(
         of_model,
         message_bytes=received,
         activation_bytes=activation,
         forward_extra_bytes=max(one.most - max(one.after, one.before) for one in by_kind[ActionKind.FORWARD]),
+        reduce_extra_bytes=max(0, first_sum.most - first_sum.before - of_model.gradient_part_bytes),
     )
     inputs = by_kind.get(ActionKind.BACKWARD_INPUT)
     if inputs is None:

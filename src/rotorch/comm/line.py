@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import as_one_message
+from rotorch.comm import exchange
 from rotorch.comm.whereabouts import Whereabouts
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
@@ -157,7 +158,7 @@ class Line:
         if self.group is None:
             return part
         whole = part.new_empty(self.size * part.shape[0], *part.shape[1:])
-        _all_gather(whole, part, group=self.group)
+        self.gather_each([whole], [part])()
         return whole
 
     def reduce_scatter(self, whole: Tensor) -> Tensor:
@@ -165,7 +166,7 @@ class Line:
         if self.group is None:
             return whole
         part = whole.new_empty(whole.shape[0] // self.size, *whole.shape[1:])
-        _reduce_scatter(part, whole, group=self.group)
+        self.sum_each([part], [whole])()
         return part
 
     def gather_each(self, wholes: Sequence[Tensor], parts: Sequence[Tensor]) -> Wait:
@@ -174,6 +175,8 @@ class Line:
             for whole, part in zip(wholes, parts, strict=True):
                 whole.copy_(part.view(whole.shape))
             return _nothing
+        if parts and exchange.goes_by_exchange(self.group, device=parts[0].device):
+            return exchange.gather_each(wholes, parts, group=self.group)
         return self._each(_all_gather, wholes, parts)
 
     def sum_each(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Wait:
@@ -182,6 +185,8 @@ class Line:
             for part, whole in zip(parts, wholes, strict=True):
                 part.copy_(whole.view(part.shape))
             return _nothing
+        if parts and exchange.goes_by_exchange(self.group, device=parts[0].device):
+            return exchange.sum_each(parts, wholes, group=self.group)
         return self._each(_reduce_scatter, parts, wholes)
 
     def _each(self, operation: Callable[..., None], outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Wait:

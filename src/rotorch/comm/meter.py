@@ -2,8 +2,9 @@
 
 Every transfer of torch.distributed goes through the dispatcher as an operation of the `c10d` namespace, whoever
 issued it: our ring, torch's DDP, `fully_shard`. The meter is a dispatch mode around a step; it changes nothing.
-Shared memory moves nothing and counts nothing. Copies over symmetric memory are no operations of torch.distributed:
-they are not counted, though their Layout has them.
+Messages that stand for one collective (`comm/exchange.py`) count as that. Shared memory moves nothing and counts
+nothing. Copies over symmetric memory are no operations of torch.distributed: they are not counted, though their Layout
+has them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import TorchDispatchMode, group_size, tree_flatten
+from rotorch.comm.exchange import BLOCKS
 from rotorch.core.traffic import Kind, sent_by_broadcast, sent_by_reduce
 
 _KINDS = {
@@ -44,6 +46,7 @@ _FUNCTIONAL_KINDS = {
 
 _SENDS_NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}
 _NAMESPACES = {"c10d", "_c10d_functional", "symm_mem"}
+_KINDS_OF_BLOCKS = {name: kind for kind, name in BLOCKS.items()}
 
 
 class Meter(TorchDispatchMode):
@@ -66,6 +69,10 @@ class Meter(TorchDispatchMode):
         self.num_messages: dict[Kind, int] = defaultdict(int)
         self.smallest_counted_bytes = smallest_counted_bytes
         self.not_counted: dict[str, int] = defaultdict(int)
+        self._blocks: list[str] = []
+        """Names of the profiler's blocks that are open."""
+        self._in_block: dict[str, int] = defaultdict(int)
+        """Bytes sent by name of the group, in a block that stands for one collective."""
 
     @property
     def total_sent_bytes(self) -> int:
@@ -74,7 +81,9 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own dispatch issues the operations, and comes back here with each
-        if func.namespace in _NAMESPACES:
+        if func.namespace == "profiler":
+            self._notice_block(func, args)
+        elif func.namespace in _NAMESPACES:
             self._count(func._schema.name.partition("::")[2], args, functional=func.namespace == "_c10d_functional")
         return func(*args, **(kwargs or {}))
 
@@ -94,6 +103,9 @@ class Meter(TorchDispatchMode):
             size, position, name = group.size(), group.rank(), group.group_name
             payload = args[1] if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) else args[0]
         num_bytes = sum(t.numel() * t.element_size() for t in tree_flatten(payload)[0] if isinstance(t, Tensor))
+        if kind is Kind.SEND and self._blocks and self._blocks[-1] in _KINDS_OF_BLOCKS:
+            self._in_block[name] += num_bytes
+            return
         if num_bytes < self.smallest_counted_bytes:
             return
         if kind is Kind.BROADCAST:
@@ -107,8 +119,22 @@ class Meter(TorchDispatchMode):
                 Kind.ALL_GATHER: num_bytes * (size - 1),
                 Kind.REDUCE_SCATTER: num_bytes * (size - 1) // size,
             }[kind]
+        self._add(kind, sent, group=name)
+
+    def _notice_block(self, func: Any, args: Any) -> None:
+        if "enter" in func._schema.name:
+            self._blocks.append(str(args[0]))
+        elif self._blocks:
+            kind = _KINDS_OF_BLOCKS.get(self._blocks.pop())
+            if kind is not None:
+                for name, sent in self._in_block.items():
+                    if sent >= self.smallest_counted_bytes:
+                        self._add(kind, sent, group=name)
+                self._in_block.clear()
+
+    def _add(self, kind: Kind, sent: int, *, group: str) -> None:
         self.sent_bytes[kind] += sent
-        self.sent_by_group[kind, name] += sent
+        self.sent_by_group[kind, group] += sent
         self.num_messages[kind] += 1
 
 

@@ -3,7 +3,8 @@
 [Note: what runs at the same time]
     A rank computes one thing at a time. Beside that, messages to each other rank go one after another, and so do the
     rank's gathers and sums. A computation waits for the weights and the input that it needs; a message for both ends.
-    With `blocking` a rank stands still from its SEND or RECV until the message is through.
+    With `blocking` a rank stands still from its SEND or RECV until the message is through; without `hides_sums` it does
+    so in REDUCE_GRAD.
 
 [Note: memory]
     What a rank holds changes in the order of its row. Weights take their memory when they are sent for (UNSHARD). A
@@ -57,6 +58,7 @@ class StageCosts:
         weight_extra_bytes: likewise of BACKWARD_WEIGHT.
         early_gradient_bytes: what BACKWARD_INPUT makes already of the whole gradients (embeddings, norms).
         gradient_part_bytes: what this rank keeps of a sum of gradients.
+        reduce_extra_bytes: what a sum takes besides, while it is under way.
     """
 
     forward_s: float = 1.0
@@ -74,6 +76,7 @@ class StageCosts:
     weight_extra_bytes: float = 0.0
     early_gradient_bytes: float = 0.0
     gradient_part_bytes: float = 0.0
+    reduce_extra_bytes: float = 0.0
 
     def duration_s(self, kind: ActionKind) -> float:
         """Of what happens on one rank; messages take what their link needs."""
@@ -168,6 +171,7 @@ def simulate(
     costs: StageCosts | Sequence[StageCosts] = StageCosts(),
     link: Link = Link(),
     blocking: bool = False,
+    hides_sums: bool = True,
 ) -> Simulation:
     """Runs a table in thought (see [Note: what runs at the same time]).
 
@@ -176,6 +180,7 @@ def simulate(
         costs: of every stage, or of each.
         link: between any two ranks.
         blocking: whether ranks wait where they send and receive.
+        hides_sums: whether ranks compute while gradients are summed.
 
     Raises:
         ScheduleError: if ranks wait for each other.
@@ -185,7 +190,7 @@ def simulate(
     by_stage = [costs] * schedule.num_stages if isinstance(costs, StageCosts) else list(costs)
     if len(by_stage) != schedule.num_stages:
         raise ValueError(f"costs of {len(by_stage)} stages, but there are {schedule.num_stages}")
-    run = _Run(schedule, by_stage, link, blocking)
+    run = _Run(schedule, by_stage, link, blocking, hides_sums)
     run.to_the_end()
     for mine in run.entries:
         mine.sort(key=lambda entry: entry.start_s)
@@ -201,6 +206,7 @@ class _Run:
     costs: list[StageCosts]
     link: Link
     blocking: bool
+    hides_sums: bool
     entries: list[list[Entry]] = field(default_factory=list)
     clocks: list[float] = field(default_factory=list)
     """When each rank is through with what stands before its next action."""
@@ -264,6 +270,8 @@ class _Run:
             self.collectives[rank] = end
             if action.kind is ActionKind.REDUCE_GRAD:
                 self.sums[rank] = end
+                if not self.hides_sums:
+                    self.clocks[rank] = end
         self.done[rank].append((action, self.clocks[rank] if action.kind not in COMPUTE else start, end))
         self.ends[gives(action)] = end
         self.entries[rank].append(Entry(rank, start, end, action))
@@ -312,7 +320,7 @@ class _Run:
 
     def memory(self, rank: int) -> tuple[Moment, ...]:
         """What a rank has held, after `to_the_end` (see [Note: memory])."""
-        held = _Held(self.schedule, self.costs, rank)
+        held = _Held(self.schedule, self.costs, rank, hides_sums=self.hides_sums)
         for action, start_s, end_s in self.done[rank]:
             held.begins(action, start_s)
             held.ends(action, end_s)
@@ -323,14 +331,15 @@ class _Run:
 class _Held:
     """What one rank holds, action by action."""
 
-    def __init__(self, schedule: Schedule, costs: Sequence[StageCosts], rank: int) -> None:
+    def __init__(self, schedule: Schedule, costs: Sequence[StageCosts], rank: int, *, hides_sums: bool) -> None:
         self.moments: list[Moment] = []
+        self._hides_sums = hides_sums
         self._schedule, self._costs, self._rank = schedule, costs, rank
         self._now = dict.fromkeys(CATEGORIES, 0.0)
         self._summing = 0.0
         """Bytes of whole gradients whose sum is under way."""
         self._added = 0.0
-        """Bytes that this sum leaves and that are then added to earlier ones."""
+        """Bytes that this sum takes and does not leave: what comes in, and what is then added to earlier sums."""
         self._whole_gradients: dict[int, float] = {}
         """Bytes by stage, since its last sum."""
         self._kept_parts: set[int] = set()
@@ -356,7 +365,7 @@ class _Held:
                 self._await_sum(more)
                 self._summing = cost.gradient_bytes
                 self._whole_gradients.pop(stage, None)
-                more[BUFFERS] += cost.gradient_part_bytes
+                more[BUFFERS] += cost.gradient_part_bytes + cost.reduce_extra_bytes
             case ActionKind.FORWARD:
                 more[ACTIVATIONS] += cost.activation_bytes
                 more[BUFFERS] += cost.forward_extra_bytes
@@ -398,8 +407,12 @@ class _Held:
                 more[BUFFERS] -= cost.weight_extra_bytes
             case ActionKind.REDUCE_GRAD:
                 # The first part is the sum so far; later ones are added to it when their sum is through.
-                self._added = cost.gradient_part_bytes if stage in self._kept_parts else 0.0
+                self._added = cost.reduce_extra_bytes
+                if stage in self._kept_parts:
+                    self._added += cost.gradient_part_bytes
                 self._kept_parts.add(stage)
+                if not self._hides_sums:
+                    self._await_sum(more)
         self._change(more, time_s)
 
     def is_through(self, time_s: float) -> None:
