@@ -14,6 +14,7 @@ from rotorch import _torch_private
 from rotorch._torch_private import (
     FUSED_ATTENTION,
     TRUNCATED_NORMAL,
+    LightDispatchMode,
     TorchDispatchMode,
     as_one_message,
     fake_store,
@@ -86,6 +87,20 @@ def test_a_dispatch_mode_sees_operations_of_forward_and_backward_and_says_which_
         a.name for a in torch.ops.aten.normal_.default._schema.arguments if a.alias_info and a.alias_info.is_write
     ]
     assert written == ["self"]
+
+
+def test_a_light_dispatch_mode_sees_them_too_and_is_not_wrapped_for_the_compiler():
+    def light(self, func, types, args=(), kwargs=None):
+        seen.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+    seen = []
+    mode = type("Light", (LightDispatchMode,), {"__torch_dispatch__": light})
+    assert mode.__torch_dispatch__ is light
+    assert type("Other", (TorchDispatchMode,), {"__torch_dispatch__": light}).__torch_dispatch__ is not light
+    with mode():
+        (torch.ones(3, requires_grad=True) * 2).sum().backward()
+    assert seen.count("aten::mul") == 2
 
 
 def test_a_storage_is_known_by_its_key_on_any_device():

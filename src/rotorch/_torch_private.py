@@ -42,6 +42,7 @@ Reason: a dispatch mode sees these, never the public function, which is made of 
 __all__ = [
     "FUSED_ATTENTION",
     "TRUNCATED_NORMAL",
+    "LightDispatchMode",
     "TorchDispatchMode",
     "as_one_message",
     "fake_store",
@@ -61,6 +62,18 @@ __all__ = [
     "tree_unflatten",
     "wrapper_tensor",
 ]
+
+
+class LightDispatchMode(TorchDispatchMode):
+    """A dispatch mode for where nothing is compiled; it hears of an operation in half the time.
+
+    Reason: torch has its compiler pass over what a dispatch mode does, operation by operation, which takes longer than
+    the mode does if that is little. What says no to it has an underscore.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def functional_collectives() -> Any:
