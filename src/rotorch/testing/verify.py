@@ -13,12 +13,12 @@ from __future__ import annotations
 import copy
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
@@ -30,12 +30,12 @@ from rotorch.parallelize import parallelize
 from rotorch.shard.materialize import on_meta, take_recipes
 from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, format_parallel, num_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic, widen
-from rotorch.testing.batches import share_of
+from rotorch.testing.batches import Rows, share_of
 from rotorch.testing.compare import gradient_errors, gradients_along, relative_error, value_errors
 from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import has_weights, initialised_reference, loaded_reference, plain_config, reference_step
 from rotorch.testing.subjects import NUM_MICRO_BATCHES, NUM_ROWS, CausalLM, Subject, compute_exactly
-from rotorch.testing.trace import output_errors, recorded
+from rotorch.testing.trace import Calls, output_errors, recorded
 
 BAR = 1e-10
 """Largest relative error that counts as the same result in float64."""
@@ -132,8 +132,8 @@ def verify(
 
     Loss, gradients, module outputs and weights of every AdamW step are compared in float64 (see testing/compare.py,
     [Note: errors]). Every rank has different data, with different numbers of targets, in some micro-batches; the
-    reference sees all of it at once. Each rank keeps a whole copy of the reference: for a large model, compare its
-    first `layers`.
+    reference sees all of it at once. Ranks on CPU share what it gave in every step (each on a GPU runs it for itself):
+    for a large model, compare its first `layers`.
 
     Args:
         model_path: a Hugging Face directory, whose weights are loaded, or a `config.json`, then they are initialised.
@@ -220,7 +220,10 @@ def verify_subject(
         subject=subject, strategies=strategies, directory=directory, steps=steps, seed=seed, device=device
     )
     warm_up(strategies)
-    found = run_ranks(comparison.run, module, reference, num_ranks=num_ranks(strategies), timeout_s=timeout_s)
+    expected: Iterable[_Expected] = comparison.expected(reference)
+    if device == "cpu":  # once, for all ranks; a process that has used a GPU cannot be forked
+        expected = list(expected)
+    found = run_ranks(comparison.run, module, expected, num_ranks=num_ranks(strategies), timeout_s=timeout_s)
     return _report(found, spec=spec, model=name, parallel=format_parallel(strategies))
 
 
@@ -239,6 +242,23 @@ def _constructed(subject: Subject, *, seed: int) -> nn.Module:
         return widen(subject.build()).train()
 
 
+@dataclass
+class _Expected:
+    """What one process has: before the first step only `values`, then of each step.
+
+    Attributes:
+        values: of all weights, whole; after the optimizer's step.
+        loss: per target.
+        outputs: of all modules.
+        gradients: per weight; None of one that takes no part.
+    """
+
+    values: dict[str, Tensor]
+    loss: float = 0.0
+    outputs: Calls = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class _Comparison:
     """What every rank does."""
@@ -250,41 +270,54 @@ class _Comparison:
     seed: int
     device: str
 
-    def run(self, module: nn.Module, reference: nn.Module) -> list[StepErrors]:
-        """Runs both sides on this rank; the first entry of the result is the state before the first step."""
-        model = parallelize(module, self.strategies, device=self.device, loss=self.subject.loss)
+    def expected(self, reference: nn.Module) -> Iterator[_Expected]:
+        """Runs the reference, a step whenever the next one is asked for."""
         reference.to(self.device)
+        optimizer = torch.optim.AdamW(reference.parameters(), lr=_LEARNING_RATE)
+        num_parts = batch_ranks(self.strategies) * self.subject.num_micro_batches
+        yield _Expected(_values(reference))
+        for step in range(self.steps):
+            with exact_arithmetic(), recorded(reference) as whole:
+                loss = reference_step(reference, self._batch(step), loss=self.subject.loss, num_parts=num_parts)
+            gradients = {name: None if p.grad is None else p.grad.clone() for name, p in reference.named_parameters()}
+            optimizer.step()
+            yield _Expected(_values(reference), float(loss), whole[0], gradients)
+
+    def run(self, module: nn.Module, expected: Iterable[_Expected]) -> list[StepErrors]:
+        """Runs the parallel side on this rank; the first entry of the result is the state before the first step."""
+        model = parallelize(module, self.strategies, device=self.device, loss=self.subject.loss)
         if self.directory is None:
             model.materialize(seed=self.seed)
         else:
             model.load(self.directory)
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=_LEARNING_RATE) for m in (model, reference)]
-        theirs = {name: p.detach() for name, p in reference.named_parameters()}
-        found = [StepErrors((0.0, 0.0), {}, {}, {}, value_errors(model.weights, theirs))]
-        for step in range(self.steps):
+        # As `rotorch train` has it. Any optimizer over the DTensors is held by testing/conformance.py.
+        optimizer = torch.optim.AdamW([held.local_parameter for held in model.weights.values()], lr=_LEARNING_RATE)
+        found: list[StepErrors] = []
+        for number, theirs in enumerate(expected):
+            if number == 0:
+                found.append(StepErrors((0.0, 0.0), {}, {}, {}, value_errors(model.weights, theirs.values)))
+                continue
             with exact_arithmetic():
-                found.append(self._passes(model, reference, step=step))
-            for optimizer in optimizers:
-                optimizer.step()
-            found[-1].values = value_errors(model.weights, theirs)
-            optimizers[0].zero_grad()
+                found.append(self._passes(model, theirs, step=number - 1))
+            optimizer.step()
+            found[-1].values = value_errors(model.weights, theirs.values)
+            optimizer.zero_grad()
         model.close()
         return found
 
-    def _passes(self, model: ParallelModel, reference: nn.Module, *, step: int) -> StepErrors:
-        number = self.subject.num_micro_batches
+    def _batch(self, step: int) -> Rows:
         batch = self.subject.batch(seed=self.seed, step=step, num_shares=batch_ranks(self.strategies))
-        batch = {name: rows.to(self.device) for name, rows in batch.items()}
+        return {name: rows.to(self.device) for name, rows in batch.items()}
+
+    def _passes(self, model: ParallelModel, theirs: _Expected, *, step: int) -> StepErrors:
+        number, batch = self.subject.num_micro_batches, self._batch(step)
         mine = share_of(batch, share=model.batch_rank, num_shares=model.num_batch_ranks, num_micro_batches=number)
         with recorded(model.module) as passes:
             loss = model.forward_backward(mine)
-        with recorded(reference) as whole:
-            num_parts = model.num_batch_ranks * number
-            true_loss = reference_step(reference, batch, loss=self.subject.loss, num_parts=num_parts)
         first = model.batch_rank * number * NUM_ROWS
         errors = output_errors(
             passes,
-            whole[0],
+            theirs.outputs,
             first_rows=[first + place * NUM_ROWS for place in range(number)],
             num_rows=NUM_ROWS,
             total_rows=len(batch["labels"]),
@@ -292,12 +325,16 @@ class _Comparison:
             tokens=(model.token_rank, model.num_token_ranks),
         )
         ran = {name for calls in passes for name, outputs_of in calls.items() if outputs_of}
-        outputs = {name: errors.get(name) if name in ran else math.nan for name in whole[0]}
-        order = {name: place for place, name in enumerate(whole[0])}
+        outputs = {name: errors.get(name) if name in ran else math.nan for name in theirs.outputs}
+        order = {name: place for place, name in enumerate(theirs.outputs)}
         weights = dict(sorted(model.weights.items(), key=lambda item: order.get(item[0].rpartition(".")[0], -1)))
-        theirs = {name: p.grad for name, p in reference.named_parameters()}
-        gradients, along = gradient_errors(weights, theirs), gradients_along(weights, theirs)
-        return StepErrors((float(loss), float(true_loss)), outputs, gradients, along, {})
+        gradients = gradient_errors(weights, theirs.gradients)
+        along = gradients_along(weights, theirs.gradients)
+        return StepErrors((float(loss), theirs.loss), outputs, gradients, along, {})
+
+
+def _values(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
 # ---- in the parent: from what the ranks found to one report -------------------------------------------------------
