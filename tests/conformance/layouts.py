@@ -194,10 +194,11 @@ def telling(strategy: type[Strategy]) -> list[dict[str, object]]:
     """
     size = for_options(strategy)
     every = [strategy(**for_options(strategy, chosen), **chosen).model_dump() for chosen in options(strategy)]
-    if is_grid(strategy.kind):  # ranks of tests share a host, so it is what "auto" takes
-        every = [fields for fields in every if fields.get("transport") != "shared_memory"]
     default = strategy(**size).model_dump()
-    kept = [fields for fields in every if len(fields.items() - default.items()) == 1]
+    # Ranks of tests share a host, so it is what "auto" takes, on grids with every option.
+    shared = [fields for fields in every if fields.get("transport") == "shared_memory"]
+    every = [fields for fields in every if not (is_grid(strategy.kind) and fields in shared)]
+    kept = [fields for fields in every if len(fields.items() - default.items()) == 1 and fields not in shared]
     left = {item for fields in every for item in fields.items()} - {item for fields in kept for item in fields.items()}
     while left:
         kept.append(max(every, key=lambda fields: len(left & fields.items())))

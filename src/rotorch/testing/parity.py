@@ -39,9 +39,9 @@ def my_micro_batches(model: ParallelModel, batch: Mapping[str, Tensor]) -> list[
     return [{name: parts[number] for name, parts in halves.items()} for number in range(2)]
 
 
-def parallel_losses(model: ParallelModel, *, num_steps: int, vocab_size: int) -> Iterator[float]:
+def parallel_losses(model: ParallelModel, *, num_steps: int, vocab_size: int, fused: bool = False) -> Iterator[float]:
     """Trains with AdamW (all weights at once) on the parity batches and yields the loss of every step. All ranks."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=not fused, fused=fused)
     for step in range(num_steps):
         optimizer.zero_grad()
         yield float(model.forward_backward(my_micro_batches(model, parity_batch(step=step, vocab_size=vocab_size))))
