@@ -143,7 +143,17 @@ class UnderLayout(Contender):
         return self.model.holding.observed(observer)
 
 
-class PlainLoop(Contender):
+class WithoutLayout(Contender):
+    """What leaves a rank's weights and gradients in `module` itself: whole, or as the DTensors of other libraries."""
+
+    def weights(self) -> list[Tensor]:
+        return [local_part(parameter.detach()) for parameter in self.module.parameters()]
+
+    def gradients(self) -> list[Tensor]:
+        return [local_part(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
+
+
+class PlainLoop(WithoutLayout):
     """Training as people write it around a module, wrapped by any library that leaves averaged gradients in `.grad`.
 
     Args:
@@ -180,12 +190,6 @@ class PlainLoop(Contender):
             with self._micro_batch(last=number == len(batches) - 1):
                 total += self._pass(batch, num_targets=num_targets)
         return total
-
-    def weights(self) -> list[Tensor]:
-        return [local_part(parameter.detach()) for parameter in self.module.parameters()]
-
-    def gradients(self) -> list[Tensor]:
-        return [local_part(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
 
     def clip(self) -> None:
         if self._task.optimizer.clip_norm:

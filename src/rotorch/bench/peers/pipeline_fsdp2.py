@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from rotorch.bench.contender import Contender, adamw, build, whole_model
+from rotorch.bench.contender import WithoutLayout, adamw, build, whole_model
 from rotorch.bench.task import Task
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.errors import ConfigError
@@ -25,7 +25,6 @@ from rotorch.mesh import pick_device
 from rotorch.models.describe import describe
 from rotorch.models.losses import count_targets
 from rotorch.shard.materialize import on_meta
-from rotorch.shard.storages import local_part
 from rotorch.strategies.pp.plan import PP
 
 NUM_STAGES = 2
@@ -61,7 +60,7 @@ class _Stage(nn.Module):
         return hidden if self.head is None else self.head(hidden)
 
 
-class PipelineFSDP2(Contender):
+class PipelineFSDP2(WithoutLayout):
     """Two stages on two halves of the ranks, each sharded over its half; ranks of one position share a micro-batch."""
 
     def __init__(self, task: Task, *, rank: int) -> None:
@@ -101,12 +100,6 @@ class PipelineFSDP2(Contender):
                 self._schedule.step(ids, return_outputs=False)
         mine = torch.tensor(sum(float(loss.detach()) for loss in losses), dtype=torch.float64)
         return float(all_reduce_sum(mine, mesh=self._mesh["stages"]))
-
-    def weights(self) -> list[Tensor]:
-        return [local_part(parameter.detach()) for parameter in self.module.parameters()]
-
-    def gradients(self) -> list[Tensor]:
-        return [local_part(parameter.grad) for parameter in self.module.parameters() if parameter.grad is not None]
 
     def clip(self) -> None:
         if self._task.optimizer.clip_norm:
