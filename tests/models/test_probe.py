@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch import nn
 from transformers.models.llama import modeling_llama
+from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfig
 
 import rotorch
 from rotorch.core.errors import ConfigError
@@ -16,6 +17,7 @@ from rotorch.core.spec import UnitKind
 from rotorch.models import probe
 from rotorch.models.describe import describe
 from rotorch.shard.materialize import on_meta
+from rotorch.testing.subjects import tiny_subject
 
 
 @pytest.fixture(autouse=True)
@@ -107,6 +109,7 @@ import transformers
 from torch import nn
 from rotorch.models.describe import describe
 from rotorch.shard.materialize import on_meta
+from rotorch.testing.subjects import tiny_subject
 
 with on_meta():
     model = transformers.LlamaForCausalLM(
@@ -177,3 +180,38 @@ def test_layers_that_share_more_than_hidden_states_make_no_stages(monkeypatch):
     with on_meta():
         module = transformers.LlamaForCausalLM(llama())
     assert "gives something else in stages" in describe(module).order.refused
+
+
+def test_layers_that_share_more_only_where_tokens_are_masked_make_no_stages(monkeypatch):
+    inner = modeling_llama.LlamaDecoderLayer.forward
+
+    def forward(self, hidden_states, *args, attention_mask, position_embeddings, **kwargs):
+        if attention_mask is not None:  # there is none where every token is seen
+            position_embeddings[0].add_(hidden_states.abs().mean())
+        given = {"attention_mask": attention_mask, "position_embeddings": position_embeddings, **kwargs}
+        return inner(self, hidden_states, *args, **given)
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
+    with on_meta():
+        module = transformers.LlamaForCausalLM(llama())
+    refused = describe(module).order.refused
+    assert "gives something else in stages" in refused and refused.endswith("(where padding is masked)")
+
+
+def test_a_mask_that_a_model_does_not_take_says_nothing(monkeypatch):
+    whole = modeling_llama.LlamaModel.forward
+
+    def forward(self, *args, attention_mask=None, **kwargs):
+        assert attention_mask is None
+        return whole(self, *args, **kwargs)
+
+    monkeypatch.setattr(modeling_llama.LlamaModel, "forward", forward)
+    with on_meta():
+        module = transformers.LlamaForCausalLM(llama())
+    assert describe(module).order.refused == ""
+
+
+def test_a_mask_made_from_token_ids_makes_no_stages():
+    module = tiny_subject(T5GemmaModuleConfig).build()
+    refused = describe(module).order.refused
+    assert "gives something else in stages" in refused and refused.endswith("(where padding is not masked)")

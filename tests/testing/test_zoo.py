@@ -14,7 +14,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.testing import subjects, zoo
 from rotorch.testing.subjects import tiny_subject
 from rotorch.testing.verify import verify_subject
-from rotorch.testing.zoo import Outcome, outcomes_of, run_zoo, table
+from rotorch.testing.zoo import NO_PIPELINE_PLAN, Outcome, outcomes_of, run_zoo, table
 
 pytestmark = [pytest.mark.usefixtures("warm"), pytest.mark.filterwarnings("default")]
 
@@ -139,8 +139,44 @@ def test_the_table_counts_and_gives_reasons():
         layouts=["rtp=2", "fsdp=2"],
     )
     assert "| `rtp=2` | 2 | 2 |" in page and "| `fsdp=2` | 0 | 2 |" in page
-    assert "| AConfig | A | exact | no |" in page
+    assert "| AConfig | A | exact | no |" in page and "| BConfig | A | exact | not run |" in page
+    assert "**`fsdp=2` was not run for 1 of 2 configurations" in page and "`rtp=2` was not run" not in page
     assert "- **AConfig** (`fsdp=2`): ours: a \\| b" in page
+
+
+def test_the_table_names_what_was_not_run_and_what_has_no_pipeline_plan():
+    outcomes = [told(parallel="pp=2", ok=False, why=NO_PIPELINE_PLAN), told(config="BConfig", parallel="pp=2")]
+    page = table(outcomes, layouts=["pp=2"], names=["AConfig", "BConfig", "CConfig"], older=True)
+    assert "| `pp=2` | 1 | 3 |" in page
+    assert "| AConfig | A | no plan |" in page and "| CConfig |  | not run | | | |" in page
+    assert "`pp=2`: 1 configurations have no pipeline plan" in page and "Why not" not in page
+    assert "`pp=2` was not run for 1 of 3" in page and "earlier states" in page
+
+
+def test_what_is_known_is_a_table_without_a_run(few, tmp_path, monkeypatch, capsys):
+    cache, page = tmp_path / "zoo.jsonl", tmp_path / "models.md"
+    monkeypatch.setattr(
+        zoo, "_verify_in_child", lambda c, layouts: [told(config=c.__name__, parallel=p) for p in layouts]
+    )
+    words = ["zoo", "--parallel", "rtp=2", "--parallel", "pp=2", "--cache", str(cache)]
+    assert run([*words, "LlamaConfig"]) == 0
+    monkeypatch.setattr(zoo, "_verify_in_child", None)
+    assert run([*words, "--known", "--out", str(page)]) == 0
+    assert "| LlamaConfig | A | exact | exact |" in page.read_text()
+    assert "| Qwen3Config |  | not run | not run |" in page.read_text()
+    assert run([*words, "--known", "--again"]) == 2 and "Leave one of the two out" not in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("one_micro_batch")
+def test_a_model_of_experts_is_held_in_stages_without_the_loss_of_its_routers():
+    assert tiny_subject(transformers.MixtralConfig).config.output_router_logits
+    (outcome,) = outcomes_of(transformers.MixtralConfig, ["pp=2"])
+    assert outcome.ok and outcome.max_rel_err_grad <= 1e-10, outcome
+
+
+def test_without_a_pipeline_plan_nothing_is_run_in_stages():
+    (outcome,) = outcomes_of(transformers.NemotronConfig, ["pp=2"])
+    assert outcome.why == NO_PIPELINE_PLAN and outcome.model
 
 
 def test_bad_names_and_layouts_are_refused_before_anything_runs(few, tmp_path, capsys):

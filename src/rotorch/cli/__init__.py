@@ -252,6 +252,7 @@ def zoo(
     cache: Annotated[Path, typer.Option(metavar="FILE", help="Results, to go on from")] = Path(".cache/zoo.jsonl"),
     again: Annotated[bool, typer.Option("--again", help="Also try what this source has tried already")] = False,
     older: Annotated[bool, typer.Option("--older", help="Also take over what other states of the source gave")] = False,
+    known: Annotated[bool, typer.Option("--known", help="Run nothing: only what the cache has")] = False,
     json_file: Json = None,
 ) -> int:
     """Holds a tiny model of every architecture in transformers against one process. Goes on where it was broken off."""
@@ -262,15 +263,20 @@ def zoo(
 
     for layout in parallel or ():
         parse_parallel(layout)
-    from rotorch.testing.zoo import LAYOUTS, run_zoo, table
+    from rotorch.testing.zoo import LAYOUTS, configurations, run_zoo, table
 
+    if known and again:
+        raise ConfigError("zoo: --known runs nothing, and --again runs what is known. Leave out one of the two")
     layouts = tuple(parallel or LAYOUTS)
-    outcomes = run_zoo(names or (), layouts=layouts, cache=cache, again=again, older=older, tell=print_now)
+    outcomes = run_zoo(
+        names or (), layouts=layouts, cache=cache, again=again, older=older, only_known=known, tell=print_now
+    )
     for layout in layouts:
         mine = [o for o in outcomes if o.parallel == layout]
         print(f"{layout}: {sum(o.ok for o in mine)} of {len(mine)} exact")
     if out is not None:
-        out.write_text(table(outcomes, layouts=layouts), "utf-8")
+        every = [config_class.__name__ for config_class in configurations()]
+        out.write_text(table(outcomes, layouts=layouts, names=every, older=older), "utf-8")
     write_json(json_file, {"outcomes": [asdict(o) for o in outcomes]})
     return CHECK_FAILED if any(o.is_wrong for o in outcomes) else DONE
 

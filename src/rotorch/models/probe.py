@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -97,13 +98,41 @@ def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Tr
                 run = partial(_pass, tiny, dtype=dtype, embedded=embedded)
                 short = partial(run, num_rows=2, num_tokens=12)
                 on_slices = _run_on_slices(tiny, describe(tiny), run=short)
-                not_in_stages = why_not_in_stages(tiny, run=short)
+                not_in_stages = _why_not_in_stages(tiny, run=short)
             except Exception as failed:
                 error = error or failed
                 continue
             return Trial(frozenset(on_slices), _watched(tiny, run=run), not_in_stages)
     _log.warning("no tiny %s runs (%s): its weights go round one by one", type(module).__name__, error)
     return Trial()
+
+
+def _why_not_in_stages(tiny: nn.Module, *, run: Callable[..., Any]) -> str:
+    """Why it cannot be cut between its layers, in words; also where tokens are padding, with a mask and without."""
+    why = why_not_in_stages(tiny, run=run)
+    takes_mask = "attention_mask" in inspect.signature(tiny.forward).parameters
+    for where, tried in {
+        "padding is masked": takes_mask,
+        "padding is not masked": _padding_of(tiny) is not None,
+    }.items():
+        if why or not tried:
+            continue
+        padded = partial(run, padded=True, masked=where == "padding is masked")
+        try:
+            padded()
+        except Exception as error:  # a mask of another form, or for other inputs: nobody knows
+            _log.info("a tiny %s was not tried in stages where %s (%s)", type(tiny).__name__, where, error)
+            continue
+        why = why_not_in_stages(tiny, run=padded)
+        why = why and f"{why} (where {where})"
+    return why
+
+
+def _padding_of(tiny: nn.Module) -> int | None:
+    """The token that stands where there is none, if there is one."""
+    config: Any = tiny.config
+    token = getattr(config.get_text_config(), "pad_token_id", None)
+    return token if isinstance(token, int) and token >= 0 else None
 
 
 def _watched(tiny: nn.Module, *, run: Callable[..., Any]) -> Mapping[str, Use] | None:
@@ -120,9 +149,25 @@ def _watched(tiny: nn.Module, *, run: Callable[..., Any]) -> Mapping[str, Use] |
         return None
 
 
-def _pass(tiny: nn.Module, *, dtype: torch.dtype, embedded: bool, num_rows: int, num_tokens: int, seed: int = 0) -> Any:
+def _pass(
+    tiny: nn.Module,
+    *,
+    dtype: torch.dtype,
+    embedded: bool,
+    num_rows: int,
+    num_tokens: int,
+    seed: int = 0,
+    padded: bool = False,
+    masked: bool = False,
+) -> Any:
     sizes = {"num_rows": num_rows, "num_tokens": num_tokens}
     made = inputs_for(type(tiny), tiny.config, **sizes, seed=seed, embedded=embedded)
+    end = (0, slice(num_tokens // 2, None))  # of the first row, so that every token still looks at some
+    if padded and "input_ids" in made and (padding := _padding_of(tiny)) is not None:
+        made["input_ids"][end] = padding
+    if masked:
+        made["attention_mask"] = torch.ones(num_rows, num_tokens, dtype=torch.int64)
+        made["attention_mask"][end] = 0
     return tiny(**{name: x.to(dtype) if x.is_floating_point() else x for name, x in made.items()})
 
 

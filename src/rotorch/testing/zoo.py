@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import multiprocessing
@@ -18,8 +19,8 @@ import os
 import resource
 import signal
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,20 @@ import torch
 
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.spec import ModelSpec, UnitKind
+from rotorch.core.stages import NO_ORDER
 from rotorch.models.describe import describe
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.strategies import parse_parallel
-from rotorch.testing.subjects import configurations, model_classes, tiny_subject
+from rotorch.testing.subjects import TinySubject, configurations, model_classes, tiny_subject
 from rotorch.testing.verify import verify_subject, warm_up
 
-LAYOUTS = ("rtp=2", "rtp=4", "fsdp=2", "rtp=2[recompute=slice]")
-"""What `make zoo` tries. Over shared memory plain `rtp=2` multiplies with whole weights; the last runs on slices."""
+LAYOUTS = ("rtp=2", "rtp=4", "fsdp=2", "rtp=2[recompute=slice]", "pp=2")
+"""What `make zoo` tries. Over shared memory plain `rtp=2` multiplies with whole weights; the one before the last runs
+on slices.
+"""
+
+NO_PIPELINE_PLAN = "theirs: its configuration has no pipeline plan"
+"""Why many are not held under layouts with stages."""
 
 _SECONDS, _BYTES = 1200.0, 8 << 30
 _STEPS = 1
@@ -82,6 +90,7 @@ def run_zoo(
     cache: Path,
     again: bool = False,
     older: bool = False,
+    only_known: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> list[Outcome]:
     """Verifies models under layouts, or takes over what `cache` knows of them. Starts ranks; call it from one process.
@@ -92,6 +101,7 @@ def run_zoo(
         cache: a file of results, one line of JSON each; made if it is missing.
         again: do not take over results.
         older: take over also what other states of the source gave.
+        only_known: run nothing; what is not known is left out.
         tell: gets a line of progress after every model.
 
     Raises:
@@ -106,6 +116,9 @@ def run_zoo(
     wanted = [found[name] for name in names] if names else list(found.values())
     depends_on = _versions()
     kept = {} if again else _read(cache, depends_on=None if older else depends_on)
+    if only_known:
+        each = ((config_class.__name__, layout) for config_class in wanted for layout in layouts)
+        return [kept[key] for key in each if key in kept]
     cache.parent.mkdir(parents=True, exist_ok=True)
     warm_up([strategy for layout in layouts for strategy in parse_parallel(layout)])
     outcomes: list[Outcome] = []
@@ -200,13 +213,32 @@ def outcomes_of(config_class: type, layouts: Iterable[str]) -> Iterable[Outcome]
         return
     for layout in layouts:
         start = time.monotonic()
-        about = {"model": subject.model_class.__name__, **_about(spec, parallel=layout)}
+        tried, of_tried = _in_stages(subject, spec) if _has_stages(layout) else (subject, spec)
+        about: dict[str, Any] = {"model": subject.model_class.__name__}
+        if _has_stages(layout) and of_tried.order == NO_ORDER:
+            yield Outcome(name, layout, False, why=NO_PIPELINE_PLAN, **about)
+            continue
         try:
-            report = verify_subject(subject, name=name, parallel=layout, steps=_STEPS, timeout_s=_SECONDS / 3)
+            about |= _about(of_tried, parallel=layout)
+            report = verify_subject(tried, name=name, parallel=layout, steps=_STEPS, timeout_s=_SECONDS / 3)
             error, why = report.max_rel_err_grad, "" if report.ok else f"ours: {report.verdict}"
             yield Outcome(name, layout, report.ok, error, why, seconds=time.monotonic() - start, **about)
         except Exception as failure:
             yield Outcome(name, layout, False, why=f"ours: {_line(failure)}", **about)
+
+
+def _has_stages(layout: str) -> bool:
+    return any(isinstance(strategy, StageStrategy) for strategy in parse_parallel(layout))
+
+
+def _in_stages(subject: TinySubject, spec: ModelSpec) -> tuple[TinySubject, ModelSpec]:
+    """The model as a pipeline may have it: without a loss of its routers, which no single stage has."""
+    if not getattr(subject.config.get_text_config(), "output_router_logits", False):
+        return subject, spec
+    config = copy.deepcopy(subject.config)
+    config.get_text_config().output_router_logits = False
+    without = replace(subject, config=config)
+    return without, describe(without.build())
 
 
 def _about(spec: ModelSpec, *, parallel: str) -> dict[str, Any]:
@@ -248,11 +280,20 @@ def _line(error: BaseException) -> str:
 # ---- the table ---------------------------------------------------------------------------------------------------
 
 
-def table(outcomes: Sequence[Outcome], *, layouts: Sequence[str] = LAYOUTS) -> str:
-    """The outcomes as a page of Markdown."""
+def table(
+    outcomes: Sequence[Outcome], *, layouts: Sequence[str] = LAYOUTS, names: Sequence[str] = (), older: bool = False
+) -> str:
+    """The outcomes as a page of Markdown.
+
+    Args:
+        outcomes: of some models under some layouts.
+        layouts: the columns.
+        names: configuration classes that have a row, run or not; those of the outcomes have one anyway.
+        older: some outcomes may be of other states of the source.
+    """
     import transformers
 
-    by_config: dict[str, dict[str, Outcome]] = {}
+    by_config: dict[str, dict[str, Outcome]] = {name: {} for name in names}
     for outcome in outcomes:
         by_config.setdefault(outcome.config, {})[outcome.parallel] = outcome
     exact = {p: sum(p in row and row[p].ok for row in by_config.values()) for p in layouts}
@@ -277,26 +318,49 @@ def table(outcomes: Sequence[Outcome], *, layouts: Sequence[str] = LAYOUTS) -> s
         "|---|---|---|",
         *(f"| `{p}` | {exact[p]} | {len(by_config)} |" for p in layouts),
         "",
+        *_what_was_not_held(by_config, layouts=layouts, older=older),
         f"| configuration | model | {' | '.join(f'`{p}`' for p in layouts)} | modules | weights | cut |",
         f"|---|---|{'---|' * len(layouts)}---|---|---|",
     ]
     reasons: list[str] = []
     for name in sorted(by_config):
         row = by_config[name]
-        first = next(iter(row.values()))
+        first = next(iter(row.values()), Outcome(name, "", False))
         cells = [_cell(row.get(p)) for p in layouts]
         about = f"{first.num_modules} | {first.num_weights} | {first.share_cut:.0%}" if first.model else "| |"
         lines.append(f"| {name} | {first.model} | {' | '.join(cells)} | {about} |")
-        for why in dict.fromkeys(o.why for o in row.values() if not o.ok):
+        for why in dict.fromkeys(o.why for o in row.values() if not o.ok and o.why != NO_PIPELINE_PLAN):
             where = ", ".join(f"`{o.parallel}`" for o in row.values() if o.why == why)
-            everywhere = sum(o.why == why for o in row.values()) == len(row)
+            everywhere = len(row) == len(layouts) and all(o.why == why for o in row.values())
             reasons.append(f"- **{name}**{'' if everywhere else f' ({where})'}: {why}".replace("|", "\\|"))
     if reasons:
         lines += ["", "## Why not", "", *reasons]
     return "\n".join(lines) + "\n"
 
 
+def _what_was_not_held(
+    by_config: Mapping[str, Mapping[str, Outcome]], *, layouts: Sequence[str], older: bool
+) -> list[str]:
+    """Lines on models that some columns say nothing of."""
+    lines: list[str] = []
+    for layout in layouts:
+        without_plan = sum(o.why == NO_PIPELINE_PLAN for row in by_config.values() if (o := row.get(layout)))
+        not_run = sum(layout not in row for row in by_config.values())
+        if without_plan:
+            lines.append(
+                f"`{layout}`: {without_plan} configurations have no pipeline plan (*no plan*). Losses of routers "
+                "(`output_router_logits`) are off under it, since no stage has all routers."
+            )
+        if not_run:
+            lines.append(f"**`{layout}` was not run for {not_run} of {len(by_config)} configurations (*not run*).**")
+    if older:
+        lines.append("Some results are of earlier states of rotorch's source (`rotorch zoo --older`).")
+    return [line for each in lines for line in (each, "")]
+
+
 def _cell(outcome: Outcome | None) -> str:
     if outcome is None:
-        return ""
+        return "not run"
+    if outcome.why == NO_PIPELINE_PLAN:
+        return "no plan"
     return "exact" if outcome.ok else "no"
