@@ -25,7 +25,13 @@ from rotorch.testing.verify import verify
 pytestmark = pytest.mark.usefixtures("warm")
 
 
-@pytest.mark.parametrize("layout", ["megatron=2", "megatron=4", "ddp=2,megatron=2"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "layout",
+    ["megatron=2", pytest.param("megatron=4", marks=SLOW), pytest.param("ddp=2,megatron=2", marks=SLOW)],
+)
 def test_norms_over_all_heads(tiny, layout):
     """OLMo-2's attention does not run on slices: its weights are cut one by one."""
     report = verify(tiny("olmo2"), parallel=layout, layers=2, timeout_s=300)
@@ -62,16 +68,31 @@ def metered(config, parallel):
     return sent_and_said(module, parallel, batch=batch_for(config))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "olmo2"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+FAMILIES = ("llama", "qwen3", "gemma2", "gpt_neox", "olmo2")
+
+
+@pytest.mark.parametrize(  # of the rest the next test has one rank, which sends what each does
+    ("num_ranks", "family"),
+    [
+        (2, "llama"),
+        (4, "olmo2"),
+        *(
+            pytest.param(n, f, marks=SLOW)
+            for n in (2, 4)
+            for f in FAMILIES
+            if (n, f) not in {(2, "llama"), (4, "olmo2")}
+        ),
+    ],
+)
 def test_bytes_are_the_formulas_to_the_byte(tiny, family, num_ranks):
     layout = f"megatron={num_ranks}[transport=messages]"
     for sent, expected in run_ranks(metered, load_config(tiny(family)), layout, num_ranks=num_ranks):
         assert sent == expected
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt_neox", "olmo2"])
-@pytest.mark.parametrize("num_ranks", [8, 64])
+@pytest.mark.parametrize(
+    ("num_ranks", "family"), [(64, "llama"), (64, "gpt_neox"), *((4, family) for family in FAMILIES)]
+)
 def test_bytes_of_many_ranks_are_the_formulas_to_the_byte(tiny, family, num_ranks):
     for rank in (0, num_ranks - 1):
         with as_rank(rank, num_ranks=num_ranks):

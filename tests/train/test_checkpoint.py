@@ -279,16 +279,15 @@ def read(paths, family, layouts):
     return done
 
 
-FEWER = {1: ["single"], 2: LAYOUTS[2][1:]}
-UNEVEN = {2: ["ddp=2"], 3: LAYOUTS[3][-1:]}
+EACH = {1: ["single"], 2: ["fsdp=2"], 3: LAYOUTS[3][-1:]}
+"""Whole, in shards and, unevenly, in slices."""
 
 
 @pytest.mark.parametrize(
     ("family", "chosen"),
     [
+        ("qwen3", EACH),  # tied embedding and head
         pytest.param("llama", LAYOUTS, marks=pytest.mark.slow),
-        ("llama", UNEVEN),
-        ("qwen3", FEWER),  # tied embedding and head
     ],
 )
 def test_every_layout_continues_every_other(family, chosen, tmp_path):
