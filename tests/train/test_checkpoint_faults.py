@@ -2,7 +2,6 @@
 
 import json
 import logging
-import multiprocessing
 import os
 import random
 import resource
@@ -15,6 +14,7 @@ import pytest
 import torch
 from by_hand import WEIGHTS, Config, make, read_back, step, steps_of
 from failures import seen
+from forked import result_of
 from torch import nn
 
 from rotorch.core.errors import ConfigError, RankFailure
@@ -67,46 +67,27 @@ class Countdown:
         return call
 
 
-def save_third(run_dir, at, pipe):
-    """In a forked process: the third save of a run, killed at point `at`."""
-    torch.set_num_threads(1)
+def save_third(run_dir, at):
+    """The third save of a run, killed at point `at`; returns how many points there are."""
     state = make()
     load(latest(run_dir), state)
     step(state)
     points = Countdown(at)
     save(run_dir, state, keep=2)
-    pipe.send(points.count)
-    pipe.close()
-    os._exit(0)
-
-
-def kill_at(run_dir, at):
-    """Returns how many points there were, or None if the process was killed."""
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=save_third, args=(run_dir, at, sender))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        return None
-    finally:
-        process.join()
-        receiver.close()
+    return points.count
 
 
 def test_killed_at_any_point_of_a_save(tmp_path, caplog):
     before = tmp_path / "before"
     run_ranks(save_steps, before, 2, num_ranks=1)
     shutil.copytree(before, tmp_path / "counted")
-    num_points = kill_at(tmp_path / "counted", 0)
+    num_points = result_of(save_third, tmp_path / "counted", 0)
     assert num_points > 15
     last_seen = []
     for at in range(1, num_points + 1):
         run_dir = tmp_path / f"killed-{at}"
         shutil.copytree(before, run_dir)
-        assert kill_at(run_dir, at) is None
+        assert result_of(save_third, run_dir, at) is None
         found = latest(run_dir)
         last_seen.append(check(found).step)
         if leftovers(run_dir / "checkpoints"):

@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 
 import pytest
 from commands import rotorch, write_run
+from stores import Objects, url_of
 
 from rotorch.train import dry_run, storage
 from rotorch.train.metrics import read_metrics
@@ -45,6 +47,18 @@ def test_what_does_not_fit(run_toml, tmp_path, monkeypatch):
     assert (done.code, done.stderr) == (1, "")
     assert "does not fit: 231 KiB of this machine, which has 100 KiB left" in done.stdout
     assert "reads" not in done.stdout and not (tmp_path / "run").exists()
+
+
+def test_nothing_is_written_to_a_store(run_toml, tmp_path, monkeypatch):
+    bucket = tmp_path / "bucket"
+    settings = ["train", run_toml, f"train.checkpoint_dir={url_of(bucket)}"]
+    assert rotorch(tmp_path / "log", *settings, "train.steps=2").code == 0
+    there = sorted(bucket.rglob("*"))
+    monkeypatch.setattr(Objects, "kill_at", 1)  # at the first thing that is written or removed
+    done = rotorch(tmp_path / "log", *settings, "train.steps=3", "--resume", "--dry-run")
+    assert (done.code, done.stderr) == (0, "") and "resume  step 2" in done.stdout
+    assert sorted(bucket.rglob("*")) == there
+    assert rotorch(tmp_path / "log", *settings, "train.steps=3", "--resume").code == -signal.SIGKILL
 
 
 def test_a_copy_that_is_saved_behind_the_run_counts(run_toml, tmp_path):

@@ -15,7 +15,7 @@ from rotorch.train.directories import candidates, checkpoints_of
 pytestmark = [
     pytest.mark.skipif(
         any(importlib.util.find_spec(name) is None for name in ("s3fs", "moto", "flask")),
-        reason='no local object store: pip install "rotorch[s3-test]"',
+        reason="""no local object store: write pip install -e ".[s3-test]" (s3fs and moto) to run this""",
     ),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]

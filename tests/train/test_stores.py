@@ -1,8 +1,6 @@
 """Checkpoints in stores: as whole, as checked and as many as on a disk, without renaming."""
 
 import json
-import multiprocessing
-import os
 import re
 import shutil
 from pathlib import Path
@@ -12,6 +10,7 @@ import pytest
 import torch
 from by_hand import make, read_back, step
 from commands import rotorch, write_run
+from forked import result_of
 from fsspec.registry import known_implementations
 from stores import Objects, url_of
 
@@ -225,9 +224,8 @@ def save_steps_of_ranks(url):
     save_steps(url, 2)
 
 
-def save_second(url, at, again, pipe):
-    """In a forked process: a save of step 2 beside, or of step 1 in place of, the one that is there."""
-    torch.set_num_threads(1)
+def save_second(url, at, again):
+    """A save of step 2 beside, or of step 1 in place of, the one that is there; returns how many points it has."""
     state = make()
     load(latest(url), state)
     step(state)
@@ -235,24 +233,7 @@ def save_second(url, at, again, pipe):
     state.tokens = 7
     Objects.kill_at, Objects.count = at, 0
     save(url, state, keep=2)
-    pipe.send(Objects.count)
-    pipe.close()
-    os._exit(0)
-
-
-def points_of(url, at, again):
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=save_second, args=(url, at, again, sender))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    except EOFError:
-        return None
-    finally:
-        process.join()
-        receiver.close()
+    return Objects.count
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["beside", "in-place"])
@@ -260,13 +241,13 @@ def test_killed_at_any_point_of_a_save_to_a_store(again, tmp_path, caplog):
     before = tmp_path / "before"
     run_ranks(save_steps, url_of(before), 1, num_ranks=1)
     shutil.copytree(before, tmp_path / "counted")
-    num_points = points_of(url_of(tmp_path / "counted"), 0, again)
+    num_points = result_of(save_second, url_of(tmp_path / "counted"), 0, again)
     assert num_points >= 4
     found = []
     for at in range(1, num_points + 1):
         bucket = tmp_path / f"killed-{at}"
         shutil.copytree(before, bucket)
-        assert points_of(url_of(bucket), at, again) is None
+        assert result_of(save_second, url_of(bucket), at, again) is None
         manifest = check(latest(url_of(bucket)))  # every byte of it
         found.append(manifest.tokens)
     assert sorted(found) == found and set(found) <= {0, 7}  # the old one, then the new one; nothing else ever
@@ -306,7 +287,14 @@ def test_a_run_saves_to_a_store_and_goes_on_from_it(tmp_path, warm):
 
 def test_a_file_url_is_a_directory():
     assert as_place("file:///a/b") == Path("/a/b") and as_place("runs/x") == Path("runs/x")
+    assert as_place("file://localhost/a") == Path("/a") and as_place("local:///a") == Path("/a")
     assert as_place("objects:///a/") == StorePath("objects:///a")
+
+
+@pytest.mark.parametrize("url", ["file://runs/x", "local://runs", "file://~/runs", "file://", "file:///"])
+def test_a_file_url_has_a_whole_path(url):
+    with pytest.raises(ConfigError, match=rf"^{url}: a file URL .* Write the directory itself, or file:///"):
+        as_place(url)
 
 
 @pytest.mark.parametrize(

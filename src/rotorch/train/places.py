@@ -138,7 +138,8 @@ def as_place(where: Path | StorePath | str) -> Place:
     """A directory or URL as what is read and written; `file://` is a directory like any other.
 
     Raises:
-        ConfigError: for a URL of a store that is not known, or whose package is not installed, or with a password.
+        ConfigError: for a URL of a store that is not known, or whose package is not installed, or with a password; for
+            a `file://` without a whole path.
     """
     if isinstance(where, StorePath | Path):
         return where
@@ -146,10 +147,21 @@ def as_place(where: Path | StorePath | str) -> Place:
     if match is None:
         return Path(where)
     if match[1].lower() in _LOCAL:
-        return Path(where[match.end() :])
+        return _local_path(where, rest=where[match.end() :])
     check_no_password(where)
     _check_scheme(where, scheme=match[1].lower())
     return StorePath(where.rstrip("/"))
+
+
+def _local_path(url: str, *, rest: str) -> Path:
+    """What comes before the first slash is a host: `file://runs/x` is no directory of here."""
+    host, slash, path = rest.partition("/")
+    if host not in ("", "localhost") or not slash or not path:
+        raise ConfigError(
+            f"{url}: a file URL has three slashes and a path from the root. Write the directory itself, or "
+            "file:///path/from/the/root"
+        )
+    return Path(f"/{path}")
 
 
 def is_url(text: str) -> bool:

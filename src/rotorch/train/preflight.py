@@ -77,14 +77,17 @@ class CheckedRun:
         return num_ranks(self.strategies)
 
 
-def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = False, command: str = "") -> CheckedRun:
-    """Checks a run from the cheapest check to the dearest. Writes nothing.
+def check_run(
+    config: RunConfig, *, nproc: int | None = None, resume: bool = False, command: str = "", only_plan: bool = False
+) -> CheckedRun:
+    """Checks a run from the cheapest check to the dearest. Leaves nothing behind: see `check_checkpoint_dir`.
 
     Args:
         config: the run.
         nproc: how many ranks the user asked for; by default as many as the layout has.
         resume: go on from the last checkpoint in the run's directory.
         command: the command that goes on with this run, for messages.
+        only_plan: nothing will be started, so nothing is written to a store to see whether one can.
 
     Raises:
         ConfigError: for the first thing that is wrong.
@@ -95,7 +98,7 @@ def check_run(config: RunConfig, *, nproc: int | None = None, resume: bool = Fal
     sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
     for strategy in strategies:
         strategy.check_micro_batches(sizes.accumulation)
-    saves_in = check_checkpoint_dir(config, strategies=strategies)
+    saves_in = check_checkpoint_dir(config, probes=not only_plan)
     out = Path(config.train.out)
     check_out(out, saves_in=saves_in, resume=resume, command=command)
     check_roll_back(config)
@@ -166,8 +169,13 @@ def check_ranks(strategies: Sequence[Strategy], *, nproc: int | None) -> None:
         check_world_size(strategies, world_size=nproc)
 
 
-def check_checkpoint_dir(config: RunConfig, *, strategies: Sequence[Strategy]) -> Place:
-    """What checkpoints lie in is a directory that can be made, or a store that is known and takes a small file."""
+def check_checkpoint_dir(config: RunConfig, *, probes: bool) -> Place:
+    """What checkpoints lie in is a directory that can be made, or a store that is known and takes a small file.
+
+    Args:
+        config: the run.
+        probes: write that file, and remove it.
+    """
     out, where = config.train.out, config.train.saves_in
     try:
         check_no_password(out)
@@ -183,7 +191,8 @@ def check_checkpoint_dir(config: RunConfig, *, strategies: Sequence[Strategy]) -
         if isinstance(place, StorePath):
             if place.url.startswith("memory://"):
                 raise ConfigError(f"{where}: is in the memory of one process. Write a directory, or a URL of a store")
-            check_writable(place)
+            if probes:
+                check_writable(place)
         elif config.train.checkpoint_dir is not None:
             _check_can_be_made(place, key="train.checkpoint_dir")
     except ConfigError as error:

@@ -92,7 +92,7 @@ def start(
     torch.set_num_threads(1)
     if is_rank():
         config, resume = as_started(config, resume=resume)
-    run = check_run(config, nproc=nproc, resume=resume, command=command)
+    run = check_run(config, nproc=nproc, resume=resume, command=command, only_plan=only_plan)
     console = Console(soft_wrap=True)
     is_first = not is_rank() or os.environ["RANK"] == "0"
     if is_first:

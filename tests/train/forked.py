@@ -1,0 +1,29 @@
+"""A function in a process of its own, which may be killed at any moment."""
+
+import multiprocessing
+import os
+
+import torch
+
+
+def result_of(work, *arguments):
+    """What `work(*arguments)` returns in a forked process; None if that was killed before."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(sender, work, arguments))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        return None
+    finally:
+        process.join()
+        receiver.close()
+
+
+def _send(pipe, work, arguments):
+    torch.set_num_threads(1)
+    pipe.send(work(*arguments))
+    pipe.close()
+    os._exit(0)
