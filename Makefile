@@ -50,7 +50,7 @@ failures: setup ## write docs/failures.md: what a user sees of each failure, as 
 	@ROTORCH_WRITE_FAILURES=1 $(BIN)/python -m pytest -q $$(grep -l "failures import" tests/train/test_*.py)
 	@$(BIN)/python -m pytest -q tests/train/test_failure_page.py
 
-checkpoints: setup ## write the tables of docs/checkpoints.md: every layout going on from every other (ten minutes)
+checkpoints: setup ## write the tables of docs/checkpoints.md: every layout going on from every other (15 minutes)
 	@ROTORCH_WRITE_CHECKPOINTS=1 $(BIN)/python -m pytest -q tests/train/test_resharding.py tests/bench/test_saving.py
 
 chaos: setup ## hurt 100 runs in ways that follow from a seed, and write docs/chaos.md (40 minutes; goes on where it was)

@@ -26,9 +26,12 @@ LAYOUTS = (
     "ddp=2,rtp=2",
     "pp=2,rtp=2",
     "pp=2,fsdp=2",
+    "megatron=2[sequence_parallel=true]",
+    "tesseract=1x1x2[zero=true]",
+    "tesseract=2x2x2",
 )
-FEW = ("rtp=3", "tesseract=2x2x1", "zeropp=2x2")
-"""Uneven slices; blocks of two dims; stages in shards. Between them, every way to cut a weight."""
+FEW = ("rtp=3", "tesseract=2x2x1", "tesseract=1x1x2[zero=true]", "zeropp=2x2")
+"""Uneven slices; blocks of two dims; stretches of blocks; stages in shards. Between them, every way to cut a weight."""
 
 
 @pytest.mark.parametrize(
