@@ -127,7 +127,7 @@ class TrainSection(_Section):
         keep: how many checkpoints are kept.
         async_save: train on while a checkpoint is written, from a copy in host memory of what a rank has at rest.
         timeout_s: when no rank gets on for this long, or one has waited a little longer for another, the run ends and
-            says who waits for whom.
+            says who waits for whom. Longer than a block of the model, or a compiled model's micro-batch, may take.
         on_nonfinite: where the loss or a gradient is not finite nothing is updated, and then the run has to "stop",
             "skip" that batch, or "roll_back" to the last checkpoint and read on behind that batch.
         spike_factor: a loss above this many times the median of the last 32 rolls back; 0 never.

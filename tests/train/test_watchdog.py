@@ -36,6 +36,14 @@ def test_who_stood_still_first_is_named_first():
     )
 
 
+@pytest.mark.parametrize("state", ["running", "sleeping"])
+def test_a_rank_that_computes_may_be_slow(state):
+    found = str(explain_hang([status(0, 3), status(1, 3)], still_s={0: 9.0, 1: 11.0}, states={0: "sleeping", 1: state}))
+    assert found.startswith("rank 1 has not got on for 11 s") and found.count("rank 0 is in step 3") == 1
+    hint = ". It is computing: if that may take so long, write a longer train.timeout_s"
+    assert found.endswith(hint) == (state == "running")
+
+
 def test_a_stopped_rank_is_named_before_all_others_and_whatever_it_is_doing():
     saving = [status(0, 3), status(1, 3, Phase.SAVING)]
     found = explain_hang(saving, still_s={0: 12.0, 1: 11.0}, states={1: "stopped by a signal"})
@@ -250,6 +258,24 @@ def test_a_rank_of_torchrun_ends_itself_and_says_where_it_was(tmp_path):
     assert told.startswith("rotorch: rank 3 has not got on for 1 s: it is in step 5, computing forward and backward")
     report = (tmp_path / "failure.txt").read_text()
     assert re.search(r"rank 3 \(process \d+, \w+\): in step 5", report) and "in never_ending" in report
+
+
+def test_a_rank_of_torchrun_that_computes_may_be_slow(tmp_path):
+    pid = os.fork()
+    if pid == 0:
+        os.environ.update(RANK="0", WORLD_SIZE="1")
+        sys.stderr = (tmp_path / "stderr").open("w")
+        run_as_rank(computing, timeout_s=1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+    told = (tmp_path / "stderr").read_text()
+    assert told.endswith("It is computing: if that may take so long, write a longer train.timeout_s\n"), told
+
+
+def computing(board):
+    board.doing(Phase.FORWARD_BACKWARD, step=1)
+    while True:
+        pass
 
 
 def never_ending(board):

@@ -19,8 +19,9 @@ from rotorch.train.status import RankStatus
 
 REPORT = "failure.txt"
 _PATIENCE_S, _LOOK_EVERY_S = 1.0, 0.02
+RUNNING = "running"
 _STATES = {
-    "R": "running",
+    "R": RUNNING,
     "S": "sleeping",
     "D": "waiting for a device",
     "T": "stopped by a signal",

@@ -5,6 +5,12 @@
     still are where they wait. Under torchrun nobody sees all ranks: each looks at itself, and writes its own part of
     the run's report.
 
+[Note: what getting on is]
+    Any number that a rank has written down: its step and phase, and in a pass micro-batch, slice, block of the model,
+    stage, or what it waits for. So a micro-batch may take as long as it likes, if no block of it takes `timeout_s`.
+    A compiled model's blocks write nothing down: there it is micro-batches (under rtp slices, as ever). A rank
+    that computes for so long within one of these cannot be told from one in an endless loop; the message says so.
+
 [Note: what may take long]
     Only in the steps of a run does something always move. To build a model, to read or to write a checkpoint may take
     longer than anybody should wait for a message, and says nothing meanwhile, nor does torch.compile in the first step,
@@ -28,7 +34,7 @@ from typing import Any
 
 from rotorch._torch_private import flight_record
 from rotorch.core.errors import RankFailure
-from rotorch.train.failure_report import REPORT, describe_rank, record_file
+from rotorch.train.failure_report import REPORT, RUNNING, describe_rank, process_state, record_file
 from rotorch.train.status import Phase, RankStatus, StatusBoard
 
 BACKSTOP_S = 20.0
@@ -93,7 +99,14 @@ def explain_hang(
     kind = f" ({states[first.rank]})" if first in stopped else ""
     what = f"rank {first.rank}{kind} has not got on for {still_s[first.rank]:.0f} s: it is {_where(first)}"
     rest = "; ".join(f"rank {s.rank} is {_where(s)}, for {still_s[s.rank]:.0f} s" for s in others)
-    return RankFailure(what + (f" ({rest})" if rest else ""))
+    return RankFailure(what + (f" ({rest})" if rest else "") + _if_slow(states.get(first.rank, "")))
+
+
+def _if_slow(state: str) -> str:
+    """What to write if a rank is not stuck but slow, by what the kernel says that it is doing."""
+    if state != RUNNING:
+        return ""
+    return ". It is computing: if that may take so long, write a longer train.timeout_s"
 
 
 def _moves(status: RankStatus) -> bool:
@@ -169,6 +182,7 @@ class OwnWatch:
         else:
             return
         message = f"rank {self._rank} has not got on for {still_s:.0f} s: it is {_where(status)}"
+        message += _if_slow(process_state(os.getpid()))
         where = self._report(status, headline=message, still_s=still_s)
         print(f"rotorch: {message}{where}", file=sys.stderr, flush=True)
         os._exit(_RANK_FAILED)
