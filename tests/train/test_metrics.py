@@ -1,11 +1,11 @@
-"""`metrics.jsonl` where it cannot be written."""
+"""`metrics.jsonl` where it cannot be written, or is not what was written."""
 
 import errno
 
 import pytest
 
-from rotorch.core.errors import RankFailure
-from rotorch.train.metrics import METRICS, MetricsFile, StepRecord
+from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.train.metrics import METRICS, MetricsFile, StepRecord, read_metrics
 
 
 class Full:
@@ -26,3 +26,26 @@ def test_a_full_disk_is_said_with_the_files_name(tmp_path):
     with pytest.raises(RankFailure, match=rf"{METRICS}: No space left on device"):
         file.on_step(record)
     file.close()
+
+
+LINES = b'{"step": 1, "loss": 2.5}\n', b'{"step": 2, "loss": 2.4}\n'
+
+
+@pytest.mark.parametrize("tail", [b"", b'{"step": 3, "lo', b'{"step": 3}', b"\0" * 100, b"\xff"])
+def test_a_last_line_that_was_cut_off_is_left_out(tail, tmp_path):
+    (tmp_path / METRICS).write_bytes(b"".join(LINES) + tail)
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2]
+    MetricsFile(tmp_path, after_step=1).close()
+    assert (tmp_path / METRICS).read_bytes() == LINES[0]
+
+
+@pytest.mark.parametrize("line", [b"", b"\xff}", b"{]}", b"5", b'{"loss": 2.5}', b'{"step": "1"}', b"[" * 99_999])
+def test_a_line_that_is_none_of_a_run_is_named_and_nothing_is_written(line, tmp_path):
+    content = LINES[0] + line + b"\n" + LINES[1]
+    (tmp_path / METRICS).write_bytes(content)
+    for read in (read_metrics, lambda out: MetricsFile(out, after_step=1)):
+        with pytest.raises(
+            ConfigError, match=rf"{METRICS}, line 2: no step of a run\. Repair the line, or move the file"
+        ):
+            read(tmp_path)
+    assert (tmp_path / METRICS).read_bytes() == content

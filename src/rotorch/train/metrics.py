@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import ConfigError, RankFailure
 
 METRICS = "metrics.jsonl"
 
@@ -93,12 +93,16 @@ class MetricsFile:
     """`metrics.jsonl`: every line is on disk, whole, when `on_step` returns."""
 
     def __init__(self, run_dir: Path, *, after_step: int) -> None:
-        """Opens the file and drops what was written after step `after_step`."""
+        """Opens the file and drops what was written after step `after_step`.
+
+        Raises:
+            ConfigError: a line of it is none that a run has written.
+        """
         self.path = run_dir / METRICS
         self._stream = self._without_steps_after(after_step)
 
     def _without_steps_after(self, step: int) -> TextIO:
-        kept = [line for line in _whole_lines(self.path) if json.loads(line)["step"] <= step]
+        kept = [line for line, record in _records(self.path) if record["step"] <= step]
         temporary = self.path.with_suffix(".partial")
         temporary.write_text("".join(kept), "utf-8")
         os.replace(temporary, self.path)
@@ -151,13 +155,31 @@ class TensorBoard:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads `metrics.jsonl` of a run; a last line that was cut off is left out."""
-    return [json.loads(line) for line in _whole_lines(run_dir / METRICS)]
+    """Reads `metrics.jsonl` of a run; a last line that was cut off is left out.
+
+    Raises:
+        ConfigError: another line is none that a run has written.
+    """
+    return [record for _, record in _records(run_dir / METRICS)]
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The lines of the file, and what each says."""
     try:
-        lines = path.read_text("utf-8").splitlines(keepends=True)
+        lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return []
-    return [line for line in lines if line.endswith("}\n")]
+    if lines and not lines[-1].endswith(b"}\n"):
+        del lines[-1]  # cut off
+    records = [_record(line, where=f"{path}, line {number}") for number, line in enumerate(lines, start=1)]
+    return [(line.decode(), record) for line, record in zip(lines, records, strict=True)]
+
+
+def _record(line: bytes, *, where: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line.decode())
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        raise ConfigError(f"{where}: no step of a run. Repair the line, or move the file away to go on without it")
+    return record
