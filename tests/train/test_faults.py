@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from commands import Command, rotorch, wait_until, write_run
 from failures import seen
 
+from rotorch.comm.shared_file import own_prefix
 from rotorch.train.directories import latest
 from rotorch.train.metrics import read_metrics
 
@@ -125,6 +127,22 @@ def test_ranks_do_not_outlive_their_launcher(started):
     os.kill(command.pid, signal.SIGKILL)
     assert command.wait() == -signal.SIGKILL
     wait_until(lambda: not command.left(), what="ranks gone", deadline_s=10.0)
+
+
+def test_what_a_killed_launcher_left_in_shared_memory_goes_with_the_next(started, tmp_path):
+    dead = os.fork()
+    if dead == 0:
+        os._exit(0)
+    os.waitpid(dead, 0)
+    names = {"alive": own_prefix(), "dead": own_prefix().replace(str(os.getpid()), str(dead))}
+    for name in names.values():
+        (tmp_path / "shared_memory" / f"{name}x").mkdir()
+        (tmp_path / "shared_memory" / f"{name}x" / "slices").write_bytes(b"x")
+    command = started()
+    assert [path.name for path in (tmp_path / "shared_memory").iterdir()] == [f"{names['alive']}x"]
+    os.kill(command.pid, signal.SIGTERM)
+    assert command.wait() == 0, command.stderr
+    shutil.rmtree(tmp_path / "shared_memory" / f"{names['alive']}x")
 
 
 def test_a_rank_that_hangs_is_missed(started, tmp_path):

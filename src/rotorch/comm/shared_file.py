@@ -5,7 +5,7 @@
     the memory next to their owner's processor). The file is unlinked at once: when the last process is gone, so is
     the memory. Should the process be killed before that, the next one to make such a file on this host removes it: its
     name tells the process, and in which space of process ids it has this number (containers may share the file
-    system only).
+    system only). The same goes for the directory that a launcher makes for the files of its ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import errno
 import mmap
 import os
 import platform
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -117,8 +118,8 @@ def _create(num_bytes: int) -> tuple[str | None, str]:
     """Makes the file, empty yet. Returns its path, or why it could not be made."""
     directory, path = shared_memory_directory(), None
     try:
-        _sweep(directory)
-        descriptor, path = tempfile.mkstemp(prefix=f"{_file_prefix()}{os.getpid()}-", dir=directory)
+        sweep(directory)
+        descriptor, path = tempfile.mkstemp(prefix=own_prefix(), dir=directory)
         try:
             os.ftruncate(descriptor, num_bytes)
         finally:
@@ -150,18 +151,27 @@ def _host() -> str:
     return f"{platform.node()}:{boot.read_text().strip() if boot.exists() else ''}"
 
 
+def own_prefix() -> str:
+    """Begins the names of what is removed by the next process that looks, once this one is gone."""
+    return f"{_file_prefix()}{os.getpid()}-"
+
+
 def _file_prefix() -> str:
     """Begins the names of files whose next part is a process id as this process counts them."""
     space = Path("/proc/self/ns/pid")
     return f"rotorch-{space.stat().st_ino if space.exists() else 0}-"
 
 
-def _sweep(directory: Path) -> None:
-    """Removes files of processes that were killed between making one and unlinking it."""
+def sweep(directory: Path) -> None:
+    """Removes files and directories of processes that were killed between making one and removing it."""
     for file in directory.glob(f"{_file_prefix()}*"):
         owner = file.name.removeprefix(_file_prefix()).partition("-")[0]
-        if owner.isdigit() and not _runs(int(owner)):
-            with suppress(OSError):  # somebody else's, or swept by another job at this moment
+        if not owner.isdigit() or _runs(int(owner)):
+            continue
+        with suppress(OSError):  # somebody else's, or swept by another job at this moment
+            if file.is_dir() and not file.is_symlink():
+                shutil.rmtree(file, ignore_errors=True)
+            else:
                 file.unlink()
 
 

@@ -43,7 +43,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from rotorch.comm.shared_file import shared_memory_directory
+from rotorch.comm.shared_file import own_prefix, shared_memory_directory, sweep
 from rotorch.core.errors import ConfigError, FinalFailure, HeardFailure, RankFailure, RotorchError
 from rotorch.train.deaths import Watch, death_of, explain
 from rotorch.train.failure_report import REPORT, answer_with_stack
@@ -308,14 +308,16 @@ def _forward_stop(watch: Watch) -> Iterator[None]:
 def _own_shared_memory() -> Iterator[Path | None]:
     """Gives the ranks a directory for shared memory that goes with the run; yields it, None if there is none.
 
-    Ranks unlink their files as soon as all have opened them; one that is killed before that leaves its file.
+    Ranks unlink their files as soon as all have opened them; one that is killed before that leaves its file. A launcher
+    that is killed then leaves all of it to the next one.
     """
     parent = shared_memory_directory()
     if not os.access(parent, os.W_OK):
         yield None  # the ranks will say so
         return
+    sweep(parent)
     with (
-        tempfile.TemporaryDirectory(prefix="rotorch-", dir=parent, ignore_cleanup_errors=True) as directory,
+        tempfile.TemporaryDirectory(prefix=own_prefix(), dir=parent, ignore_cleanup_errors=True) as directory,
         _environment(ROTORCH_SHARED_MEMORY_DIR=directory, ROTORCH_SHARED_MEMORY_LATER=str(parent)),
     ):
         yield Path(directory)
