@@ -1,5 +1,7 @@
 """The examples and the picture in the documentation: they run, and say what they should."""
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -18,7 +20,31 @@ ROOT = Path(__file__).resolve().parents[1]
 DRAWING = ROOT / "docs" / "draw_rotation.py"
 
 
-def test_rtp_in_30_lines_runs_on_two_ranks(tmp_path: Path) -> None:
+RTP_IN_30_LINES = ROOT / "examples" / "01_rtp_in_30_lines.py"
+
+
+def check_rtp_in_30_lines(printed: str) -> None:
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", printed)]
+    assert losses[0] > losses[-1] and losses[-1] < 2.0
+    held = re.findall(r"rank (\d) holds ([0-9,]+) of ([0-9,]+) bytes", printed)
+    assert {rank for rank, _, _ in held} == {"0", "1"}
+    for _, part, whole in held:
+        assert 0.5 <= int(part.replace(",", "")) / int(whole.replace(",", "")) < 0.51
+
+
+def printed_by_rtp_in_30_lines() -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        sys.modules.pop("this", None)  # the example trains on what its import prints
+        runpy.run_path(str(RTP_IN_30_LINES))
+    return printed.getvalue()
+
+
+def test_rtp_in_30_lines_on_two_ranks(warm: None, no_cuda: None) -> None:
+    check_rtp_in_30_lines("".join(run_ranks(printed_by_rtp_in_30_lines, num_ranks=2)))
+
+
+@pytest.mark.slow  # three processes load torch
+def test_torchrun_starts_rtp_in_30_lines(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {
         **os.environ,
@@ -29,20 +55,10 @@ def test_rtp_in_30_lines_runs_on_two_ranks(tmp_path: Path) -> None:
         "TMPDIR": str(tmp_path),
     }
     run = subprocess.run(
-        [*command, str(ROOT / "examples" / "01_rtp_in_30_lines.py")],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
+        [*command, str(RTP_IN_30_LINES)], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
     )
     assert run.returncode == 0, run.stderr
-    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", run.stdout)]
-    assert losses[0] > losses[-1] and losses[-1] < 2.0
-    held = re.findall(r"rank (\d) holds ([0-9,]+) of ([0-9,]+) bytes", run.stdout)
-    assert {rank for rank, _, _ in held} == {"0", "1"}
-    for _, part, whole in held:
-        assert 0.5 <= int(part.replace(",", "")) / int(whole.replace(",", "")) < 0.51
+    check_rtp_in_30_lines(run.stdout)
 
 
 @pytest.fixture(scope="module")
