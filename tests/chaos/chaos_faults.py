@@ -100,8 +100,11 @@ class Fault:
     def _strike(self) -> None:
         plan = self.plan
         match plan.harm:
-            case Harm.KILL | Harm.KILL_IN_SAVE:
+            case Harm.KILL | Harm.KILL_IN_SAVE | Harm.FEWER:
                 self._later(lambda: os.kill(os.getpid(), signal.SIGKILL))
+            case Harm.LAUNCHER:
+                launcher = os.getppid()
+                self._later(lambda: os.kill(launcher, signal.SIGKILL))
             case Harm.STOP:
                 self._later(lambda: os.kill(os.getpid(), signal.SIGSTOP))
             case Harm.ROT:

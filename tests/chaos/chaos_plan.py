@@ -23,10 +23,21 @@ class Harm(StrEnum):
     OPTIMIZER = "a rank raises in the optimizer"
     SAVE = "a rank raises in a save"
     ROT = "a byte of the last checkpoint changes, then SIGKILL"
+    FEWER = "SIGKILL of a rank until there is one less"
+    LAUNCHER = "SIGKILL of the launcher"
+
+
+_IN_TURN = list(Harm)[:10]
+_LATER = (Harm.FEWER, Harm.LAUNCHER)
+_LATER_FROM = 80
+"""Of each hundred seeds the last twenty have these, in turn; the others have the ten above."""
 
 
 LAYOUTS = ("rtp=2", "rtp=2[transport=send_receive]", "fsdp=2", "ddp=2")
 """Mostly these; each on two ranks."""
+
+_SHRINKING = ("ddp=2,rtp=2", "zeropp=2x2", "tesseract=1x1x2", "pp=2,rtp=1")
+"""Of the other layouts those that there are on fewer ranks, too."""
 
 OTHER_LAYOUTS = ("zeropp=2x1", "pp=2,rtp=1", "tesseract=1x1x2", "ddp=2,rtp=2", "tesseract=2x2x1", "zeropp=2x2")
 """Now and then one of these, on up to four ranks."""
@@ -34,7 +45,7 @@ OTHER_LAYOUTS = ("zeropp=2x1", "pp=2,rtp=1", "tesseract=1x1x2", "ddp=2,rtp=2", "
 _SHARED = ("rtp=2", "rtp=2", "ddp=2,rtp=2", "tesseract=2x2x1")
 """Layouts whose ranks share memory."""
 
-_DELAYED = (Harm.KILL, Harm.KILL_IN_SAVE, Harm.STOP, Harm.MEMORY, Harm.ROT)
+_DELAYED = (Harm.KILL, Harm.KILL_IN_SAVE, Harm.STOP, Harm.MEMORY, Harm.ROT, Harm.LAUNCHER)
 """What a clock does. The others wait for what they are about: a module, the optimizer, a file."""
 
 _STEP_PHASES = ("READING", "FORWARD_BACKWARD", "FORWARD_BACKWARD", "FORWARD_BACKWARD", "CLIPPING", "OPTIMIZER")
@@ -88,12 +99,13 @@ class Plan:
 
 
 def make_plan(seed: int) -> Plan:
-    """The plan of a seed. Ten seeds in a row have all kinds of harm; every fifth ten has other layouts."""
+    """The plan of a seed. Of a hundred in a row all kinds of harm happen; every fifth ten has other layouts."""
     rng = random.Random(f"chaos {seed}")
-    harms = list(Harm)
-    harm = harms[seed % len(harms)]
+    harm = _IN_TURN[seed % 10] if seed % 100 < _LATER_FROM else _LATER[seed % 2]
     in_save = harm in (Harm.KILL_IN_SAVE, Harm.DISK, Harm.SAVE)
-    layout = rng.choice(OTHER_LAYOUTS if seed // len(harms) % 5 == 4 else LAYOUTS)
+    layout = rng.choice(OTHER_LAYOUTS if seed // 10 % 5 == 4 else LAYOUTS)
+    if harm is Harm.FEWER and layout in OTHER_LAYOUTS:
+        layout = rng.choice(_SHRINKING)
     if harm is Harm.MEMORY:
         layout = rng.choice(_SHARED if layout in OTHER_LAYOUTS else _SHARED[:1])
     step = rng.randint(2, STEPS - 3)
@@ -108,30 +120,36 @@ def make_plan(seed: int) -> Plan:
     elif harm is Harm.ROT:
         step = rng.randint(2 * EVERY + 2, STEPS - 2)  # there are two checkpoints
     if harm in (Harm.MEMORY, Harm.DISK):
-        after = seed // len(harms)  # as many of both
+        after = seed // 10  # as many of both
     if harm is Harm.MEMORY:
         if after % 2 == 0:
             step, phase = 0, "BUILDING"
-    elif harm in (Harm.KILL, Harm.STOP) and rng.random() < 0.4:
+    elif harm is Harm.FEWER:  # late enough behind a checkpoint for that to be on the disk
+        step = rng.choice([step for step in range(2, STEPS - 2) if step % EVERY != 1])
+    elif harm in (Harm.KILL, Harm.STOP, Harm.LAUNCHER) and rng.random() < 0.4:
         step, phase, delay_s = rng.choice(
             ((0, "JOINING", 0.02), (0, "BUILDING", 0.3 * where), (STEPS, "EVALUATING", 0.0))
         )
-    max_restarts = rng.choice((0, 3))
-    may_come_again = max_restarts and harm not in (Harm.STOP, Harm.DISK, Harm.ROT)
+    max_restarts = rng.choice((0, 3)) if harm is not Harm.FEWER else 3
+    may_come_again = max_restarts and harm not in (Harm.STOP, Harm.DISK, Harm.ROT, Harm.LAUNCHER)
+    victim = rng.randrange(num_ranks(layout))
+    times = rng.choice((1, 2)) if may_come_again else 1
+    if harm is Harm.FEWER:
+        times = 2 if step <= EVERY else 3  # twice without getting on; before that it may have got on
     return Plan(
         seed=seed,
         layout=layout,
         harm=harm,
-        victim=rng.randrange(num_ranks(layout)),
+        victim=victim,
         step=step,
         phase=phase,
         delay_s=round(delay_s, 4),
         after=after,
         where=where,
-        times=rng.choice((1, 2)) if may_come_again else 1,
+        times=times,
         max_restarts=max_restarts,
         freed=rng.random() < 0.5,
-        async_save=rng.random() < (0.5 if in_save else 0.25),
+        async_save=rng.random() < (0.5 if in_save else 0.25) and harm is not Harm.FEWER,
     )
 
 
@@ -155,7 +173,7 @@ def describe(plan: Plan) -> str:
         Harm.DISK: (" before it is written" if plan.after % 2 == 0 else " while it is written")
         + (", and has room again" if plan.freed and plan.max_restarts else ""),
     }
-    return f"{plan.harm}{after.get(plan.harm, '')}" + (", twice" if plan.times > 1 else "")
+    return f"{plan.harm}{after.get(plan.harm, '')}" + ("", ", twice", ", three times")[plan.times - 1]
 
 
 def moment(plan: Plan) -> str:

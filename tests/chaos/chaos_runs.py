@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -21,12 +22,12 @@ from pathlib import Path
 from unittest import mock
 
 from chaos_faults import TOLD, Fault
-from chaos_plan import EVERY, STEPS, Harm, Plan
+from chaos_plan import EVERY, STEPS, Harm, Plan, num_ranks
 from commands import CONFIG, Command, wait_until, write_run
 
 from rotorch.core.errors import ConfigError
 from rotorch.train.directories import check, checkpoints_of, latest, leftovers
-from rotorch.train.metrics import read_metrics
+from rotorch.train.metrics import METRICS, read_metrics
 from rotorch.train.preflight import holds_run
 
 _CLOSE = 1e-5
@@ -114,9 +115,10 @@ def run_plan(plan: Plan, *, at: Path, mounts: bool) -> Outcome:
         except AssertionError as error:
             attempt.wrong.append(f"HANGS: {str(error).splitlines()[0]}")
         attempt.check_losses(expected)
-        attempt.wrong += [
-            f"left behind: {p.relative_to(places.parent)}" for p in places.rglob("*") if p.parent != places
-        ]
+        left = [p for p in places.rglob("*") if p.parent != places]
+        if plan.harm is Harm.LAUNCHER:  # a few bytes, with which its ranks found each other
+            left = [p for p in left if places / "temporary" not in p.parents]
+        attempt.wrong += [f"left behind: {p.relative_to(places.parent)}" for p in left]
     outcome = Outcome(
         plan.seed,
         attempt.fault.has_struck,
@@ -142,6 +144,7 @@ class Attempt:
         plan = self.plan
         settings = _settings(plan) + ([f"--max-restarts={plan.max_restarts}"] if plan.max_restarts else [])
         settings += ["train.async_save=true"] if plan.async_save else []
+        settings += [f"--elastic=1:{num_ranks(plan.layout)}"] if plan.harm is Harm.FEWER else []
         with self.fault.armed():
             first = Command(self.toml.parent / "log", "train", self.toml, *settings)
         code = first.wait(deadline_s=_DEADLINE_S)
@@ -159,6 +162,11 @@ class Attempt:
             told: its lines on stderr.
         """
         plan = self.plan
+        if plan.harm is Harm.LAUNCHER and code != 0:  # nobody is left to say anything
+            self.ended = "stopped"
+            self.wrong += [] if code == -signal.SIGKILL else [f"exit code {code}"]
+            self.wrong += [f"it says {told[-1]}"] if told else []
+            return
         failures = [line for line in told if line.startswith("rotorch: ")]
         self.said = failures[-1] if failures else ""
         if any(line.startswith("Traceback") for line in told):
@@ -171,6 +179,8 @@ class Attempt:
                 self.wrong.append("it says that it failed and ends with 0")
             if self.fault.has_struck and not failures and not plan.unlinks and not plan.is_delayed:
                 self.wrong.append("it happened, and nothing was said or done about it")
+            if failures and plan.harm is Harm.FEWER and not _has_fewer(failures[-1], plan):
+                self.wrong.append("it went on with as many ranks")
             return
         self.ended = "stopped"
         if code != 3:
@@ -214,7 +224,12 @@ class Attempt:
 
     def check_losses(self, expected: list[dict[str, float]]) -> None:
         """The whole run, however often it was begun again, is that of nobody disturbed."""
-        ours = _losses(self.fault.run)
+        try:
+            ours = _losses(self.fault.run)
+        except Exception as error:  # as above
+            told = str(error) if isinstance(error, ConfigError) else repr(error)
+            self.wrong.append(f"{METRICS} cannot be read: {told}")
+            ours = expected
         if [line["step"] for line in ours] != [line["step"] for line in expected]:
             self.wrong.append(f"its steps are {[line['step'] for line in ours]}")
         for line, right in zip(ours, expected, strict=False):
@@ -227,11 +242,17 @@ class Attempt:
         self.wrong += [f"left behind: {path.name}" for path in leftovers(checkpoints_of(self.fault.run))]
 
 
+def _has_fewer(told: str, plan: Plan) -> bool:
+    """Whether a line says that the run goes on with fewer ranks than it was begun with."""
+    found = re.search(r" with (\S+) \(restart ", told)
+    return found is not None and num_ranks(found[1]) < num_ranks(plan.layout)
+
+
 def _expected(plan: Plan, *, own_disk: bool) -> re.Pattern[str]:
     """What the line must say that tells why the run failed."""
     victim = plan.victim
     match plan.harm:
-        case Harm.KILL | Harm.KILL_IN_SAVE | Harm.ROT:
+        case Harm.KILL | Harm.KILL_IN_SAVE | Harm.ROT | Harm.FEWER:
             pattern = rf"rank {victim} was killed by SIGKILL"
         case Harm.STOP:
             pattern = rf"rank {victim} \(stopped by a signal\) has not got on for \d+ s"
