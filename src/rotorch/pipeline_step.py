@@ -82,14 +82,20 @@ class PipelineStep:
 
         Raises:
             HeardFailure: another rank of the pipeline has broken off.
+            RankFailure: an earlier step was left in the middle of a row.
         """
-        for action in row:
-            with nullcontext() if self._watch is None else self._watch(action):
-                if action.kind in MESSAGES:
-                    self._message(action, table)
-                elif not (self._error or self._heard):
-                    self._guarded(action, table)
-        self._messages.settle()
+        self._messages.check_whole()
+        try:
+            for action in row:
+                with nullcontext() if self._watch is None else self._watch(action):
+                    if action.kind in MESSAGES:
+                        self._message(action, table)
+                    elif not (self._error or self._heard):
+                        self._guarded(action, table)
+            self._messages.settle()
+        except BaseException:  # not of a stage, whose errors end no row
+            self._messages.leave()
+            raise
         if self._later is not None:
             self._later.forget()
         if self._error is not None:

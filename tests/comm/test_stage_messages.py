@@ -7,15 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch.comm.stage_messages import StageMessages
-from rotorch.core.errors import HeardFailure
+from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.models.stages import StageOutput
 from rotorch.parallel_model import Holding
 from rotorch.pipeline_step import PipelineStep
 from rotorch.pipelining.baselines import make_schedule
 from rotorch.pipelining.lower import lower
 from rotorch.strategies.zeropp.schedule import make_zeropp_schedule
+from rotorch.testing.ranks import run_ranks
 
 PATIENCE_S = 120
 
@@ -227,6 +229,90 @@ def test_all_ranks_raise_and_the_next_step_is_exact_again(at):
         assert isinstance(raised[at[0] % 2], ZeroDivisionError)
         pipeline.chain.breaks_at = None
         assert pipeline.is_exact()
+
+
+def two_ends():
+    wires = Wires()
+    meshes = [SimpleNamespace(size=lambda: 2, get_local_rank=lambda r=r: r) for r in range(2)]
+    return [
+        StageMessages(mesh, device=torch.device("cpu"), lines=StrictLines(wires, r)) for r, mesh in enumerate(meshes)
+    ]
+
+
+@pytest.mark.parametrize("taken", [(0, 1, 2), (2, 0, 1), (1,), ()])
+def test_both_ends_know_alike_in_whatever_order_tensors_are_taken(taken):
+    """Tensors that were to be alike and are not; a receiver that breaks off takes the rest when its step ends."""
+    sender, receiver = two_ends()
+    given = [torch.full((rows, 3), float(rows)) for rows in (2, 4, 1)]
+    for step in range(3):
+        failed = []
+
+        def send(given=given, failed=failed):
+            try:
+                for tag, tensor in enumerate(given):
+                    sender.send(tensor, to=1, tag=tag, like="hidden states")
+                sender.settle()
+            except BaseException as error:  # of a thread, which nobody else sees
+                failed.append(error)
+
+        thread = threading.Thread(target=send, daemon=True)
+        thread.start()
+        for tag in range(3):
+            receiver.expect(source=0, tag=tag, like="hidden states")
+        for tag in taken:
+            assert torch.equal(receiver.receive(source=0, tag=tag), given[tag])
+        receiver.settle()
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive() and not failed
+        assert sender._known == receiver._known == {"hidden states": (torch.float32, (2 + 2 * (step == 2), 3))}
+        if step == 1:
+            given = [given[1], given[0], given[2]]
+    assert not sender._learned and not receiver._learned
+
+
+def test_a_step_that_was_left_in_the_middle_is_the_last():
+    pipeline = Pipeline(make_schedule("gpipe", num_ranks=2, num_micro_batches=2))
+    assert pipeline.is_exact()
+
+    @contextmanager
+    def interrupted(action):
+        raise KeyboardInterrupt
+        yield
+
+    def step(watch=None):
+        messages, batches = pipeline.messages[0], pipeline.batches
+        part = Part(pipeline.chain)
+        step = PipelineStep(
+            NothingHeld(), staged=part, messages=messages, run=part.run, micro_batches=batches, watch=watch
+        )
+        step.run(pipeline.table.rows[0], pipeline.table)
+
+    with pytest.raises(KeyboardInterrupt):
+        step(interrupted)
+    for again in (step, lambda: pipeline.messages[0].exchange([], [])):
+        with pytest.raises(RankFailure, match="an earlier step was left in the middle"):
+            again()
+
+
+def with_a_result_left_behind():
+    """What a guest gets on a rank that has broken off a forward, whose result was not to come."""
+    mesh = init_device_mesh("cpu", (2,))
+    messages = StageMessages(mesh, device=torch.device("cpu"))
+    value = torch.arange(1.0, 8.0, dtype=torch.float64)  # as many bytes as a header
+    mine = torch.zeros_like(value)
+    if mesh.get_local_rank() == 0:
+        messages.exchange([(1, value)], [])
+    else:
+        messages.no_value(source=0)
+        messages.exchange([], [(0, mine)])
+        value = mine
+    if mesh.get_local_rank() == 0:
+        messages.no_value(source=0)
+    return value.tolist()
+
+
+def test_a_result_that_was_left_behind_takes_no_values_of_guests():
+    assert run_ranks(with_a_result_left_behind, num_ranks=2) == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]] * 2
 
 
 def test_few_gradients_are_under_way():

@@ -12,6 +12,14 @@
     sender has broken off, zeros go in its place, since their receive is posted; the tensor itself, if there is one,
     goes behind its header.
 
+[Note: known alike]
+    What is known must be the same at both ends, or a tensor would be sent in a form in which nobody has posted its
+    receive. Three things see to that. Both ends do all messages of their rows, broken off or not, and learn only when
+    a step ends (`settle`). Of messages that are not alike after all the one with the lowest tag counts: a receiver may
+    take them in another order than they were sent in. And a step that was left in the middle (Ctrl-C, a connection
+    that broke, no memory for a tensor) leaves receives posted for messages that never come, which would take those
+    of the next step; so there is none (`leave`).
+
 [Note: one order per direction]
     So sends and receives of tensors stand in the rows of both ranks, in one order (`pipelining/lower.py`, [Note: order
     of messages]), which holds even if a send blocks its rank until the receive is posted. Backends that carry messages
@@ -136,7 +144,9 @@ class StageMessages:
         self._lines: Lines = GroupLines(mesh, device=device) if lines is None else lines
         self._known: dict[Hashable, Form] = {}
         """What both ends knew when the step began (see [Note: posted ahead])."""
-        self._learned: dict[Hashable, Form] = {}
+        self._learned: dict[Hashable, tuple[int, Form]] = {}
+        """The lowest tag in this step, and the form of its tensor (see [Note: known alike])."""
+        self._was_left = False
         self._expected: dict[tuple[int, int], _Expected] = {}
         self._under_way: dict[tuple[int, int], list[tuple[Wait, Tensor]]] = {}
         self._unclaimed: dict[int, deque[int]] = {}
@@ -173,7 +183,7 @@ class StageMessages:
             leaves = self._lines.send_header(on_cpu, to=to, tag=_tag(tag, _BEHIND))
             self._under_way[to, tag].append((leaves, on_cpu))
         if form is not None:
-            self._learned[like] = form
+            self._learn(like, form, tag=tag)
         if unclaimed:
             oldest = self._unclaimed.setdefault(to, deque())
             oldest.append(tag)
@@ -203,7 +213,7 @@ class StageMessages:
         form = _form_in(found.header)
         if form is None:
             return None
-        self._learned[found.like] = form
+        self._learn(found.like, form, tag=tag)
         if int(found.header[0]) == _AS_KNOWN:
             return found.tensor
         tensor = torch.empty(form[1], dtype=form[0])
@@ -213,9 +223,10 @@ class StageMessages:
 
     def exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
         """Sends tensors to ranks and receives others in place, from and to pairs (position, tensor). Waits for all."""
+        self.check_whole()
         group = self._mesh.get_group() if self._mesh.size() > 1 else None
-        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=to) for to, t in outgoing if t.numel()]
-        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=source) for source, t in incoming if t.numel()]
+        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=to, tag=_GUEST) for to, t in outgoing if t.numel()]
+        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=k, tag=_GUEST) for k, t in incoming if t.numel()]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
 
@@ -226,8 +237,23 @@ class StageMessages:
         for to, tag in list(self._under_way):
             self.arrived(to=to, tag=tag)
         self._unclaimed.clear()
-        self._known.update(self._learned)
+        self._known.update({like: form for like, (_, form) in self._learned.items()})
         self._learned.clear()
+
+    def _learn(self, like: Hashable, form: Form, *, tag: int) -> None:
+        self._learned[like] = min(self._learned.get(like, (tag, form)), (tag, form), key=lambda found: found[0])
+
+    def leave(self) -> None:
+        """A step was left in the middle: there are messages under way that nobody takes (see [Note: known alike])."""
+        self._was_left = self._mesh.size() > 1
+
+    def check_whole(self) -> None:
+        """Raises `RankFailure` if an earlier step was left in the middle."""
+        if self._was_left:
+            raise RankFailure(
+                "pipeline: an earlier step was left in the middle, and messages of it are still under way. "
+                "Start the ranks again, from a checkpoint"
+            )
 
     def arrived(self, *, to: int, tag: int) -> None:
         """Lets go of a message that the rank at position `to` has asked for, or soon will."""
@@ -275,12 +301,15 @@ class StageMessages:
         return [self._lines.send_header(tensor, to=to, tag=tag) for to in others]
 
 
-_RESULT = 0
-"""The first two tags are those of what a pipeline gives at its end."""
+_RESULT, _GUEST = 0, 2
+"""The first two tags are those of what a pipeline gives at its end; one more is that of `exchange`.
+
+A rank that breaks off leaves a receive for a result behind, which must take nothing else.
+"""
 
 
 def _tag(tag: int, part: int) -> int:
-    return 2 + 3 * tag + part
+    return 3 + 3 * tag + part
 
 
 def _form_of(tensor: Tensor) -> Form:
