@@ -25,6 +25,8 @@ from rotorch.comm.observe import Doing, Observer
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.spec import ModelSpec, UnitKind, Weight
 from rotorch.mesh import sum_in_one_message
+from rotorch.models.blocks import recompute_blocks
+from rotorch.models.compiled import compile_blocks
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule
 from rotorch.ops.later_gradients import LaterGradients
@@ -301,6 +303,40 @@ class PipelineHolding(OuterHolding):
             ranks=self._mesh.mesh.flatten().tolist(),
             watch=self._watch,
         )
+
+
+def hold_stages(
+    module: nn.Module,
+    *,
+    strategy: StageStrategy,
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compiled: bool,
+    alone: Callable[[ModelSpec], Holding],
+    inner: Holding | None,
+    inside: DeviceMesh,
+) -> PipelineHolding:
+    """Cuts a model into stages; `inner` holds those of this rank, or what `alone` makes for their units.
+
+    Args:
+        module: the model.
+        strategy: says which stages there are.
+        spec: all units of the model, with the stages that use each.
+        mesh: of the pipeline, one axis.
+        device: of this rank.
+        compiled: run blocks by torch.compile; what `inner` runs is up to it.
+        alone: holds units if no other strategy does.
+        inner: what another strategy holds.
+        inside: the axes of the pipeline and of what holds its stages.
+    """
+    if inner is None:
+        if compiled:
+            compile_blocks(module)
+        if strategy.recompute == "block":
+            recompute_blocks(module, strategy=strategy.kind)
+        inner = alone(strategy.part_of(spec, position=mesh.get_local_rank() * strategy.ranks_per_stage))
+    return PipelineHolding(inner, module=module, spec=spec, strategy=strategy, mesh=mesh, inside=inside, device=device)
 
 
 def _at_rest_like(parameter: nn.Parameter, local: Tensor) -> DTensor:

@@ -7,10 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.core.spec import ModelSpec
-from rotorch.models.blocks import recompute_blocks
-from rotorch.models.compiled import compile_blocks
 from rotorch.parallel_model import Holding
-from rotorch.pipeline_holding import PipelineHolding, WholeStages
+from rotorch.pipeline_holding import WholeStages, hold_stages
 from rotorch.strategies.pp.plan import PP
 
 
@@ -26,19 +24,14 @@ def apply(
     inside: DeviceMesh | None = None,
 ) -> Holding:
     """Cuts `module` into stages over `mesh`; `inner` holds those of this rank, or they are held whole."""
-    if inner is None:
-        if compiled:
-            compile_blocks(module)
-        if strategy.recompute == "block":
-            recompute_blocks(module, strategy=strategy.kind)
-        part = strategy.part_of(spec, position=mesh.get_local_rank())
-        inner = WholeStages(module, spec=part, mesh=mesh, device=device)
-    return PipelineHolding(
-        inner,
-        module=module,
-        spec=spec,
+    return hold_stages(
+        module,
         strategy=strategy,
+        spec=spec,
         mesh=mesh,
-        inside=mesh if inside is None else inside,
         device=device,
+        compiled=compiled,
+        alone=lambda part: WholeStages(module, spec=part, mesh=mesh, device=device),
+        inner=inner,
+        inside=mesh if inside is None else inside,
     )

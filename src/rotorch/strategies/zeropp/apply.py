@@ -10,10 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.core.spec import ModelSpec
-from rotorch.models.blocks import recompute_blocks
-from rotorch.models.compiled import compile_blocks
 from rotorch.parallel_model import Holding
-from rotorch.pipeline_holding import PipelineHolding
+from rotorch.pipeline_holding import hold_stages
 from rotorch.stage_shards import StageShards
 from rotorch.strategies.zeropp.plan import SHARDS, STAGES, ZeroPP
 
@@ -30,19 +28,14 @@ def apply(
     inside: DeviceMesh | None = None,
 ) -> Holding:
     """Cuts `module` into stages over `mesh`; `inner` holds those of this rank, or shards do."""
-    if inner is None:
-        if compiled:
-            compile_blocks(module)
-        if strategy.recompute == "block":
-            recompute_blocks(module, strategy=strategy.kind)
-        part = strategy.part_of(spec, position=mesh.get_local_rank(STAGES) * strategy.shards)
-        inner = StageShards(module, spec=part, mesh=mesh[SHARDS], device=device)
-    return PipelineHolding(
-        inner,
-        module=module,
-        spec=spec,
+    return hold_stages(
+        module,
         strategy=strategy,
+        spec=spec,
         mesh=mesh[STAGES],
-        inside=mesh if inside is None else inside,
         device=device,
+        compiled=compiled,
+        alone=lambda part: StageShards(module, spec=part, mesh=mesh[SHARDS], device=device),
+        inner=inner,
+        inside=mesh if inside is None else inside,
     )
