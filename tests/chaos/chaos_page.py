@@ -23,7 +23,7 @@ something happens that follows from a seed (`tests/chaos/chaos_plan.py`). Held o
 A disk fills up in a file system of the run's own (tmpfs) where that may be mounted, else by the limit of a process on
 the size of files. Shared memory is lost by unlinking its file before a rank opens it (the ranks then send messages),
 or by cutting the file to nothing in the middle of a step (SIGBUS). A launcher that is killed leaves nothing but the
-directory of temporary files with which its ranks found each other; they are gone within seconds. A rank that is killed
+directory of temporary files with which its ranks found each other; these are gone within seconds. A rank that is killed
 until there is one less is so under `--elastic`, twice without a new checkpoint in between.
 """
 
