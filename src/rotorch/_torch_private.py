@@ -65,7 +65,7 @@ __all__ = [
 
 
 class LightDispatchMode(TorchDispatchMode):
-    """A dispatch mode for where nothing is compiled; it hears of an operation in half the time.
+    """A dispatch mode for where nothing is compiled; it hears of an operation sooner.
 
     Reason: torch has its compiler pass over what a dispatch mode does, operation by operation, which takes longer than
     the mode does if that is little. What says no to it has an underscore.
