@@ -38,6 +38,7 @@ FAMILIES = {
     "Ernie4_5_MoeConfig": ["rtp=2"],  # a head that is tied but for its bias
     "Gemma4VisionConfig": ["rtp=2"],  # images, and no embedding of tokens
     "EmbeddingGemma2TextConfig": ["rtp=2"],  # layers of different sizes
+    "Gemma4UnifiedTextConfig": ["pp=2"],  # heads of each layer its own
 }
 
 

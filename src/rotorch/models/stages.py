@@ -70,17 +70,25 @@ def layer_order(module: nn.Module) -> LayerOrder:
     return LayerOrder(
         layers=tuple(f"{prefix}{lists[0]}.{number}" for number in range(len(layers))),
         after=(*(f"{prefix}{name}" for name in sorted(behind)), *outside),
-        width=int(getattr(text, "hidden_size", 0)),
+        width=int(_of_every_layer(text, "hidden_size") or 0),
         attention_width=_attention_width(text),
-        experts_per_token=next((int(k) for name in _EXPERTS if isinstance(k := getattr(text, name, None), int)), 0),
+        experts_per_token=next((int(k) for name in _EXPERTS if isinstance(k := _of_every_layer(text, name), int)), 0),
     )
 
 
 def _attention_width(config: Any) -> int:
-    heads = getattr(config, "num_attention_heads", None)
+    heads = _of_every_layer(config, "num_attention_heads")
     if not isinstance(heads, int):
         return 0  # of each layer its own
-    return int(heads * (getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads))
+    return int(heads * (_of_every_layer(config, "head_dim") or (_of_every_layer(config, "hidden_size") or 0) // heads))
+
+
+def _of_every_layer(config: Any, name: str) -> Any:
+    """A field of a configuration; None if it has no such field, or one for each layer."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # so transformers answers where layers differ
+        return None
 
 
 class _Passed(nn.Module):
