@@ -112,6 +112,8 @@ class Ring(ABC):
         self.place = Whereabouts()
         """Where it writes down which slice of which item this rank is at."""
         self._ranks = list(range(size))
+        self._forward_order = [(position - i) % size for i in range(size)]
+        self._backward_order = [(position + 1 + j) % size for j in range(size)]
 
     def mark_on(self, place: Whereabouts, *, ranks: Sequence[int]) -> None:
         """From now on writes down on `place` where this rank is; `ranks` are those of the ring, by position."""
@@ -217,5 +219,4 @@ class Ring(ABC):
 
     def order(self, *, backward: bool) -> list[int]:
         """This rank's order of slices."""
-        n, r = self.size, self.position
-        return [(r + 1 + j) % n for j in range(n)] if backward else [(r - i) % n for i in range(n)]
+        return self._backward_order if backward else self._forward_order

@@ -77,9 +77,9 @@ class _LinearSideBySide(torch.autograd.Function):
             d_bias = grad_BO.sum(0)
         if unit.trained:
             # The first slice's part before the product for the input: its owner's neighbour is waiting for it.
-            turns = Turns(unit, _product(unit, grad_BO, x_BI.to(grad.dtype)))
+            turns = Turns(unit, _product(unit, grad_BO, _as(x_BI, grad.dtype)))
         if ctx.needs_input_grad[3]:
-            dx = torch.mm(grad_BO, _whole(unit).to(grad.dtype)).view(x.shape).to(x.dtype)
+            dx = _as(torch.mm(grad_BO, _as(_whole(unit), grad.dtype)).view(x.shape), x.dtype)
         if turns is not None:
             turns.go_on()
         if ctx.cut_bias is not None and ctx.cut_bias.trained:
@@ -114,19 +114,25 @@ class _EmbeddingSideBySide(torch.autograd.Function):
 def _product(unit: RotatingUnit, grad_BO: Tensor, x_BI: Tensor) -> AddToSlice:
     """Adds `grad.T @ x` of a slice, straight into its place."""
     along_output = unit.slices.weights[0].cut.dim == 0  # type: ignore[union-attr]
+    grad_OB = grad_BO.t()
 
     def add(gradient: Tensor, fresh: bool, part: Range) -> None:
-        grad, x = grad_BO, x_BI
+        grad, x = grad_OB, x_BI
         if along_output:
-            grad = grad.narrow(1, part.start, part.length)
+            grad = grad.narrow(0, part.start, part.length)
         else:
             x = x.narrow(1, part.start, part.length)
         if gradient.dtype != grad.dtype:
-            _part_of(gradient, fresh, torch.mm(grad.t(), x))
+            _part_of(gradient, fresh, torch.mm(grad, x))
         else:
-            gradient.addmm_(grad.t(), x, beta=0 if fresh else 1)
+            gradient.addmm_(grad, x, beta=0 if fresh else 1)
 
     return add
+
+
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """`tensor.to(dtype)`; where that would do nothing, without the call, of which each layer makes three."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
 def _part(whole: Tensor) -> AddToSlice:

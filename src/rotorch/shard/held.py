@@ -150,7 +150,12 @@ class HeldWeight:
     def local_grad(self) -> Tensor | None:
         """This rank's part of the gradient as a plain tensor, or None."""
         grad = self.parameter.grad
-        return grad.to_local() if isinstance(grad, DTensor) else grad
+        if not isinstance(grad, DTensor):
+            return grad
+        if torch.is_grad_enabled():  # then torch makes it an operation of a graph, which takes several times as long
+            with torch.no_grad():
+                return grad.to_local()
+        return grad.to_local()
 
     def take_memory(self) -> None:
         """Gives `local`, which has a storage of its own, its memory back after `give_memory_back`; not its values."""

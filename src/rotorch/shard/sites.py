@@ -21,8 +21,8 @@ class Site:
     def put(self, tensor: Tensor | None) -> None:
         """Makes the module find `tensor` here: a plain tensor, a DTensor parameter, or None."""
         self.module._parameters[self.attribute] = tensor  # type: ignore[assignment]
-        names = getattr(self.module, "_flat_weights_names", ())  # recurrent layers keep a list of their own
-        if self.attribute in names:
+        names = vars(self.module).get("_flat_weights_names")  # recurrent layers keep a list of their own
+        if names and self.attribute in names:
             self.module._flat_weights[names.index(self.attribute)] = tensor  # type: ignore[index,union-attr]
 
 
