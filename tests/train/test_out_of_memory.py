@@ -8,13 +8,17 @@ import sys
 import psutil
 import pytest
 import torch
+from by_hand import make
 from commands import rotorch, write_run
 from failures import seen
 
+from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.run_config import BatchSizes
 from rotorch.strategies import parse_parallel
-from rotorch.train import loop
+from rotorch.testing.ranks import run_ranks
+from rotorch.train import loop, storage
+from rotorch.train.checkpoint import save
 from rotorch.train.out_of_memory import (
     ACTIVATIONS,
     CATEGORIES,
@@ -40,6 +44,7 @@ MIB = 1 << 20
         (RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 12 bytes."), True, 12),
         (RuntimeError("shapes do not match"), False, None),
         (ValueError("out of memory"), False, None),
+        (RankFailure("checkpoint: rank 1: RuntimeError: can't allocate memory"), False, None),
     ],
 )
 def test_what_says_that_memory_ran_out(error, is_it, asked):
@@ -108,6 +113,42 @@ def test_what_is_still_to_come_has_to_fit_too():
     assert text.startswith(f"{(2 * WHOLE + 4 * 20 + 100) / 1024:.1f} KiB are missing with what is to come")
     assert "Cheapest change that fits: train.micro_batch=1 train.accumulation=2" in text
     assert "no single change saves that much. Most is saved by train.micro_batch=1" in told(asked=10 * MIB)
+
+
+FULL = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."
+
+
+def without_memory(monkeypatch):
+    """No memory for the first file that rank 1 writes."""
+    write = storage.write_safetensors
+
+    def full(*args):
+        if os.environ["RANK"] == "1":
+            raise RuntimeError(FULL)
+        return write(*args)
+
+    monkeypatch.setattr(storage, "write_safetensors", full)
+
+
+def save_without_memory(run_dir):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        without_memory(monkeypatch)
+        with pytest.raises(RuntimeError) as caught:
+            save(run_dir, make(), keep=1)
+    return type(caught.value), str(caught.value), is_out_of_memory(caught.value)
+
+
+def test_memory_that_runs_out_in_a_save_does_so_on_one_rank(tmp_path):
+    heard, own = run_ranks(save_without_memory, tmp_path, num_ranks=2)
+    assert own == (RuntimeError, FULL, True)
+    assert heard[0] is HeardFailure and "rank 1: RuntimeError: DefaultCPUAllocator" in heard[1] and not heard[2]
+
+
+def test_the_rank_without_memory_for_a_save_is_the_one_that_is_named(tmp_path, warm, monkeypatch):
+    without_memory(monkeypatch)
+    done = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--parallel=rtp=2", "train.checkpoint_every=2")
+    assert done.code == 3
+    assert done.stderr.startswith("rotorch: rank 1 failed ") and "Alive in tensors" in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")

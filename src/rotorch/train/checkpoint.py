@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import all_reduce_max, all_reduce_min, all_reduce_sum
-from rotorch.core.errors import ConfigError, RankFailure, RotorchError
+from rotorch.core.errors import ConfigError, HeardFailure, RankFailure, RotorchError
 from rotorch.models.lora import adapter_config, adapter_scale
 from rotorch.shard.held import Pieces
 from rotorch.strategies import format_parallel
@@ -102,8 +102,8 @@ def save(run_dir: Place | str, state: TrainState, *, keep: int) -> Place:
 
     Raises:
         ConfigError: if `keep` is not positive, or the optimizer's state cannot be saved.
-        RankFailure: if a rank could not write (disk full, ...); the same error on all ranks, but one whose memory has
-            run out raises that.
+        RankFailure: if a rank could not write (disk full, ...); the same text on all ranks (a HeardFailure where
+            nothing failed), but one whose memory has run out raises that.
     """
     return write(take(run_dir, state, keep=keep))
 
@@ -154,10 +154,8 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
                 no_dist=alone,
             )
     except CheckpointException as error:
-        own, _ = error.failures.get(snapshot.rank, (None, None))
-        if own is not None and is_out_of_memory(own):
-            raise own from None  # what is alive on this rank is told by who trains
-        raise _as_ours(error, what=f"saving {path}", after="; earlier checkpoints are untouched") from None
+        what = f"saving {path}"
+        raise _as_ours(error, rank=snapshot.rank, what=what, after="; earlier checkpoints are untouched") from None
     finally:
         writer.give_up()
     if snapshot.rank == 0:
@@ -213,7 +211,7 @@ def load(path: Place | str, state: TrainState) -> Manifest:
                 no_dist=state.num_ranks == 1,
             )
     except CheckpointException as error:
-        raise _as_ours(error, what=f"loading {path}") from None
+        raise _as_ours(error, rank=state.rank, what=f"loading {path}") from None
     state.model.values_changed()
     notes = _schedule_changes(saved=dict(manifest.schedule), ours=state.schedule)
     if state.optimizer is not None and manifest.optimizer is not None:
@@ -435,12 +433,20 @@ def _agreed(mesh: DeviceMesh) -> Iterator[None]:
     raise kinds[int(text[0])](message) from error
 
 
-def _as_ours(error: CheckpointException, *, what: str, after: str = "") -> BaseException:
-    """The one error, the same on all ranks, for what `torch.distributed.checkpoint` collected from them."""
-    rank, (cause, _) = min(error.failures.items())
+def _as_ours(error: CheckpointException, *, rank: int, what: str, after: str = "") -> BaseException:
+    """What this rank raises for what `torch.distributed.checkpoint` collected from all of them.
+
+    In one text on all ranks, but on a rank whose memory has run out: what is alive there is told by who trains. Ranks
+    on which nothing failed have only heard of it, and nobody takes them for the first that failed.
+    """
+    own, _ = error.failures.get(rank, (None, None))
+    if own is not None and is_out_of_memory(own):
+        return own
+    first, (cause, _) = min(error.failures.items())
     if isinstance(cause, RotorchError | KeyboardInterrupt):
-        return cause
+        return HeardFailure(str(cause)) if own is None and isinstance(cause, RankFailure) else cause
+    kind = RankFailure if own is not None else HeardFailure
     if isinstance(cause, OSError):
         where = f"{cause.filename}: " if cause.filename else ""
-        return RankFailure(f"checkpoint: {what}: rank {rank}: {where}{cause.strerror or cause}{after}")
-    return RankFailure(f"checkpoint: {what}: rank {rank}: {type(cause).__name__}: {cause}{after}")
+        return kind(f"checkpoint: {what}: rank {first}: {where}{cause.strerror or cause}{after}")
+    return kind(f"checkpoint: {what}: rank {first}: {type(cause).__name__}: {cause}{after}")

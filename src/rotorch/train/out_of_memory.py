@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from rotorch._torch_private import storage_key
-from rotorch.core.errors import ConfigError, FinalFailure
+from rotorch.core.errors import ConfigError, FinalFailure, RotorchError
 from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
@@ -50,7 +50,12 @@ _ALLOCATORS = re.compile(r"can't allocate memory|not enough memory|out of memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out: Python's, or of one of torch's allocators."""
+    """Whether an error says that memory has run out: Python's, or of one of torch's allocators.
+
+    An error of rotorch's is none, though it may tell in those words what another rank said: memory is that rank's.
+    """
+    if isinstance(error, RotorchError):
+        return False
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and _ALLOCATORS.search(str(error)) is not None
