@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from stores import url_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -97,6 +98,18 @@ def test_the_tokenizer_comes_along(tokenizer_json, tmp_path):
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer_json.read_bytes()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer.decode(tokenizer("Once upon a time").input_ids) == "Once upon a time"
+
+
+def test_the_tokenizer_comes_along_from_a_step_saved_again_in_a_store(tokenizer_json, tmp_path):
+    """There it lies under another name, beside which the one of the first save was whole until the end."""
+    run = url_of(tmp_path / "run")
+    for content in ("{}", tokenizer_json.read_text()):
+        (tmp_path / "given.json").write_text(content)
+        trained(run, "llama", tokenizer_file=tmp_path / "given.json")
+    assert not (tmp_path / "run" / "checkpoints" / "step-00000001" / "tokenizer.json").exists()
+    export_checkpoint(run, tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer_json.read_bytes()
+    assert (tmp_path / "out" / "tokenizer_config.json").exists()
 
 
 def test_what_is_there_is_replaced_only_by_force(run_dir, tmp_path):

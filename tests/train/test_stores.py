@@ -224,6 +224,20 @@ def save_steps_of_ranks(url):
     save_steps(url, 2)
 
 
+def companions_of(url, *, text):
+    """A file to take along, of what one save or another is given."""
+    file = Path(url.removeprefix("objects://")).parent / f"given-{len(text)}.json"
+    file.write_text(text)
+    return {"tokenizer.json": file}
+
+
+def save_first(url):
+    state = make()
+    step(state)
+    state.companions = companions_of(url, text="{}")
+    save(url, state, keep=2)
+
+
 def save_second(url, at, again):
     """A save of step 2 beside, or of step 1 in place of, the one that is there; returns how many points it has."""
     state = make()
@@ -231,6 +245,7 @@ def save_second(url, at, again):
     step(state)
     state.step = 1 if again else 2
     state.tokens = 7
+    state.companions = companions_of(url, text='{"of": "the second"}')
     Objects.kill_at, Objects.count = at, 0
     save(url, state, keep=2)
     return Objects.count
@@ -239,7 +254,7 @@ def save_second(url, at, again):
 @pytest.mark.parametrize("again", [False, True], ids=["beside", "in-place"])
 def test_killed_at_any_point_of_a_save_to_a_store(again, tmp_path, caplog):
     before = tmp_path / "before"
-    run_ranks(save_steps, url_of(before), 1, num_ranks=1)
+    run_ranks(save_first, url_of(before), num_ranks=1)
     shutil.copytree(before, tmp_path / "counted")
     num_points = result_of(save_second, url_of(tmp_path / "counted"), 0, again)
     assert num_points >= 4
@@ -250,6 +265,8 @@ def test_killed_at_any_point_of_a_save_to_a_store(again, tmp_path, caplog):
         assert result_of(save_second, url_of(bucket), at, again) is None
         manifest = check(latest(url_of(bucket)))  # every byte of it
         found.append(manifest.tokens)
+        tokenizer = latest(url_of(bucket)) / manifest.file_of("tokenizer.json")
+        assert tokenizer.read_bytes() == (b'{"of": "the second"}' if manifest.tokens else b"{}")
     assert sorted(found) == found and set(found) <= {0, 7}  # the old one, then the new one; nothing else ever
     assert found[0] == 0 and (found[-1] == 7) == again
     run_ranks(go_on, url_of(bucket), num_ranks=1)

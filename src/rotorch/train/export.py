@@ -229,10 +229,10 @@ def _write(
         _write_json(directory / "model.safetensors.index.json", index)
     _write_json(directory / "config.json", _config(manifest, entries))
     for name in COMPANIONS:
-        if name in manifest.files:
-            with (checkpoint / name).open("rb") as source, creating(directory / name) as copy:
+        if (lies_as := manifest.file_of(name)) is not None:
+            with (checkpoint / lies_as).open("rb") as source, creating(directory / name) as copy:
                 shutil.copyfileobj(source, copy)
-    if "tokenizer.json" in manifest.files and "tokenizer_config.json" not in manifest.files:
+    if manifest.file_of("tokenizer.json") and not manifest.file_of("tokenizer_config.json"):
         _write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
     return _sizes(directory)
 

@@ -3,8 +3,9 @@
 [Note: whole in a store]
     Stores cannot rename directories. There files are written under the checkpoint's final name, and the manifest last:
     a directory without one is what a save has left that was cut off. A step that is saved again gets files of other
-    names beside those that are there; its new manifest, which appears all at once, names these, and then the old ones
-    are removed. So at every moment there is the one whole checkpoint or the other.
+    names beside those that are there, the tokenizer's too (the manifest's `renamed` says which); its new manifest,
+    which appears all at once, names these, and then the old ones are removed. So at every moment there is the one whole
+    checkpoint or the other.
 """
 
 from __future__ import annotations

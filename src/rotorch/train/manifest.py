@@ -104,7 +104,11 @@ class OptimizerEntry(_Part):
 
 
 class Manifest(_Part):
-    """Everything of a checkpoint but its tensors."""
+    """Everything of a checkpoint but its tensors.
+
+    `renamed`: files beside the tensors' that lie under another name than their own, by their own; see
+    [Note: whole in a store] in `landing.py`.
+    """
 
     format: str = FORMAT
     version: int = VERSION
@@ -121,6 +125,7 @@ class Manifest(_Part):
     run: dict[str, JsonValue]
     tensors: dict[str, TensorEntry] = Field(default_factory=dict)
     files: dict[str, FileEntry] = Field(default_factory=dict)
+    renamed: dict[str, str] = Field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -130,6 +135,11 @@ class Manifest(_Part):
     def names(self, prefix: str) -> dict[str, TensorEntry]:
         """The tensors whose name begins with `prefix`, by the rest of their name."""
         return {name.removeprefix(prefix): entry for name, entry in self.tensors.items() if name.startswith(prefix)}
+
+    def file_of(self, name: str) -> str | None:
+        """Under which name a file such as `tokenizer.json` lies in the directory, or None if it has none."""
+        lies_as = self.renamed.get(name, name)
+        return lies_as if lies_as in self.files else None
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
@@ -210,6 +220,9 @@ def _nonsense(manifest: Manifest) -> str | None:
     for name in manifest.files:
         if Path(name).name != name or name in (".", "..", MANIFEST):
             return f"file name {name!r} leaves the checkpoint's directory"
+    for name, lies_as in manifest.renamed.items():
+        if lies_as not in manifest.files:
+            return f"{name!r} lies in the unlisted file {lies_as!r}"
     for name, entry in manifest.tensors.items():
         if entry.dtype not in ITEM_BYTES:
             return f"tensor {name!r} has unknown dtype {entry.dtype!r}"

@@ -299,13 +299,21 @@ class CheckpointWriter(StorageWriter):
             chunks.setdefault(result.index.fqn, []).append(stored.chunk)
             kinds[result.index.fqn] = stored.entry
             files[stored.chunk.file] = stored.file
+        suffix = self._landing.file_suffix()
+        renamed: dict[str, str] = {}
         for name, source in self._copies.items():
-            files[name] = _copied(source, self._writes_to / name)
+            stem, ending = os.path.splitext(name)
+            written_as = f"{stem}{suffix}{ending}"
+            files[written_as] = _copied(source, self._writes_to / written_as)
+            if written_as != name:
+                renamed[name] = written_as
         tensors = {
             name: TensorEntry(dtype=kinds[name][0], shape=kinds[name][1], chunks=tuple(chunks[name]))
             for name in sorted(chunks)
         }
-        manifest = self._manifest.model_copy(update={"tensors": tensors, "files": dict(sorted(files.items()))})
+        manifest = self._manifest.model_copy(
+            update={"tensors": tensors, "files": dict(sorted(files.items())), "renamed": renamed}
+        )
         with creating(self._writes_to / MANIFEST) as stream:
             stream.write(manifest.to_json().encode())
         self._landing.finish()
