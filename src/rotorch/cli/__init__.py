@@ -106,7 +106,9 @@ def train(
     """Trains a model on ranks of this machine, or as one rank under torchrun."""
     from rotorch.run_config import load_run_config
     from rotorch.strategies import parse_parallel
+    from rotorch.train.orphans import die_with_torchrun
 
+    die_with_torchrun()
     changes = [*(overrides or ()), *([f"parallel.layout={parallel}"] if parallel else ())]
     changes += ["train.compile=true"] if compile_blocks else []
     changes += [] if max_restarts is None else [f"train.max_restarts={max_restarts}"]

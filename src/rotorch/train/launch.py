@@ -8,6 +8,7 @@
     - The launcher dies: the kernel kills the ranks (PR_SET_PDEATHSIG), whatever they are waiting for.
     - Ctrl-C, or SIGTERM, to the launcher or to all: the launcher raises a flag on the status board, and the ranks,
       which ignore both signals, agree on the step after which they save and leave. A second Ctrl-C kills them.
+    - torchrun dies: the same, asked for by each rank as the first thing it does (`orphans.py`).
     - Under torchrun, Slurm and the like each rank raises the flag for itself, and the ranks agree all the same.
 
 [Note: fork]
@@ -19,7 +20,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import logging
 import math
 import os
@@ -47,13 +47,13 @@ from rotorch.comm.shared_file import own_prefix, shared_memory_directory, sweep
 from rotorch.core.errors import ConfigError, FinalFailure, HeardFailure, RankFailure, RotorchError
 from rotorch.train.deaths import Watch, death_of, explain
 from rotorch.train.failure_report import REPORT, answer_with_stack
+from rotorch.train.orphans import die_with
 from rotorch.train.status import FailureKind, Phase, StatusBoard
 from rotorch.train.watchdog import BACKSTOP_S, OwnWatch, keep_record
 
 Work = Callable[[StatusBoard], bool]
 """What a rank does, given the board on which it notes what it is doing; whether it came to its end, or was stopped."""
 
-_PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
 
 
@@ -183,8 +183,6 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None, timeout_s: flo
         # A second signal means no more than the first: torchrun passes on a Ctrl-C that the terminal sent to all.
         signal.signal(signal.SIGINT, lambda *_: board.request_stop())
         signal.signal(signal.SIGTERM, lambda *_: board.request_stop())
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        _die_with(os.getppid())
     _use_threads()
     try:
         with OwnWatch(board, rank=rank, timeout_s=timeout_s, directory=traceback_dir):
@@ -227,7 +225,7 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _die_with(launcher_pid)
+    die_with(launcher_pid)
     board.enter(rank, pid=os.getpid())
     answer_with_stack(Path(group.file).parent, rank=rank)
     keep_record(board, directory=Path(group.file).parent)
@@ -252,14 +250,6 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
         os._exit(1)  # at once: to take down a process group whose other ranks are waiting can take minutes
     board.doing(Phase.DONE)
     sys.stdout.flush()
-
-
-def _die_with(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent dies (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before we asked
-        os._exit(1)
 
 
 def _use_threads() -> None:

@@ -48,6 +48,7 @@ from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
 from rotorch.train.module import make_module
 from rotorch.train.optim import load_optimizer_code, make_optimizer, schedule_numbers
+from rotorch.train.orphans import die_with_torchrun
 from rotorch.train.out_of_memory import Running, Share, explained_out_of_memory
 from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
 from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
@@ -87,6 +88,7 @@ def start(
         RankFailure: a rank failed; the message names it.
         KeyboardInterrupt: Ctrl-C before the ranks started, or a second one while they ran.
     """
+    die_with_torchrun()  # the command has done so; this is for who calls from a script
     # Asking for GPUs in the usual way would spoil CUDA for forked ranks.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     torch.set_num_threads(1)
