@@ -131,8 +131,9 @@ class TrainSection(_Section):
         on_nonfinite: where the loss or a gradient is not finite nothing is updated, and then the run has to "stop",
             "skip" that batch, or "roll_back" to the last checkpoint and read on behind that batch.
         spike_factor: a loss above this many times the median of the last 32 rolls back; 0 never.
-        check_every: steps between comparisons of replicated weights over ranks, to the bit, and then also before each
-            checkpoint; 0 never.
+        check_every: steps after which weights and the optimizer's state are compared, to the bit: over ranks where
+            several hold the same, and with themselves before the next update; then also before each checkpoint; 0
+            never. Of a step of 1024 tokens per rank it takes about 2 %, of one of 8192 a quarter of a percent.
         max_restarts: how often the run goes on from its last checkpoint after a rank failed.
         elastic: "least:most" ranks that it may go on with; by default as many as the layout has.
         tensorboard: also write TensorBoard files.

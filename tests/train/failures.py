@@ -35,6 +35,8 @@ SECTIONS = {
     "median. Doing the same steps again would give the same numbers, so the run reads on behind them.",
     "Ranks hold different weights": "Found by `train.check_every`. With three holders or more, the one that differs is "
     "named.",
+    "A weight has changed between two updates": "Found by `train.check_every`, also where one rank alone holds the "
+    "part, and before the next update.",
     "A byte of the last checkpoint has changed": "`--resume` says so and takes the one before.",
     "A byte of the only checkpoint has changed": "There is nothing to go on from.",
     "A save was cut off": "What it left is never taken for a checkpoint, and removed by the next save.",

@@ -21,7 +21,8 @@ from rotorch.train.divergence import DivergenceGuard
 from rotorch.train.metrics import read_metrics
 from rotorch.train.nonfinite import first_nonfinite
 from rotorch.train.preflight import check_roll_back
-from rotorch.train.replicas import byte_sum, check_replicas
+from rotorch.train.replicas import byte_sum, check_replicas, check_unchanged
+from rotorch.train.state import TrainState
 from rotorch.train.step import StepResult
 
 
@@ -238,19 +239,33 @@ def test_where_it_began(parallel, num_ranks):
 # ---------------------------------------------------------------- replicas
 
 
-def compare_replicas(parallel, flipped_rank):
-    """Trains two steps, compares, flips a bit of a weight that several ranks hold, and compares again."""
+def flip(model, optimizer, what, name):
+    """Flips a bit of what this rank holds of a weight, or of its second moment."""
+    held = model.weights[name]
+    tensor = held.local if what == "weight" else optimizer.state[held.local_parameter]["exp_avg_sq"]
+    tensor.view(-1).view(torch.int32)[2] ^= 1
+
+
+def compare(parallel, what, name, over):
+    """Trains two steps, comparing over ranks and time, flips a bit on rank 1, and compares again."""
     model = build(parallel)
     optimizer = torch.optim.AdamW([held.local_parameter for held in model.weights.values()], lr=0.1)
+    state, sums = TrainState(model=model, optimizer=optimizer), None
     for _ in range(2):
         optimizer.zero_grad()
         model.forward_backward(batch(model))
+        if sums is not None:
+            check_unchanged(state, sums)
         optimizer.step()
-        check_replicas(model)
-    if model.mesh.get_rank() == flipped_rank:
-        model.weights["1.weight"].local.view(torch.int32)[2] ^= 1
+        sums = check_replicas(state)
+    if model.mesh.get_rank() == 1:
+        flip(model, optimizer, what, name)
     try:
-        check_replicas(model)
+        if over == "ranks":
+            check_replicas(state)
+        else:
+            model.forward_backward(batch(model))
+            check_unchanged(state, sums)
     except RankFailure as error:
         return str(error)
     finally:
@@ -258,30 +273,74 @@ def compare_replicas(parallel, flipped_rank):
 
 
 @pytest.mark.parametrize(
-    ("parallel", "num_ranks", "message"),
+    ("parallel", "num_ranks", "what", "message"),
     [
-        ("rtp=2", 2, "the weight '1.weight' differs between ranks 0, 1: replicas"),
-        ("ddp=3", 3, "the weight '1.weight' on rank 1 differs from that on the 2 other ranks that hold it"),
-        ("ddp=2,rtp=2", 4, "the weight '1.weight' on rank 1 differs from that on the 3 other ranks that hold it"),
+        ("rtp=2", 2, "weight", "the weight '1.weight' differs between ranks 0, 1: replicas"),
+        ("ddp=3", 3, "weight", "the weight '1.weight' on rank 1 differs from that on the 2 other ranks that hold it"),
+        ("ddp=3", 3, "moment", "the optimizer's state of '1.weight' on rank 1 differs from that on the 2 other ranks"),
+        (
+            *("ddp=2,rtp=2", 4, "weight"),
+            "the weight '1.weight' on rank 1 differs from that on the 3 other ranks that hold it",
+        ),
     ],
 )
-def test_a_flipped_bit_of_a_replica_is_found(parallel, num_ranks, message):
-    told = run_ranks(compare_replicas, parallel, 1, num_ranks=num_ranks)
+def test_a_flipped_bit_of_a_replica_is_found(parallel, num_ranks, what, message):
+    told = run_ranks(compare, parallel, what, "1.weight", "ranks", num_ranks=num_ranks)
     assert told == [told[0]] * num_ranks
     assert message in told[0]
-    if parallel == "ddp=3":
+    if (parallel, what) == ("ddp=3", "weight"):
         seen("Ranks hold different weights", f"rotorch: rank 0 failed in step 40, examining its numbers: {told[0]}")
 
 
+@pytest.mark.parametrize("what", ["weight", "moment"])
+@pytest.mark.parametrize("parallel", ["rtp=2", "fsdp=2"])
+def test_a_flipped_bit_of_what_one_rank_alone_holds_is_found(parallel, what):
+    told = run_ranks(compare, parallel, what, "0.weight", "time", num_ranks=2)
+    assert told == [told[0]] * 2
+    named = {"weight": "the weight", "moment": "the optimizer's state of"}[what]
+    assert told[0].startswith(f"{named} '0.weight' on rank 1 has changed since the update of step 0, and nothing did")
+
+
+def test_a_run_looks_at_what_lies_between_two_updates(run_toml, tmp_path, monkeypatch):
+    read = loop.read_batches
+
+    def reading(windows, model, *, step, sizes):
+        if step == 4 and model.mesh.get_rank() == 1:
+            model.weights["model.layers.0.mlp.up_proj.weight"].local.view(torch.int32)[2, 1] ^= 1
+        return read(windows, model, step=step, sizes=sizes)
+
+    monkeypatch.setattr(loop, "read_batches", reading)
+    done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", "fsdp=2", "train.check_every=3")
+    assert done.code == 3
+    assert "the weight 'model.layers.0.mlp.up_proj.weight' on rank 1 has changed since the update of step 3" in (
+        done.stderr
+    )
+    varies = {
+        r"\(rank \d was [^)]*\)": "(rank 1 was in step 4, examining its numbers)",
+        r"^rotorch: rank \d": "rotorch: rank 0",
+    }
+    seen("A weight has changed between two updates", done.stderr, instead=varies)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["megatron=2", "ddp=2,fsdp=2", "tesseract=2x2x1", "atp=2x2", "ddp=2,megatron=2"])
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        "rtp=2[buffering=in_place]",
+        "megatron=2",
+        "ddp=2,fsdp=2",
+        "tesseract=2x2x1",
+        "atp=2x2",
+        "ddp=2,megatron=2",
+    ],
+)
 def test_replicas_stay_the_same_under_every_layout(run_toml, tmp_path, parallel):
     done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", parallel, "train.check_every=1")
     assert (done.code, done.stderr) == (0, "")
 
 
 def test_any_flipped_bit_changes_the_sum():
-    values = torch.randn(8)
+    values = torch.randn(11)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
         tensor = values.to(dtype)
         whole = byte_sum(tensor)
@@ -289,3 +348,13 @@ def test_any_flipped_bit_changes_the_sum():
             flipped = tensor.clone()
             flipped.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
             assert byte_sum(flipped) != whole, (dtype, bit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("size", [0, 1, 7, 9, 200])
+def test_a_sum_does_not_depend_on_where_a_tensor_lies(dtype, size):
+    storage = torch.rand(size + 3).mul(50).to(dtype)
+    values = storage[:size].clone()
+    for start in range(4):
+        storage[start : start + size] = values
+        assert byte_sum(storage[start : start + size]) == byte_sum(values)

@@ -18,7 +18,7 @@ from rotorch.train.metrics import HeldOut, Listener, StepRecord
 from rotorch.train.nonfinite import first_nonfinite
 from rotorch.train.optim import learning_rate
 from rotorch.train.places import Place
-from rotorch.train.replicas import check_replicas
+from rotorch.train.replicas import Sums, check_replicas, check_unchanged
 from rotorch.train.state import TrainState
 from rotorch.train.status import Phase, StatusBoard
 from rotorch.train.step import StepResult, train_step
@@ -75,6 +75,13 @@ def run_loop(
     guard = DivergenceGuard(train, losses=recent_losses(state))
     measured: HeldOut | None = None
     checkpoint = saves_in
+    at_rest: Sums | None = None
+
+    def examine() -> None:
+        if at_rest is not None:
+            board.doing(Phase.EXAMINING)
+            check_unchanged(state, at_rest)
+
     with Saver(saves_in, keep=train.keep, behind=train.async_save, mesh=model.mesh) as saver:
         while True:
             start_s = time.perf_counter()
@@ -91,7 +98,9 @@ def run_loop(
                 highest_loss=guard.highest_loss,
                 peak=peak,
                 board=board,
+                examine=examine,
             )
+            at_rest = None
             step_s = time.perf_counter() - start_s
             saver.check()
             if result.updated:
@@ -142,7 +151,7 @@ def run_loop(
             is_saving = is_last or result.stop or _is_due(step, every=train.checkpoint_every)
             if train.check_every and (is_saving or _is_due(step, every=train.check_every)):
                 board.doing(Phase.EXAMINING)
-                check_replicas(model)
+                at_rest = check_replicas(state)
             if is_saving:
                 board.doing(Phase.SAVING)
                 guard.remember_in(state)

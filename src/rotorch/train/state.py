@@ -150,7 +150,7 @@ def optimizer_entry(state: TrainState) -> OptimizerEntry | None:
     if optimizer is None:
         return None
     kinds: dict[str, str] = {}
-    for held, key, value in _optimizer_values(state):
+    for held, key, value in optimizer_values(state):
         kinds[key] = _merge_kind(optimizer, key, kinds.get(key), _kind(optimizer, held, key, value))
     groups = [_plain_group(optimizer, group) for group in optimizer.param_groups]
     return OptimizerEntry(name=type(optimizer).__name__, groups=groups, kinds=kinds)
@@ -159,7 +159,7 @@ def optimizer_entry(state: TrainState) -> OptimizerEntry | None:
 def optimizer_tensors(state: TrainState) -> dict[str, Pieces | Tensor]:
     """The optimizer's state under its names in a checkpoint (see [Note: names in a checkpoint])."""
     tensors: dict[str, Pieces | Tensor] = {}
-    for held, key, value in _optimizer_values(state):
+    for held, key, value in optimizer_values(state):
         name = f"{OPTIMIZER}{key}/{held.name}"
         match _kind(state.optimizer, held, key, value):
             case "weight":
@@ -171,7 +171,8 @@ def optimizer_tensors(state: TrainState) -> dict[str, Pieces | Tensor]:
     return tensors
 
 
-def _optimizer_values(state: TrainState) -> Iterator[tuple[HeldWeight, str, Any]]:
+def optimizer_values(state: TrainState) -> Iterator[tuple[HeldWeight, str, Any]]:
+    """What the optimizer keeps on this rank: of which weight, under which key, and the value."""
     if state.optimizer is None:
         return
     stepped = _stepped(state.optimizer)

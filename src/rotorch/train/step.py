@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,7 @@ def train_step(
     highest_loss: float,
     peak: PeakMeter,
     board: StatusBoard,
+    examine: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Does one step, or leaves the weights as they are if its numbers went wrong: all ranks the same.
 
@@ -58,10 +59,12 @@ def train_step(
         highest_loss: a higher loss is not learnt from.
         peak: of this rank.
         board: where this rank notes what it is doing, and learns that it is asked to stop.
+        examine: called once there are gradients, before anything follows from them.
     """
     optimizer.zero_grad(set_to_none=True)
     board.doing(Phase.FORWARD_BACKWARD)
     loss = float(model.forward_backward(batches))
+    examine()
     board.doing(Phase.CLIPPING)
     squared_norm, stop, is_wrong, peaks = _agree(
         model,
