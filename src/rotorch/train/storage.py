@@ -132,35 +132,56 @@ def _blocks(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memoryv
 
 
 def _row_blocks(tensor: Tensor) -> Iterator[Tensor]:
-    """Cuts a tensor along dim 0 into parts of at most about `_BUFFER_BYTES`."""
+    """Cuts a tensor into parts of at most about `_BUFFER_BYTES`: rows of dim 0, or rows of a row that is larger."""
     if not tensor.numel():
         return
     if tensor.dim() == 0:
         tensor = tensor.view(1)
     row_bytes = tensor[0].numel() * tensor.element_size()
-    yield from tensor.split(max(1, _BUFFER_BYTES // row_bytes))
+    if row_bytes <= _BUFFER_BYTES or tensor.dim() == 1:
+        yield from tensor.split(max(1, _BUFFER_BYTES // row_bytes))
+        return
+    for row in range(tensor.shape[0]):
+        yield from _row_blocks(tensor[row])
 
 
 def _read_box(
     stream: BinaryIO, chunk: Chunk, dtype: torch.dtype, *, offsets: Sequence[int], into: Tensor, name: str
 ) -> None:
     """Fills `into` with the box of its shape that starts at `offsets` in `chunk`; reads the chunk's rows in blocks."""
-    sizes = chunk.sizes or (1,)
-    first, rest = (offsets[0], offsets[1:]) if offsets else (0, ())
     target = into.view(1) if into.dim() == 0 else into
+    _read_rows(stream, chunk.start, chunk.sizes or (1,), dtype, offsets=offsets or (0,), into=target, name=name)
+
+
+def _read_rows(
+    stream: BinaryIO,
+    start: int,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    offsets: Sequence[int],
+    into: Tensor,
+    name: str,
+) -> None:
+    """The same for a tensor of `sizes`, one dim or more, whose bytes begin at `start`."""
     row_elements = math.prod(sizes[1:])
     row_bytes = row_elements * dtype.itemsize
+    if row_bytes > _BUFFER_BYTES and len(sizes) > 1:
+        for row in range(into.shape[0]):
+            row_start = start + (offsets[0] + row) * row_bytes
+            _read_rows(stream, row_start, sizes[1:], dtype, offsets=offsets[1:], into=into[row], name=name)
+        return
     rows = max(1, _BUFFER_BYTES // max(1, row_bytes))
-    buffer = memoryview(bytearray(min(rows, target.shape[0]) * row_bytes))
-    for row in range(0, target.shape[0], rows):
-        count = min(rows, target.shape[0] - row)
-        stream.seek(chunk.start + (first + row) * row_bytes)
+    buffer = memoryview(bytearray(min(rows, into.shape[0]) * row_bytes))
+    for row in range(0, into.shape[0], rows):
+        count = min(rows, into.shape[0] - row)
+        stream.seek(start + (offsets[0] + row) * row_bytes)
         if stream.readinto(buffer[: count * row_bytes]) != count * row_bytes:
             raise ConfigError(f"checkpoint: {name}: truncated while it was read")
         block = torch.frombuffer(buffer, dtype=dtype, count=count * row_elements).view(count, *sizes[1:])
-        for dim, start in enumerate(rest, start=1):
-            block = block.narrow(dim, start, target.shape[dim])
-        target.narrow(0, row, count).copy_(block)
+        for dim, begin in enumerate(offsets[1:], start=1):
+            block = block.narrow(dim, begin, into.shape[dim])
+        into.narrow(0, row, count).copy_(block)
 
 
 # ---------------------------------------------------------------- planners

@@ -1,0 +1,64 @@
+"""Bytes of tensors to files and back, through a buffer that holds however little of them."""
+
+import hashlib
+import io
+import math
+
+import pytest
+import torch
+
+from rotorch.train import storage
+from rotorch.train.manifest import Chunk
+from rotorch.train.storage import Entry, _read_box, write_safetensors
+
+BUFFER_BYTES = 24  # six float32
+
+
+class Stream(io.BytesIO):
+    """Remembers the longest read."""
+
+    most = 0
+
+    def readinto(self, buffer):
+        self.most = max(self.most, len(buffer))
+        return super().readinto(buffer)
+
+
+@pytest.fixture
+def tiny_buffer(monkeypatch):
+    monkeypatch.setattr(storage, "_BUFFER_BYTES", BUFFER_BYTES)
+
+
+SHAPES = [(), (20,), (3, 4), (4, 9), (3, 5, 4), (2, 3, 9), (2, 3, 2, 7), (0, 4)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_tensor_is_written_through_the_buffer(shape, tiny_buffer, tmp_path):
+    tensor = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    blocks = list(storage._row_blocks(tensor))
+    assert all(block.numel() * 4 <= BUFFER_BYTES for block in blocks)
+    written = write_safetensors(tmp_path / "file", [Entry("a", "F32", shape, lambda: tensor)])
+    content = (tmp_path / "file").read_bytes()
+    assert content[written.starts[0] :] == tensor.numpy().tobytes()
+    assert written.file.sha256 == hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if math.prod(shape)], ids=str)
+def test_every_box_of_a_tensor_is_read_through_the_buffer(shape, tiny_buffer):
+    tensor = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    stream = Stream(b"12345678" + tensor.numpy().tobytes())
+    chunk = Chunk(offsets=(0,) * len(shape), sizes=shape, file="x", start=8)
+    boxes = [((), ())]
+    for length in shape:
+        ends = [(a, b) for a in range(length) for b in range(a + 1, length + 1) if b - a in (1, 2, length)]
+        boxes = [
+            ((*offsets, a), (*sizes, b - a)) for offsets, sizes in boxes for a, b in ends[:: max(1, len(ends) // 6)]
+        ]
+    for offsets, sizes in boxes:
+        expected = tensor
+        for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+            expected = expected.narrow(dim, start, length)
+        into = torch.full(sizes, -1.0)
+        _read_box(stream, chunk, torch.float32, offsets=offsets, into=into, name="x")
+        assert torch.equal(into, expected), (offsets, sizes)
+    assert 0 < stream.most <= BUFFER_BYTES
