@@ -26,7 +26,7 @@ from rotorch.bench.bar import parse_bar
 from rotorch.bench.command import DOES_NOT_HOLD, OK, BenchOptions, bench, exit_code, read_layouts
 from rotorch.bench.contender import LIMIT
 from rotorch.bench.rank import load_code
-from rotorch.bench.stage_costs import measured_and_predicted_peak
+from rotorch.bench.stage_costs import measured_and_predicted_peak, micro_batches_to_measure
 from rotorch.bench.table import render
 from rotorch.bench.task import Task, task_from_run
 from rotorch.pipelining.stage_strategy import StageStrategy
@@ -55,6 +55,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--parallel", action="append", help=f"rows (default: {', '.join(LAYOUTS)})")
     parser.add_argument("--json", type=Path, help="where every figure goes")
     given = parser.parse_args(arguments)
+    for name in given.parallel or LAYOUTS:
+        needed = micro_batches_to_measure(name)
+        if given.micro_batches < needed:
+            parser.error(f"--micro-batches {given.micro_batches}: to measure {name} takes {needed} or more")
     overrides = [
         f"data.sequence_length={given.sequence}",
         "train.micro_batch=1",

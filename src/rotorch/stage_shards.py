@@ -111,6 +111,8 @@ class StageShards(Holding):
         self._carried: dict[str, Tensor] = {}
         self._sums_end: Wait | None = None
         """Ends the one sum of gradients that is under way."""
+        self._left_behind: list[Wait] = []
+        """Gathers that a step broke off: what comes late still needs the memory that it was sent for."""
         self._take_back()
 
     def _shard(self, weight: Weight, source: nn.Parameter, *, sites: tuple[Site, ...], device: torch.device) -> _Shard:
@@ -218,6 +220,7 @@ class StageShards(Holding):
     def _leave(self, group: _Group) -> None:
         """Leaves a gather that is under way, after an exception, to itself: others may never come to it."""
         if group.comes is not None:
+            self._left_behind.append(group.comes)
             group.comes = None
             for shard in group.shards:  # the old memory is its, and may be written at any time
                 shard.whole.data = torch.empty_like(shard.whole)
@@ -280,6 +283,7 @@ class StageShards(Holding):
     def finish(self) -> None:
         if self._sums_end is not None:
             self._sums_end()
+        self._left_behind.clear()  # behind which all of this step has come
         for group in self._groups.values():
             trained = [shard for shard in group.shards if shard.whole.requires_grad]
             if not trained:

@@ -20,6 +20,7 @@ TASK = Task(name="small", model=MODEL, vocabulary=256, num_ranks=2, micro_batch=
     [
         ("zeropp=2x2", 2),
         pytest.param("zeropp=2x1[chunks=2,unit=2]", 1, marks=pytest.mark.slow),
+        pytest.param("zeropp=2x1[unit=3]", 1, marks=pytest.mark.slow),
         pytest.param("zeropp=2x2[chunks=2,unit=2]", 2, marks=pytest.mark.slow),
         pytest.param("pp=2,fsdp=2", 2, marks=pytest.mark.slow),
     ],

@@ -43,6 +43,13 @@ def gathers_and_sums():
         whole = sum(wholes_of(rank, n)[number] for rank in range(n))
         torch.testing.assert_close(part, whole.chunk(n)[line.position] if whole.numel() else part)
     assert torch.equal(given[0], wholes_of(line.position, n)[0])  # what is given is read only
+    sums = [torch.empty(2), torch.empty(2)]
+    ends = [line.sum_each([part], [torch.full((n * 2,), value)]) for part, value in zip(sums, (1.0, 10.0), strict=True)]
+    for end in ends:  # in the order in which they began
+        end()
+    assert [part.tolist() for part in sums] == [[n * 1.0] * 2, [n * 10.0] * 2]
+    narrow = line.reduce_scatter(torch.full((n, 2), 1.5, dtype=torch.bfloat16))
+    assert narrow.dtype == torch.bfloat16 and narrow.tolist() == [[1.5 * n] * 2]
     single = line.reduce_scatter(torch.ones(n * 3, 2))
     assert torch.equal(single, torch.full((3, 2), float(n)))
     assert torch.equal(line.all_gather(torch.full((1, 2), float(line.position)))[:, 0], torch.arange(float(n)))
@@ -69,7 +76,7 @@ def bytes_of_a_sum():
 
 
 def test_a_sum_takes_memory_for_two_parts():
-    assert run_ranks(bytes_of_a_sum, num_ranks=2) == [2, 2]
+    assert run_ranks(bytes_of_a_sum, num_ranks=3) == [2, 2, 2]
 
 
 def who_exchanges():

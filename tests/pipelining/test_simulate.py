@@ -69,6 +69,18 @@ def test_gathers_delay_and_sums_run_beside():
     assert found.busy_s(0) == 12
 
 
+def test_sums_that_nothing_hides_hold_the_rank_up():
+    full = lower(make_schedule("gpipe", num_ranks=1, num_micro_batches=4, unit=2))
+    costs = StageCosts(reduce_s=100, activation_bytes=0, gradient_bytes=7, gradient_part_bytes=3, reduce_extra_bytes=2)
+    found = simulate(full, costs=costs, hides_sums=False)
+    # forwards of both units, two backwards, their sum, two backwards, their sum
+    assert found.makespan_s == 4 + 4 + 100 + 4 + 100
+    held = [(moment.time_s, sum(moment.held)) for moment in found.memory[0]]
+    assert held == [(4, 7), (8, 7 + 3 + 2), (108, 3), (108, 3 + 7), (112, 3 + 7 + 3 + 2), (212, 3)]
+    beside = simulate(full, costs=costs)
+    assert beside.peak_bytes(0, category=GRADIENTS) == 7 and beside.makespan_s == found.makespan_s
+
+
 def test_memory_by_category_over_time():
     full = lower(make_schedule("gpipe", num_ranks=1, num_micro_batches=2, unit=1))
     found = simulate(full, costs=StageCosts(activation_bytes=3, weight_bytes=100, gradient_bytes=10, reduce_s=0.5))

@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,32 @@ def test_all_ranks_raise_if_the_last_stage_does(tiny):
     (first, mine), (last, theirs) = run_ranks(breaks_off_at_the_end, tiny("llama"), num_ranks=2, timeout_s=60)
     assert (first, last) == ([HeardFailure] * 2, [Broken] * 2)
     assert mine == theirs
+
+
+def breaks_off_beside_a_gather(path):
+    """Losses of a step, and of one after another that raised on both ranks while a gather was under way."""
+    model = rotorch.parallelize(build(path), "zeropp=1x2[chunks=2]", device="cpu").materialize(seed=1)
+    batches, calls = [batch_of(model.module.config, num_rows=2)] * 4, []
+    good = float(model.forward_backward(batches))
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) == 3:
+            raise Broken
+
+    handle = model.module.model.layers[0].register_forward_pre_hook(hook)
+    with suppress(Broken):
+        model.forward_backward(batches)
+    assert len(calls) == 3
+    handle.remove()
+    again = float(model.forward_backward(batches))
+    model.close()
+    return good, again
+
+
+def test_a_step_goes_on_after_one_that_broke_off_beside_a_gather(tiny):
+    for good, again in run_ranks(breaks_off_beside_a_gather, tiny("llama"), num_ranks=2, timeout_s=60):
+        assert good == again
 
 
 def clipped(path):

@@ -19,11 +19,10 @@ from rotorch.parallel_model import ParallelModel
 from rotorch.pipeline_holding import PipelineHolding
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind
 from rotorch.pipelining.simulate import StageCosts, simulate
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.shard.storages import owned_bytes
 from rotorch.stage_shards import hides_sums
-
-_FEW = 2
-"""Micro-batches of the step in which stages are measured."""
+from rotorch.strategies import parse_parallel
 
 
 @dataclass(frozen=True)
@@ -69,6 +68,7 @@ def predicted_transient_bytes(
 
 def measured_and_predicted_peak(task: Task, parallel: str, ranks_per_stage: int) -> tuple[int, float]:
     """The most bytes of tensors that this rank holds in a step, and what the simulation says of it. All ranks."""
+    few = micro_batches_to_measure(parallel)
     contender = UnderLayout(task, parallel=parallel)
     for step in range(2):  # gradients and the optimizer's state are there from then on
         contender.forward_backward(step)
@@ -76,11 +76,17 @@ def measured_and_predicted_peak(task: Task, parallel: str, ranks_per_stage: int)
     model = contender.model
     batches = task.batches(0, share=model.batch_rank, num_shares=model.num_batch_ranks)
     transient = predicted_transient_bytes(
-        model, batches[:_FEW], num_micro_batches=task.accumulation, ranks_per_stage=ranks_per_stage
+        model, batches[:few], num_micro_batches=task.accumulation, ranks_per_stage=ranks_per_stage
     )
     found = measure_tensors(contender, step=2)
     contender.close()
     return found.peak_bytes, found.resident[WEIGHTS] + found.resident[OPTIMIZER] + transient
+
+
+def micro_batches_to_measure(parallel: str) -> int:
+    """How many a step must have for its stages to be measured: a unit, and two, so that gradients are added up."""
+    units = [one.unit or 1 for one in parse_parallel(parallel) if isinstance(one, StageStrategy)]
+    return max(2, *units)
 
 
 def _watch_a_step(model: ParallelModel, holding: PipelineHolding, micro_batches: Sequence[Batch]) -> list[_Seen]:

@@ -180,7 +180,7 @@ def simulate(
         costs: of every stage, or of each.
         link: between any two ranks.
         blocking: whether ranks wait where they send and receive.
-        hides_sums: whether ranks compute while gradients are summed.
+        hides_sums: whether ranks compute while gradients are summed; on CPU they do not (`stage_shards.hides_sums`).
 
     Raises:
         ScheduleError: if ranks wait for each other.
@@ -272,7 +272,8 @@ class _Run:
                 self.sums[rank] = end
                 if not self.hides_sums:
                     self.clocks[rank] = end
-        self.done[rank].append((action, self.clocks[rank] if action.kind not in COMPUTE else start, end))
+        waits = action.kind in COMPUTE or (action.kind is ActionKind.REDUCE_GRAD and not self.hides_sums)
+        self.done[rank].append((action, start if waits else self.clocks[rank], end))
         self.ends[gives(action)] = end
         self.entries[rank].append(Entry(rank, start, end, action))
         return True
