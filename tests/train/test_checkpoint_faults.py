@@ -1,5 +1,7 @@
 """Checkpoints under faults: killed at any point, full disks, flipped bytes, other programs' files."""
 
+import errno
+import io
 import json
 import logging
 import os
@@ -23,7 +25,15 @@ from rotorch.testing.ranks import run_ranks
 from rotorch.train import storage
 from rotorch.train.checkpoint import check, latest, load, load_newest, save
 from rotorch.train.directories import leftovers
-from rotorch.train.manifest import NewerFormat, json_digest, manifest_text, read_manifest
+from rotorch.train.manifest import (
+    DamagedCheckpoint,
+    NewerFormat,
+    json_digest,
+    manifest_text,
+    read_manifest,
+    told_as_damage,
+)
+from rotorch.train.places import StorePath
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -377,6 +387,55 @@ def test_a_damaged_one_gives_way_to_the_one_before(copy):
     assert other[:2] == (told, step) and step == 0
     assert "step-00000001/rank-00000.safetensors: damaged" in told and "there is none before it" in told
     seen("A byte of the only checkpoint has changed", f"rotorch: {told}")
+
+
+class BadSector(io.RawIOBase):
+    """A file of a disk that cannot give it back."""
+
+    def readable(self):
+        return True
+
+    def seek(self, *args):
+        return 0
+
+    def readinto(self, buffer):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def load_from_a_bad_disk(path, name, at):
+    """As `load_what_is_whole`; from the `at`-th time on the file cannot be read."""
+    opened, count = Path.open, 0
+
+    def opening(self, *args, **options):
+        nonlocal count
+        count += self == path / name
+        return BadSector() if self == path / name and count >= at else opened(self, *args, **options)
+
+    Path.open = opening
+    return load_what_is_whole(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "at"),
+    [("manifest.json", 1), ("rank-00001.safetensors", 1), ("rank-00001.safetensors", 2)],
+    ids=["manifest", "against its digest", "into the weights"],
+)
+def test_one_that_the_disk_cannot_read_gives_way_to_the_one_before(name, at, copy):
+    told = run_ranks(load_from_a_bad_disk, copy, name, at, num_ranks=2)
+    assert [(loaded, step) for loaded, step, _ in told] == [("step-00000001", 1)] * 2
+    said = told[0][2][-1]
+    assert f"{copy / name}: damaged (Input/output error where it was read): skipped, going on from" in said
+
+
+def test_an_error_of_a_store_is_no_damage(tmp_path):
+    """There it may be trouble on the way, and the checkpoint before would cost steps."""
+    for place, number, kind in (
+        (tmp_path / "x", errno.EIO, DamagedCheckpoint),
+        (tmp_path / "x", errno.EACCES, OSError),
+        (StorePath("memory://x"), errno.EIO, OSError),
+    ):
+        with pytest.raises(kind), told_as_damage(place):
+            raise OSError(number, os.strerror(number))
 
 
 @pytest.mark.parametrize("file", ["rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"])

@@ -3,6 +3,7 @@
 import hashlib
 import io
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,6 @@ def test_every_box_of_a_tensor_is_read_through_the_buffer(shape, tiny_buffer):
         for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
             expected = expected.narrow(dim, start, length)
         into = torch.full(sizes, -1.0)
-        _read_box(stream, chunk, torch.float32, offsets=offsets, into=into, name="x")
+        _read_box(stream, chunk, torch.float32, offsets=offsets, into=into, file=Path("x"))
         assert torch.equal(into, expected), (offsets, sizes)
     assert 0 < stream.most <= BUFFER_BYTES

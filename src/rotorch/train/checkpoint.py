@@ -179,7 +179,8 @@ def load(path: Place | str, state: TrainState) -> Manifest:
         What the checkpoint says of itself.
 
     Raises:
-        DamagedCheckpoint: if bytes of it are missing or have changed; nothing is changed.
+        DamagedCheckpoint: if bytes of it are missing or have changed, or a disk cannot read them; nothing is changed,
+            unless that began after all of them had been read once.
         ConfigError: if it is foreign, or of another model or optimizer; nothing is changed.
         RankFailure: if reading failed after that; values are then partly overwritten.
     """

@@ -12,10 +12,12 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,25 @@ class NewerFormat(ConfigError):
 
 class DamagedCheckpoint(ConfigError):
     """Bytes of the checkpoint are missing or are not those that were written."""
+
+
+_BAD_SECTOR = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
+"""What a disk says of a sector that it cannot read, and a file system of one that is not as it was written."""
+
+
+@contextmanager
+def told_as_damage(file: Place) -> Iterator[None]:
+    """What a disk cannot give back is damage. Of a store the same error may be trouble on the way, and stays as it is.
+
+    Raises:
+        DamagedCheckpoint: instead of that `OSError`; others pass.
+    """
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(file, Path) or error.errno not in _BAD_SECTOR:
+            raise
+        raise DamagedCheckpoint(f"checkpoint: {file}: damaged ({error.strerror or error} where it was read)") from None
 
 
 class _Part(BaseModel):
@@ -174,12 +195,15 @@ def read_manifest(path: Place) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        text = read_small(file, most_bytes=_MOST_BYTES, what="a manifest")
+        with told_as_damage(file):
+            text = read_small(file, most_bytes=_MOST_BYTES, what="a manifest")
         raw = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(_why_no_manifest(path)) from None
     except OSError as error:
         raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror or error}") from None
+    except DamagedCheckpoint:
+        raise
     except ConfigError as error:
         raise ConfigError(f"checkpoint: {error}") from None
     except (ValueError, RecursionError):
@@ -293,10 +317,14 @@ def check_contents(path: Place, manifest: Manifest, *, share: int = 0, num_share
 
 
 def file_digest(file: Place) -> str:
-    """The sha256 of a file's contents, in hex. Raises `ConfigError` if it cannot be read."""
+    """The sha256 of a file's contents, in hex.
+
+    Raises:
+        DamagedCheckpoint: if a disk cannot give it back. ConfigError: if it cannot be read for another reason.
+    """
     digest = hashlib.sha256()
     try:
-        with file.open("rb") as stream:
+        with told_as_damage(file), file.open("rb") as stream:
             while block := stream.read(_READ_BYTES):
                 digest.update(block)
     except OSError as error:

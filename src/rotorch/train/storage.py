@@ -49,7 +49,16 @@ from torch.futures import Future
 from rotorch.core.errors import ConfigError
 from rotorch.shard.held import Pieces
 from rotorch.train.landing import landing
-from rotorch.train.manifest import ITEM_BYTES, MANIFEST, Chunk, FileEntry, Manifest, TensorEntry
+from rotorch.train.manifest import (
+    ITEM_BYTES,
+    MANIFEST,
+    Chunk,
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    told_as_damage,
+)
 from rotorch.train.places import Place, creating
 
 DTYPES = {
@@ -146,11 +155,11 @@ def _row_blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _read_box(
-    stream: BinaryIO, chunk: Chunk, dtype: torch.dtype, *, offsets: Sequence[int], into: Tensor, name: str
+    stream: BinaryIO, chunk: Chunk, dtype: torch.dtype, *, offsets: Sequence[int], into: Tensor, file: Place
 ) -> None:
     """Fills `into` with the box of its shape that starts at `offsets` in `chunk`; reads the chunk's rows in blocks."""
     target = into.view(1) if into.dim() == 0 else into
-    _read_rows(stream, chunk.start, chunk.sizes or (1,), dtype, offsets=offsets or (0,), into=target, name=name)
+    _read_rows(stream, chunk.start, chunk.sizes or (1,), dtype, offsets=offsets or (0,), into=target, file=file)
 
 
 def _read_rows(
@@ -161,7 +170,7 @@ def _read_rows(
     *,
     offsets: Sequence[int],
     into: Tensor,
-    name: str,
+    file: Place,
 ) -> None:
     """The same for a tensor of `sizes`, one dim or more, whose bytes begin at `start`."""
     row_elements = math.prod(sizes[1:])
@@ -169,7 +178,7 @@ def _read_rows(
     if row_bytes > _BUFFER_BYTES and len(sizes) > 1:
         for row in range(into.shape[0]):
             row_start = start + (offsets[0] + row) * row_bytes
-            _read_rows(stream, row_start, sizes[1:], dtype, offsets=offsets[1:], into=into[row], name=name)
+            _read_rows(stream, row_start, sizes[1:], dtype, offsets=offsets[1:], into=into[row], file=file)
         return
     rows = max(1, _BUFFER_BYTES // max(1, row_bytes))
     buffer = memoryview(bytearray(min(rows, into.shape[0]) * row_bytes))
@@ -177,7 +186,8 @@ def _read_rows(
         count = min(rows, into.shape[0] - row)
         stream.seek(start + (offsets[0] + row) * row_bytes)
         if stream.readinto(buffer[: count * row_bytes]) != count * row_bytes:
-            raise ConfigError(f"checkpoint: {name}: truncated while it was read")
+            error = DamagedCheckpoint if isinstance(file, Path) else ConfigError
+            raise error(f"checkpoint: {file}: truncated while it was read")
         block = torch.frombuffer(buffer, dtype=dtype, count=count * row_elements).view(count, *sizes[1:])
         for dim, begin in enumerate(offsets[1:], start=1):
             block = block.narrow(dim, begin, into.shape[dim])
@@ -421,11 +431,11 @@ class CheckpointReader(StorageReader):
             by_file.setdefault(chunk.file, []).append((chunk, item))
         for name, reads in by_file.items():
             path = self._directory / name
-            with path.open("rb") as stream:
+            with told_as_damage(path), path.open("rb") as stream:
                 for chunk, item in sorted(reads, key=lambda read: read[0].start):
                     target = planner.resolve_tensor(item).detach()
                     dtype = DTYPES[self._tensors[item.storage_index.fqn].dtype]
-                    _read_box(stream, chunk, dtype, offsets=item.storage_offsets, into=target, name=str(path))
+                    _read_box(stream, chunk, dtype, offsets=item.storage_offsets, into=target, file=path)
                     planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
