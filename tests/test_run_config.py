@@ -127,6 +127,15 @@ def test_the_one_identity_of_a_batch_is_checked(given, write):
     assert write in str(caught.value)
 
 
+def test_a_micro_batch_that_fits_a_global_batch_is_named_and_fits():
+    """A run goes on with no other global batch, so that is not always what can be written instead."""
+    given = TrainSection(steps=1, micro_batch=4, global_batch=18)
+    with pytest.raises(ConfigError, match=r"Write train\.micro_batch=3 train\.accumulation=2 to keep it, or train\.g"):
+        batch_sizes(given, batch_ranks=3)
+    written = given.model_copy(update={"micro_batch": 3, "accumulation": 2})
+    assert batch_sizes(written, batch_ranks=3).global_batch == 18
+
+
 def test_the_configurations_that_come_along_are_valid():
     from pathlib import Path
 

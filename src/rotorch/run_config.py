@@ -278,9 +278,13 @@ def batch_sizes(train: TrainSection, *, batch_ranks: int) -> BatchSizes:
         per_pass = micro * batch_ranks * (train.accumulation or 1)
         near = max(1, round(total / per_pass)) * per_pass
         given = "accumulation" if train.accumulation is None else f"accumulation {train.accumulation}"
+        fits = next((m for m in range(micro, 0, -1) if total % (m * batch_ranks) == 0), None)
+        keep = ""  # a run goes on with no other global batch
+        if fits is not None:
+            keep = f"train.micro_batch={fits} train.accumulation={total // (fits * batch_ranks)} to keep it, or "
         raise ConfigError(
-            f"train.global_batch = {total} is not micro_batch {micro} x {given} x {batch_ranks} batch ranks. "
-            f"Write train.global_batch={near if train.accumulation is None else sizes.global_batch}, or leave it out"
+            f"train.global_batch = {total} is not micro_batch {micro} x {given} x {batch_ranks} batch ranks. Write "
+            f"{keep}train.global_batch={near if train.accumulation is None else sizes.global_batch}, or leave it out"
         )
     return sizes
 

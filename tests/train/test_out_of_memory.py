@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -14,8 +15,9 @@ from failures import seen
 
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.stages import LayerOrder
 from rotorch.run_config import BatchSizes
-from rotorch.strategies import parse_parallel
+from rotorch.strategies import batch_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
 from rotorch.train import loop, storage
 from rotorch.train.checkpoint import save
@@ -73,8 +75,10 @@ SPEC = ModelSpec("spec", tuple(mlp(f"mlp.{number}") for number in range(10)))
 WHOLE = SPEC.num_bytes
 
 
-def suggested(layout, *, micro_batch=1, asked=0, num_layers=1, **alive):
-    share = Share(SPEC, parse_parallel(layout), BatchSizes(micro_batch, 2, 1), rank=0, num_layers=num_layers)
+def suggested(layout, *, micro_batch=1, accumulation=2, asked=0, num_layers=1, rank=0, spec=SPEC, **alive):
+    strategies = parse_parallel(layout)
+    sizes = BatchSizes(micro_batch, accumulation, batch_ranks(strategies))
+    share = Share(spec, strategies, sizes, rank=rank, num_layers=num_layers)
     return list(changes(share, {**dict.fromkeys(CATEGORIES, 0), **alive}, asked=asked))
 
 
@@ -96,14 +100,41 @@ def test_then_to_compute_again(layout, again):
 
 def test_then_another_layout_by_its_formulas_and_more_ranks():
     found = {change.write: change.saves_bytes for change in suggested("ddp=2")}
-    assert found["parallel.layout=rtp=4 --nproc 4"] > found["parallel.layout=rtp=2"] > 0
+    assert found["parallel.layout=rtp=4 train.micro_batch=1 train.accumulation=1 --nproc 4"] > 0
+    assert found["parallel.layout=rtp=2"] > 0
     assert 2 * WHOLE > found["parallel.layout=fsdp=2"] > 0  # half of weights, gradients and moments, less a unit
     assert "parallel.layout=ddp=4 --nproc 4" not in found  # it saves nothing
 
 
+def test_more_ranks_take_less_each_so_that_the_global_batch_stays_what_it_was():
+    found = [change.write for change in suggested("ddp=2", micro_batch=4, accumulation=1)]
+    assert "parallel.layout=rtp=4 train.micro_batch=2 train.accumulation=1 --nproc 4" in found
+    found = [change.write for change in suggested("rtp=2", micro_batch=3, accumulation=4)]
+    assert "parallel.layout=rtp=4 train.micro_batch=3 train.accumulation=2 --nproc 4" in found
+    assert not [write for write in suggested("ddp=2", accumulation=1) if "--nproc" in write.write]  # nothing to share
+
+
+def test_each_layout_is_named_once():
+    found = [change.write for change in suggested("rtp=8", accumulation=8)]
+    assert len([write for write in found if "rtp=16" in write]) == 1 and len(found) == len(set(found))
+
+
+IN_LAYERS = replace(SPEC, order=LayerOrder(layers=tuple(f"mlp.{number}" for number in range(10)), width=8))
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank", "kept"),
+    [("pp=2", 0, 1 / 5), ("ddp=2,pp=2[layers=4-6]", 3, 1 / 6), ("pp=2[layers=1-9]", 0, None), ("single", 0, 1 / 10)],
+)
+def test_a_stage_computes_its_own_layers_again(layout, rank, kept):
+    found = suggested(layout, activations=9000, num_layers=10, rank=rank, spec=IN_LAYERS, accumulation=4)
+    again = [change.saves_bytes for change in found if "recompute=block" in change.write]
+    assert again == ([] if kept is None else [9000 - int(9000 * kept)])
+
+
 def told(layout="ddp=2", *, asked, activations=0):
     alive = {**dict.fromkeys(CATEGORIES, 0), "weights": WHOLE, "gradients": WHOLE, "activations": activations}
-    share = Share(SPEC, parse_parallel(layout), BatchSizes(2, 1, 1), rank=0, num_layers=1)
+    share = Share(SPEC, parse_parallel(layout), BatchSizes(2, 1, 2), rank=0, num_layers=1)
     return cheapest_change(share, alive, asked=asked)
 
 
@@ -112,7 +143,10 @@ def test_what_is_still_to_come_has_to_fit_too():
     text = told(asked=100, activations=10 * MIB)
     assert text.startswith(f"{(2 * WHOLE + 4 * 20 + 100) / 1024:.1f} KiB are missing with what is to come")
     assert "Cheapest change that fits: train.micro_batch=1 train.accumulation=2" in text
-    assert "no single change saves that much. Most is saved by train.micro_batch=1" in told(asked=10 * MIB)
+    assert (
+        "no single change saves that much. Most is saved by parallel.layout=rtp=4 train.micro_batch=1 train."
+        in told(asked=10 * MIB)
+    )
 
 
 FULL = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 4096 bytes."

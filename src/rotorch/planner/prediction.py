@@ -73,11 +73,8 @@ def predict(
         batch: what it computes on, for strategies that move activations; None leaves those out.
     """
     positions = _positions(strategies, rank=rank)
-    for strategy in strategies:
-        spec = strategy.units_of(spec)
-    num_weights = sum(weight.trained for weight in spec.weights)
-    for strategy, position in zip(strategies, positions, strict=True):
-        spec = strategy.part_of(spec, position=position)
+    num_weights = sum(weight.trained for weight in _units_of(spec, strategies=strategies).weights)
+    spec = part_of_rank(spec, strategies=strategies, rank=rank)
     total = combine_layouts(_layout(unit, strategies=strategies, positions=positions) for unit in spec.units)
     trained = combine_layouts(
         _layout(replace(unit, weights=weights), strategies=strategies, positions=positions)
@@ -102,6 +99,20 @@ def predict(
         trained_bytes=trained.resident_bytes,
         padding_bytes=total.padding_bytes,
     )
+
+
+def part_of_rank(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int) -> ModelSpec:
+    """The units that `rank` has anything to do with under `strategies` (outermost first)."""
+    spec = _units_of(spec, strategies=strategies)
+    for strategy, position in zip(strategies, _positions(strategies, rank=rank), strict=True):
+        spec = strategy.part_of(spec, position=position)
+    return spec
+
+
+def _units_of(spec: ModelSpec, *, strategies: Sequence[Strategy]) -> ModelSpec:
+    for strategy in strategies:
+        spec = strategy.units_of(spec)
+    return spec
 
 
 def _layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequence[int]) -> Layout:

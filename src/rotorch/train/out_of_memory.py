@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from types import TracebackType
@@ -31,7 +31,7 @@ from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.host_memory import address_space_left_bytes, available_bytes
-from rotorch.planner.prediction import predict
+from rotorch.planner.prediction import part_of_rank, predict
 from rotorch.run_config import BatchSizes
 from rotorch.shard.storages import PLAIN, SharedMappings, all_tensors, local_part, owned_bytes
 from rotorch.strategies import batch_ranks, format_parallel, num_ranks, parse_parallel
@@ -261,28 +261,68 @@ def changes(share: Share, alive: Mapping[str, int], *, asked: int) -> Iterator[C
     strategies = share.strategies
     *outer, innermost = strategies
     option = {"rtp": "slice"}.get(innermost.kind, "block")
-    if share.num_layers > 1 and getattr(innermost, "recompute", option) != option:
+    num_layers = _num_layers(share)
+    if num_layers > 1 and getattr(innermost, "recompute", option) != option:
         again = type(innermost).model_validate({**innermost.model_dump(), "recompute": option})
-        saved = alive[ACTIVATIONS] - alive[ACTIVATIONS] // share.num_layers
+        saved = alive[ACTIVATIONS] - alive[ACTIVATIONS] // num_layers
         yield Change(f"parallel.layout={format_parallel((*outer, again))}", saved)
     here = _at_rest(share)
-    size = num_ranks(strategies)
-    others = [parse_parallel(f"{kind}={size}") for kind in ("rtp", "fsdp")] if size > 1 else []
-    if (larger := resized(strategies, num_ranks=2 * size)) is not None:
-        others.append(larger)
-    others.append(parse_parallel(f"rtp={2 * size}"))
-    for other in others:
-        if num_ranks(other) == size and batch_ranks(other) != batch_ranks(strategies):
-            continue  # another batch per rank, of whose activations nothing is known
+    for other in _other_layouts(strategies):
         try:
             for strategy in other:
                 strategy.check(share.spec)
+            sizes = _same_global_batch(share, strategies=other)
             saved = here - _at_rest(replace(share, strategies=other))
         except ConfigError:
             continue
-        if saved > 0:
-            more = f" --nproc {num_ranks(other)}" if num_ranks(other) != size else ""
-            yield Change(f"parallel.layout={format_parallel(other)}{more}", saved)
+        if saved <= 0:
+            continue
+        write = f"parallel.layout={format_parallel(other)}"
+        if (sizes.micro_batch, sizes.accumulation) != (share.sizes.micro_batch, share.sizes.accumulation):
+            write += f" train.micro_batch={sizes.micro_batch} train.accumulation={sizes.accumulation}"
+            saved += passing - passing * sizes.micro_batch // share.sizes.micro_batch
+        yield Change(
+            write + (f" --nproc {num_ranks(other)}" if num_ranks(other) != num_ranks(strategies) else ""), saved
+        )
+
+
+def _other_layouts(strategies: tuple[Strategy, ...]) -> Iterator[tuple[Strategy, ...]]:
+    """What to try in place of a layout: on its ranks, then on twice as many. Each once."""
+    size = num_ranks(strategies)
+    found = [parse_parallel(f"{kind}={size}") for kind in ("rtp", "fsdp")] if size > 1 else []
+    # Another batch per rank would be another amount of activations, of which nothing is known.
+    found = [other for other in found if batch_ranks(other) == batch_ranks(strategies)]
+    with suppress(ConfigError):  # layers are written for each stage, and there would be another number of them
+        if (larger := resized(strategies, num_ranks=2 * size)) is not None:
+            found.append(larger)
+    found.append(parse_parallel(f"rtp={2 * size}"))
+    yield from dict.fromkeys(found)
+
+
+def _same_global_batch(share: Share, *, strategies: Sequence[Strategy]) -> BatchSizes:
+    """A batch under another layout that is as large over all ranks, since a run goes on with no other.
+
+    Its micro-batches are no larger than now, and as large as that allows.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    per_rank, rest = divmod(share.sizes.global_batch, batch_ranks(strategies))
+    for micro_batch in range(share.sizes.micro_batch, 0, -1):
+        if rest == 0 and per_rank % micro_batch == 0:
+            sizes = BatchSizes(micro_batch, per_rank // micro_batch, batch_ranks(strategies))
+            with suppress(ConfigError):
+                for strategy in strategies:
+                    strategy.check_micro_batches(sizes.accumulation)
+                return sizes
+    raise ConfigError(f"no batch of {share.sizes.global_batch} under {format_parallel(strategies)}")
+
+
+def _num_layers(share: Share) -> int:
+    """Repeated blocks of the model that this rank computes: of a pipeline those of its stages."""
+    spec = part_of_rank(share.spec, strategies=share.strategies, rank=share.rank)
+    places = {spec.order.place_of(weight.name) for weight in spec.weights}
+    return len(places & set(range(len(spec.order.layers)))) or share.num_layers
 
 
 def _at_rest(share: Share) -> int:
