@@ -199,6 +199,23 @@ def go_on_from_first(run_dir):
     save(run_dir, state, keep=2)
 
 
+def go_on_from_what_is_whole(run_dir, steps):
+    state = make()
+    load_newest(latest(run_dir), state)
+    for state.step in steps:
+        save(run_dir, state, keep=2)
+    return steps_of(run_dir)
+
+
+@pytest.mark.parametrize(("steps", "left"), [([3], [2, 3, 4]), ([3, 5], [3, 4, 5]), ([4, 5], [4, 5])], ids=str)
+def test_one_found_damaged_does_not_count_until_it_is_written_again(steps, left, tmp_path):
+    """Its sizes are right, and the one that the run went on from would go in its place."""
+    run_ranks(save_steps, tmp_path, 2, num_ranks=1)
+    run_ranks(go_on_from_what_is_whole, tmp_path, [4], num_ranks=1)
+    flip(tmp_path / "checkpoints" / "step-00000004" / "rank-00000.safetensors", -1)
+    assert run_ranks(go_on_from_what_is_whole, tmp_path, steps, num_ranks=1) == [left]
+
+
 # ---------------------------------------------------------------- no room
 
 

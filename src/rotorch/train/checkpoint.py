@@ -39,7 +39,16 @@ from rotorch.models.lora import adapter_config, adapter_scale
 from rotorch.shard.held import Pieces
 from rotorch.strategies import format_parallel
 from rotorch.train.companions import TOKENIZER_FILES
-from rotorch.train.directories import check, checkpoints_of, find_checkpoint, latest, one_before, prune, step_name
+from rotorch.train.directories import (
+    check,
+    checkpoints_of,
+    find_checkpoint,
+    latest,
+    one_before,
+    prune,
+    step_name,
+    step_of,
+)
 from rotorch.train.manifest import (
     BUFFER,
     MODEL,
@@ -117,6 +126,7 @@ class Snapshot:
     manifest: Manifest
     copies: dict[str, Path]
     keep: int
+    damaged: frozenset[int]
     rank: int
     num_ranks: int
 
@@ -130,7 +140,8 @@ def take(run_dir: Place | str, state: TrainState, *, keep: int) -> Snapshot:
         tensors = _all_tensors(state)
     copies = {**state.companions, **({TOKENIZER_FILES[0]: state.tokenizer_file} if state.tokenizer_file else {})}
     path = checkpoints_of(run_dir) / step_name(state.step)
-    return Snapshot(path, tensors, manifest, copies, keep, state.rank, state.num_ranks)
+    state.damaged.discard(state.step)  # this one takes its place
+    return Snapshot(path, tensors, manifest, copies, keep, frozenset(state.damaged), state.rank, state.num_ranks)
 
 
 def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
@@ -159,7 +170,7 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
     finally:
         writer.give_up()
     if snapshot.rank == 0:
-        prune(path.parent, keep=snapshot.keep, just_written=path)
+        prune(path.parent, keep=snapshot.keep, just_written=path, damaged=snapshot.damaged)
     return path
 
 
@@ -249,6 +260,7 @@ def load_newest(path: Place, state: TrainState) -> Place:
         try:
             load(path, state)
         except DamagedCheckpoint as error:
+            state.damaged.add(step_of(path))
             before = one_before(path)
             if before is None:
                 raise DamagedCheckpoint(f"{error}, and there is none before it. Begin the run anew") from None

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 from rotorch.core.errors import ConfigError
@@ -47,7 +48,7 @@ def latest(run_dir: Place | str) -> Place | None:
 
 def one_before(path: Place) -> Place | None:
     """Returns the newest whole checkpoint of an earlier step beside `path`, or None; skips others with a word."""
-    return _newest_whole([other for other in candidates(path.parent) if _step(other) < _step(path)])
+    return _newest_whole([other for other in candidates(path.parent) if step_of(other) < step_of(path)])
 
 
 def _newest_whole(paths: list[Place]) -> Place | None:
@@ -90,10 +91,13 @@ def check(path: Place | str) -> Manifest:
     return manifest
 
 
-def prune(parent: Place, *, keep: int, just_written: Place) -> None:
-    """Removes all but the newest `keep` whole checkpoints, never `just_written`. A failure is only logged."""
+def prune(parent: Place, *, keep: int, just_written: Place, damaged: Collection[int] = ()) -> None:
+    """Removes all but the newest `keep` whole checkpoints, never `just_written`. A failure is only logged.
+
+    Whole is what has a manifest and files of its sizes, but for the steps in `damaged`: those stay, and do not count.
+    """
     try:
-        whole = _whole(candidates(parent))
+        whole = [path for path in _whole(candidates(parent)) if step_of(path) not in damaged or path == just_written]
     except OSError as error:  # the save has succeeded; the next one removes more
         _LOG.warning("checkpoint: %s: cannot be looked through for old ones: %s", parent, error.strerror)
         return
@@ -120,12 +124,13 @@ def candidates(parent: Place) -> list[Place]:
     """Directories that claim to be checkpoints, by step."""
     found: list[Place] = [p for p in parent.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
     if isinstance(parent, StorePath):
-        return sorted((p for p in found if (p / MANIFEST).exists()), key=_step)
+        return sorted((p for p in found if (p / MANIFEST).exists()), key=step_of)
     found += [p for p in leftovers(parent) if stands_in(p)]
-    return sorted(found, key=_step)
+    return sorted(found, key=step_of)
 
 
-def _step(path: Place) -> int:
+def step_of(path: Place) -> int:
+    """The step of a checkpoint, by its directory's name."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, f"{path} was matched before"
     return int(match[1])

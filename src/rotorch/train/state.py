@@ -58,6 +58,8 @@ class TrainState:
         run: the run's configuration (plain JSON), for the record.
         tokenizer_file: a `tokenizer.json` to take along, for `export_checkpoint`.
         companions: further files to take along, by the name that each gets (see `companions.py`).
+        damaged: steps of the run's checkpoints that were found damaged when they were to be loaded; `checkpoint` keeps
+            it, so that none of them is kept in place of a whole one.
     """
 
     model: ParallelModel
@@ -70,6 +72,7 @@ class TrainState:
     run: dict[str, Any] = field(default_factory=dict)
     tokenizer_file: Path | None = None
     companions: dict[str, Path] = field(default_factory=dict)
+    damaged: set[int] = field(default_factory=set)
 
     @property
     def rank(self) -> int:
