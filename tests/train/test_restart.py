@@ -1,20 +1,25 @@
 """Ranks that are killed, and a run that goes on without being asked to. Real processes throughout."""
 
+import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import Command, rotorch, wait_until, write_run
 
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.run_config import load_run_config
+from rotorch.strategies import parse_parallel
+from rotorch.train import restart
 from rotorch.train.directories import latest
 from rotorch.train.metrics import read_metrics
 from rotorch.train.preflight import RUN_FILE
-from rotorch.train.restart import ELASTIC_RUN, as_started
+from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
 
 EXACT = "rtp=2[transport=send_receive]"
 """Over shared memory the last bits of a gradient depend on which rank comes first."""
@@ -110,6 +115,84 @@ def test_a_failure_before_the_first_step_leaves_the_directory_to_the_next_start(
 def test_there_must_be_checkpoints_to_go_on_from(tmp_path):
     command = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--parallel=single", "--max-restarts=1")
     assert command.code == 2 and "write train.checkpoint_every=" in command.stderr
+
+
+DOWN = OSError(errno.EIO, "the store does not answer", "s3://bucket/run")
+
+
+def unwritable():
+    """As the check of a store says that it does not answer."""
+    error = ConfigError("train.checkpoint_dir: s3://bucket/run: cannot be written")
+    error.__cause__ = DOWN
+    return error
+
+
+class Again:
+    """A run that is launched again, and what goes wrong at each launch, look for a checkpoint, and check."""
+
+    def __init__(self, tmp_path, monkeypatch, *, launches, looks=(), checks=(), allowed=3):
+        config = load_run_config(write_run(tmp_path), overrides=[f"train.max_restarts={allowed}"])
+        strategies = parse_parallel(config.parallel.layout)
+        out = tmp_path / "run"
+        self.run = SimpleNamespace(
+            config=config, strategies=strategies, num_ranks=1, out=out, saves_in=out, resume=None, command=""
+        )
+        self.launches, self.waits, self.told = iter(launches), [], []
+        looks, checks = iter(looks), iter(checks)
+        monkeypatch.setattr(restart, "latest", lambda place: self._next(looks))
+        monkeypatch.setattr(restart, "check_run", lambda *args, **options: self._next(checks) or self.run)
+        monkeypatch.setattr(restart, "holds_run", lambda out: True)
+
+    def _next(self, outcomes):
+        outcome = next(outcomes, None)
+        if isinstance(outcome, BaseException):
+            raise outcome
+        return outcome
+
+    def __call__(self):
+        launch_again(
+            self.run, launch=lambda run: self._next(self.launches), tell=self.told.append, wait=self.waits.append
+        )
+
+
+LOST = RankFailure("rank 1 failed in step 4")
+
+
+@pytest.mark.parametrize("outage", [{"looks": [None, *[DOWN] * 3]}, {"checks": [unwritable() for _ in range(3)]}])
+def test_a_store_that_is_back_within_a_minute_is_waited_for(tmp_path, monkeypatch, outage):
+    again = Again(tmp_path, monkeypatch, launches=[LOST], **outage)
+    again()
+    assert again.waits == [1, 2, 4]
+    first, last = again.told
+    assert "s3://bucket/run: " in first and first.endswith("Waiting for that to pass, for 63 s at most, to go on")
+    assert last.startswith(str(LOST)) and "restart 1 of 3" in last
+
+
+@pytest.mark.parametrize(
+    ("outage", "waits", "said"),
+    [
+        ({"looks": [None, *[DOWN] * 7]}, 63, "s3://bucket/run: the store does not answer"),
+        ({"checks": [unwritable() for _ in range(7)]}, 63, "s3://bucket/run: cannot be written"),
+        ({"checks": [ConfigError("train.out: is gone")]}, 0, "train.out: is gone"),
+    ],
+)
+def test_what_does_not_come_back_ends_the_run_with_its_failure(tmp_path, monkeypatch, outage, waits, said):
+    again = Again(tmp_path, monkeypatch, launches=[LOST], **outage)
+    with pytest.raises(RankFailure, match=re.escape(f"{LOST}. It cannot be started again: ")) as caught:
+        again()
+    assert sum(again.waits) == waits and said in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [DOWN, ConfigError("checkpoint: s3://bucket/run: cannot be read")])
+def test_what_was_right_at_the_start_is_a_failure_later(tmp_path, monkeypatch, error):
+    again = Again(tmp_path, monkeypatch, launches=[LOST, error, error, None])
+    again()
+    assert len(again.told) == 3 and "restart 3 of 3" in again.told[-1]
+    assert again.waits == [1, 2]  # there was no new checkpoint in between
+    with pytest.raises(RankFailure, match=r"s3://bucket/run: .*after 1 restarts"):
+        Again(tmp_path, monkeypatch, launches=[LOST, error], allowed=1)()
+    with pytest.raises(type(error)):
+        Again(tmp_path, monkeypatch, launches=[error])()
 
 
 @pytest.mark.parametrize(

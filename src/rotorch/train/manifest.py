@@ -201,7 +201,7 @@ def read_manifest(path: Place) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(_why_no_manifest(path)) from None
     except OSError as error:
-        raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror or error}") from None
+        raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror or error}") from error
     except DamagedCheckpoint:
         raise
     except ConfigError as error:
@@ -328,7 +328,7 @@ def file_digest(file: Place) -> str:
             while block := stream.read(_READ_BYTES):
                 digest.update(block)
     except OSError as error:
-        raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 

@@ -229,7 +229,7 @@ def check_writable(place: StorePath) -> None:
         raise ConfigError(
             f"{place}: cannot be written: {error.strerror or error}. Write a place that can be, or see to the store's "
             "credentials"
-        ) from None
+        ) from error  # it may pass: see who starts runs again
 
 
 @contextmanager

@@ -196,7 +196,7 @@ def check_checkpoint_dir(config: RunConfig, *, probes: bool) -> Place:
         elif config.train.checkpoint_dir is not None:
             _check_can_be_made(place, key="train.checkpoint_dir")
     except ConfigError as error:
-        raise ConfigError(f"train.checkpoint_dir: {error}" if is_url(where) else str(error)) from None
+        raise ConfigError(f"train.checkpoint_dir: {error}" if is_url(where) else str(error)) from error.__cause__
     return place
 
 
