@@ -133,7 +133,8 @@ def test_a_disk_without_room_is_noticed(capsys, directory, monkeypatch):
     ("arguments", "words"),
     [
         ([], "already holds a run. Write --resume"),
-        (["--resume"], "nothing is left to do"),
+        (["--resume"], "nothing is left to do, by the sizes of its files. Write train.steps=... with more steps; or"),
+        (["--resume"], "step-00000006 --contents, and if it is damaged, remove it"),
         (["--resume", "train.steps=9", "model.config.num_hidden_layers=2"], "num_hidden_layers is 1 there and 2 here"),
         (["--resume", "train.steps=9", "train.seed=4"], "Write train.seed=3"),
         (["--resume", "train.steps=9", "train.micro_batch=4"], "Write train.global_batch=2"),

@@ -425,10 +425,12 @@ def find_resume(
     check_same_model(path, manifest, model_config=model_config)
     check_same_adapters(path, manifest, config=config, spec=spec)
     check_same_order(path, manifest, config=config, sizes=sizes)
-    if manifest.step >= config.train.steps:
+    if manifest.step >= config.train.steps:  # its bytes, which may be terabytes, are read by who loads them
         raise ConfigError(
             f"--resume: {path} is at step {manifest.step} and train.steps = {config.train.steps}: nothing is left to "
-            "do. Write train.steps=... with more steps"
+            "do, by the sizes of its files. Write train.steps=... with more steps; or have every byte of it checked by "
+            f"rotorch inspect {path} --contents, and if it is damaged, remove it: --resume then goes on from the one "
+            "before"
         )
     return Resume(path, manifest)
 
