@@ -3,6 +3,7 @@
 import errno
 
 import pytest
+from commands import rotorch, write_run
 
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.train.metrics import METRICS, MetricsFile, StepRecord, read_metrics
@@ -49,3 +50,20 @@ def test_a_line_that_is_none_of_a_run_is_named_and_nothing_is_written(line, tmp_
         ):
             read(tmp_path)
     assert (tmp_path / METRICS).read_bytes() == content
+
+
+def test_a_run_is_not_resumed_with_a_line_that_is_none_of_it(tmp_path, warm):
+    """Found before a rank starts and before anything is written: rank 0 alone would find it there."""
+    run, out = write_run(tmp_path), tmp_path / "run"
+    out.mkdir()
+    (out / METRICS).write_bytes(b"hello\n" + LINES[0])
+    done = rotorch(tmp_path / "log", "train", run, "--parallel", "rtp=2", "--resume")
+    assert done.code == 2 and done.stderr.count("\n") == 1, done.stderr
+    assert f"{METRICS}, line 1: no step of a run. Repair the line, or move the file away" in done.stderr
+    assert [path.name for path in out.iterdir()] == [METRICS]
+
+
+def test_metrics_that_are_no_file_are_named(tmp_path):
+    (tmp_path / METRICS).mkdir()
+    with pytest.raises(ConfigError, match=rf"{METRICS}: cannot read: Is a directory\. Move it away"):
+        read_metrics(tmp_path)

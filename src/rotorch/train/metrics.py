@@ -169,6 +169,8 @@ def _records(path: Path) -> list[tuple[str, dict[str, Any]]]:
         lines = path.read_bytes().splitlines(keepends=True)
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read: {error.strerror}. Move it away to go on without it") from None
     if lines and not lines[-1].endswith(b"}\n"):
         del lines[-1]  # cut off
     records = [_record(line, where=f"{path}, line {number}") for number, line in enumerate(lines, start=1)]

@@ -26,7 +26,7 @@ from rotorch.train.data import BYTES, CheckedSource, check_source, default_cache
 from rotorch.train.directories import candidates, check, checkpoints_of, latest
 from rotorch.train.failure_report import REPORT
 from rotorch.train.manifest import MODEL, Manifest, check_sizes, read_manifest
-from rotorch.train.metrics import METRICS
+from rotorch.train.metrics import METRICS, read_metrics
 from rotorch.train.places import Place, StorePath, as_place, check_no_password, check_writable, is_url
 
 RUN_FILE = "run.json"
@@ -101,6 +101,8 @@ def check_run(
     saves_in = check_checkpoint_dir(config, probes=not only_plan)
     out = Path(config.train.out)
     check_out(out, saves_in=saves_in, resume=resume, command=command)
+    if resume:
+        read_metrics(out)  # a resumed run goes on in it, and rank 0 alone would find what is wrong there
     check_roll_back(config)
     check_device(config, strategies=strategies)
     config = with_published_files(config)
