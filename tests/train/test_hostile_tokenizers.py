@@ -108,6 +108,21 @@ def test_what_cannot_be_tokenised_is_shown(tmp_path):
         list(opened.encode_pieces([(b"a", True), (b"b zebra", True)]))
 
 
+def test_ctrl_c_while_a_batch_is_tokenised_does_not_tokenise_it_again(tmp_path, monkeypatch):
+    class Interrupted:
+        def encode_batch_fast(self, *_, **__):
+            raise KeyboardInterrupt
+
+    (tmp_path / "tokenizer.json").write_text(json.dumps(WHOLE[0]))
+    opened = open_tokens(tmp_path)
+    again = []
+    monkeypatch.setattr(opened, "_tokenizer", Interrupted())
+    monkeypatch.setattr(opened, "encode", again.append)
+    with pytest.raises(KeyboardInterrupt):
+        list(opened.encode_pieces([(b"a", True)]))
+    assert again == []
+
+
 def test_a_tokenizer_of_gigabytes_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr(tokens, "_MOST_BYTES", 1 << 20)
     (tmp_path / "tokenizer.json").symlink_to("/dev/zero")

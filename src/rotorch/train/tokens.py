@@ -208,6 +208,8 @@ class VocabularyTokens(Tokens):
     def _encode_batch(self, batch: Sequence[tuple[str, bool]]) -> npt.NDArray[Any]:
         try:
             encodings = self._tokenizer.encode_batch_fast([text for text, _ in batch], add_special_tokens=False)
+        except _NOT_OF_A_LIBRARY:  # Ctrl-C is not answered by encoding all of it again
+            raise
         except BaseException:
             for text, _ in batch:
                 self.encode(text)  # says which of them it is
