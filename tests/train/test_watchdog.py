@@ -40,7 +40,7 @@ def test_who_stood_still_first_is_named_first():
 def test_a_rank_that_computes_may_be_slow(state):
     found = str(explain_hang([status(0, 3), status(1, 3)], still_s={0: 9.0, 1: 11.0}, states={0: "sleeping", 1: state}))
     assert found.startswith("rank 1 has not got on for 11 s") and found.count("rank 0 is in step 3") == 1
-    hint = ". It is computing: if that may take so long, write a longer train.timeout_s"
+    hint = ". It may be computing: if that may take so long, write a longer train.timeout_s"
     assert found.endswith(hint) == (state == "running")
 
 
@@ -269,7 +269,7 @@ def test_a_rank_of_torchrun_that_computes_may_be_slow(tmp_path):
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
     told = (tmp_path / "stderr").read_text()
-    assert told.endswith("It is computing: if that may take so long, write a longer train.timeout_s\n"), told
+    assert told.endswith("It may be computing: if that may take so long, write a longer train.timeout_s\n"), told
 
 
 def computing(board):

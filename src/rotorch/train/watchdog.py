@@ -103,10 +103,13 @@ def explain_hang(
 
 
 def _if_slow(state: str) -> str:
-    """What to write if a rank is not stuck but slow, by what the kernel says that it is doing."""
+    """What to write if a rank is not stuck but slow, by what the kernel says that it is doing.
+
+    Who waits for a GPU may do that in a loop, which the kernel calls running, too.
+    """
     if state != RUNNING:
         return ""
-    return ". It is computing: if that may take so long, write a longer train.timeout_s"
+    return ". It may be computing: if that may take so long, write a longer train.timeout_s"
 
 
 def _moves(status: RankStatus) -> bool:
