@@ -7,8 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_hand import make
 
-from rotorch.train import storage
+from rotorch.core.errors import FinalFailure
+from rotorch.train import manifest, storage
+from rotorch.train.checkpoint import check, latest, save
+from rotorch.train.directories import leftovers
 from rotorch.train.manifest import Chunk
 from rotorch.train.storage import Entry, _read_box, write_safetensors
 
@@ -63,3 +67,17 @@ def test_every_box_of_a_tensor_is_read_through_the_buffer(shape, tiny_buffer):
         _read_box(stream, chunk, torch.float32, offsets=offsets, into=into, file=Path("x"))
         assert torch.equal(into, expected), (offsets, sizes)
     assert 0 < stream.most <= BUFFER_BYTES
+
+
+def test_no_manifest_is_written_that_could_not_be_read_again(tmp_path, monkeypatch):
+    state = make()
+    path = save(tmp_path, state, keep=1)
+    num_bytes = (path / "manifest.json").stat().st_size
+    state.step = 1
+    monkeypatch.setattr(manifest, "_MOST_BYTES", num_bytes - 1)
+    with pytest.raises(FinalFailure, match=r"would have .* for \d+ tensors in \d+ pieces, .* over fewer ranks$"):
+        save(tmp_path, state, keep=1)
+    monkeypatch.setattr(manifest, "_MOST_BYTES", num_bytes)
+    assert latest(tmp_path) == path and not leftovers(path.parent)
+    save(tmp_path, state, keep=1)
+    assert check(latest(tmp_path)).step == 1

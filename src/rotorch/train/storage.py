@@ -345,8 +345,9 @@ class CheckpointWriter(StorageWriter):
         manifest = self._manifest.model_copy(
             update={"tensors": tensors, "files": dict(sorted(files.items())), "renamed": renamed}
         )
+        content = manifest.to_bytes()
         with creating(self._writes_to / MANIFEST) as stream:
-            stream.write(manifest.to_json().encode())
+            stream.write(content)
         self._landing.finish()
 
     def give_up(self) -> None:
