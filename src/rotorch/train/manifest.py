@@ -40,8 +40,8 @@ ITEM_BYTES = {
 """Bytes per element of each dtype, by the names that safetensors gives them."""
 
 _READ_BYTES = 1 << 22
-# Six million chunks of some 180 bytes. A model of 405 billion weights has 1,100 tensors; with two moments, each in slices
-# on a thousand ranks, that is 3.4 million. 100,000 tensors that are not cut, with moments, take a tenth of it.
+# Six million chunks of some 180 bytes. A model of 405 billion weights has 1,100 tensors; with two moments, each in
+# slices on a thousand ranks, that is 3.4 million. 100,000 tensors that are not cut, with moments, take a tenth of it.
 _MOST_BYTES = 1 << 30
 
 
