@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rotorch._torch_private import flat_group, group_timeout, set_group_timeout
+from rotorch.comm.own_store import own_store
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.strategies import format_parallel, num_ranks
@@ -57,7 +58,11 @@ def join_process_group(*, device: torch.device, timeout_s: float = 600.0) -> Non
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=timeout_s)
-    if "RANK" in os.environ:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        shared, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+        store = own_store(shared, rank=rank, num_ranks=world_size, timeout_s=timeout_s)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    elif "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
