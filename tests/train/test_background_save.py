@@ -90,7 +90,7 @@ def test_a_failure_is_told_at_the_next_step(tmp_path):
     assert steps_of(tmp_path) == [1, 3]
     seen(
         "The disk fills up during a save behind the run",
-        f"rotorch: rank 0 failed in step 3, summing the gradient norm over ranks: {told}",
+        f"rotorch: rank 1 failed in step 3, summing the gradient norm over ranks: {told}",
     )
 
 

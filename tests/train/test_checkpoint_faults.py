@@ -246,7 +246,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all(tmp_path):
     assert "rank 1: File too large; earlier checkpoints are untouched" in told
     seen(
         "The disk fills up during a save",
-        f"rotorch: rank 0 failed in step 2, writing a checkpoint: {told}",
+        f"rotorch: rank 1 failed in step 2, writing a checkpoint: {told}",
         instead={"File too large": "No space left on device"},
     )
     assert "step-00000002" in told
