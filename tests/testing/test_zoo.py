@@ -57,7 +57,9 @@ def one_micro_batch(monkeypatch):
 def test_family_is_exact(name):
     for outcome in outcomes_of(config_class(name), FAMILIES[name]):
         assert outcome.ok, outcome
-        assert 0 < outcome.max_rel_err_grad <= 1e-10
+        assert outcome.max_rel_err_grad <= 1e-10
+        # Where sums are cut their order differs, and zero would say that nothing was compared; stages cut none.
+        assert outcome.max_rel_err_grad > 0 or outcome.parallel.startswith("pp")
 
 
 @pytest.mark.parametrize("parallel", ["rtp=4", "fsdp=2"])
