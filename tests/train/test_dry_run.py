@@ -2,14 +2,18 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
 from commands import rotorch, write_run
 from stores import Objects, url_of
 
+from rotorch.core.errors import ConfigError
+from rotorch.run_config import load_run_config
 from rotorch.train import dry_run, storage
 from rotorch.train.metrics import read_metrics
+from rotorch.train.preflight import check_run
 
 
 @pytest.fixture
@@ -80,10 +84,10 @@ def test_it_is_said_how_layers_are_shared_out_among_stages(run_toml, tmp_path):
 
 
 def test_a_limit_of_memory_says_how_layers_are_shared_out(run_toml, tmp_path):
-    words = ["train", run_toml, "--dry-run", "--parallel"]
-    done = rotorch(tmp_path / "log", *words, "pp=1[rank_memory=1GiB]")
+    done = rotorch(tmp_path / "log", "train", run_toml, "--dry-run", "--parallel", "pp=1[rank_memory=1GiB]")
     assert (done.code, done.stderr) == (0, "")
     assert "ranks   1, pp=1[layers=1]" in done.stdout and "stages: layers=1" in done.stdout
-    done = rotorch(tmp_path / "log", *words, "pp=1[rank_memory=1KiB]")
-    assert done.code == 2
-    assert "pp=1[rank_memory=1KiB]: no cut of 1 layers into 1 stages keeps each within 1.00 KiB" in done.stderr
+    too_little = load_run_config(run_toml, overrides=["parallel.layout=pp=1[rank_memory=1KiB]"])
+    no_cut = re.escape("pp=1[rank_memory=1KiB]: no cut of 1 layers into 1 stages keeps each within 1.00 KiB")
+    with pytest.raises(ConfigError, match=no_cut):
+        check_run(too_little, only_plan=True)
