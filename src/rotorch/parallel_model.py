@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
-from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier
+from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_meetings
 from rotorch.comm.observe import Observer
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
 from rotorch.core.spec import ModelSpec
@@ -410,12 +410,12 @@ class ParallelModel:
             sums = torch.cat([total.view(1), self._written_buffers.written()])
             self._place.micro_batch = 0
             self._place.now = at(Operation.COMPLETE_GRADIENTS)
-            summed = all_reduce_sum_later(sums, mesh=self.mesh)  # under way while gradients are completed
+            summed = all_reduce_sum_later(sums, mesh=self.mesh)  # sent while gradients are completed
             holding.finish()
-        loss_sum, num_writers = summed()[0], summed()[1:]
-        self._written_buffers.even_out(num_writers, mesh=self.mesh)
+        loss_and_writers = summed()
+        self._written_buffers.even_out(loss_and_writers[1:], mesh=self.mesh)
         self._place.now = 0
-        return loss_sum * (self.num_batch_ranks / self.mesh.size())
+        return loss_and_writers[0] * (self.num_batch_ranks / self.mesh.size())
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Sequence[Batch]) -> Evaluation:
@@ -479,6 +479,7 @@ class ParallelModel:
     def close(self) -> None:
         """Frees shared memory and other resources. All ranks."""
         self._holding.close()
+        close_meetings(self.mesh)
 
     def _loss_over(self, num_targets: int) -> Callable[[nn.Module, Batch], Tensor]:
         """The forward down to the loss: the sum over a micro-batch, divided by `num_targets`."""

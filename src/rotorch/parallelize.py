@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from rotorch.comm.collectives import open_meetings
 from rotorch.core.strategy import Strategy
 from rotorch.host_memory import keep_freed_memory
 from rotorch.mesh import flat_position, make_mesh, pick_device
@@ -74,6 +75,7 @@ def parallelize(
     if on.type == "cpu":
         keep_freed_memory()
     mesh = make_mesh(strategies, device=on)
+    open_meetings(mesh, device=on)
     recipes = take_recipes(module)
     make_stateless(module, num_ranks=mesh.size(), device_type=on.type)
     positions = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or [0] * mesh.ndim, strict=True))

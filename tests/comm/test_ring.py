@@ -8,6 +8,7 @@ import torch
 from torch import distributed as dist
 
 from rotorch.comm.meter import Meter
+from rotorch.core.errors import RankFailure
 from rotorch.core.traffic import Kind
 from rotorch.testing.ranks import run_ranks
 
@@ -199,6 +200,62 @@ def changing_programs(ring):
         step()
     for item in range(3):
         assert torch.equal(ring.home_gradients(item), summed(ring, item))
+
+
+def left_behind(ring):
+    """Rank 0 leaves in its first backward; the others come to the end of theirs, and then know."""
+    train(ring, [0, 1, 2])
+    for _ in range(2):
+        dist.barrier()
+        ring.start(fresh=[False] * 3)
+        forward(ring, 0)
+        forward(ring, 2)
+        if ring.position == 0:
+            with pytest.raises(Abandoned):
+                backward(ring, 2, stop=0)
+            ring.come_home(after=Abandoned())
+        else:
+            backward(ring, 2)
+            backward(ring, 0, wait=False)
+            with pytest.raises(RankFailure, match="rank 0 has left this step in the middle: gradients are incomplete"):
+                ring.finish()
+    train(ring, [0, 1, 2])
+    for item in range(3):
+        assert torch.equal(ring.home_gradients(item), summed(ring, item))
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_nobody_waits_for_a_rank_that_has_left_the_step(n, ring):
+    on_ranks(left_behind, "shared_memory", n, ring)
+
+
+def fetches_ahead(ring):
+    """In the second of two equal steps the next pass's first slice is on its way during this one's last visit."""
+    for number in range(2):
+        dist.barrier()
+        ring.start(fresh=[True] * 3)
+        found = []
+        for item, is_backward in ((0, False), (2, False), (2, True), (0, True)):
+            for visit in ring.visits(item, backward=is_backward):
+                flight = ring._in_flight
+                found.append(flight and (flight.target.item, flight.target.backward, flight.step))
+                if is_backward:
+                    mine = part(ring.position, item, visit.index, ring.numels[item][visit.index])
+                    ring.gradient(item, visit, wait=True).flat.copy_(mine)
+                    ring.pass_on(item, visit)
+        ring.finish()
+        up, down, last = (2, False, 1), (2, True, 0), ring.size - 1
+        expected = [(0, False, i) for i in range(1, last + 1)] + [up if number else None]
+        expected += [(2, False, i) for i in range(1, last + 1)] + [down if number else None]
+        # Backward ends with the slice that is at home: the next pass's first fetch begins one visit earlier.
+        expected += [(2, True, i) for i in range(1, last)] + [(0, True, 0) if number else None] * 2
+        expected += [(0, True, i) for i in range(1, last)] + [None] * 2
+        assert found == expected, (number, found, expected)
+
+
+@pytest.mark.parametrize("n", [3, 4])
+def test_messages_fetch_the_next_unit_during_the_last_slice_of_this_one(n, ring):
+    on_ranks(fetches_ahead, "send_receive", n, ring)
 
 
 def evaluation_inside_a_step(ring):

@@ -4,6 +4,8 @@
 for every layout. Here: in the optimizer, on one rank alone, at different places, and what in-place rings do then.
 """
 
+import time
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -13,7 +15,9 @@ from rotorch._torch_private import group_timeout
 from rotorch.comm import transports
 from rotorch.core.errors import RankFailure
 from rotorch.models.hf import causal_lm, load_config
+from rotorch.run_config import OptimizerSection
 from rotorch.testing.ranks import run_ranks
+from rotorch.train.optim import make_optimizer
 
 pytestmark = pytest.mark.usefixtures("warm")
 
@@ -60,31 +64,46 @@ def values(model):
     return {name: held.local.clone() for name, held in model.weights.items()}
 
 
-def in_the_optimizer(path, layout):
-    """All ranks raise before the update: weights are home with their values, and the step can be made again."""
-    model = parallel_model(path, layout)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def trained_once(model, optimizer):
+    loss = float(model.forward_backward(rows()))
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def in_the_optimizer(path, layout, updated):
+    """All ranks raise, before the update or after it: every weight is home, and training goes on as if undisturbed."""
+    model, twin = parallel_model(path, layout), parallel_model(path, layout)
+    optimizer, undisturbed = (make_optimizer(m, settings=OptimizerSection(lr=0.01)) for m in (model, twin))
+    trained_once(model, optimizer)
+    trained_once(twin, undisturbed)
     before = values(model)
     loss = float(model.forward_backward(rows()))
 
     def fail(*_):
         raise Planted
 
-    handle = optimizer.register_step_pre_hook(fail)
+    handle = (optimizer.register_step_post_hook if updated else optimizer.register_step_pre_hook)(fail)
     with pytest.raises(Planted):
         optimizer.step()
     handle.remove()
-    assert all(torch.equal(held.local, before[name]) for name, held in model.weights.items())
+    changed = [name for name, held in model.weights.items() if not torch.equal(held.local, before[name])]
+    assert changed == (list(before) if updated else [])
+    if not updated:
+        optimizer.step()  # gradients are still there
     optimizer.zero_grad()
-    assert float(model.forward_backward(rows())) == loss
-    optimizer.step()
-    assert float(model.forward_backward(rows())) < loss
+    assert loss == pytest.approx(trained_once(twin, undisturbed), rel=1e-6)
+    assert trained_once(model, optimizer) == pytest.approx(trained_once(twin, undisturbed), rel=1e-6)
+    for name, held in model.weights.items():
+        torch.testing.assert_close(held.local, twin.weights[name].local, rtol=1e-4, atol=1e-6)
     model.close()
+    twin.close()
 
 
+@pytest.mark.parametrize("updated", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_exception_in_the_optimizer_finds_weights_at_home(tiny, layout):
-    run_ranks(in_the_optimizer, tiny("llama"), layout, num_ranks=3)
+def test_an_exception_in_the_optimizer_finds_weights_at_home(tiny, layout, updated):
+    run_ranks(in_the_optimizer, tiny("llama"), layout, updated, num_ranks=3)
 
 
 def one_rank(path, layout, in_backward):
@@ -121,6 +140,28 @@ def test_if_one_rank_raises_alone_the_others_get_a_rank_failure(tiny, layout, in
             assert "buffering=in_place" in refused and "Restart from a checkpoint" in refused
         else:
             assert home and notes == []
+
+
+def late_to_raise(path, layout):
+    """All ranks raise at one place in backward; the others have left long before rank 1 comes there."""
+    model = parallel_model(path, layout)
+    loss = float(model.forward_backward(rows()))
+    model.module.zero_grad()
+    blocks = model.module.model.layers
+    slow = blocks[0].register_forward_hook(lambda *_: time.sleep(0.5 if dist.get_rank() == 1 else 0.0))
+    planted = plant(blocks[0].mlp.down_proj, in_backward=True)
+    with pytest.raises(Planted):
+        model.forward_backward(rows())
+    slow.remove()
+    planted.remove()
+    model.module.zero_grad()
+    assert float(model.forward_backward(rows())) == pytest.approx(loss, rel=1e-6)
+    model.close()
+
+
+@pytest.mark.parametrize("layout", [MESSAGES, SHARED, "rtp=3[recompute=none]"])
+def test_a_rank_that_is_late_to_an_exception_of_all_comes_there(tiny, layout):
+    run_ranks(late_to_raise, tiny("llama"), layout, num_ranks=3, timeout_s=60)
 
 
 def different_places(path):

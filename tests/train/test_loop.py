@@ -11,7 +11,7 @@ from rotorch.parallelize import parallelize
 from rotorch.run_config import OptimizerSection
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.metrics import read_metrics
-from rotorch.train.optim import clip_gradients, learning_rate, make_optimizer, squared_norm_share
+from rotorch.train.optim import AdamW, clip_gradients, learning_rate, make_optimizer, squared_norm_share
 
 
 @pytest.fixture
@@ -67,6 +67,33 @@ def test_the_norm_is_that_of_the_whole_model(parallel):
         assert norm == pytest.approx(float(expected), rel=1e-5)
         for name, parameter in reference.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad / 4, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("lies", ["as it is", "transposed"])
+def test_the_update_copies_no_gradient_however_a_slice_lies(lies):
+    """Torch's own fused update clones gradients that lie transposed."""
+
+    def made(numbers):
+        return numbers.t().contiguous().t() if lies == "transposed" else numbers.clone()
+
+    values, bias = torch.randn(6, 8), torch.randn(5)
+    ours = [torch.nn.Parameter(made(values)), torch.nn.Parameter(bias.clone())]
+    theirs = [torch.nn.Parameter(values.clone()), torch.nn.Parameter(bias.clone())]
+    optimizer = AdamW(ours, lr=0.1, weight_decay=0.3, fused=True)
+    reference = torch.optim.AdamW(theirs, lr=0.1, weight_decay=0.3, foreach=False)
+    for _ in range(3):
+        for one, other in zip(ours, theirs, strict=True):
+            other.grad = torch.randn_like(other)
+            one.grad = made(other.grad) if one.dim() == 2 else other.grad.clone()
+        with torch.profiler.profile() as profile:
+            optimizer.step()
+        reference.step()
+        assert "aten::clone" not in {event.key for event in profile.key_averages()}
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+        state, known = optimizer.state[one], reference.state[other]
+        torch.testing.assert_close(state["exp_avg"], known["exp_avg"])
+        assert state["exp_avg"].shape == one.shape  # as checkpoints have it
 
 
 def decays():

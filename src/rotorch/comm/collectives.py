@@ -1,8 +1,12 @@
-"""Collectives over a mesh. Each is called by all ranks of the mesh, and does nothing over a single rank."""
+"""Collectives over a mesh. Each is called by all ranks of the mesh, and does nothing over a single rank.
+
+Small sums over ranks of one host go through shared memory, once `open_meetings` was called (`comm/meeting.py`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -11,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import group_timeout
+from rotorch.comm.meeting import close_meeting, meeting_of, open_meeting
 
 _ALONE_S = 600.0  # one rank waits for nobody
 
@@ -27,10 +32,29 @@ def _groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
                 yield mesh.get_group(axis)
 
 
+def open_meetings(mesh: DeviceMesh, *, device: torch.device) -> None:
+    """From now on small sums over `mesh`, and over each of its axes, go through shared memory where they can."""
+    for group in (*_groups(mesh), *_groups_of_axes(mesh)):
+        open_meeting(group, device=device)
+
+
+def close_meetings(mesh: DeviceMesh) -> None:
+    """Gives back what `open_meetings` took for the axes of `mesh`; all ranks of the job go on meeting as such."""
+    for group in _groups_of_axes(mesh):
+        close_meeting(group)
+
+
+def _groups_of_axes(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    return [mesh.get_group(axis) for axis in range(mesh.ndim) if 1 < mesh.size(axis) < mesh.size()]
+
+
 def all_reduce_sum(tensor: Tensor, *, mesh: DeviceMesh) -> Tensor:
     """Sums `tensor` over all ranks of `mesh`, in place, and returns it. Contiguous tensors only."""
     for group in _groups(mesh):
-        dist.all_reduce(tensor, group=group)
+        if (meeting := meeting_of(group, tensor=tensor)) is not None:
+            meeting.sum(tensor)
+        else:
+            dist.all_reduce(tensor, group=group)
     return tensor
 
 
@@ -41,11 +65,16 @@ def common_seed(*, mesh: DeviceMesh) -> int:
 
 
 def all_reduce_sum_later(tensor: Tensor, *, mesh: DeviceMesh) -> Callable[[], Tensor]:
-    """Starts summing `tensor` over all ranks of `mesh`, in place; the returned function waits for it and returns it."""
+    """Starts summing `tensor` over all ranks of `mesh`, in place; the returned function waits for it and returns it.
+
+    What goes through shared memory is summed when it is waited for, by all ranks in the same order.
+    """
     groups = list(_groups(mesh))
     if len(groups) != 1:  # several groups must follow one another
         all_reduce_sum(tensor, mesh=mesh)
         return lambda: tensor
+    if meeting_of(groups[0], tensor=tensor) is not None:
+        return cache(partial(all_reduce_sum, tensor, mesh=mesh))
     work = dist.all_reduce(tensor, group=groups[0], async_op=True)
 
     def wait() -> Tensor:
@@ -67,7 +96,10 @@ def all_reduce_max(value: float, *, mesh: DeviceMesh) -> float:
     """Returns the largest `value` of all ranks of `mesh`."""
     tensor = torch.tensor([value], dtype=torch.float64)
     for group in _groups(mesh):
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
+        if (meeting := meeting_of(group, tensor=tensor)) is not None:
+            meeting.maximum(tensor)
+        else:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return float(tensor)
 
 

@@ -2,21 +2,23 @@
 
 Every transfer of torch.distributed goes through the dispatcher as an operation of the `c10d` namespace, whoever
 issued it: our ring, torch's DDP, `fully_shard`. The meter is a dispatch mode around a step; it changes nothing.
-Messages that stand for one collective (`comm/exchange.py`) count as that. Shared memory moves nothing and counts
-nothing. Copies over symmetric memory are no operations of torch.distributed: they are not counted, though their Layout
-has them.
+Messages that stand for one collective (`comm/exchange.py`) count as that, and so does a small sum through shared
+memory (`comm/meeting.py`). Slices and blocks that are read in place move nothing and count nothing. Copies over
+symmetric memory are no operations of torch.distributed: they are not counted, though their Layout has them.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import Any
+from contextlib import ExitStack
+from typing import Any, Self
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import TorchDispatchMode, group_size, tree_flatten
 from rotorch.comm.exchange import BLOCKS
+from rotorch.comm.meeting import listening
 from rotorch.core.traffic import Kind, sent_by_broadcast, sent_by_reduce
 
 _KINDS = {
@@ -73,10 +75,24 @@ class Meter(TorchDispatchMode):
         """Names of the profiler's blocks that are open."""
         self._in_block: dict[str, int] = defaultdict(int)
         """Bytes sent by name of the group, in a block that stands for one collective."""
+        self._heard = ExitStack()
 
     @property
     def total_sent_bytes(self) -> int:
         return sum(self.sent_bytes.values())
+
+    def __enter__(self) -> Self:
+        self._heard.enter_context(listening(self._hear_sum))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._heard.close()
+
+    def _hear_sum(self, group: str, size: int, num_bytes: int) -> None:
+        if num_bytes >= self.smallest_counted_bytes:
+            self._add(Kind.ALL_REDUCE, _sent_by_all_reduce(num_bytes, size=size), group=group)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
@@ -115,7 +131,7 @@ class Meter(TorchDispatchMode):
         else:
             sent = {
                 Kind.SEND: num_bytes,
-                Kind.ALL_REDUCE: 2 * num_bytes * (size - 1) // size,
+                Kind.ALL_REDUCE: _sent_by_all_reduce(num_bytes, size=size),
                 Kind.ALL_GATHER: num_bytes * (size - 1),
                 Kind.REDUCE_SCATTER: num_bytes * (size - 1) // size,
             }[kind]
@@ -136,6 +152,10 @@ class Meter(TorchDispatchMode):
         self.sent_bytes[kind] += sent
         self.sent_by_group[kind, group] += sent
         self.num_messages[kind] += 1
+
+
+def _sent_by_all_reduce(num_bytes: int, *, size: int) -> int:
+    return 2 * num_bytes * (size - 1) // size
 
 
 def _group(args: Any) -> Any:

@@ -23,8 +23,10 @@ from enum import StrEnum
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 
 from rotorch._torch_private import functional_collectives
+from rotorch.comm.meeting import Meeting
 from rotorch.comm.ring import Ring, Visit
 from rotorch.core.quantities import format_bytes
 from rotorch.pipelining.actions import Action
@@ -165,10 +167,11 @@ def observe_ring(ring: Ring, observer: Observer, *, names: Sequence[str]) -> Ite
 def observe_waits(observer: Observer) -> Iterator[None]:
     """Tells `observer` of every wait of this process for torch.distributed from Python, and of messages under way.
 
-    Waits inside of C++ (torch's DDP at the end of backward) do not pass here.
+    Sums in shared memory count as well. Waits inside of C++ (torch's DDP at the end of backward) do not pass here.
     """
     functional = functional_collectives()
     wait, batch, wait_tensor = dist.Work.wait, dist.batch_isend_irecv, functional.wait_tensor
+    sum_, maximum = Meeting.sum, Meeting.maximum
     under_way: dict[int, tuple[Any, Doing, str, float]] = {}
     """Of each receive: its work (kept, so that its id stays its own), what it brings, and since when."""
 
@@ -182,6 +185,12 @@ def observe_waits(observer: Observer) -> Iterator[None]:
     def observed_wait_tensor(tensor: Any) -> Any:
         return observer.wait(Doing.COLLECTIVE, "collective", lambda: wait_tensor(tensor))
 
+    def observed_sum(meeting: Meeting, tensor: Tensor) -> None:
+        observer.wait(Doing.COLLECTIVE, "sum", lambda: sum_(meeting, tensor))
+
+    def observed_maximum(meeting: Meeting, tensor: Tensor) -> None:
+        observer.wait(Doing.COLLECTIVE, "maximum", lambda: maximum(meeting, tensor))
+
     def observed_batch(operations: list[dist.P2POp]) -> list[Any]:
         posted_s, works = time.perf_counter(), batch(operations)
         if observer.waiting in _BRINGS and len(works) == len(operations):
@@ -194,11 +203,13 @@ def observe_waits(observer: Observer) -> Iterator[None]:
 
     dist.Work.wait, dist.batch_isend_irecv = observed_wait, observed_batch
     functional.wait_tensor = observed_wait_tensor
+    Meeting.sum, Meeting.maximum = observed_sum, observed_maximum  # type: ignore[method-assign]
     try:
         yield
     finally:
         dist.Work.wait, dist.batch_isend_irecv = wait, batch
         functional.wait_tensor = wait_tensor
+        Meeting.sum, Meeting.maximum = sum_, maximum  # type: ignore[method-assign]
 
 
 _BRINGS = {Doing.SLICE: Doing.FETCH, Doing.GRADIENT: Doing.HOP}

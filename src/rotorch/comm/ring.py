@@ -22,8 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -31,8 +30,7 @@ from torch import Tensor
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
 
 
-@dataclass(frozen=True)
-class Visit:
+class Visit(NamedTuple):
     """One slice passing by.
 
     Attributes:
@@ -50,8 +48,7 @@ class Visit:
     fresh: bool = False
 
 
-@dataclass(frozen=True)
-class GradientBuffer:
+class GradientBuffer(NamedTuple):
     """The travelling gradient of one slice.
 
     Attributes:

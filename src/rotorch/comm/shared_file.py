@@ -16,6 +16,7 @@ import os
 import platform
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,9 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from rotorch.core.quantities import format_bytes
 
 _YIELDS = 2000  # then sleep: a rank that waits long must not take cycles from the one it waits for
+_SLEEP_S, _SLEEPS = 1e-4, 5000  # about a second; whoever waits longer need not be the first to know
+_LONG_SLEEP_S = 1e-3
 _YIELDS_CROWDED = 20  # where ranks exceed cores, and so the one that is waited for may have none
 
 
@@ -86,6 +91,17 @@ def shared_memory_directory() -> Path:
     return Path(later) if later is not None and not directory.is_dir() else directory
 
 
+def announce(numbers: np.ndarray, index: int, value: int, *, fence: threading.Lock) -> None:
+    """Writes a number that other ranks look at, so that they see it after what was written before it.
+
+    x86 keeps stores in order anyway; elsewhere taking a lock and giving it back does.
+    """
+    with fence:  # one cycle orders earlier stores before it, the next one the number's after it
+        pass
+    with fence:
+        numbers[index] = value
+
+
 class Patience:
     """How a rank waits for another one: it yields, then sleeps, and gives up in the end.
 
@@ -108,7 +124,7 @@ class Patience:
             if yields < self._yields:
                 os.sched_yield()
                 continue
-            time.sleep(1e-4)
+            time.sleep(_SLEEP_S if yields < self._yields + _SLEEPS else _LONG_SLEEP_S)
             if time.monotonic() > deadline:
                 return False
         return True
@@ -165,14 +181,32 @@ def _file_prefix() -> str:
 def sweep(directory: Path) -> None:
     """Removes files and directories of processes that were killed between making one and removing it."""
     for file in directory.glob(f"{_file_prefix()}*"):
-        owner = file.name.removeprefix(_file_prefix()).partition("-")[0]
-        if not owner.isdigit() or _runs(int(owner)):
+        owner = _owner(file.name)
+        if owner is None or _runs(owner):
             continue
         with suppress(OSError):  # somebody else's, or swept by another job at this moment
             if file.is_dir() and not file.is_symlink():
                 shutil.rmtree(file, ignore_errors=True)
             else:
                 file.unlink()
+
+
+def has_ended(prefix: str) -> bool:
+    """Whether the process whose `own_prefix` this is runs no more, as far as this one can know."""
+    pid = _owner(prefix)
+    if pid is None:
+        return False
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return not _runs(pid)
+    return state in "ZX"  # ended, though nobody has asked how
+
+
+def _owner(name: str) -> int | None:
+    """The process that a name with its `own_prefix` belongs to; None if it counts process ids otherwise."""
+    pid = name.removeprefix(_file_prefix()).partition("-")[0]
+    return int(pid) if name.startswith(_file_prefix()) and pid.isdigit() else None
 
 
 def _runs(pid: int) -> bool:

@@ -38,7 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import group_timeout_s
 from rotorch.comm.line import Line, Shapes, Sums
-from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, share_file
+from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, announce, share_file
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.messages import SUM_CHUNK_BYTES
@@ -242,7 +242,7 @@ class _Lane:
         self._num_slots, self._num_readers = num_slots, num_readers
         self.next = self._base = _STEP
         self.is_open = False
-        self._lock = threading.Lock()
+        self.fence = threading.Lock()
         self.memory = self._make(0)
 
     def begin(self) -> int:
@@ -258,14 +258,7 @@ class _Lane:
         """This rank is done with all operations before that one."""
         done = self.memory.done[self.line.position]
         if done[0] < number:
-            self.store(done, 0, number)
-
-    def store(self, numbers: np.ndarray, index: int, value: int) -> None:
-        """Writes a number that others look at, after what was written before."""
-        with self._lock:  # one cycle orders earlier stores before it, the next one the number's after it
-            pass
-        with self._lock:
-            numbers[index] = value
+            announce(done, 0, number, fence=self.fence)
 
     def make_room(self, num_bytes: int) -> None:
         """All ranks, in the same operation: sees to it that a slot holds so many bytes."""
@@ -376,7 +369,7 @@ class _Operation:
             self._wait(memory.done[rank], 0, self.number - 1 if everybody else self.number, rank)
         room = memory.slots[me][slot][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         room.copy_(tensor)
-        lane.store(memory.published[me], reader, self.number + 1)
+        announce(memory.published[me], reader, self.number + 1, fence=lane.fence)
 
     def read(self, source: int, shape: torch.Size, dtype: torch.dtype, *, slot: int, reader: int) -> Tensor:
         """What the rank at `source` has published, where it lies. Waits for it."""

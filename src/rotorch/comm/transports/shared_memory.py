@@ -16,6 +16,11 @@ rank allocates what is its own (`comm/shared_file.py`).
     the rank whose turn it is adds and increments. Each step has its own base, written by the owner once its optimizer
     is done with the last gradient, so a step that was abandoned half-way leaves nothing to clean up.
 
+[Note: a step that is broken off]
+    A rank that leaves a step says so, since additions that it has kept back are never made, and others may wait for
+    them. They go on with memory that nobody looks at, to whatever made the other one leave, or to `finish`, which
+    raises.
+
 Writes to a gradient must be seen before the turn that announces them. x86 keeps stores in order; `_fence` is for
 machines that do not.
 """
@@ -35,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import gather_objects
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
-from rotorch.comm.shared_file import Extent, Patience, share_file
+from rotorch.comm.shared_file import Extent, Patience, announce, share_file
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import RankFailure
 
@@ -47,7 +52,7 @@ class _Plan:
     """What lies where in the file (see [Note: side by side]).
 
     Attributes:
-        turns: where each rank's counters start.
+        turns: where each rank's counters start, one per item and that of [Note: a step that is broken off].
         wholes: each item's slices, one after another.
         gradients: each rank's gradients, all items.
         num_bytes: of the file.
@@ -56,7 +61,7 @@ class _Plan:
     def __init__(self, numels: Sequence[Sequence[int]], *, size: int, itemsize: int) -> None:
         self._numels, self._itemsize = numels, itemsize
         self._step = max(1, _ALIGNMENT // itemsize)
-        header = -(-max(8 * len(numels), 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        header = -(-8 * (len(numels) + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         self.turns = [rank * header for rank in range(size)]
         self._header, end = header, size * header
         self.wholes = []
@@ -134,6 +139,13 @@ class SharedMemoryRing(Ring):
         self._turns = [
             np.frombuffer(self._map, dtype=np.int64, count=len(self.numels), offset=start) for start in plan.turns
         ]
+        self._broken_off = [
+            np.frombuffer(self._map, dtype=np.int64, count=1, offset=start + 8 * len(self.numels))
+            for start in plan.turns
+        ]
+        """Per rank: the base of the last step that it has left."""
+        self._in_vain = False
+        """Whether another rank has left this step, so that what is added goes nowhere."""
         self._wholes = [self._typed(flat, extent) for extent in plan.wholes]
         self._weights = [whole.split(numel) for whole, numel in zip(self._wholes, self.numels, strict=True)]
         self._all_gradients = [self._typed(flat, extent) for extent in plan.gradients]
@@ -172,6 +184,7 @@ class SharedMemoryRing(Ring):
         self._base += _STEP
         self._rounds = [0] * len(self.numels)
         self._in_slot = None
+        self._in_vain = False
         with self._fence:
             self._turns[self.position][:] = self._base
 
@@ -203,25 +216,44 @@ class SharedMemoryRing(Ring):
             if not wait:
                 return None
             self._wait(turns, item, visit)
+        if self._in_vain:
+            return GradientBuffer(torch.empty_like(self._gradients[visit.index][item]), True)
         with self._fence:
             pass
         return GradientBuffer(self._gradients[visit.index][item], visit.fresh)
 
     def pass_on(self, item: int, visit: Visit) -> None:
-        with self._fence:  # one cycle orders the gradient's stores before it, the next one the turn's after it
-            pass
-        with self._fence:
-            self._turns[visit.index][item] = visit.turn + 1
+        if self._in_vain:
+            return
+        announce(self._turns[visit.index], item, visit.turn + 1, fence=self._fence)
 
     def _wait(self, turns: np.ndarray, item: int, visit: Visit) -> None:
         # The ranks add to a slice's gradient in the order of the ring, each after its neighbour.
+        if self._in_vain:
+            return
         here = self.place.now
         self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % self.size)
         # While waiting: the rank that this one waits for may itself wait for what this one has kept back.
-        if not self._patience.wait(lambda: turns[item] >= visit.turn, meanwhile=self.make_late):
+        if not self._patience.wait(
+            lambda: turns[item] >= visit.turn or bool(self._who_left()), meanwhile=self.make_late
+        ):
             raise RankFailure(
                 f"ring position {self.position} waited {self._patience.timeout_s:.0f} s for slice {visit.index} "
                 f"of item {item} (turn {turns[item] - self._base} of {visit.turn - self._base}): "
                 "the rank before it is late"
             )
+        self._in_vain = bool(turns[item] < visit.turn)
         self.place.now = here
+
+    def _who_left(self) -> list[int]:
+        return [rank for rank, base in zip(self._ranks, self._broken_off, strict=True) if base[0] >= self._base]
+
+    def finish(self) -> None:
+        super().finish()
+        if self._in_vain:
+            ranks = ", ".join(map(str, self._who_left()))
+            raise RankFailure(f"rank {ranks} has left this step in the middle: gradients are incomplete")
+
+    def come_home(self, *, after: BaseException | None = None) -> None:
+        if after is not None:  # weights are at home; see [Note: a step that is broken off]
+            announce(self._broken_off[self.position], 0, self._base, fence=self._fence)

@@ -1,0 +1,206 @@
+"""Small sums of ranks that share a host, through memory that all of them map.
+
+A step has a few numbers that all ranks wait for: how many targets there are, its loss, gradients of norms. As messages
+over gloo each of these costs milliseconds on a busy host (a thread must be woken on every rank, and then the one that
+waits for it), which is much of a step of few tokens. Here every rank writes down its part and looks at the others'.
+
+[Note: two slots]
+    All ranks of a group make the same sums in one order, so they all know the number of the next one. A rank writes its
+    part of sum k into its slot k % 2 and says that it has come to sum k, which says too that it has read everything of
+    sum k - 1. Who has seen all ranks come to sum k + 1 may overwrite what it wrote for sum k.
+
+[Note: a sum that is left]
+    A rank that an exception takes out of a sum can never take part again: nobody knows who has read what. It says so,
+    and the others raise as it does itself at its next sum. So do all if they come with different tensors, and if one
+    that they wait for has ended.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rotorch._torch_private import group_timeout
+from rotorch.comm.exchange import goes_by_exchange
+from rotorch.comm.shared_file import (
+    Extent,
+    Patience,
+    SharedMemoryUnavailable,
+    announce,
+    has_ended,
+    own_prefix,
+    share_file,
+)
+from rotorch.core.errors import RankFailure
+
+MOST_BYTES = 2 << 20
+"""If all ranks' tensors are more than this together, they are better sent: each rank would read all of them."""
+
+_SLOT_BYTES = 64 << 10
+_LEFT = -1
+"""In place of the number of a sum: this rank has left one."""
+_LOOK_EVERY_S = 0.25  # whether those that have not come still run
+_AGAIN = "Start the ranks again, from a checkpoint"
+
+Combine = Callable[[Tensor, Tensor], Any]
+Listener = Callable[[str, int, int], None]
+
+_meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting | None] = WeakKeyDictionary()
+_listeners: list[Listener] = []
+
+
+def open_meeting(group: dist.ProcessGroup, *, device: torch.device) -> None:
+    """From now on the ranks of `group` meet in shared memory, if they can. All of them call it.
+
+    They can if they compute on CPU, on one host, and there is room. The memory lives as long as the group.
+    """
+    if group in _meetings or not goes_by_exchange(group, device=device):
+        return
+    try:
+        _meetings[group] = Meeting(group, timeout_s=group_timeout(group, device=device).total_seconds())
+    except SharedMemoryUnavailable:  # on all ranks of the group
+        _meetings[group] = None
+
+
+def meeting_of(group: dist.ProcessGroup, *, tensor: Tensor) -> Meeting | None:
+    """Where the ranks of `group` meet to sum such a tensor; None if it must be sent."""
+    if tensor.device.type != "cpu" or tensor.nbytes * group.size() > MOST_BYTES:
+        return None
+    return _meetings.get(group)
+
+
+def close_meeting(group: dist.ProcessGroup) -> None:
+    """Sums over `group` are sent again, and the memory is free. All of its ranks."""
+    _meetings.pop(group, None)
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Within it `listener` hears of each sum of this rank: the group's name and size, and how many bytes."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+class Meeting:
+    """One rank's place where those of a group meet. All of them make it together.
+
+    Args:
+        group: the ranks.
+        timeout_s: a rank that is later than this counts as gone.
+
+    Raises:
+        SharedMemoryUnavailable: on all ranks: they are on several hosts, or there is no room.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
+        self._name, self._ranks = group.group_name, dist.get_process_group_ranks(group)  # not the group: it may go
+        self._size, self._position = group.size(), group.rank()
+        self._patience = Patience(num_ranks=self._size, timeout_s=timeout_s)
+        self._fence = threading.Lock()
+        self._number = 0
+        of_rank = mmap.PAGESIZE + 2 * _SLOT_BYTES
+
+        def gather(value: Any) -> list[Any]:
+            gathered: list[Any] = [None] * self._size
+            dist.all_gather_object(gathered, value, group=group)
+            return gathered
+
+        self._processes = gather(own_prefix())
+        own = Extent(self._position * of_rank, of_rank)
+        mapped = share_file(self._size * of_rank, size=self._size, position=self._position, owned=[own], gather=gather)
+        self._come = [
+            np.frombuffer(mapped, dtype=np.int64, count=1, offset=rank * of_rank) for rank in range(self._size)
+        ]
+        """Per rank: the number of the sum that it has come to, counted from 1."""
+        self._brings = [
+            np.frombuffer(mapped, dtype=np.int64, count=2, offset=rank * of_rank + 64) for rank in range(self._size)
+        ]
+        """Per rank and slot: what it has come with, so that ranks whose calls differ notice."""
+        flat = torch.frombuffer(mapped, dtype=torch.uint8)
+        self._slots = [
+            flat[rank * of_rank + mmap.PAGESIZE :][: 2 * _SLOT_BYTES].split(_SLOT_BYTES) for rank in range(self._size)
+        ]
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sums `tensor` over all ranks, in place, in their order: all come to the same bits. Contiguous."""
+        self._combine(tensor, lambda total, part: total.add_(part), kind=0)
+
+    def maximum(self, tensor: Tensor) -> None:
+        """The element-wise largest of all ranks, in place. Contiguous."""
+        self._combine(tensor, lambda largest, part: torch.maximum(largest, part, out=largest), kind=1)
+
+    def _combine(self, tensor: Tensor, into: Combine, *, kind: int) -> None:
+        for listener in _listeners:
+            listener(self._name, self._size, tensor.nbytes)
+        mine = self._come[self._position]
+        if mine[0] == _LEFT:
+            raise RankFailure(f"this rank has left a sum of all ranks in the middle. {_AGAIN}")
+        chunks = tensor.detach().view(-1).split(_SLOT_BYTES // tensor.itemsize)
+        try:
+            for chunk in chunks:
+                self._combine_chunk(chunk, into, brings=2 * tensor.nbytes + kind)
+        except BaseException:  # see [Note: a sum that is left]
+            announce(mine, 0, _LEFT, fence=self._fence)
+            raise
+
+    def _combine_chunk(self, chunk: Tensor, into: Combine, *, brings: int) -> None:
+        self._number += 1
+        slot = self._number % 2
+        parts = [slots[slot][: chunk.nbytes].view(chunk.dtype) for slots in self._slots]
+        parts[self._position].copy_(chunk)
+        self._brings[self._position][slot] = brings
+        announce(self._come[self._position], 0, self._number, fence=self._fence)
+        for rank, come in enumerate(self._come):
+            if come[0] < self._number:
+                self._wait_for(rank)
+        with self._fence:
+            pass
+        for rank, theirs in zip(self._ranks, self._brings, strict=True):
+            if theirs[slot] != brings:
+                raise RankFailure(
+                    f"ranks do different things: this one comes with {_told(brings)}, rank {rank} with "
+                    f"{_told(int(theirs[slot]))}"
+                )
+        chunk.copy_(parts[0])
+        for part in parts[1:]:
+            into(chunk, part)
+
+    def _wait_for(self, rank: int) -> None:
+        """Returns when the rank at this position has come to this sum."""
+        come, look_next_s = self._come[rank], time.monotonic() + _LOOK_EVERY_S
+
+        def here_or_never() -> bool:
+            return bool(come[0] >= self._number or come[0] == _LEFT)
+
+        def look() -> None:
+            nonlocal look_next_s
+            if time.monotonic() > look_next_s:
+                look_next_s = time.monotonic() + _LOOK_EVERY_S
+                if has_ended(self._processes[rank]) and not here_or_never():
+                    raise RankFailure(f"rank {self._ranks[rank]} has ended, and this one waits for it in a sum")
+
+        if not self._patience.wait(here_or_never, meanwhile=look):
+            raise RankFailure(
+                f"rank {self._ranks[rank]} did not come to a sum of all ranks within "
+                f"{math.ceil(self._patience.timeout_s)} s"
+            )
+        if come[0] == _LEFT:
+            raise RankFailure(f"rank {self._ranks[rank]} has left a sum of all ranks in the middle. {_AGAIN}")
+
+
+def _told(brings: int) -> str:
+    return f"{brings // 2} bytes to be {'compared' if brings % 2 else 'summed'}"
