@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -267,7 +268,9 @@ def test_dtensor_waits_by_a_function_that_a_wrapper_can_stand_before(tmp_path, m
 def test_collectives_are_recorded(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "ranks"), 1), rank=0, world_size=1)
     dist.all_reduce(torch.ones(3))
-    last = flight_record()["entries"][-1]
+    deadline = time.monotonic() + 10
+    while not (last := flight_record()["entries"][-1])["retired"] and time.monotonic() < deadline:
+        time.sleep(0.01)  # another thread notes it
     assert last["profiling_name"] == "gloo:all_reduce" and last["input_sizes"] == [[3]] and last["retired"] is True
     assert {"process_group", "collective_seq_id", "p2p_seq_id", "is_p2p", "state"} <= set(last)
 

@@ -79,7 +79,8 @@ class _LinearSideBySide(torch.autograd.Function):
             # The first slice's part before the product for the input: its owner's neighbour is waiting for it.
             turns = Turns(unit, _product(unit, grad_BO, _as(x_BI, grad.dtype)))
         if ctx.needs_input_grad[3]:
-            dx = _as(torch.mm(grad_BO, _as(_whole(unit), grad.dtype)).view(x.shape), x.dtype)
+            # Not a view of a product: where layers share an input, autograd adds to the first one's in place.
+            dx = _as(torch.matmul(grad_BO.view(grad.shape), _as(_whole(unit), grad.dtype)), x.dtype)
         if turns is not None:
             turns.go_on()
         if ctx.cut_bias is not None and ctx.cut_bias.trained:

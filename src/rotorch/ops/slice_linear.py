@@ -64,5 +64,6 @@ class _SliceLinear(torch.autograd.Function):
                 receiver.add(ctx.bias_number, grad_BO.sum(0))
         dx = None
         if ctx.needs_input_grad[4]:
-            dx = (grad_BO @ weight.to(grad.dtype)).view(x.shape).to(x.dtype)
+            # Not a view of a product: where layers share an input, autograd adds to the first one's in place.
+            dx = torch.matmul(grad_BO.view(grad.shape), weight.to(grad.dtype)).to(x.dtype)
         return None, None, None, None, dx, None, None
