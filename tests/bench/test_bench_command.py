@@ -37,7 +37,7 @@ def measured(tmp_path_factory):
         parallel=["single", "ddp=2", "fsdp=2", "rtp=2[transport=shared_memory]", "rtp=2[transport=send_receive]"],
         options=replace(QUICK, trace_dir=directory / "traces"),
         json_file=directory / "bench.json",
-        at_least=["ddp=2 >= 0.000001 * limit"],
+        bars=["ddp=2 >= 0.000001 * limit", "peak rtp=2[transport=shared_memory] <= 0.7 * ddp=2"],
         console=Console(file=printed, width=160),
     )
     record = json.loads((directory / "bench.json").read_text())
@@ -55,7 +55,12 @@ def test_all_is_well(measured, rows):
     assert code == 0, printed
     assert {"machine", "model", "tokens_per_step", "rows", "limit"} <= set(record)
     assert record["tokens_per_step"] == 2 * 2 * 16 and record["model"] == "tiny"
-    assert record["bars"][0]["ok"] is True
+    speed, memory = record["bars"]
+    assert speed["ok"] is True and memory["ok"] is True
+    assert (
+        memory["reached"]
+        == rows["rtp=2[transport=shared_memory]"]["peak_bytes_per_rank"] / (rows["ddp=2"]["peak_bytes_per_rank"])
+    )
     assert "warning" not in record
     for name, row in rows.items():
         assert set(row) >= REQUIRED, name
@@ -174,7 +179,7 @@ def test_a_bar_that_does_not_hold_is_exit_code_1(run_file):
         run_file,
         parallel=["ddp=2"],
         options=BenchOptions(rounds=1, steps=1, process_memory=False),
-        at_least=["ddp=2 >= 1000 * limit"],
+        bars=["ddp=2 >= 1000 * limit"],
         console=Console(quiet=True),
     )
     assert code == 1
@@ -190,7 +195,7 @@ def test_a_bar_that_does_not_hold_is_exit_code_1(run_file):
         ({"parallel": ["ddp=2"], "nproc": 0}, "nproc"),
         ({"parallel": ["ddq=2"]}, "did you mean 'ddp'"),
         ({"parallel": ["rtp=65"]}, "a ring of 65"),
-        ({"parallel": ["ddp=2"], "at_least": ["ddp=2 > limit"]}, "bar"),
+        ({"parallel": ["ddp=2"], "bars": ["ddp=2 > limit"]}, "bar"),
         ({"parallel": ["ddp=2"], "overrides": ["data.sequence_length=33"]}, "longer than the 32 positions"),
         ({"parallel": ["ddp=2"], "overrides": ["train.global_batch=7"]}, "global_batch"),
         ({"parallel": ["ddp=2"], "options": BenchOptions(rounds=0)}, "rounds"),

@@ -91,7 +91,7 @@ TRANSPORTS = ["shared_memory", pytest.param("send_receive", marks=pytest.mark.sl
 @pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", BOUNDS)
 def test_a_rank_of_n_holds_a_nth_of_what_one_process_does(measured, transport, num_ranks):
-    case = {"vocabulary": 512, "num_ranks": num_ranks, "sequence_length": 8}
+    case = {"vocabulary": 512, "num_ranks": num_ranks, "sequence_length": 32}
     one = measured("single[recompute=block]", **case)
     ring = measured(f"rtp={num_ranks}[recompute=slice,transport={transport}]", **case)
     assert ring.peak_bytes <= BOUNDS[transport] * one.peak_bytes / num_ranks

@@ -54,7 +54,7 @@ def measured(tmp_path_factory):
         peers=OF_TORCH,
         options=ONCE,
         json_file=directory / "bench.json",
-        at_least=["rtp=2 >= 0.000001 * fsdp2"],
+        bars=["rtp=2 >= 0.000001 * fsdp2"],
         console=Console(file=printed, width=160),
     )
     return code, json.loads((directory / "bench.json").read_text()), printed.getvalue()

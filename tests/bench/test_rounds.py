@@ -69,15 +69,47 @@ def test_a_row_that_fails_leaves_the_others():
     assert asked.count(("b", STEPS_TO_WAKE + 4)) == 1 and len(times["a"].rounds) == 2
 
 
-def test_a_bar_holds_or_not():
+def test_a_bar_of_speed_holds_or_not():
     times = {"rtp=2": Times(rounds=[[1.0]]), "ddp=2": Times(rounds=[[1.1]])}
     bar = parse_bar("rtp=2>=1.05*ddp=2", rows=times)
-    assert bar.check(times) == (True, pytest.approx(1.1))
-    assert parse_bar("rtp=2 >= 1.2 * ddp=2", rows=times).check(times)[0] is False
-    assert bar.check({"rtp=2": times["rtp=2"]}) == (False, None)
+    assert bar.check(times, {}) == (True, pytest.approx(1.1))
+    assert parse_bar("rtp=2 >= 1.2 * ddp=2", rows=times).check(times, {})[0] is False
+    assert bar.check({"rtp=2": times["rtp=2"]}, {}) == (False, None)
 
 
-@pytest.mark.parametrize("text", ["rtp=2 > ddp=2", "rtp=2 >= x * ddp=2", "rtp=2 >= 1 * ddp=3", ""])
+def test_a_bar_of_memory_holds_or_not():
+    memory = {
+        "rtp=4[recompute=slice]": {"peak": 60, "rest": 50, "process": 3 << 20},
+        "fsdp2": {"peak": 100, "rest": 40},
+    }
+    rows = list(memory)
+
+    def check(text):
+        bar = parse_bar(text, rows=rows)
+        assert str(parse_bar(str(bar), rows=rows)) == str(bar)
+        return bar.check({}, memory)
+
+    assert check("peak rtp=4[recompute=slice] <= 0.75 * fsdp2") == (True, 0.6)
+    assert check("peak rtp=4[recompute=slice] <= .5 * fsdp2") == (False, 0.6)
+    assert check("rest rtp=4[recompute=slice] <= 1 * fsdp2") == (False, 1.25)
+    assert check("process rtp=4[recompute=slice] <= 3 * MiB") == (True, 3.0)
+    assert check("process fsdp2 <= 3 * MiB") == (False, None)  # it was not measured
+
+
+BAD_BARS = [
+    "rtp=2 > ddp=2",
+    "rtp=2 >= x * ddp=2",
+    "rtp=2 >= 1 * ddp=3",
+    "",
+    "peak rtp=2 <= 1 * ddp=3",
+    "rtp=2 <= 1 * ddp=2",
+    "rtp=2 >= 1 * MiB",
+    "peak MiB <= 1 * ddp=2",
+    "process rtp=2 <= 1 * MiB",  # nobody measures it
+]
+
+
+@pytest.mark.parametrize("text", BAD_BARS)
 def test_a_bar_that_cannot_be_read_is_an_error(text):
     with pytest.raises(ConfigError, match="bar"):
-        parse_bar(text, rows=["limit", "rtp=2", "ddp=2"])
+        parse_bar(text, rows=["limit", "rtp=2", "ddp=2"], processes=False)

@@ -1,6 +1,9 @@
 """`compile=True`: the same losses and gradients, by one graph for all slices and all layers."""
 
 import importlib
+import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.models.compiled import check_compiler
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.testing.ranks import run_ranks
+from rotorch.train.metrics import read_metrics
 
 pytestmark = [  # torch's own, when it compiles
     pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
@@ -37,16 +41,18 @@ def loaded():
     importlib.import_module("torch._inductor.compile_fx")
 
 
-def step(layout, compile):
+def step(layout, compile, accumulation=1, autocast=None):
     counters.clear()
     with rotorch.on_meta():
         module = causal_lm(config_from_dict(LLAMA, source="test")).double()
-    model = rotorch.parallelize(module, layout, device="cpu", compile=compile).materialize(seed=0)
+    if autocast is not None:
+        module.float()
+    model = rotorch.parallelize(module, layout, device="cpu", compile=compile, autocast_dtype=autocast)
+    model.materialize(seed=0)
     ids = torch.randint(64, (6, 12), generator=torch.Generator().manual_seed(1))
     share = ids.chunk(model.num_batch_ranks)[model.batch_rank]
-    losses = [
-        float(model.forward_backward({"input_ids": share, "labels": share})) for _ in range(2)
-    ]  # gradients add up
+    batch = [{"input_ids": rows, "labels": rows} for rows in share.chunk(accumulation)]
+    losses = [float(model.forward_backward(batch)) for _ in range(2)]  # gradients add up
     grads = {name: model.full_tensor(name, grad=True) for name in model.weights}
     model.close()
     return losses, grads, counters["stats"]["unique_graphs"], dict(counters["graph_break"])
@@ -74,6 +80,60 @@ def test_compiled_blocks_give_the_same_by_few_graphs(layout, graphs):
             torch.testing.assert_close(grad, plain[1][name], rtol=rtol, atol=atol)
         assert num_graphs == graphs
         assert not breaks or not exact
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "accumulation", "autocast", "graphs"),
+    [
+        ("rtp=3[transport=send_receive,buffering=in_place,recompute=slice]", 1, None, 6),  # uneven: two of attention
+        ("rtp=2[transport=send_receive,buffering=in_place]", 3, None, 2),
+        ("rtp=2[recompute=slice]", 3, None, 4),
+        ("rtp=2", 1, torch.bfloat16, 2),
+    ],
+)
+def test_compiled_slices_in_other_cells_of_the_matrix(layout, accumulation, autocast, graphs):
+    """In float64 as without a graph to 1e-10; in bfloat16 within what each of both rounds: a graph keeps more bits."""
+    size = int(layout.partition("=")[2][0])
+    args = (accumulation, autocast)
+    plain = run_ranks(step, layout, False, *args, num_ranks=size, timeout_s=120)[0]
+    for losses, grads, num_graphs, _ in run_ranks(step, layout, True, *args, num_ranks=size, timeout_s=400):
+        assert losses == pytest.approx(plain[0], rel=1e-12 if autocast is None else 2.0**-9)
+        for name, grad in grads.items():
+            if autocast is None:
+                torch.testing.assert_close(grad, plain[1][name], rtol=1e-10, atol=1e-12)
+            else:
+                assert (grad - plain[1][name]).norm() < 0.05 * plain[1][name].norm(), name
+        assert num_graphs <= graphs
+
+
+@pytest.mark.slow
+def test_a_run_and_a_bench_take_it(tmp_path):
+    """By the command line's switch; a bench holds the row to the losses of one process that compiles nothing."""
+    (tmp_path / "text.txt").write_text("Slices go round; weights stay at home, and so does this ring. " * 60)
+    model = "\n".join(f"{key} = {json.dumps(value)}" for key, value in {**LLAMA, "vocab_size": 257}.items())
+    (tmp_path / "run.toml").write_text(
+        f'[model.config]\n{model}\n[parallel]\nlayout = "rtp=2"\n[data]\nsource = "{tmp_path / "text.txt"}"\n'
+        f"sequence_length = 16\n[train]\nsteps = 3\nmicro_batch = 2\n"
+        'precision = "float32"\n[optimizer]\nlr = 1e-2\nwarmup_steps = 0\n'
+    )
+    rotorch_command, run = [sys.executable, "-m", "rotorch"], str(tmp_path / "run.toml")
+    losses = []
+    for switch in ([], ["--compile"]):
+        out = tmp_path / f"run{len(losses)}"
+        args = [*rotorch_command, "train", run, f"train.out={out}", *switch]
+        done = subprocess.run(args, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        losses.append([line["loss"] for line in read_metrics(out)])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5) and len(losses[1]) == 3
+    bench = ["bench", run, "--parallel", "rtp=2", "--compile", "--rounds", "1", "--steps", "1", "--no-process-memory"]
+    done = subprocess.run(
+        [*rotorch_command, *bench, "--json", str(tmp_path / "b.json")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "blocks compiled" in done.stdout
+    (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
+    assert row["loss_max_rel_err"] < 1e-4
 
 
 def test_without_a_compiler_nothing_starts(monkeypatch):

@@ -74,7 +74,7 @@ def bench_command(
     nproc: int | None = None,
     options: BenchOptions | None = None,
     json_file: Path | None = None,
-    at_least: Sequence[str] = (),
+    bars: Sequence[str] = (),
     console: Console | None = None,
 ) -> int:
     """Measures layouts side by side and prints them; returns the exit code.
@@ -87,7 +87,7 @@ def bench_command(
         nproc: ranks of every row; by default what the layouts need.
         options: how to measure.
         json_file: where to write all figures.
-        at_least: bars such as `"rtp=2 >= 1.05 * ddp=2"`.
+        bars: such as `"rtp=2 >= 1.05 * ddp=2"` (see `bar.py`).
         console: where to print.
 
     Returns:
@@ -98,10 +98,11 @@ def bench_command(
     """
     options, console = options or BenchOptions(), console or Console()
     layouts, nproc = read_layouts(parallel, peers=peers, nproc=nproc)
-    bars = [parse_bar(text, rows=[LIMIT, *layouts, *peers]) for text in at_least]
+    names = [LIMIT, *layouts, *peers]
+    parsed = [parse_bar(text, rows=names, processes=options.process_memory) for text in bars]
     _check_options(options, json_file=json_file)
     task = task_from_run(load_run_config(run, overrides=overrides), name=Path(run).stem, num_ranks=nproc)
-    record = bench(task, layouts=layouts, peers=peers, bars=bars, options=options, console=console)
+    record = bench(task, layouts=layouts, peers=peers, bars=parsed, options=options, console=console)
     console.print(render(record))
     if json_file is not None:
         json_file.write_text(json.dumps(record, indent=1) + "\n")
@@ -145,9 +146,10 @@ def bench(
                 spec, task=task, strategies=strategies, transport=rows[name].transport
             )
     times = {name: row.times for name, row in rows.items() if row.times is not None and row.problem is None}
+    memory = {name: row.memory_bytes() for name, row in rows.items() if row.problem is None}
     checked = []
     for bar in bars:
-        ok, reached = bar.check(times)
+        ok, reached = bar.check(times, memory)
         checked.append({"bar": str(bar), "ok": ok, "reached": reached})
     record = make_record(list(rows.values()), task=task, reference=reference, bars=checked)
     if says_little(reference, precision=task.precision, num_batches=NUM_BATCHES):

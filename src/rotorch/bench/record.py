@@ -113,6 +113,16 @@ class Row:
             "private": [after.private_bytes - before.private_bytes for before, after in self.process],
         }
 
+    def memory_bytes(self) -> dict[str, int]:
+        """Of the rank with the most: tensors at their peak and at rest, the process at its peak."""
+        found = {}
+        if self.tensors:
+            found["peak"] = max(t.peak_bytes for t in self.tensors)
+            found["rest"] = max(t.resident_bytes for t in self.tensors)
+        if self.process:
+            found["process"] = max(self.process_bytes()["peak"])
+        return found
+
 
 def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
     """One row as JSON."""
@@ -127,8 +137,8 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
     if row.tensors and row.heaviest is not None:
         peaks, residents = [t.peak_bytes for t in row.tensors], [t.resident_bytes for t in row.tensors]
         found |= {
-            "peak_bytes_per_rank": max(peaks),
-            "resident_bytes_per_rank": max(residents),
+            "peak_bytes_per_rank": row.memory_bytes()["peak"],
+            "resident_bytes_per_rank": row.memory_bytes()["rest"],
             "peak_bytes_by_rank": peaks,
             "resident_bytes_by_rank": residents,
             "peak_by_category": row.heaviest.peak,

@@ -49,7 +49,7 @@ class Rows(_Table):
         process_memory: whether processes are measured, too.
         parallel: layouts; `{n}` is the number of ranks.
         peers: other libraries' rows; those that are not installed are left out, and bars that name them.
-        at_least: bars.
+        bars: what must be reached.
     """
 
     rounds: PositiveInt = 5
@@ -57,7 +57,7 @@ class Rows(_Table):
     process_memory: bool = False
     parallel: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
-    at_least: tuple[str, ...] = ()
+    bars: tuple[str, ...] = ()
 
 
 class CaseSection(Rows):
@@ -186,7 +186,7 @@ def _case(
         raise ConfigError(f"suite: no run {section.run!r} in {directory}{nearest(section.run, known=known)}")
     values = {name: getattr(suite, name) for name in Rows.model_fields}
     values |= {name: getattr(section, name) for name in section.model_fields_set & set(Rows.model_fields)}
-    for name in ("parallel", "at_least"):
+    for name in ("parallel", "bars"):
         values[name] = tuple(text.replace("{n}", str(nproc)) for text in values[name])
     missing = []
     for name in values["peers"]:
@@ -196,7 +196,7 @@ def _case(
             find_peer(name)
     gone = {name for name in values["peers"] if not PEERS[name].installed}
     values["peers"] = tuple(name for name in values["peers"] if name not in gone)
-    values["at_least"] = tuple(bar for bar in values["at_least"] if gone.isdisjoint(bar.split()))
+    values["bars"] = tuple(bar for bar in values["bars"] if gone.isdisjoint(bar.split()))
     rows = Rows.model_validate(values | given)
     return Case(
         name=f"{run.stem}-{nproc}ranks-{batch.sequence_length * batch.micro_batch}tokens",

@@ -96,7 +96,8 @@ def list_cases(suite: str | Path, *, out: Path, console: Console | None = None) 
 def _prepare(case: Case) -> Any:
     """Raises `ConfigError` for what can be known to be wrong with a case before it runs."""
     layouts, nproc = read_layouts(case.rows.parallel, peers=case.rows.peers, nproc=case.nproc)
-    bars = [parse_bar(text, rows=[LIMIT, *layouts, *case.rows.peers]) for text in case.rows.at_least]
+    names = [LIMIT, *layouts, *case.rows.peers]
+    bars = [parse_bar(text, rows=names, processes=case.rows.process_memory) for text in case.rows.bars]
     run = load_run_config(case.run, overrides=case.overrides)
     task = task_from_run(run, name=case.run.stem, num_ranks=nproc)
     check_model(task, layouts=layouts, peers=case.rows.peers)

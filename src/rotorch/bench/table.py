@@ -53,8 +53,9 @@ def render(record: Mapping[str, Any]) -> RenderableType:
 
 def _speed(rows: Sequence[Mapping[str, Any]], *, record: Mapping[str, Any]) -> Table:
     tokens, num_ranks = format_count(record["tokens_per_step"]), record["task"]["num_ranks"]
+    compiled = ", blocks compiled" if record["task"].get("compile") else ""
     table = _table(
-        f"{escape(record['model'])}: {tokens} tokens a step, {num_ranks} ranks",
+        f"{escape(record['model'])}: {tokens} tokens a step, {num_ranks} ranks{compiled}",
         columns=("tokens/s", "of limit", "step", "best", "optimizer", "sent", "Layout"),
         caption="medians; times in ms; sent, by the rank that sends most and by the Layouts, in MiB",
     )

@@ -169,8 +169,13 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write timelines to DIR: who computes and who waits")
     ] = None,
-    at_least: Annotated[
-        list[str] | None, typer.Option(help='A bar, e.g. "rtp=2 >= 1.05 * ddp=2"; else exit code 1')
+    bars: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bar",
+            "--at-least",
+            help='What must hold, e.g. "rtp=2 >= 1.05 * ddp=2" or "peak rtp=2 <= 0.75 * fsdp2"; else exit code 1',
+        ),
     ] = None,
     json_file: Json = None,
 ) -> int:
@@ -188,7 +193,7 @@ def bench(
         nproc=nproc,
         options=options,
         json_file=json_file,
-        at_least=at_least or (),
+        bars=bars or (),
     )
 
 

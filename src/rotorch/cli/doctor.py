@@ -69,8 +69,13 @@ def _transports() -> dict[str, str]:
     return {
         "shared_memory": _shared_memory(),
         "symmetric_memory": _symmetric_memory(),
-        "send_receive": "yes, over gloo" + (" and nccl" if torch.cuda.is_available() else ""),
+        "send_receive": _send_receive(),
     }
+
+
+def _send_receive() -> str:
+    there = [name for name in ("gloo", "nccl") if _backends()[name] == "yes"]
+    return f"yes, over {' and '.join(there)}" if there else "no: this build of torch has neither gloo nor nccl"
 
 
 def _shared_memory() -> str:
