@@ -133,7 +133,8 @@ def one_rank(path, layout, in_backward):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_if_one_rank_raises_alone_the_others_get_a_rank_failure(tiny, layout, in_backward):
     found = run_ranks(one_rank, tiny("llama"), layout, in_backward, num_ranks=3, timeout_s=60)
-    assert [met for met, *_ in found] == ["RankFailure", "Planted", "RankFailure"]
+    others = "HeardFailure" if "shared_memory" in layout else "RankFailure"  # there the one that leaves says so
+    assert [met for met, *_ in found] == [others, "Planted", others]
     for _, notes, home, refused in found:
         if layout == IN_PLACE:  # slices were on their way: said at once, and the ring does not go on with them
             assert any("Restart from a checkpoint" in note for note in notes)

@@ -1,8 +1,14 @@
 """Which of several failing ranks a message names."""
 
-from rotorch.core.errors import RankFailure
-from rotorch.train.deaths import explain
-from rotorch.train.status import FailureKind, Phase, RankStatus
+import multiprocessing
+import os
+import time
+
+import pytest
+
+from rotorch.core.errors import FinalFailure, RankFailure
+from rotorch.train.deaths import Watch, explain
+from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
 
 
 def failed(rank, *, kind, at_s, message):
@@ -15,3 +21,30 @@ def test_a_rank_that_only_heard_of_a_failure_is_not_the_first():
     told = explain([heard, cause], deaths={})
     assert isinstance(told, RankFailure) and str(told).startswith("rank 1 failed")
     assert "IndexError: too large" in str(told)
+
+
+def test_who_knows_why_may_take_longer_to_say_so_than_who_heard():
+    """A post-mortem of memory looks at every tensor; the others know at once that this rank has left the step."""
+    board = StatusBoard(2)
+
+    def rank(number, *, after_s, message, kind):
+        board.enter(number, pid=os.getpid())
+        time.sleep(after_s)
+        board.fail(message, kind=kind)
+        os._exit(1)
+
+    fork = multiprocessing.get_context("fork")
+    told_by = {
+        0: dict(after_s=0.0, message="rank 1 has left this step", kind=FailureKind.HEARD),
+        1: dict(after_s=2.0, message="out of memory", kind=FailureKind.FINAL),
+    }
+    ranks = {number: fork.Process(target=rank, args=(number,), kwargs=how) for number, how in told_by.items()}
+    for process in ranks.values():
+        process.start()
+    watch = Watch(board)
+    with pytest.raises(FinalFailure, match=r"^rank 1 failed .*out of memory"):
+        while True:
+            watch.look({number: process.pid for number, process in ranks.items()})
+            time.sleep(0.02)
+    for process in ranks.values():
+        process.join()

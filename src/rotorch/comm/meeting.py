@@ -42,7 +42,7 @@ from rotorch.comm.shared_file import (
     own_prefix,
     share_file,
 )
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import HeardFailure, RankFailure
 
 MOST_BYTES = 2 << 20
 """If all ranks' tensors are more than this together, they are better sent: each rank would read all of them."""
@@ -191,7 +191,7 @@ class Meeting:
             if time.monotonic() > look_next_s:
                 look_next_s = time.monotonic() + _LOOK_EVERY_S
                 if has_ended(self._processes[rank]) and not here_or_never():
-                    raise RankFailure(f"rank {self._ranks[rank]} has ended, and this one waits for it in a sum")
+                    raise HeardFailure(f"rank {self._ranks[rank]} has ended, and this one waits for it in a sum")
 
         if not self._patience.wait(here_or_never, meanwhile=look):
             raise RankFailure(
@@ -199,7 +199,7 @@ class Meeting:
                 f"{math.ceil(self._patience.timeout_s)} s"
             )
         if come[0] == _LEFT:
-            raise RankFailure(f"rank {self._ranks[rank]} has left a sum of all ranks in the middle. {_AGAIN}")
+            raise HeardFailure(f"rank {self._ranks[rank]} has left a sum of all ranks in the middle. {_AGAIN}")
 
 
 def _told(brings: int) -> str:

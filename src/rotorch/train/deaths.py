@@ -19,6 +19,8 @@ from rotorch.train.watchdog import Progress, explain_hang
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 1.0
 """How long ranks that outlive a failed one may take to note what they saw."""
+_HEARD_GRACE_S = 20.0
+"""The same, as long as all that ended only heard of a failure: who knows why may have a post-mortem to make first."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +88,10 @@ class Watch:
         if not self._note():
             self._look_for_a_hang()
             return
-        end = time.monotonic() + _GRACE_S
-        while time.monotonic() < end and len(self._ended) < len(self.pids):
+        start = time.monotonic()
+        while len(self._ended) < len(self.pids):
+            if time.monotonic() > start + (_HEARD_GRACE_S if self._only_heard() else _GRACE_S):
+                break
             time.sleep(_LOOK_EVERY_S)
             self._note()
         error = explain(self.board.all(), deaths=self.deaths)
@@ -95,6 +99,10 @@ class Watch:
             error = self._report(error)
         self.kill()
         raise error
+
+    def _only_heard(self) -> bool:
+        """Whether each rank that failed says that another one did."""
+        return all(self.board.read(rank).failure is FailureKind.HEARD for rank in self.deaths)
 
     def _look_for_a_hang(self) -> None:
         """Raises if no rank gets on any more; what they wait for is as it is."""

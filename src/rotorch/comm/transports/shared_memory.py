@@ -42,7 +42,7 @@ from rotorch.comm.collectives import gather_objects
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.shared_file import Extent, Patience, announce, share_file
 from rotorch.comm.whereabouts import Operation, at
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import HeardFailure, RankFailure
 
 _ALIGNMENT = 64
 _STEP = 1 << 24  # turns between the bases of two steps: more visits than a step can have
@@ -252,7 +252,7 @@ class SharedMemoryRing(Ring):
         super().finish()
         if self._in_vain:
             ranks = ", ".join(map(str, self._who_left()))
-            raise RankFailure(f"rank {ranks} has left this step in the middle: gradients are incomplete")
+            raise HeardFailure(f"rank {ranks} has left this step in the middle: gradients are incomplete")
 
     def come_home(self, *, after: BaseException | None = None) -> None:
         if after is not None:  # weights are at home; see [Note: a step that is broken off]
