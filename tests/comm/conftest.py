@@ -1,3 +1,5 @@
+import os
+import subprocess
 from functools import partial
 
 import pytest
@@ -6,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch import core
 from rotorch.comm import transports
+from rotorch.comm.shared_file import own_prefix
 from rotorch.comm.transports import make_ring
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
 from rotorch.testing.peer_memory import FakePeerMemory
@@ -19,6 +22,19 @@ def ring():
     float32, which holds their values exactly.
     """
     return make
+
+
+@pytest.fixture(scope="session")
+def ended():
+    """On a rank: `ended(patience, position)` takes a process that has ended for that rank's."""
+    return put_an_ended_process
+
+
+def put_an_ended_process(patience, position, *, reaped=True):
+    child = subprocess.Popen(["true"])
+    if reaped:
+        child.wait()
+    patience._processes[position] = own_prefix().replace(f"-{os.getpid()}-", f"-{child.pid}-")
 
 
 def make(transport, *, numels, schedule="random"):

@@ -5,7 +5,6 @@ import math
 import os
 import random
 import re
-import subprocess
 import time
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from rotorch.comm.collectives import all_reduce_max, all_reduce_sum, all_reduce_
 from rotorch.comm.meeting import Meeting, meeting_of
 from rotorch.comm.meter import Meter
 from rotorch.comm.observe import Doing, Observer, observe_waits
-from rotorch.comm.shared_file import own_prefix
 from rotorch.core.errors import RankFailure
 from rotorch.core.traffic import Kind
 from rotorch.testing.ranks import run_ranks
@@ -127,24 +125,21 @@ def test_a_sum_that_was_left_is_the_last_one_for_everybody():
     assert re.search("rank [02] has left a sum of all ranks in the middle", late)  # and does not count with old numbers
 
 
-def somebody_ends(reaped):
+def somebody_ends(ended, reaped):
     """Rank 1 does not come, and what rank 0 takes for its process has ended."""
     place = Meeting(dist.group.WORLD, timeout_s=300.0)
     place.sum(torch.ones(1))
     said = None
     if dist.get_rank() == 0:
-        child = subprocess.Popen(["true"])
-        if reaped:
-            child.wait()
-        place._processes[1] = own_prefix().replace(f"-{os.getpid()}-", f"-{child.pid}-")
+        ended(place._patience, 1, reaped=reaped)
         said = refusal(lambda: place.sum(torch.ones(1)))
     dist.barrier()
     return said
 
 
 @pytest.mark.parametrize("reaped", [False, True])
-def test_a_rank_that_has_ended_is_noticed_at_once(reaped):
-    said = run_ranks(somebody_ends, reaped, num_ranks=2, timeout_s=60)
+def test_a_rank_that_has_ended_is_noticed_at_once(ended, reaped):
+    said = run_ranks(somebody_ends, ended, reaped, num_ranks=2, timeout_s=60)
     assert said == ["rank 1 has ended, and this one waits for it in a sum", None]
 
 

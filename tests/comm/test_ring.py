@@ -1,14 +1,16 @@
 """Both rings as state machines: what visits whom and when, and what becomes of gradients, whatever came before."""
 
 import random
+import re
 import time
+from functools import partial
 
 import pytest
 import torch
 from torch import distributed as dist
 
 from rotorch.comm.meter import Meter
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.core.traffic import Kind
 from rotorch.testing.ranks import run_ranks
 
@@ -227,6 +229,29 @@ def left_behind(ring):
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_nobody_waits_for_a_rank_that_has_left_the_step(n, ring):
     on_ranks(left_behind, "shared_memory", n, ring)
+
+
+def somebody_ends(ring, *, ended):
+    """Rank 1 is gone before its backward. Rank 0 waits for it, and says so; rank 2 waits for rank 0 too."""
+    train(ring, [0, 1, 2])
+    dist.barrier()
+    ring.start(fresh=[True] * 3)
+    forward(ring, 2)
+    if ring.position == 1:
+        return
+    ended(ring._patience, 1)
+    with pytest.raises(HeardFailure) as told:
+        backward(ring, 2)
+        ring.finish()
+    ring.come_home(after=told.value)
+    if ring.position == 0:
+        assert str(told.value) == "rank 1 has ended, and this one waits for its part of a gradient"
+    else:
+        assert re.search("rank 1 has ended|rank 0 has left this step in the middle", str(told.value))
+
+
+def test_nobody_waits_for_a_rank_that_has_ended(ring, ended):
+    on_ranks(partial(somebody_ends, ended=ended), "shared_memory", 3, ring)
 
 
 def fetches_ahead(ring):

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch.comm.shared_line import SharedLine, make_line
-from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
 from rotorch.testing.ranks import run_ranks
 
 
@@ -170,6 +170,23 @@ def late():
 def test_a_rank_that_is_late_is_named():
     message, _ = run_ranks(late, num_ranks=2)
     assert message == "position 0 on axis 'row' waited 2 s for position 1, which is late or gone"
+
+
+def gone(ended):
+    line = make(timeout_s=300.0)
+    line.start()
+    line.all_reduce(torch.ones(3))
+    if line.position == 1:
+        return ""
+    ended(line._whole.patience, 1)
+    with pytest.raises(HeardFailure) as told:
+        line.all_reduce(torch.ones(3))
+    return str(told.value)
+
+
+def test_a_rank_that_has_ended_is_noticed_at_once(ended):
+    message, _ = run_ranks(gone, ended, num_ranks=2, timeout_s=60)
+    assert message == "rank 1 has ended, and this one waits for a block of it"
 
 
 def growing(directory):

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import mmap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,9 +36,8 @@ from rotorch.comm.shared_file import (
     Extent,
     Patience,
     SharedMemoryUnavailable,
+    Waited,
     announce,
-    has_ended,
-    own_prefix,
     share_file,
 )
 from rotorch.core.errors import HeardFailure, RankFailure
@@ -50,7 +48,6 @@ MOST_BYTES = 2 << 20
 _SLOT_BYTES = 64 << 10
 _LEFT = -1
 """In place of the number of a sum: this rank has left one."""
-_LOOK_EVERY_S = 0.25  # whether those that have not come still run
 _AGAIN = "Start the ranks again, from a checkpoint"
 
 Combine = Callable[[Tensor, Tensor], Any]
@@ -109,19 +106,12 @@ class Meeting:
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float) -> None:
         self._name, self._ranks = group.group_name, dist.get_process_group_ranks(group)  # not the group: it may go
         self._size, self._position = group.size(), group.rank()
-        self._patience = Patience(num_ranks=self._size, timeout_s=timeout_s)
+        self._patience = Patience(group=group, timeout_s=timeout_s)
         self._fence = threading.Lock()
         self._number = 0
         of_rank = mmap.PAGESIZE + 2 * _SLOT_BYTES
-
-        def gather(value: Any) -> list[Any]:
-            gathered: list[Any] = [None] * self._size
-            dist.all_gather_object(gathered, value, group=group)
-            return gathered
-
-        self._processes = gather(own_prefix())
         own = Extent(self._position * of_rank, of_rank)
-        mapped = share_file(self._size * of_rank, size=self._size, position=self._position, owned=[own], gather=gather)
+        mapped = share_file(self._size * of_rank, group=group, owned=[own])
         self._come = [
             np.frombuffer(mapped, dtype=np.int64, count=1, offset=rank * of_rank) for rank in range(self._size)
         ]
@@ -181,19 +171,11 @@ class Meeting:
 
     def _wait_for(self, rank: int) -> None:
         """Returns when the rank at this position has come to this sum."""
-        come, look_next_s = self._come[rank], time.monotonic() + _LOOK_EVERY_S
-
-        def here_or_never() -> bool:
-            return bool(come[0] >= self._number or come[0] == _LEFT)
-
-        def look() -> None:
-            nonlocal look_next_s
-            if time.monotonic() > look_next_s:
-                look_next_s = time.monotonic() + _LOOK_EVERY_S
-                if has_ended(self._processes[rank]) and not here_or_never():
-                    raise HeardFailure(f"rank {self._ranks[rank]} has ended, and this one waits for it in a sum")
-
-        if not self._patience.wait(here_or_never, meanwhile=look):
+        come = self._come[rank]
+        waited = self._patience.wait(lambda: come[0] >= self._number or come[0] == _LEFT, whom=lambda: rank)
+        if waited is Waited.ENDED:
+            raise HeardFailure(f"rank {self._ranks[rank]} has ended, and this one waits for it in a sum")
+        if waited is Waited.LATE:
             raise RankFailure(
                 f"rank {self._ranks[rank]} did not come to a sum of all ranks within "
                 f"{math.ceil(self._patience.timeout_s)} s"

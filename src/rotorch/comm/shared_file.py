@@ -21,10 +21,12 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from rotorch.core.quantities import format_bytes
 
@@ -32,6 +34,7 @@ _YIELDS = 2000  # then sleep: a rank that waits long must not take cycles from t
 _SLEEP_S, _SLEEPS = 1e-4, 5000  # about a second; whoever waits longer need not be the first to know
 _LONG_SLEEP_S = 1e-3
 _YIELDS_CROWDED = 20  # where ranks exceed cores, and so the one that is waited for may have none
+_LOOK_EVERY_S = 0.25  # whether the one that is waited for still runs
 
 
 class SharedMemoryUnavailable(Exception):
@@ -46,32 +49,29 @@ class Extent:
     num_bytes: int
 
 
-def share_file(
-    num_bytes: int, *, size: int, position: int, owned: Sequence[Extent], gather: Callable[[Any], list[Any]]
-) -> mmap.mmap:
-    """Makes a file of `num_bytes`, maps it on all ranks, and unlinks it. For a single rank, private memory will do.
+def share_file(num_bytes: int, *, group: dist.ProcessGroup | None, owned: Sequence[Extent]) -> mmap.mmap:
+    """Makes a file of `num_bytes`, maps it on all ranks of `group`, and unlinks it. All of them.
 
     Args:
         num_bytes: its length.
-        size: number of ranks.
-        position: this rank's; the first makes the file.
+        group: the ranks; None for one alone, for which private memory will do.
         owned: what this rank allocates.
-        gather: gives every rank's value of a small object, in the order of positions.
 
     Raises:
         SharedMemoryUnavailable: on all ranks: they are on several hosts, or the file system is missing or too small.
     """
-    if size == 1:
+    if group is None:
         return mmap.mmap(-1, num_bytes)
+    position = group.rank()
     path, reason = _create(num_bytes) if position == 0 else (None, "")
     try:
-        first, *_ = offers = gather((_host(), path, reason))
+        first, *_ = offers = _gathered((_host(), path, reason), group=group)
         if first[2]:
             raise SharedMemoryUnavailable(first[2])
         if len({host for host, _, _ in offers}) > 1:
             raise SharedMemoryUnavailable("the ranks are on several hosts")
         mapped, reason = _open(first[1], num_bytes, position=position, owned=owned)
-        reasons = [why for why in gather(reason) if why]
+        reasons = [why for why in _gathered(reason, group=group) if why]
         if reasons or mapped is None:
             raise SharedMemoryUnavailable(reasons[0])
         return mapped
@@ -102,21 +102,39 @@ def announce(numbers: np.ndarray, index: int, value: int, *, fence: threading.Lo
         numbers[index] = value
 
 
+class Waited(Enum):
+    """How a wait came out: what was waited for came; it is late; or the rank that owes it has ended."""
+
+    COME = 0
+    LATE = 1
+    ENDED = 2
+
+
 class Patience:
-    """How a rank waits for another one: it yields, then sleeps, and gives up in the end.
+    """How a rank waits for another one: it yields, then sleeps, and gives up in the end, or if that one has ended.
+
+    All ranks of `group` make it together.
 
     Args:
-        num_ranks: how many share this memory.
+        group: those that share this memory; None for one alone.
         timeout_s: after so long it gives up.
     """
 
-    def __init__(self, *, num_ranks: int, timeout_s: float) -> None:
+    def __init__(self, *, group: dist.ProcessGroup | None, timeout_s: float) -> None:
         self.timeout_s = timeout_s
+        num_ranks = 1 if group is None else group.size()
         self._yields = _YIELDS_CROWDED if _ranks_here(num_ranks) > _num_cores() else _YIELDS
+        self._processes = [own_prefix()] if group is None else _gathered(own_prefix(), group=group)
 
-    def wait(self, come: Callable[[], bool], *, meanwhile: Callable[[], None] | None = None) -> bool:
-        """Returns true once `come()` is; false if that takes too long. `meanwhile` is done over and over."""
-        deadline, yields = time.monotonic() + self.timeout_s, 0
+    def wait(
+        self, come: Callable[[], bool], *, whom: Callable[[], int], meanwhile: Callable[[], None] | None = None
+    ) -> Waited:
+        """Waits until `come()`, which the rank at position `whom()` has to bring about; does `meanwhile` all the time.
+
+        `whom()` may change while others do their part, but only a rank that still runs can change it.
+        """
+        start, yields = time.monotonic(), 0
+        look_next = start + _LOOK_EVERY_S
         while not come():
             if meanwhile is not None:
                 meanwhile()
@@ -125,9 +143,21 @@ class Patience:
                 os.sched_yield()
                 continue
             time.sleep(_SLEEP_S if yields < self._yields + _SLEEPS else _LONG_SLEEP_S)
-            if time.monotonic() > deadline:
-                return False
-        return True
+            now = time.monotonic()
+            if now > start + self.timeout_s:
+                return Waited.LATE
+            if now > look_next:
+                look_next, position = now + _LOOK_EVERY_S, whom()
+                if has_ended(self._processes[position]) and whom() == position and not come():
+                    return Waited.ENDED
+        return Waited.COME
+
+
+def _gathered(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
+    """Every rank's `value`, small and picklable, in the order of positions."""
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered
 
 
 def _create(num_bytes: int) -> tuple[str | None, str]:

@@ -28,7 +28,6 @@ import math
 import mmap
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,9 +37,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import group_timeout_s
 from rotorch.comm.line import Line, Shapes, Sums
-from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, announce, share_file
+from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, Waited, announce, share_file
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
-from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
 from rotorch.core.messages import SUM_CHUNK_BYTES
 
 _log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ class SharedLine(Line):
 
     def __init__(self, line: Line, *, timeout_s: float) -> None:
         super().__init__(line.axis, line.size, line.position, line.group)
-        patience = Patience(num_ranks=line.size, timeout_s=timeout_s)
+        patience = Patience(group=line.group, timeout_s=timeout_s)
         self._whole = _Lane(line, num_slots=2, num_readers=1, patience=patience)
         self._parts = _Lane(line, num_slots=max(line.size - 1, 1), num_readers=line.size, patience=patience)
         self._homes: dict[int, list[Tensor]] = {}
@@ -109,7 +108,7 @@ class SharedLine(Line):
                 end += -(-starts[position][name].num_bytes // _ALIGNMENT) * _ALIGNMENT
             end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
-            mapped = _share(self, end, owned=list(starts[self.position].values()))
+            mapped = share_file(end, group=self.group, owned=list(starts[self.position].values()))
         except SharedMemoryUnavailable as error:  # on all ranks of the line
             if self.position == 0:
                 _log.warning("no shared memory for weights on axis %s (%s): their blocks are copied", self.axis, error)
@@ -289,17 +288,6 @@ class _Lane:
         return _Memory(self.line, num_slots=self._num_slots, num_readers=self._num_readers, slot_bytes=num_bytes)
 
 
-def _share(line: Line, num_bytes: int, *, owned: Sequence[Extent]) -> mmap.mmap:
-    """A file that all ranks of the line map; all of them call it (see `share_file`)."""
-
-    def gather(value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * line.size
-        dist.all_gather_object(gathered, value, group=line.group)
-        return gathered
-
-    return share_file(num_bytes, size=line.size, position=line.position, owned=owned, gather=gather)
-
-
 class _Memory:
     """One file of a lane.
 
@@ -317,7 +305,7 @@ class _Memory:
         of_rank = header + num_slots * slot_bytes
 
         own = Extent(line.position * of_rank, of_rank)
-        self._map = _share(line, line.size * of_rank, owned=[own])
+        self._map = share_file(line.size * of_rank, group=line.group, owned=[own])
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
         self.slot_bytes = slot_bytes
         self.done, self.published, self.slots = [], [], []
@@ -383,7 +371,10 @@ class _Operation:
         patience, line = self._lane.patience, self._lane.line
         here, line.place.peer = line.place.now, line.ranks[rank] + 1
         line.place.now = at(Operation.AWAIT_BLOCK)
-        if not patience.wait(lambda: numbers[index] >= at_least):
+        waited = patience.wait(lambda: numbers[index] >= at_least, whom=lambda: rank)
+        if waited is Waited.ENDED:
+            raise HeardFailure(f"rank {line.ranks[rank]} has ended, and this one waits for a block of it")
+        if waited is Waited.LATE:
             raise RankFailure(
                 f"position {line.position} on axis {line.axis!r} waited {patience.timeout_s:.0f} s for position "
                 f"{rank}, which is late or gone"

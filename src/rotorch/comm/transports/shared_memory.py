@@ -31,16 +31,14 @@ import itertools
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import gather_objects
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
-from rotorch.comm.shared_file import Extent, Patience, announce, share_file
+from rotorch.comm.shared_file import Extent, Patience, Waited, announce, share_file
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import HeardFailure, RankFailure
 
@@ -122,18 +120,13 @@ class SharedMemoryRing(Ring):
         self._in_slot: tuple[int, int] | None = None
         """Which item's which slice the slot holds, as weights are in this step."""
         self.gives_whole = whole
-        self._patience = Patience(num_ranks=self.size, timeout_s=timeout_s)
+        group = mesh.get_group() if self.size > 1 else None
+        self._patience = Patience(group=group, timeout_s=timeout_s)
         self._base = 0
         self._rounds = [0] * len(self.numels)
         self._fence = threading.Lock()
         self._plan = _Plan(self.numels, size=self.size, itemsize=dtype.itemsize)
-        self._map = share_file(
-            self._plan.num_bytes,
-            size=self.size,
-            position=self.position,
-            owned=self._plan.owned(self.position),
-            gather=partial(gather_objects, mesh=mesh),
-        )
+        self._map = share_file(self._plan.num_bytes, group=group, owned=self._plan.owned(self.position))
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
         plan = self._plan
         self._turns = [
@@ -234,9 +227,15 @@ class SharedMemoryRing(Ring):
         here = self.place.now
         self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % self.size)
         # While waiting: the rank that this one waits for may itself wait for what this one has kept back.
-        if not self._patience.wait(
-            lambda: turns[item] >= visit.turn or bool(self._who_left()), meanwhile=self.make_late
-        ):
+        waited = self._patience.wait(
+            lambda: turns[item] >= visit.turn or bool(self._who_left()),
+            whom=lambda: self._who_adds(int(turns[item]), visit.index),
+            meanwhile=self.make_late,
+        )
+        if waited is Waited.ENDED:
+            rank = self._ranks[self._who_adds(int(turns[item]), visit.index)]
+            raise HeardFailure(f"rank {rank} has ended, and this one waits for its part of a gradient")
+        if waited is Waited.LATE:
             raise RankFailure(
                 f"ring position {self.position} waited {self._patience.timeout_s:.0f} s for slice {visit.index} "
                 f"of item {item} (turn {turns[item] - self._base} of {visit.turn - self._base}): "
@@ -244,6 +243,10 @@ class SharedMemoryRing(Ring):
             )
         self._in_vain = bool(turns[item] < visit.turn)
         self.place.now = here
+
+    def _who_adds(self, turn: int, index: int) -> int:
+        """The position of the rank whose turn it is to add to the gradient of slice `index`; of its owner, before."""
+        return index if turn < self._base else (index - 1 - (turn - self._base)) % self.size
 
     def _who_left(self) -> list[int]:
         return [rank for rank, base in zip(self._ranks, self._broken_off, strict=True) if base[0] >= self._base]
