@@ -37,6 +37,19 @@ def test_symmetric_memory_needs_cuda(monkeypatch):
     assert transports()["symmetric_memory"] == "no: torch sees no CUDA device"
 
 
+def test_what_auto_takes_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+    assert transports()["auto"] == "shared_memory on cpu"
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path / "missing"))
+    assert transports()["auto"] == "send_receive on cpu"
+    monkeypatch.setattr(doctor, "_devices", dict)  # of the GPUs that are not there
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for found, taken in (("yes, on cuda, between all 4 GPUs", "symmetric_memory"), ("no: of this", "send_receive")):
+        monkeypatch.setattr(doctor, "_symmetric_memory", lambda found=found: found)
+        assert transports()["auto"] == f"send_receive on cpu, {taken} on cuda"
+
+
 @pytest.mark.parametrize(
     ("number", "overlapping", "apart", "expected"),
     [

@@ -65,12 +65,20 @@ def _backends() -> dict[str, str]:
 
 
 def _transports() -> dict[str, str]:
-    """How slices can travel under rtp between ranks of this machine, and why not; `transport=auto` takes the first."""
-    return {
+    """How slices can travel under rtp between ranks of this machine, and why not; what `transport=auto` takes."""
+    found = {
         "shared_memory": _shared_memory(),
         "symmetric_memory": _symmetric_memory(),
         "send_receive": _send_receive(),
     }
+    return found | {"auto": _auto(found)}
+
+
+def _auto(found: dict[str, str]) -> str:
+    preferred = {"cpu": "shared_memory", "cuda": "symmetric_memory"}
+    devices = [device for device in preferred if device == "cpu" or torch.cuda.is_available()]
+    taken = [f"{preferred[d] if found[preferred[d]].startswith('yes') else 'send_receive'} on {d}" for d in devices]
+    return ", ".join(taken)
 
 
 def _send_receive() -> str:
