@@ -127,6 +127,10 @@ class Holding(ABC):
         """
         return None
 
+    def computed_backward(self, stage: int) -> None:
+        """Right after a backward of a stage: this rank may wait for other stages now, so nobody may wait for it."""
+        return None
+
     def reshard(self, stage: int) -> None:
         """After a pipeline has computed with a stage: what was gathered is freed."""
         return None
@@ -404,7 +408,7 @@ class ParallelModel:
         num_targets = self._sum_over_batch_ranks(float(sum(self._count_targets(b) for b in micro_batches)))
         holding = self._holding
         self._written_buffers.start()
-        with holding.lend() as callee, torch.enable_grad():
+        with self._noting_lost_gradients(), holding.lend() as callee, torch.enable_grad():
             holding.start()
             total = holding.forward_backward(callee, micro_batches, self._loss_over(max(int(num_targets), 1)))
             sums = torch.cat([total.view(1), self._written_buffers.written()])
@@ -480,6 +484,17 @@ class ParallelModel:
         """Frees shared memory and other resources. All ranks."""
         self._holding.close()
         close_meetings(self.mesh)
+
+    @contextmanager
+    def _noting_lost_gradients(self) -> Iterator[None]:
+        """Says in an exception if gradients of steps before went with this one, which was adding to them."""
+        before = [held.parameter for held in self.weights.values() if held.parameter.grad is not None]
+        try:
+            yield
+        except BaseException as error:
+            if any(parameter.grad is None for parameter in before):
+                error.add_note("Gradients that were there before this step are gone too: it was adding to them")
+            raise
 
     def _loss_over(self, num_targets: int) -> Callable[[nn.Module, Batch], Tensor]:
         """The forward down to the loss: the sum over a micro-batch, divided by `num_targets`."""

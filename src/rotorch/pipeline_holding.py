@@ -163,6 +163,11 @@ class PipelineHolding(OuterHolding):
         try:
             with self._inner.lend() as callee:
                 yield callee
+        except BaseException:
+            if any(self._inner.weights[name].parameter.grad is None for name in self._homes):
+                for held in self.weights.values():  # the same memory: what is gone inside is gone here
+                    held.parameter.grad = None
+            raise
         finally:
             self._take_back()
             self._forget_guests()

@@ -199,6 +199,7 @@ class PipelineStep:
         received, output = self._graphs.pop((stage, number))
         if output.requires_grad:  # else all that lies before is frozen
             torch.autograd.backward(output, gradient)
+            self._inner.computed_backward(stage)
         if received is not None:
             found = torch.zeros_like(received) if received.grad is None else received.grad
             self._given[Action(ActionKind.SEND_BACKWARD, stage, number)] = found

@@ -13,7 +13,7 @@ from torch import distributed as dist
 import rotorch
 from rotorch._torch_private import group_timeout
 from rotorch.comm import transports
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.run_config import OptimizerSection
 from rotorch.testing.ranks import run_ranks
@@ -110,6 +110,7 @@ def one_rank(path, layout, in_backward):
     """Rank 1 raises alone. Returns what each rank met, what its notes say, whether its weights are as they were."""
     model = parallel_model(path, layout, timeout_s=4.0)
     model.forward_backward(rows())
+    model.module.zero_grad()
     before, met, notes = values(model), None, []
     inner = model.module.model.layers[1].mlp.down_proj
     handle = plant(inner, in_backward=in_backward) if dist.get_rank() == 1 else None
@@ -126,7 +127,16 @@ def one_rank(path, layout, in_backward):
             model.holding.start()
         except RankFailure as error:
             refused = str(error)
+    elif "shared_memory" in layout:
+        goes_on_as_if_undisturbed(model, parallel_model(path, layout))
     return met, notes, home, refused
+
+
+def goes_on_as_if_undisturbed(model, twin):
+    model.module.zero_grad()
+    assert float(model.forward_backward(rows())) == float(twin.forward_backward(rows()))
+    for name, held in model.weights.items():
+        torch.testing.assert_close(held.local_grad, twin.weights[name].local_grad, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
@@ -141,6 +151,56 @@ def test_if_one_rank_raises_alone_the_others_get_a_rank_failure(tiny, layout, in
             assert "buffering=in_place" in refused and "Restart from a checkpoint" in refused
         else:
             assert home and notes == []
+
+
+def in_vain(path):
+    """What rank 1's exceptions leave on the others: one piece of memory as large as a slice, however often."""
+    model = parallel_model(path, SHARED)
+    ring, left = model.holding.ring, []
+    for _ in range(3):
+        handle = plant(model.module.model.layers[1].mlp, in_backward=False) if dist.get_rank() == 1 else None
+        with pytest.raises((Planted, HeardFailure)):
+            model.forward_backward(rows())
+        if handle is not None:
+            handle.remove()
+        assert ring._late == []
+        left.append(ring._nowhere.data_ptr())
+    if dist.get_rank() != 1:
+        assert left[0] == left[1] == left[2] and ring._nowhere.numel() == max(max(numel) for numel in ring.numels)
+        # At most those of a slice's weights, of its gradient, and of this memory.
+        assert all(len(unit._views) <= 3 * ring.size for unit in model.holding.units)
+    model.close()
+
+
+def test_steps_broken_off_by_another_rank_leave_no_memory_behind(tiny):
+    run_ranks(in_vain, tiny("llama"), num_ranks=3, timeout_s=60)
+
+
+def gradients_from_before(path, layout, in_backward):
+    """A step that was adding to gradients of another one takes them with it, and says so; the next one is right."""
+    model, twin = parallel_model(path, layout), parallel_model(path, layout)
+    model.forward_backward(rows())
+    model.evaluate(rows())
+    assert all(held.local_grad is not None for held in model.weights.values())
+    handle = plant(model.module.model.layers[1].mlp.down_proj, in_backward=in_backward)
+    with pytest.raises((Planted, HeardFailure)) as raised:
+        model.forward_backward(rows())
+    handle.remove()
+    assert any("are gone too: it was adding to them" in note for note in raised.value.__notes__)
+    assert all(held.local_grad is None for held in model.weights.values())
+    for each in (model, twin):
+        each.forward_backward(rows())
+    for name, held in model.weights.items():
+        torch.testing.assert_close(held.local_grad, twin.weights[name].local_grad, rtol=1e-5, atol=1e-8)
+    model.close()
+    twin.close()
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "rtp=3[recompute=none]", "ddp=2,rtp=2", "pp=2,rtp=2"])
+def test_gradients_that_a_broken_step_was_adding_to_are_gone_and_it_says_so(tiny, layout, in_backward):
+    size = 4 if ",rtp" in layout else 3
+    run_ranks(gradients_from_before, tiny("llama"), layout, in_backward, num_ranks=size, timeout_s=90)
 
 
 def late_to_raise(path, layout):

@@ -109,6 +109,8 @@ class Meeting:
         self._patience = Patience(group=group, timeout_s=timeout_s)
         self._fence = threading.Lock()
         self._number = 0
+        self._left_by = RankFailure
+        """Once this rank has left a sum: what it raised then, and raises from then on."""
         of_rank = mmap.PAGESIZE + 2 * _SLOT_BYTES
         own = Extent(self._position * of_rank, of_rank)
         mapped = share_file(self._size * of_rank, group=group, owned=[own])
@@ -138,12 +140,13 @@ class Meeting:
             listener(self._name, self._size, tensor.nbytes)
         mine = self._come[self._position]
         if mine[0] == _LEFT:
-            raise RankFailure(f"this rank has left a sum of all ranks in the middle. {_AGAIN}")
+            raise self._left_by(f"this rank has left a sum of all ranks in the middle. {_AGAIN}")
         chunks = tensor.detach().view(-1).split(_SLOT_BYTES // tensor.itemsize)
         try:
             for chunk in chunks:
                 self._combine_chunk(chunk, into, brings=2 * tensor.nbytes + kind)
-        except BaseException:  # see [Note: a sum that is left]
+        except BaseException as error:  # see [Note: a sum that is left]
+            self._left_by = HeardFailure if isinstance(error, HeardFailure) else RankFailure
             announce(mine, 0, _LEFT, fence=self._fence)
             raise
 

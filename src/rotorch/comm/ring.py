@@ -174,10 +174,11 @@ class Ring(ABC):
         while len(self._late) > at_most:
             self._late.pop(0)(wait=True)
 
-    @torch.no_grad()
     def make_late(self) -> None:
         """Makes those of the noted additions that have become possible: other ranks may be waiting for them."""
-        self._late = [addition for addition in self._late if not addition(wait=False)]
+        if self._late:
+            with torch.no_grad():
+                self._late = [addition for addition in self._late if not addition(wait=False)]
 
     @torch.no_grad()
     def catch_up(self) -> None:

@@ -6,8 +6,8 @@ by one rank after the other, in the order of the ring (see `comm/ring.py`), so i
 
 [Note: out of step]
     A rank whose turn has not come does not wait for it. It notes the addition (with the small tensors that it is made
-    from, not with a gradient) and goes on with backward; later layers make it. So ranks may be some layers apart
-    before one waits for another.
+    from, not with a gradient) and goes on with backward; later layers make it, also in the next micro-batch's forward.
+    So ranks may be some layers apart before one waits for another.
 
 Shapes: B tokens (all leading dims flattened), I input features, O output features, V vocabulary, D hidden.
 """
@@ -37,6 +37,7 @@ def linear_side_by_side(unit: RotatingUnit, x: Tensor, *, bias: RotatingUnit | T
     Returns `[.., O]`. Differentiable in `x`, a plain `bias` and, through the ring, the weights.
     """
     unit.ring.place.now = unit.forward_place
+    unit.ring.make_late()
     cut_bias, plain = (bias, None) if isinstance(bias, RotatingUnit) else (None, bias)
     if not torch.is_grad_enabled() or not (unit.trained or any(t is not None and t.requires_grad for t in (x, plain))):
         return F.linear(x, _whole(unit), plain if cut_bias is None else _whole(cut_bias))
@@ -162,7 +163,9 @@ class Turns:
 
     def go_on(self) -> None:
         """Takes the other turns as far as they have come; what is left is made later."""
-        if not self._take_all(wait=False):
+        if self._take_all(wait=False):
+            self._unit.ring.make_late()
+        else:
             self._unit.ring.add_late(self._take_all, at_most=_LAYERS_APART)
 
     def _take_all(self, *, wait: bool) -> bool:

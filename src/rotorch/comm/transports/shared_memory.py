@@ -139,6 +139,7 @@ class SharedMemoryRing(Ring):
         """Per rank: the base of the last step that it has left."""
         self._in_vain = False
         """Whether another rank has left this step, so that what is added goes nowhere."""
+        self._nowhere = torch.empty(0, dtype=self.dtype)
         self._wholes = [self._typed(flat, extent) for extent in plan.wholes]
         self._weights = [whole.split(numel) for whole, numel in zip(self._wholes, self.numels, strict=True)]
         self._all_gradients = [self._typed(flat, extent) for extent in plan.gradients]
@@ -210,7 +211,7 @@ class SharedMemoryRing(Ring):
                 return None
             self._wait(turns, item, visit)
         if self._in_vain:
-            return GradientBuffer(torch.empty_like(self._gradients[visit.index][item]), True)
+            return GradientBuffer(self._memory_in_vain(self.numels[item][visit.index]), True)
         with self._fence:
             pass
         return GradientBuffer(self._gradients[visit.index][item], visit.fresh)
@@ -219,6 +220,12 @@ class SharedMemoryRing(Ring):
         if self._in_vain:
             return
         announce(self._turns[visit.index], item, visit.turn + 1, fence=self._fence)
+
+    def _memory_in_vain(self, numel: int) -> Tensor:
+        """In one place for as long as the ring lives: whoever adds keeps views by address."""
+        if not self._nowhere.numel():
+            self._nowhere = self._nowhere.new_empty(max(max(n) for n in self.numels))
+        return self._nowhere[:numel]
 
     def _wait(self, turns: np.ndarray, item: int, visit: Visit) -> None:
         # The ranks add to a slice's gradient in the order of the ring, each after its neighbour.
@@ -260,3 +267,4 @@ class SharedMemoryRing(Ring):
     def come_home(self, *, after: BaseException | None = None) -> None:
         if after is not None:  # weights are at home; see [Note: a step that is broken off]
             announce(self._broken_off[self.position], 0, self._base, fence=self._fence)
+            self._late = []  # with what they would be made from

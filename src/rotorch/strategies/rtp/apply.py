@@ -135,6 +135,8 @@ class RTPHolding(Holding):
         self._home_gradients: dict[str, DTensor] = {}
         self._stand_ins: list[tuple[Site, Tensor]] = []
         self._home_sites: list[tuple[Site, str]] = []
+        self._adds_up = False
+        """Whether this step adds to gradients that were there before it."""
         alone = {u.unit.weights[0].name: u for u in self.units if u.unit.kind is UnitKind.WEIGHT}
         for rotating in self.units:
             self._hold(rotating, parameters=parameters, sites=sites)
@@ -215,10 +217,13 @@ class RTPHolding(Holding):
                 self.ring.come_home(after=error)
             except RankFailure as lost:
                 error.add_note(str(lost))
+            if self._adds_up:
+                self._drop_gradients()
             raise
         else:
             self.ring.come_home()
         finally:
+            self._adds_up = False
             self.replicas.take_back()
             for site, name in self._home_sites:
                 site.put(self._home[name].parameter)
@@ -232,7 +237,17 @@ class RTPHolding(Holding):
             if not rotating.trained:
                 for weight in rotating.unit.weights:
                     refuse_unfrozen(self._home[weight.name])
-        self.ring.start(fresh=[self._nothing_accumulated(unit) for unit in self.units])
+        fresh = [self._nothing_accumulated(unit) for unit in self.units]
+        self._adds_up = torch.is_grad_enabled() and not all(fresh)
+        self.ring.start(fresh=fresh)
+
+    def _drop_gradients(self) -> None:
+        """They are in the memory in which a step that was broken off has added, on some ranks more than on others."""
+        for held in self.weights.values():
+            held.parameter.grad = None
+
+    def computed_backward(self, stage: int) -> None:
+        self.ring.catch_up()
 
     def _nothing_accumulated(self, rotating: RotatingUnit) -> bool:
         """Whether the user has cleared a unit's gradients; if only some of them, those become zero."""
