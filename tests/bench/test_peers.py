@@ -101,6 +101,21 @@ def test_peers_send_what_they_should(rows):
     assert sent["all_reduce"] > 0  # norms, and the loss's maximum and sum
 
 
+def test_in_bfloat16_a_ring_holds_no_more_than_fsdp2_by_its_own_policy(task, rows):
+    """Master weights, gradients and AdamW's averages in float32; FSDP2 gathers bfloat16 and sums float32."""
+    record, found = measure(
+        dataclasses.replace(task, precision="bfloat16"), ["fsdp2", "fsdp2-recompute"], parallel=["rtp=2"]
+    )
+    assert exit_code(record) == 0, record
+    for name in ("fsdp2", "fsdp2-recompute"):
+        assert found[name]["sent_by_kind"]["reduce_scatter"] == rows[name]["sent_by_kind"]["reduce_scatter"]
+        assert found[name]["sent_by_kind"]["all_gather"] * 2 == rows[name]["sent_by_kind"]["all_gather"]
+        ours, theirs = (sum(found[row]["resident_by_category"].values()) for row in ("rtp=2", name))
+        assert theirs == 4 * WEIGHTS // 2
+        assert ours - 4 * (4 * NORMS) // 2 <= theirs  # norms are whole on every rank
+        assert found["rtp=2"]["peak_bytes_per_rank"] < found[name]["peak_bytes_per_rank"]
+
+
 @pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_gpt_models_on_four_ranks(task, accumulation):
     task = dataclasses.replace(task, model=GPT, num_ranks=4, accumulation=accumulation)

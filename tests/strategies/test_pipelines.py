@@ -18,6 +18,7 @@ from rotorch.core.traffic import Kind
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.ops.later_gradients import LaterGradients
+from rotorch.pipeline_step import PipelineStep
 from rotorch.planner.prediction import predict
 from rotorch.shard.materialize import take_recipes
 from rotorch.shard.storages import owned_bytes
@@ -72,6 +73,27 @@ def test_chunks_odd_layers_and_any_number_of_micro_batches_are_exact(five_layers
     report = verify(five_layers, parallel=parallel, micro_batches=micro_batches, steps=1, timeout_s=300)
     assert report.ok, (report.verdict, report.first_divergence)
     assert report.num_modules_compared > 50
+
+
+def messages_without_debts(path):
+    """How many messages were sent; other ranks of the ring may be what the other stage waits for."""
+    model = rotorch.parallelize(build(path), "pp=2,rtp=2[transport=shared_memory]", device="cpu").materialize(seed=1)
+    send, sent = PipelineStep._message, []
+
+    def nothing_is_kept_back(self, action, table):
+        sent.append(len(self._inner.ring._late))
+        send(self, action, table)
+
+    PipelineStep._message = nothing_is_kept_back
+    batch = batch_of(model.module.config, num_rows=8)
+    mine = {name: rows.tensor_split(2)[model.batch_rank] for name, rows in batch.items()}
+    model.forward_backward([{name: rows[k : k + 1] for name, rows in mine.items()} for k in range(4)])
+    return sent
+
+
+def test_no_addition_is_kept_back_while_a_rank_waits_for_another_stage(five_layers):
+    for sent in run_ranks(messages_without_debts, five_layers, num_ranks=4):
+        assert len(sent) >= 8 and not any(sent)
 
 
 def build(path):

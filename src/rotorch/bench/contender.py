@@ -178,6 +178,8 @@ class PlainLoop(WithoutLayout):
         self._num_shares = task.num_ranks if num_shares is None else num_shares
         self._device = pick_device(task.device)
         self._callee = module if callee is None else callee
+        self._autocast_dtype = task.autocast_dtype
+        """That its passes run in under autocast; None if they do not, or if the library converts by itself."""
         self.module = module
         self.optimizer = adamw(module, settings=task.optimizer)
 
@@ -206,7 +208,7 @@ class PlainLoop(WithoutLayout):
 
     def _pass(self, batch: dict[str, Tensor], *, num_targets: int) -> float:
         """Forward and backward of one micro-batch; its losses, summed, over `num_targets`."""
-        dtype = self._task.autocast_dtype
+        dtype = self._autocast_dtype
         with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
             loss = causal_lm_loss(self._callee, batch, num_targets)
         self._backward(loss)

@@ -1,12 +1,16 @@
-"""torch's `fully_shard` (FSDP2): around every block as its documentation says, or around every weight."""
+"""torch's `fully_shard` (FSDP2): around every block as its documentation says, or around every weight.
+
+In bfloat16 it gathers and computes in that precision by its own `MixedPrecisionPolicy`, and sums gradients in float32.
+"""
 
 from __future__ import annotations
 
 import warnings
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rotorch.bench.contender import PlainLoop, whole_model
 from rotorch.bench.task import Task
@@ -32,10 +36,12 @@ class FSDP2(PlainLoop):
             recompute_blocks(module, strategy="fsdp2")
         if per_weight:  # of what a model might do in place to a layer's output; the losses say that it does not
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+        policy = MixedPrecisionPolicy(param_dtype=task.autocast_dtype, reduce_dtype=torch.float32)
         for group in _owners(module) if per_weight else repeated_blocks(module):
-            fully_shard(group, mesh=mesh)
-        fully_shard(module, mesh=mesh)
+            fully_shard(group, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)
         super().__init__(task, module=module, shares=[rank])
+        self._autocast_dtype = None  # that policy is in its place
 
 
 def _owners(module: nn.Module) -> list[nn.Module]:
