@@ -113,7 +113,6 @@ def test_in_bfloat16_a_ring_holds_no_more_than_fsdp2_by_its_own_policy(task, row
         ours, theirs = (sum(found[row]["resident_by_category"].values()) for row in ("rtp=2", name))
         assert theirs >= 4 * WEIGHTS // 2
         assert ours - 4 * (4 * NORMS) // 2 <= theirs  # norms are whole on every rank
-        assert found["rtp=2"]["peak_bytes_per_rank"] < found[name]["peak_bytes_per_rank"]
 
 
 @pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
