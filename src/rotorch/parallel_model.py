@@ -481,7 +481,10 @@ class ParallelModel:
         return logits.float()
 
     def close(self) -> None:
-        """Frees shared memory and other resources. All ranks."""
+        """Ends what goes on beside training (messages under way, sums in shared memory). All ranks.
+
+        Memory that slices share is free once nothing refers to the weights and gradients in it.
+        """
         self._holding.close()
         close_meetings(self.mesh)
 

@@ -1,4 +1,4 @@
-"""One matrix for rtp: in place and out of place, what is recomputed, accumulation, precision, transport.
+"""One matrix for rtp: in place or not, what is recomputed, accumulation, precision, transport, compiled or not.
 
 In float64 every combination is one process's loss and gradients to 1e-10, over two optimizer steps.
 
@@ -40,7 +40,12 @@ WAYS = (
     ("send_receive", "out_of_place"),
     ("send_receive", "in_place"),
 )
-CELLS = list(product(("none", "head", "all_but_attention", "slice"), (1, 4)))
+ALL_BUT_ATTENTION = "all_but_attention"  # picks operations, which a graph has none of
+
+
+def cells(*, compile):
+    recompute = ("none", "head", *(() if compile else (ALL_BUT_ATTENTION,)), "slice")
+    return list(product(recompute, (1, 4)))
 
 
 @pytest.fixture(scope="module")
@@ -92,17 +97,18 @@ def bars(config, expected):
     return {"float64": (EXACT, EXACT, EXACT), "bfloat16": (LOSS_BAR, TIMES * error, LENGTH_BAR)}
 
 
-def errors(config, expected, precision, transport, buffering):
+def errors(config, expected, precision, transport, buffering, compile):
     """On a rank, by (what is recomputed, accumulation): the largest errors of loss and gradients, and `gradients_along`
     of each (step, weight).
     """
     found = {}
-    for recompute, accumulation in CELLS:
+    for recompute, accumulation in cells(compile=compile):
         model = rotorch.parallelize(
             build(config, precision),
             f"rtp={RANKS}[recompute={recompute},transport={transport},buffering={buffering}]",
             device="cpu",
             autocast_dtype=torch.bfloat16 if precision == "bfloat16" else None,
+            compile=compile,
         ).materialize(seed=SEED)
         optimizer, worst, along = optimizer_over(model.parameters()), [0.0, 0.0], {}
         for step, (loss, gradients) in enumerate(expected):
@@ -142,18 +148,32 @@ def measured(warm, config, expected):
     """Errors of every cell, as `bars` has them; one fork for those that differ only in what a step does."""
 
     @cache
-    def of(precision, transport, buffering):
-        args = (config, expected[precision], precision, transport, buffering)
-        by_rank = run_ranks(errors, *args, num_ranks=RANKS, timeout_s=400)
-        return {cell: worst_of([found[cell] for found in by_rank]) for cell in CELLS}
+    def of(precision, transport, buffering, compile):
+        args = (config, expected[precision], precision, transport, buffering, compile)
+        by_rank = run_ranks(errors, *args, num_ranks=RANKS, timeout_s=900 if compile else 400)
+        return {cell: worst_of([found[cell] for found in by_rank]) for cell in cells(compile=compile)}
 
     return of
 
 
-@pytest.mark.parametrize(("recompute", "accumulation"), CELLS)
+@pytest.mark.parametrize(("recompute", "accumulation"), cells(compile=False))
 @pytest.mark.parametrize(("transport", "buffering"), WAYS)
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_cell_of_the_matrix(measured, bars, precision, transport, buffering, recompute, accumulation):
-    found = measured(precision, transport, buffering)[recompute, accumulation]
-    for what, error, bar in zip(("loss", "gradient", "length"), found, bars[precision], strict=True):
+    holds(measured(precision, transport, buffering, False)[recompute, accumulation], bars[precision])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, when it compiles
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(("recompute", "accumulation"), cells(compile=True))
+@pytest.mark.parametrize(("transport", "buffering"), WAYS)
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_compiled_cell(measured, bars, precision, transport, buffering, recompute, accumulation):
+    holds(measured(precision, transport, buffering, True)[recompute, accumulation], bars[precision])
+
+
+def holds(found, bars):
+    for what, error, bar in zip(("loss", "gradient", "length"), found, bars, strict=True):
         assert error <= bar, (what, found)

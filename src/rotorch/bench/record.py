@@ -51,7 +51,7 @@ METHOD = (
     "process: the kernel's figures above the process's own before the model was built, shared pages divided among "
     f"those that map them (PSS), in a run of its own with {' '.join(map('='.join, MALLOC_ENVIRONMENT.items()))}.",
     "sent_bytes: operations of torch.distributed as issued, at what a ring algorithm sends; reads of shared memory "
-    "send nothing.",
+    "send nothing, and a small sum that is made there counts as the all-reduce that it stands for.",
 )
 
 
