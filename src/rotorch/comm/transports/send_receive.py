@@ -3,10 +3,9 @@
 At each step every rank sends its home slice to one reader and receives one.
 
 [Note: one ahead]
-    While slice i is computed with, the fetch of the next slice is under way, also across units: the sequence of
-        fetches of a step is the same as that of the step before, so the first fetch of the next unit starts during
-        the last slice of this one. Two slots are filled in turn. If a step goes another way than the one before it,
-        all ranks see it alike; they drop what came too early and fetch on demand.
+    While slice i is computed with, the fetch of the next slice is under way, also across units (see `passes.py`). Two
+    slots are filled in turn. If a step goes another way than the one before it, all ranks see it alike; they drop what
+    came too early and fetch on demand.
 
 [Note: on the wire]
     Slices may travel, and visit, in another form than they have at home (`wire`): then what is sent is made in one
@@ -30,24 +29,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.transports.messages import Exchange
+from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.comm.wire import Wire
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """One call of `visits`."""
-
-    item: int
-    backward: bool
-    fetch: bool
 
 
 @dataclass
 class _Fetch:
     """A fetch under way: which pass and step it is for, and the slot it fills."""
 
-    target: _Pass
+    target: Pass
     step: int
     slot: int
     exchange: Exchange
@@ -106,11 +97,7 @@ class SendReceiveRing(Ring):
         """Per gradient slot: the hop that sends its contents (and receives into the other slot)."""
         self._num_fetches = 0
         self._in_flight: _Fetch | None = None
-        self._passes: list[_Pass] = []
-        self._last_passes: dict[bool, list[_Pass]] = {}
-        self._as_before = True
-        """Whether this step has gone the way of the one before it so far."""
-        self._training = False
+        self._passes = Passes(size=self.size)
 
     def home_weights(self, item: int) -> Tensor:
         return self._weights[item]
@@ -131,9 +118,7 @@ class SendReceiveRing(Ring):
         super().start(fresh=fresh)
         self._drain()  # a pass without gradients ends without `finish`, an abandoned step in the middle
         self._message_item = None  # the optimizer has changed it
-        self._passes = []
-        self._as_before = True
-        self._training = torch.is_grad_enabled()
+        self._passes.start()
 
     def finish(self) -> None:
         super().finish()
@@ -152,28 +137,24 @@ class SendReceiveRing(Ring):
             if hop is not None:
                 hop.wait()
             self._hops[slot] = None
-        if self._passes:
-            self._last_passes[self._training] = self._passes
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
-        this = _Pass(item, backward, fetch)
-        number, expected = len(self._passes), self._last_passes.get(self._training, [])
-        self._as_before = self._as_before and number < len(expected) and expected[number] == this
-        self._passes.append(this)
+        this = Pass(item, backward, fetch)
+        self._passes.enter(this)
         here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
         for step, index in enumerate(self.order(backward=backward)):
             if fetch and index != self.position:
                 self._mark_wait(Operation.AWAIT_SLICE, item, index, source=index)
             weights = self._arrive(this, step, index) if fetch else None
             self.place.now = here + index
-            ahead = self._next_fetch(this, step)
+            ahead = self._passes.next_fetch(this, step)
             if ahead is not None and self._in_flight is None:
                 self._in_flight = self._post(*ahead)
             yield Visit(index, weights, step)
         if backward:
             self.fresh[item] = False
 
-    def _arrive(self, this: _Pass, step: int, index: int) -> Tensor:
+    def _arrive(self, this: Pass, step: int, index: int) -> Tensor:
         """Returns slice `index`, waiting for it if need be."""
         numel = self.numels[this.item][index]
         if index == self.position:
@@ -192,7 +173,7 @@ class SendReceiveRing(Ring):
         self._wire.unpack(message, self._unpacked[:numel])
         return self._unpacked[:numel]
 
-    def _own(self, this: _Pass) -> Tensor:
+    def _own(self, this: Pass) -> Tensor:
         """This rank's own slice as the others see it (see [Note: on the wire])."""
         home = self._weights[this.item]
         if self._wire.packs:
@@ -218,22 +199,7 @@ class SendReceiveRing(Ring):
             self._message_item = item
         return message
 
-    def _next_fetch(self, this: _Pass, step: int) -> tuple[_Pass, int] | None:
-        """The fetch after (this, step): the next step's, or the first one of the pass that is expected next."""
-        if this.fetch:
-            order = self.order(backward=this.backward)
-            for later in range(step + 1, self.size):
-                if order[later] != self.position:
-                    return this, later
-        if not self._as_before or self.size == 1:
-            return None
-        expected = self._last_passes.get(self._training, [])
-        for number in range(len(self._passes), len(expected)):
-            if expected[number].fetch:
-                return expected[number], 0 if expected[number].backward else 1
-        return None
-
-    def _post(self, target: _Pass, step: int) -> _Fetch:
+    def _post(self, target: Pass, step: int) -> _Fetch:
         """Starts the exchange of one step: this rank's home slice goes to its reader, another's comes here."""
         n, r = self.size, self.position
         source = self.order(backward=target.backward)[step]
