@@ -17,6 +17,7 @@ from itertools import product
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 import rotorch
 from rotorch.models.describe import describe
@@ -129,6 +130,7 @@ def errors(config, expected, precision, transport, buffering, compile):
             optimizer.zero_grad()
         found[recompute, accumulation] = (*worst, along)
         model.close()
+    assert (counters["stats"]["unique_graphs"] > 0) == compile
     return found
 
 
