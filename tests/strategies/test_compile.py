@@ -65,7 +65,7 @@ def step(layout, compile, accumulation=1, autocast=None):
         ("rtp=2[recompute=slice]", 4),  # each also without gradients
         ("rtp=3[transport=send_receive]", 3),  # 4 heads over 3 ranks: slices of 2 and of 1; the MLP's are alike
         ("fsdp=2", 1),
-        pytest.param("pp=2[schedule=zb_h1]", 2, marks=pytest.mark.slow),  # puts weight gradients off
+        pytest.param("pp=2[schedule=zb_h1]", 2, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_blocks_give_the_same_by_few_graphs(layout, graphs):

@@ -338,7 +338,7 @@ class Overwrites(Net):
     """Changes a unit's input after the unit has seen it."""
 
     def forward(self, x):
-        x = self.norm(x)
+        x = self.norm(x) + 0.0  # the norm's own output would be made again in backward
         y = self.layers[0](x)
         x.mul_(2.0)
         return self.layers[1](x + y)
@@ -359,6 +359,20 @@ def test_an_input_that_was_overwritten_before_backward_is_an_error_as_in_plain_t
         squared_error(built(Overwrites), rows(), 1).backward()
     for message in run_ranks(refusal, f"rtp=2[recompute={recompute}]", num_ranks=2):
         assert "modified by an inplace operation" in message
+
+
+class WritesOnNorms(Net):
+    """What the first unit gets is not what the norm has made any more; what the second one gets is."""
+
+    def forward(self, x):
+        x = self.norm(x)
+        x.mul_(2.0)
+        x = self.layers[0](x)
+        return self.layers[1](self.norm(x) + x) + self.layers[1](self.norm(x))
+
+
+def test_a_norms_output_that_somebody_writes_on_is_kept_as_it_is():
+    check(WritesOnNorms, "rtp=2", "rtp=2[recompute=slice]", "rtp=3[recompute=slice,transport=send_receive]")
 
 
 # ---------------------------------------------------------------- steps

@@ -18,7 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rotorch.core.spec import Range
-from rotorch.ops.rotate import AutocastState, RotatingUnit, SliceGradient
+from rotorch.ops.autocast_state import AutocastState
+from rotorch.ops.rotate import RotatingUnit, SliceGradient
 
 _PLAIN = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _TRANSPOSED = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}

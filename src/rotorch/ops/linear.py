@@ -13,7 +13,8 @@ from torch.autograd.function import once_differentiable
 
 from rotorch.comm.ring import Visit
 from rotorch.core.spec import Range
-from rotorch.ops.rotate import AutocastState, RotatingUnit, SliceGradient
+from rotorch.ops.autocast_state import AutocastState
+from rotorch.ops.rotate import RotatingUnit, SliceGradient
 
 
 def slice_rows(unit: RotatingUnit, index: int) -> Range:

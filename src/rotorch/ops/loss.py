@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
+from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
 from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
-from rotorch.ops.rotate import AutocastState, RotatingUnit
+from rotorch.ops.rotate import RotatingUnit
 
 
 @dataclass(frozen=True)

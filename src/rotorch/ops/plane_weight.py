@@ -28,11 +28,11 @@ from rotorch._torch_private import wrapper_tensor
 from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Weight
+from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.conjugates import enter, leave, place_side_by_side
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.cut_weight import look_up_own
 from rotorch.ops.deferred_logits import DeferredLogits
-from rotorch.ops.rotate import AutocastState
 from rotorch.ops.stand_in import StandIn
 
 

@@ -4,7 +4,8 @@
     A unit is one autograd function. Forward runs the module's own code once per visiting slice and sums the outputs;
     backward meets the slices in the opposite order, differentiates one slice's graph at a time, and hands its weight
     gradients to the ring. So the order of visits is explicit, a slice's interior is freed as soon as it is used, and
-    recomputing it is one line: with `recompute`, forward keeps only the inputs.
+    recomputing it is one line: with `recompute`, forward keeps only the inputs, or what they are made again from (see
+    `remade.py`).
 
 [Note: kept graphs and moving slices]
     Without recompute, a slice's graph outlives its visit. If slices pass through slots that are used again, tensors
@@ -29,8 +30,10 @@ from rotorch._torch_private import saved_tensors_are_hooked, storage_key
 from rotorch.comm.ring import Ring, Visit
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.spec import Range, Unit
+from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.keep_attention import KeepAttention
 from rotorch.ops.random_state import RandomState
+from rotorch.ops.remade import remake_of
 from rotorch.shard.flat import FlatSlices
 
 RunSlice = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
@@ -258,7 +261,8 @@ class _RotateModule(torch.autograd.Function):
         leaves = _leaves(inputs, ctx.needs_input_grad[3:])
         ctx.unit, ctx.run, ctx.kept, ctx.resident = unit, run, {}, _Resident()
         if unit.recompute:
-            ctx.save_for_backward(*inputs)  # notices if one is overwritten before backward
+            ctx.remakes, sources = zip(*map(remake_of, inputs), strict=True) if inputs else ((), ())
+            ctx.save_for_backward(*sources)  # notices if one is overwritten before backward
         else:
             ctx.leaves = leaves  # where the kept graphs begin
         ctx.autocast = AutocastState.now(unit.ring.home_weights(unit.item).device.type)
@@ -284,7 +288,7 @@ class _RotateModule(torch.autograd.Function):
         unit: RotatingUnit = ctx.unit
         if ctx.run is None:
             raise RuntimeError(f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed")
-        leaves = _leaves(ctx.saved_tensors, ctx.needs_input_grad[3:]) if unit.recompute else ctx.leaves
+        leaves = _leaves(_inputs_again(ctx), ctx.needs_input_grad[3:]) if unit.recompute else ctx.leaves
         wanted = [x for x in leaves if x.requires_grad]
         sums = [_Sum() for _ in wanted]
         for visit in unit.visits(backward=True):
@@ -309,9 +313,14 @@ class _RotateModule(torch.autograd.Function):
                     unit.receiver.add(number, grad)
             unit.receiver.pass_on()
         # The graph may live on with the loss that it led to; its inputs need not.
-        unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = None
+        unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = ctx.remakes = None
         given = iter(total.value for total in sums)
         return (None, None, None, *(next(given) if x.requires_grad else None for x in leaves))
+
+
+def _inputs_again(ctx: Any) -> list[Tensor]:
+    pairs = zip(ctx.remakes, ctx.saved_tensors, strict=True)
+    return [source if how is None else how.again(source) for how, source in pairs]
 
 
 def _again(random: RandomState | None) -> Any:
@@ -321,25 +330,6 @@ def _again(random: RandomState | None) -> Any:
 def _leaves(inputs: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
     """The inputs as the beginning of a graph of their own, in the same memory."""
     return [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs_grad, strict=True)]
-
-
-@dataclass(frozen=True)
-class AutocastState:
-    """Whether a forward pass ran under autocast, to run it again alike."""
-
-    device_type: str
-    dtype: torch.dtype | None
-
-    @staticmethod
-    def now(device_type: str) -> AutocastState:
-        enabled = torch.is_autocast_enabled(device_type)
-        return AutocastState(device_type, torch.get_autocast_dtype(device_type) if enabled else None)
-
-    def again(self) -> Any:
-        """Autocast alike, but without its cache, which would hold every slice that came by until the pass ends."""
-        if self.dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
 
 
 @dataclass(frozen=True)

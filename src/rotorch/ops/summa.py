@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rotorch.comm.line import Line
-from rotorch.ops.rotate import AutocastState
+from rotorch.ops.autocast_state import AutocastState
 
 
 @dataclass(frozen=True)

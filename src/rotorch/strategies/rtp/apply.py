@@ -36,12 +36,12 @@ from rotorch.comm.transports import make_ring
 from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import Cut, ModelSpec, Unit, UnitKind, Weight
-from rotorch.models.blocks import recompute
 from rotorch.models.compiled import compiled_forward
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
 from rotorch.ops.made_whole import made_whole
 from rotorch.ops.multihead import multihead_on_slice
+from rotorch.ops.remade import recompute_and_note
 from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
 from rotorch.ops.slice_linear import slice_linear
@@ -160,7 +160,7 @@ class RTPHolding(Holding):
                 )
         if strategy.recomputes_units:
             for norm in _between_units(module, units, whole=whole):
-                recompute(norm)
+                recompute_and_note(norm)
         self.weights = {w.name: (self._home | self.replicas.held)[w.name] for w in spec.weights}
 
     def _hold(
@@ -390,10 +390,13 @@ class RotatedModule:
             return form.pack([first, *(part for part in more if part is not None)])
 
         inputs = [*(leaves[i] for i in where), *whole]
-        versions = [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        versions = [leaf._version for leaf in watched]
+        for i in where:
+            leaves[i] = None  # `run` lives until backward, and may be all that keeps it
         self._buffers.start()
         total = rotate_module(self._rotating, run, inputs)
-        if versions != [leaf._version for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]:
+        if versions != [leaf._version for leaf in watched]:
             raise ConfigError(
                 f"rtp: {self._rotating.unit.name!r} changes its input in place, which every slice would do again. "
                 "Give its weights no role in the plan, or let it change a copy"

@@ -1,0 +1,28 @@
+"""What autocast was set to in a forward pass."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class AutocastState:
+    """Whether a forward pass ran under autocast, to run it again alike."""
+
+    device_type: str
+    dtype: torch.dtype | None
+
+    @staticmethod
+    def now(device_type: str) -> AutocastState:
+        enabled = torch.is_autocast_enabled(device_type)
+        return AutocastState(device_type, torch.get_autocast_dtype(device_type) if enabled else None)
+
+    def again(self) -> Any:
+        """Autocast alike, but without its cache, which would hold every slice that came by until the pass ends."""
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)
