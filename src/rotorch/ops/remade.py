@@ -56,8 +56,9 @@ def _noting(forward: Callable[..., Any], dense: Callable[[Tensor], Tensor], /, *
     output = forward(*args, **kwargs)
     if torch.is_grad_enabled() and isinstance(output, Tensor) and len(args) == 1 and not kwargs:
         (source,) = args
-        how = Remake(dense, AutocastState.now(output.device.type))
-        setattr(output, _NOTE, _Note(how, source, output._version))
+        if output is not source:  # which would refer to itself
+            how = Remake(dense, AutocastState.now(output.device.type))
+            setattr(output, _NOTE, _Note(how, source, output._version))
     return output
 
 
