@@ -164,13 +164,18 @@ class PipelineHolding(OuterHolding):
             with self._inner.lend() as callee:
                 yield callee
         except BaseException:
-            if any(self._inner.weights[name].parameter.grad is None for name in self._homes):
-                for held in self.weights.values():  # the same memory: what is gone inside is gone here
+            if any(self._is_gone_inside(name) for name in self._homes):
+                for held in self.weights.values():
                     held.parameter.grad = None
             raise
         finally:
             self._take_back()
             self._forget_guests()
+
+    def _is_gone_inside(self, name: str) -> bool:
+        """Whether a gradient that was there before this pass has been dropped by the inner holding: the same memory."""
+        ours, inner = self.weights[name].parameter, self._inner.weights[name].parameter
+        return ours.grad is not None and inner.grad is None
 
     def _forget_guests(self) -> None:
         for name in self._inner.weights.keys() - self._homes:

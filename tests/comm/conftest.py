@@ -30,7 +30,7 @@ def ended():
     return put_an_ended_process
 
 
-def put_an_ended_process(patience, position, *, reaped=True):
+def put_an_ended_process(patience, position, *, reaped=False):
     child = subprocess.Popen(["true"])
     if reaped:
         child.wait()

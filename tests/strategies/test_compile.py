@@ -78,7 +78,7 @@ def test_compiled_blocks_give_the_same_by_few_graphs(layout, graphs):
         assert losses == pytest.approx(plain[0], rel=1e-12 if exact else 1e-6)
         for name, grad in grads.items():
             torch.testing.assert_close(grad, plain[1][name], rtol=rtol, atol=atol)
-        assert 1 <= num_graphs <= graphs
+        assert num_graphs == graphs or (layout.startswith("pp") and num_graphs == 1)  # on the rank with one layer
         assert not breaks or not exact
 
 

@@ -203,6 +203,30 @@ def test_gradients_that_a_broken_step_was_adding_to_are_gone_and_it_says_so(tiny
     run_ranks(gradients_from_before, tiny("llama"), layout, in_backward, num_ranks=size, timeout_s=90)
 
 
+def frozen_in_part(path, layout):
+    """An evaluation that breaks off adds to no gradients, and so none go, whatever is frozen."""
+    config = load_config(path)
+    config.num_hidden_layers = 2
+    module = causal_lm(config)
+    module.get_input_embeddings().weight.requires_grad_(False)
+    model = rotorch.parallelize(module, layout, device="cpu")
+    model.forward_backward(rows())
+    before = {name: held.local_grad.clone() for name, held in model.weights.items() if held.local_grad is not None}
+    assert len(before) == len(model.weights) - 1
+    handle = plant(model.module.model.layers[1].mlp.down_proj, in_backward=False)
+    with pytest.raises((Planted, HeardFailure)) as raised:
+        model.evaluate(rows())
+    handle.remove()
+    assert not getattr(raised.value, "__notes__", [])
+    assert all(torch.equal(model.weights[name].local_grad, gradient) for name, gradient in before.items())
+    model.close()
+
+
+@pytest.mark.parametrize("layout", ["rtp=2", "ddp=2,rtp=2", "pp=2,rtp=2", "pp=2"])
+def test_an_evaluation_that_breaks_off_leaves_gradients_alone(tiny, layout):
+    run_ranks(frozen_in_part, tiny("llama"), layout, num_ranks=4 if "," in layout else 2, timeout_s=90)
+
+
 def late_to_raise(path, layout):
     """All ranks raise at one place in backward; the others have left long before rank 1 comes there."""
     model = parallel_model(path, layout)

@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from rotorch.core.errors import FinalFailure, RankFailure
+from rotorch.core.errors import ConfigError, FinalFailure, HeardFailure, RankFailure
 from rotorch.train.deaths import Watch, explain
+from rotorch.train.launch import _kind_of
 from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
 
 
@@ -21,6 +22,24 @@ def test_a_rank_that_only_heard_of_a_failure_is_not_the_first():
     told = explain([heard, cause], deaths={})
     assert isinstance(told, RankFailure) and str(told).startswith("rank 1 failed")
     assert "IndexError: too large" in str(told)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (
+            RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:2000"),
+            FailureKind.HEARD,
+        ),
+        (HeardFailure("rank 1 has left this step"), FailureKind.HEARD),
+        (RuntimeError("shapes cannot be multiplied"), FailureKind.OWN),
+        (RankFailure("a neighbour is late"), FailureKind.OWN),
+        (FinalFailure("out of memory"), FailureKind.FINAL),
+        (ConfigError("no such file"), FailureKind.INPUT),
+    ],
+)
+def test_who_loses_a_connection_has_only_heard_of_a_failure(error, kind):
+    assert _kind_of(error) is kind
 
 
 def test_who_knows_why_may_take_longer_to_say_so_than_who_heard():

@@ -4,7 +4,8 @@ Where units are computed again, a unit keeps its inputs, and the norm before it 
 tensors of one size in place of one, for what takes a thousandth of the unit's time to make. So a norm leaves a note on
 its output how to make it, and a unit that gets it keeps the norm's input, which is kept anyway.
 
-The note is of no use any more once somebody has written to the output.
+The note is of no use any more once somebody has written to the output or to the input. Only norms leave one: what else
+lies between units may draw random numbers, or take as long as a unit.
 """
 
 from __future__ import annotations
@@ -38,31 +39,34 @@ class Remake:
 
 @dataclass(frozen=True)
 class _Note:
-    """On an output: how it was made, what from, and its version then."""
+    """On an output: how it was made, what from, and the versions of both then."""
 
     how: Remake
     source: Tensor
-    version: int
+    versions: tuple[int, int]
 
 
 def recompute_and_note(norm: nn.Module) -> None:
-    """Lets a norm keep only its input in forward, and its outputs say how they are made. In place."""
+    """Lets a module keep only its input in forward; if it is a norm, its outputs say how they are made. In place."""
     dense = norm.forward
     recompute(norm)
-    norm.forward = partial(_noting, norm.forward, dense)  # type: ignore[method-assign]
+    if "Norm" in type(norm).__name__:
+        norm.forward = partial(_noting, norm.forward, dense)  # type: ignore[method-assign]
 
 
 def _noting(forward: Callable[..., Any], dense: Callable[[Tensor], Tensor], /, *args: Any, **kwargs: Any) -> Any:
     output = forward(*args, **kwargs)
     if torch.is_grad_enabled() and isinstance(output, Tensor) and len(args) == 1 and not kwargs:
         (source,) = args
-        if output is not source:  # which would refer to itself
+        if isinstance(source, Tensor) and output is not source:  # else it would refer to itself
             how = Remake(dense, AutocastState.now(output.device.type))
-            setattr(output, _NOTE, _Note(how, source, output._version))
+            setattr(output, _NOTE, _Note(how, source, (output._version, source._version)))
     return output
 
 
 def remake_of(tensor: Tensor) -> tuple[Remake | None, Tensor]:
     """How to make a tensor again and what from, if a norm has left a note and it is as it was made; else the tensor."""
     note: _Note | None = getattr(tensor, _NOTE, None)
-    return (None, tensor) if note is None or note.version != tensor._version else (note.how, note.source)
+    if note is None or note.versions != (tensor._version, note.source._version):
+        return None, tensor
+    return note.how, note.source

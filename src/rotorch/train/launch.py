@@ -23,6 +23,7 @@ import contextlib
 import logging
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -236,13 +237,7 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
         work(board)
         dist.destroy_process_group()
     except BaseException as error:
-        kinds = {
-            ConfigError: FailureKind.INPUT,
-            FinalFailure: FailureKind.FINAL,
-            HeardFailure: FailureKind.HEARD,
-        }
-        kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), FailureKind.OWN)
-        board.fail(_one_line(error), kind=kind)
+        board.fail(_one_line(error), kind=_kind_of(error))
         if not isinstance(error, RotorchError):
             _leave_traceback(traceback_dir, rank=rank)
         sys.stdout.flush()
@@ -250,6 +245,16 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
         os._exit(1)  # at once: to take down a process group whose other ranks are waiting can take minutes
     board.doing(Phase.DONE)
     sys.stdout.flush()
+
+
+def _kind_of(error: BaseException) -> FailureKind:
+    if isinstance(error, ConfigError):
+        return FailureKind.INPUT
+    if isinstance(error, FinalFailure):
+        return FailureKind.FINAL
+    # gloo's words for a rank that is gone, of which the launcher knows more.
+    lost = isinstance(error, RuntimeError) and re.search(r"Connection (closed|reset) by peer", str(error))
+    return FailureKind.HEARD if isinstance(error, HeardFailure) or lost else FailureKind.OWN
 
 
 def _use_threads() -> None:
