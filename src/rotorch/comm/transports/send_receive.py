@@ -13,17 +13,11 @@ At each step every rank sends its home slice to one reader and receives one.
     where the buffer may be on its way with the next unit already, in the slot that is free. Messages that must be
     unpacked need no second slot: when one is unpacked, the next may come.
 
-[Note: leaving]
-    Who waits for its own slice to have left waits for its reader to come for it. Slices at home do not change in a
-    pass, so a rank goes on and looks again at its end; ranks may be some slices apart. What is packed anew for each
-    item must have left before.
-
 Weights and gradients travel in groups of their own, so neither waits for the other or for anyone's collectives.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -38,8 +32,6 @@ from rotorch.comm.transports.messages import Exchange
 from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.comm.wire import Wire
-
-_MOST_SENDING = 8  # slices of one rank that others have not fetched yet
 
 
 @dataclass
@@ -103,8 +95,6 @@ class SendReceiveRing(Ring):
         self._gradient_slots = [torch.empty(largest if travels else 0, dtype=dtype, device=device) for _ in range(2)]
         self._hops: list[Exchange | None] = [None, None]
         """Per gradient slot: the hop that sends its contents (and receives into the other slot)."""
-        self._sending: deque[Exchange] = deque()
-        """Whose slice has come, and whose own may not have left yet (see [Note: leaving])."""
         self._num_fetches = 0
         self._in_flight: _Fetch | None = None
         self._passes = Passes(size=self.size)
@@ -134,10 +124,6 @@ class SendReceiveRing(Ring):
         super().finish()
         self._drain()
 
-    def come_home(self, *, after: BaseException | None = None) -> None:
-        if after is None:  # a pass that no `finish` follows: weights may change now
-            self._wait_sent()
-
     def close(self) -> None:
         # The groups stay: torch names a group after its ranks, and a new one of the same name would meet the old one's
         # addresses in the store and fail to connect.
@@ -147,7 +133,6 @@ class SendReceiveRing(Ring):
         if self._in_flight is not None:
             self._in_flight.exchange.wait()
             self._in_flight = None
-        self._wait_sent()
         for slot, hop in enumerate(self._hops):
             if hop is not None:
                 hop.wait()
@@ -176,23 +161,17 @@ class SendReceiveRing(Ring):
             return self._weights[this.item] if self._wire.as_at_home else self._own(this)
         flight = self._in_flight
         if flight is not None and (flight.target, flight.step) != (this, step):
-            self._receive(flight.exchange)  # this step goes another way than the one before: it is not wanted
+            flight.exchange.wait()  # this step goes another way than the one before: what came is not wanted
             flight = None
         if flight is None:
             flight = self._post(this, step)
         self._in_flight = None
-        self._receive(flight.exchange)
+        flight.exchange.wait()
         message = self._slots[flight.slot][: self._wire.length(numel)]
         if not self._wire.packs:
             return message
         self._wire.unpack(message, self._unpacked[:numel])
         return self._unpacked[:numel]
-
-    def _receive(self, exchange: Exchange) -> None:
-        exchange.wait_received()
-        self._sending.append(exchange)
-        while len(self._sending) > _MOST_SENDING:
-            self._sending.popleft().wait_sent()
 
     def _own(self, this: Pass) -> Tensor:
         """This rank's own slice as the others see it (see [Note: on the wire])."""
@@ -216,14 +195,9 @@ class SendReceiveRing(Ring):
         if self._message_item != item:
             if self._in_flight is not None:
                 self._in_flight.exchange.wait_sent()
-            self._wait_sent()
             self._wire.pack(home, message)
             self._message_item = item
         return message
-
-    def _wait_sent(self) -> None:
-        while self._sending:
-            self._sending.popleft().wait_sent()
 
     def _post(self, target: Pass, step: int) -> _Fetch:
         """Starts the exchange of one step: this rank's home slice goes to its reader, another's comes here."""
