@@ -1,5 +1,7 @@
 """What the strategies' Layouts say, as closed formulas, on units of any shape."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +117,17 @@ def test_a_table_with_two_uses_moves_twice_and_a_lookup_needs_nothing_in_backwar
     strategy = RTP(size=4, transport="send_receive")
     assert strategy.layout(lookup).sent_bytes() == (1 + 0 + 1) * part
     assert strategy.layout(tied).sent_bytes() == (2 + 1 + 2) * part
+
+
+def test_a_head_whose_logits_are_kept_moves_once():
+    head = Unit("head", UnitKind.WEIGHT, Combine.CONCAT, (Weight("head", (64, 8), 4, Cut(0, 64)),), logits=True)
+    part = head.num_bytes * 3 // 4
+    computed_again, kept = (RTP(size=4, transport="send_receive", recompute=r) for r in ("head", "none"))
+    assert computed_again.layout(head).sent_bytes() == 3 * part
+    assert kept.layout(head).sent_bytes() == 2 * part
+    assert kept.layout(replace(head, logits=False)).sent_bytes() == 3 * part
+    elsewhere = replace(head, uses=1, reads_in_backward=0)  # of a tied one, a stage that has the embedding alone
+    assert kept.layout(elsewhere).sent_bytes() == computed_again.layout(elsewhere).sent_bytes() == 2 * part
 
 
 @pytest.mark.parametrize("size", [2, 5])

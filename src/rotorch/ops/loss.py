@@ -8,7 +8,7 @@ Shapes: B tokens, D hidden, V vocabulary, R rows of the vocabulary in one slice.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ class RotatingHead(Head):
         return rotate_linear(self.unit, hidden)
 
     def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:
-        args = (self.unit, chain, self.keep, ignore_index, self.unit.anchor, hidden_BD, target_B)
-        return _SlicedCrossEntropy.apply(*args)
+        function = _KeptCrossEntropy if self.keep and torch.is_grad_enabled() else _SlicedCrossEntropy
+        return function.apply(self.unit, chain, ignore_index, self.unit.anchor, hidden_BD, target_B)
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
@@ -60,7 +60,6 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         unit: RotatingUnit,
         chain: tuple[Elementwise, ...],
-        keep: bool,
         ignore_index: int,
         anchor: Tensor,
         hidden_BD: Tensor,
@@ -68,33 +67,27 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
         x_BD = hidden_BD.detach().to(dtype)
-        lse_B = picked_B = None
-        kept: dict[int, tuple[Tensor, Tensor | None]] = {}
-        needs_grad = any(ctx.needs_input_grad)
+        losses = _Losses(target_B)
+        last: tuple[int, Tensor, Tensor | None] | None = None
         with torch.autocast(x_BD.device.type, enabled=False):
             for visit in unit.visits(backward=False):
-                if not keep:
-                    kept.clear()  # only the last slice's stay: backward begins with it
+                last = None
                 raw_BR = _slice_logits(unit, visit, x_BD)
                 tokens, local = _targets_in_slice(unit, visit.index, target_B)
                 logits_BR = replay(raw_BR, chain)
-                if picked_B is None:
-                    picked_B = logits_BR.new_zeros(target_B.shape)
-                picked_B[tokens] = logits_BR[tokens, local]
+                picked = logits_BR[tokens, local]
                 if chain:
                     part_B, largest_B = torch.logsumexp(logits_BR, dim=-1), None
                 else:
                     part_B, largest_B = _exponentiate(raw_BR)
-                lse_B = part_B if lse_B is None else torch.logaddexp(lse_B, part_B)
-                if needs_grad:
-                    kept[visit.index] = raw_BR, largest_B
+                losses.add(part_B, tokens=tokens, picked=picked)
+                last = visit.index, raw_BR, largest_B
                 del raw_BR, logits_BR
-        if lse_B is None or picked_B is None:
-            raise AssertionError(f"{unit.unit.name}: every slice is empty")
         valid_B = target_B != ignore_index
-        ctx.unit, ctx.chain, ctx.keep, ctx.kept, ctx.dtype = unit, chain, keep, kept, dtype
-        ctx.save_for_backward(hidden_BD, target_B, lse_B, valid_B)
-        return torch.where(valid_B, lse_B - picked_B, 0.0)
+        ctx.unit, ctx.chain, ctx.dtype = unit, chain, dtype
+        ctx.last = last if any(ctx.needs_input_grad) else None  # backward begins with this slice
+        ctx.save_for_backward(hidden_BD, target_B, losses.lse_B, valid_B)
+        return torch.where(valid_B, losses.values(), 0.0)
 
     @staticmethod
     @once_differentiable
@@ -106,7 +99,9 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         dx_BD = torch.zeros_like(x_BD)
         for visit in unit.visits(backward=True):
             tokens, local = _targets_in_slice(unit, visit.index, target_B)
-            raw_BR, largest_B = ctx.kept.pop(visit.index, (None, None))
+            raw_BR, largest_B = None, None
+            if ctx.last is not None and ctx.last[0] == visit.index:
+                (_, raw_BR, largest_B), ctx.last = ctx.last, None
             if raw_BR is None:
                 raw_BR = _slice_logits(unit, visit, x_BD)
             if largest_B is None:
@@ -117,15 +112,188 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 factor_B1 = scale_B1 * softmax_B1
             del raw_BR
             dx_BD.addcmul_(torch.mm(d_raw_BR, unit.weights(visit)[0].detach().to(ctx.dtype)), factor_B1)
-            scale_B = factor_B1.squeeze(1)
-            # Where all logits are kept anyway, a slice's may stay until its turn comes; the next layer need not wait.
-            add_linear_gradient(unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=scale_B, wait=not ctx.keep)
-        return (*[None] * 5, dx_BD.to(hidden_BD.dtype), None)
+            add_linear_gradient(unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1))
+        return (*[None] * 4, dx_BD.to(hidden_BD.dtype), None)
+
+
+class _KeptCrossEntropy(torch.autograd.Function):
+    """The same where logits are kept for backward, which then asks for no slice of the weight again.
+
+    [Note: one look at the weight]
+        What flows back into a hidden state is the softmax over the vocabulary times the weight's rows, less the
+        target's row. Forward makes it slice by slice while the softmax's scale is still growing, as attention is made
+        block by block (FlashAttention, arXiv 2205.14135, section 3.1); backward only scales it by the loss's gradient.
+        So the head's slices travel once a step instead of twice, for a tensor as large as the hidden states.
+        A target's share, `p - 1`, would be lost in rounding where the model is sure of it (p near 1). So targets are
+        left out of the sums, and their share is what the others have, with the sign turned.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        unit: RotatingUnit,
+        chain: tuple[Elementwise, ...],
+        ignore_index: int,
+        anchor: Tensor,
+        hidden_BD: Tensor,
+        target_B: Tensor,
+    ) -> Tensor:
+        dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
+        x_BD = hidden_BD.detach().to(dtype)
+        losses, others, dx = _Losses(target_B), _RunningSum(), _RunningSum()
+        target_rows_BD = torch.zeros_like(x_BD) if ctx.needs_input_grad[4] else None
+        kept: dict[int, _KeptSlice] = {}
+        with torch.autocast(x_BD.device.type, enabled=False):
+            for visit in unit.visits(backward=False):
+                tokens, local = _targets_in_slice(unit, visit.index, target_B)
+                raw_BR = _slice_logits(unit, visit, x_BD)
+                picked, others_B, one = _keep_slice(raw_BR, chain, tokens, local)
+                del raw_BR
+                all_B = others_B.index_put((tokens,), (picked - one.largest_B[tokens]).exp(), accumulate=True)
+                losses.add(all_B.log_().add_(one.largest_B), tokens=tokens, picked=picked)
+                others.add(others_B, largest_B=one.largest_B)
+                if target_rows_BD is not None:
+                    weight_RD = unit.weights(visit)[0].detach().to(dtype)
+                    dx.add(torch.mm(one.d_raw_BR, weight_RD), largest_B=one.largest_B)
+                    target_rows_BD[tokens] = weight_RD[local] * one.slopes.unsqueeze(1)
+                if unit.trained and any(ctx.needs_input_grad):
+                    kept[visit.index] = one
+                del one
+        valid_B, dx_BD = target_B != ignore_index, None
+        share_B = torch.where(valid_B, -others.over(losses.lse_B), 0.0)
+        if target_rows_BD is not None:
+            dx_BD = dx.over(losses.lse_B).addcmul_(target_rows_BD, share_B.unsqueeze(1)).to(dtype)
+        ctx.unit, ctx.kept, ctx.dtype, ctx.elementwise = unit, kept, dtype, bool(chain)
+        ctx.save_for_backward(hidden_BD, target_B, losses.lse_B, share_B, valid_B, dx_BD)
+        return torch.where(valid_B, losses.values(), 0.0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        unit: RotatingUnit = ctx.unit
+        if ctx.kept is None:
+            raise RuntimeError(f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed")
+        hidden_BD, target_B, lse_B, share_B, valid_B, dx_BD = ctx.saved_tensors
+        x_BD = hidden_BD.detach().to(ctx.dtype)
+        scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1).to(ctx.dtype)
+        for visit in unit.visits(backward=True, fetch=False) if unit.trained else ():
+            one: _KeptSlice = ctx.kept.pop(visit.index)
+            tokens, local = _targets_in_slice(unit, visit.index, target_B)
+            softmax_B1 = _softmax_factor(one.largest_B, lse_B).unsqueeze(1)
+            share = share_B[tokens] * one.slopes
+            if ctx.elementwise:  # of another precision, perhaps, in which the factor's reciprocal is no number
+                d_raw_BR, factor_B1 = one.d_raw_BR.mul_(softmax_B1), scale_B1
+            else:
+                d_raw_BR, factor_B1 = one.d_raw_BR, scale_B1 * softmax_B1
+                share = share / softmax_B1[tokens].squeeze(1)
+            d_raw_BR[tokens, local] = share.to(d_raw_BR.dtype)
+            # A slice's logits may stay until its turn comes; the next layer need not wait.
+            add_linear_gradient(unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1), wait=False)
+        ctx.kept = None
+        return (*[None] * 4, None if dx_BD is None else (dx_BD * scale_B1).to(hidden_BD.dtype), None)
+
+
+class _Losses:
+    """Cross-entropy of tokens whose logits come slice by slice."""
+
+    def __init__(self, target_B: Tensor) -> None:
+        self._target_B = target_B
+        self._lse_B: Tensor | None = None
+        self._picked_B: Tensor | None = None
+
+    def add(self, lse_B: Tensor, *, tokens: Tensor, picked: Tensor) -> None:
+        """Takes a slice's log-sum-exp [B] and the logits of those of its rows that are the targets of `tokens`."""
+        self._lse_B = lse_B if self._lse_B is None else torch.logaddexp(self._lse_B, lse_B)
+        if self._picked_B is None:
+            self._picked_B = picked.new_zeros(self._target_B.shape)
+        self._picked_B[tokens] = picked
+
+    @property
+    def lse_B(self) -> Tensor:
+        if self._lse_B is None:
+            raise AssertionError("every slice of the head is empty")
+        return self._lse_B
+
+    def values(self) -> Tensor:
+        """[B]; of no meaning where the target is in no slice."""
+        assert self._picked_B is not None
+        return self.lse_B - self._picked_B
+
+
+class _RunningSum:
+    """The sum over slices of parts [B, ..] that are to be multiplied by `exp(largest_B)`, without overflow."""
+
+    def __init__(self) -> None:
+        self._total: Tensor | None = None
+        self._largest_B: Tensor | None = None
+
+    def add(self, part: Tensor, *, largest_B: Tensor) -> None:
+        part = part.to(largest_B.dtype)
+        if self._total is None or self._largest_B is None:
+            self._total, self._largest_B = part, largest_B
+            return
+        top_B = torch.maximum(self._largest_B, largest_B)
+        self._total.mul_(_per_row((self._largest_B - top_B).exp_(), part))
+        self._total.addcmul_(part, _per_row((largest_B - top_B).exp_(), part))
+        self._largest_B = top_B
+
+    def over(self, lse_B: Tensor) -> Tensor:
+        """The sum times `exp(-lse_B)`; takes its memory."""
+        if self._total is None or self._largest_B is None:
+            raise AssertionError("every slice of the head is empty")
+        return self._total.mul_(_per_row((self._largest_B - lse_B).exp_(), self._total))
+
+
+def _per_row(factor_B: Tensor, of: Tensor) -> Tensor:
+    return factor_B.view(-1, *[1] * (of.dim() - 1))
+
+
+class _KeptSlice(NamedTuple):
+    """What backward needs of one slice's logits.
+
+    Attributes:
+        d_raw_BR: `exp(logits - largest)`, times the slope of what was done to them since the product; 0 at targets.
+        largest_B: each token's largest logit in the slice.
+        slopes: at the targets, of what was done to them.
+    """
+
+    d_raw_BR: Tensor
+    largest_B: Tensor
+    slopes: Tensor
+
+
+def _keep_slice(
+    raw_BR: Tensor, chain: tuple[Elementwise, ...], tokens: Tensor, local: Tensor
+) -> tuple[Tensor, Tensor, _KeptSlice]:
+    """What a slice's logits come to; overwrites `raw_BR` where nothing was done to them since the product.
+
+    Returns its targets' logits, the sums [B] of `exp(logits - largest)` over all but the targets, and what is kept.
+    """
+    with torch.enable_grad():
+        leaf = raw_BR.requires_grad_(bool(chain))
+        logits_BR = replay(leaf, chain)
+    picked = logits_BR.detach()[tokens, local]
+    exp_BR = logits_BR.detach().clone() if chain else raw_BR
+    largest_B = _largest(exp_BR)
+    exp_BR.sub_(largest_B.unsqueeze(1)).exp_()[tokens, local] = 0.0
+    others_B = exp_BR.sum(-1)
+    if not chain:
+        return picked, others_B, _KeptSlice(exp_BR, largest_B, torch.ones_like(picked))
+    exp_BR[tokens, local] = 1.0
+    (d_raw_BR,) = torch.autograd.grad(logits_BR, leaf, exp_BR)
+    slopes = d_raw_BR[tokens, local]
+    d_raw_BR[tokens, local] = 0.0
+    return picked, others_B, _KeptSlice(d_raw_BR, largest_B, slopes)
+
+
+def _largest(logits_BR: Tensor) -> Tensor:
+    """[B]; a number also where all logits are minus infinity."""
+    return logits_BR.amax(-1).clamp_min_(torch.finfo(logits_BR.dtype).min)
 
 
 def _exponentiate(logits_BR: Tensor) -> tuple[Tensor, Tensor]:
     """Turns logits into `exp(logits - largest)` in place; returns their log-sum-exp [B] and the largest [B]."""
-    largest_B = logits_BR.amax(-1).clamp_min_(torch.finfo(logits_BR.dtype).min)
+    largest_B = _largest(logits_BR)
     logits_BR.sub_(largest_B.unsqueeze(1)).exp_()
     return logits_BR.sum(-1).log_().add_(largest_B), largest_B
 

@@ -23,6 +23,7 @@ Cost (unit of P bytes, n ranks)
                replace each other in their homes' memory, so no slot for weights and one for gradients, and two bounces
                of a few MiB at most; uneven slices need room for the largest one in every home.
     sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
+               Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`).
                In place, a table that is only looked up, or used twice, hops home once more: P/n.
     hides      A fetch hides behind the compute of the slice before it, a gradient's hop behind that of the next slice;
                over symmetric memory, behind that of two. In place, only the first few MiB of a hop do.
@@ -128,7 +129,7 @@ class RTP(Strategy):
             numbers = self._weights_sent(unit, chunks, position=position, copies=copies)
             hops = sum(map(num_chunks, slices)) - num_chunks(home)
         else:
-            numbers = ((n - 1) * unit.uses, (n - 1) * unit.reads_in_backward)
+            numbers = ((n - 1) * unit.uses, (n - 1) * self._reads_in_backward(unit))
             hops = n - 1
         in_backward += hopped * num_hops
         transfers = (
@@ -181,9 +182,14 @@ class RTP(Strategy):
         to_send = message if copies else 0
         return (1 if self.wire == "fp8" else 2) * message + unpacked + to_send + 2 * largest
 
+    def _reads_in_backward(self, unit: Unit) -> int:
+        """How often backward needs the unit's slices: of a head whose logits are kept, never (see `ops/loss.py`)."""
+        kept = unit.logits and self.recompute == "none"
+        return max(unit.reads_in_backward - kept, 0)  # of a tied one, a stage may have the embedding alone
+
     def _weights_sent(self, unit: Unit, sizes: Sequence[int], *, position: int, copies: bool) -> tuple[int, int]:
         """What this rank sends of a unit's weights in forward and in backward, if slice k takes `sizes[k]`."""
-        n, uses, reads, total = self.size, unit.uses, unit.reads_in_backward, sum(sizes)
+        n, uses, reads, total = self.size, unit.uses, self._reads_in_backward(unit), sum(sizes)
         if not self._in_place:  # its own, to all others
             return (n - 1) * sizes[position] * uses, (n - 1) * sizes[position] * reads
         # In place it sends what it holds. Forward ends, and backward begins, with the next rank's slice.
