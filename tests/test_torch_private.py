@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from rotorch import _torch_private
 from rotorch._torch_private import (
     FUSED_ATTENTION,
+    GLOO_THREADS,
     TRUNCATED_NORMAL,
     LightDispatchMode,
     TorchDispatchMode,
@@ -138,6 +140,18 @@ def test_it_is_known_whether_saved_tensors_are_hooked():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert saved_tensors_are_hooked()
     assert not saved_tensors_are_hooked()
+
+
+def names_of_threads():
+    dist.all_reduce(torch.ones(1))  # a thread names itself when it first runs
+    return {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
+def test_a_gloo_group_starts_threads_of_these_names():
+    named = GLOO_THREADS if torch.__version__ >= "2.13" else {"pt_gloo_runloop"}
+    for names in run_ranks(names_of_threads, num_ranks=2):
+        assert names >= named
 
 
 def test_a_wrapper_has_a_shape_and_no_memory():

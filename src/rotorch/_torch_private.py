@@ -35,12 +35,19 @@ FUSED_ATTENTION = {
 Reason: a dispatch mode sees these, never the public function, which is made of them (see `ops/keep_attention.py`).
 """
 
+GLOO_THREADS = {"gloo_tcp_loop", "pt_gloo_runloop"}
+"""Names of the threads that a gloo process group starts: what sends and receives, and what runs collectives.
+
+Reason: torch gives no other way to tell them from a process's other threads. Before 2.13 the first has no name.
+"""
+
 # TorchDispatchMode: the documented way to observe operations below autograd, but only exported from an underscore
 # module.
 # tree_flatten, tree_unflatten: arguments and outputs of unmodified modules are nested tuples, dicts and dataclasses
 # registered with torch's own pytree; optree would not know Hugging Face's output classes.
 __all__ = [
     "FUSED_ATTENTION",
+    "GLOO_THREADS",
     "TRUNCATED_NORMAL",
     "LightDispatchMode",
     "TorchDispatchMode",

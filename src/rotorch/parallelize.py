@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from rotorch.comm.collectives import open_meetings
+from rotorch.comm.message_threads import let_computing_go_first
 from rotorch.core.strategy import Strategy
 from rotorch.host_memory import keep_freed_memory
 from rotorch.mesh import flat_position, make_mesh, pick_device
@@ -53,7 +54,8 @@ def parallelize(
             a kind. The first step takes long.
 
     On CPU, the process keeps from now on what it frees (`host_memory.py`), unless its allocator is set up by
-    environment variables.
+    environment variables, and the threads that carry gloo's messages no longer push computing aside
+    (`comm/message_threads.py`).
 
     Raises:
         ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that
@@ -96,6 +98,8 @@ def parallelize(
         for name, buffer in buffer_holder._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 buffer_holder._buffers[name] = buffer.to(on)
+    if on.type == "cpu":
+        let_computing_go_first()  # now that all groups are there
     return ParallelModel(
         module,
         holding=holding,

@@ -40,8 +40,8 @@ METHOD = (
     "tokens_per_s is from step_s_median (all steps); ratio_to_limit is the median over rounds of the ratio of the "
     "rounds' medians.",
     "limit: as many ranks, each a replica in plain torch with its own share of the data, nothing sent.",
-    "On CPU the processes of layouts and of the limit keep what they free, as `parallelize` has them do; other "
-    "libraries' processes run as torch leaves them.",
+    "On CPU the processes of layouts and of the limit keep what they free, and layouts' threads of gloo wait for their "
+    "turn, as `parallelize` has them do; other libraries' processes run as torch leaves them.",
     f"Random tokens, {NUM_BATCHES} global batches in turn; AdamW(fused=True) in every row, constant learning rate, no "
     "dropout.",
     f"Gate: the first {GATE_STEPS} losses against one process with the whole global batch; and the weights that ranks "
