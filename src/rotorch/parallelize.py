@@ -99,7 +99,7 @@ def parallelize(
             if buffer is not None and not buffer.is_meta:
                 buffer_holder._buffers[name] = buffer.to(on)
     if on.type == "cpu":
-        let_computing_go_first()  # now that all groups are there
+        let_computing_go_first()  # now that the groups of a step are there
     return ParallelModel(
         module,
         holding=holding,

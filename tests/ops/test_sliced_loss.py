@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import distributed as dist
+from torch.utils.checkpoint import checkpoint
 
 from rotorch._torch_private import TorchDispatchMode, tree_flatten
 from rotorch.ops.deferred_logits import DeferredLogits
@@ -94,7 +95,7 @@ def test_kept_logits_are_exact_over_messages(name, rotating):
     run_ranks(compare, rotating, 3, LOSSES[name], (True, "send_receive", False), num_ranks=3)
 
 
-def sure(make, keep):
+def sure(make):
     """Every target has a probability of nearly 1: gradients of 1e-5, which float32 has to find beside numbers of 20."""
     rotating = head_of(make, dtype=torch.float32)
     (exact,) = (w.double().requires_grad_() for w in rotating.whole)
@@ -107,14 +108,62 @@ def sure(make, keep):
     assert 0 < hidden.grad.abs().max() < 1e-4
 
     def run():
-        return F.cross_entropy(DeferredLogits(mine, RotatingHead(rotating.unit, keep)), targets, reduction="sum")
+        return F.cross_entropy(DeferredLogits(mine, RotatingHead(rotating.unit, True)), targets, reduction="sum")
 
     rotating.step(run)
     torch.testing.assert_close(mine.grad.double(), hidden.grad, rtol=1e-3, atol=1e-9)
+    whole = exact.detach().float()
+    whole.grad = exact.grad.float() * dist.get_world_size()
+    rotating.check_gradients([whole], rtol=1e-3, atol=1e-8)
 
 
 def test_kept_logits_give_small_gradients_exactly(rotating):
-    run_ranks(sure, rotating, True, num_ranks=3)
+    run_ranks(sure, rotating, num_ranks=3)
+
+
+def flat_in_float16(make):
+    """So many rows, all as likely, that their sum is no number in float16."""
+    rows = torch.rand(120_000, 1, generator=torch.Generator().manual_seed(0)) + 0.2
+    rotating = make([rows], [(0, len(rows))])
+    hidden = torch.zeros(2, 1, requires_grad=True)
+
+    def run():
+        with torch.autocast("cpu", dtype=torch.float16):
+            return F.cross_entropy(DeferredLogits(hidden, RotatingHead(rotating.unit, True)), torch.tensor([3, 70_000]))
+
+    rotating.step(run)
+    expected = (rows.mean() - rows[[3, 70_000]]) / 2
+    torch.testing.assert_close(hidden.grad, expected, rtol=0.02, atol=0.002)
+
+
+def test_many_kept_logits_fit_into_float16(rotating):
+    run_ranks(flat_in_float16, rotating, num_ranks=1)
+
+
+def checkpointed(make):
+    rotating = head_of(make, transport="send_receive")
+    whole = [w.clone().requires_grad_() for w in rotating.whole]
+    hidden, targets = inputs_of(0)
+    theirs, mine = (hidden.clone().requires_grad_() for _ in range(2))
+    LOSSES["soft cap"](F.linear(theirs, *whole), targets).backward()
+    whole[0].grad *= dist.get_world_size()
+
+    def loss(hidden):
+        return LOSSES["soft cap"](DeferredLogits(hidden, RotatingHead(rotating.unit, True)), targets)
+
+    passes, visits = [], rotating.ring.visits
+    rotating.ring.visits = lambda *args, **how: passes.append(how["backward"]) or visits(*args, **how)
+    for _ in range(2):  # in the second step fetches run ahead
+        mine.grad = None
+        passes.clear()
+        rotating.step(lambda: checkpoint(loss, mine, use_reentrant=False))
+        assert passes == [False, False, True]  # forward, once more for backward, and backward
+        torch.testing.assert_close(mine.grad, theirs.grad, **EXACT)
+        rotating.check_gradients(whole, **EXACT)
+
+
+def test_kept_logits_inside_of_activation_checkpointing(rotating):
+    run_ranks(checkpointed, rotating, num_ranks=3)
 
 
 def frozen_around(make):
@@ -161,8 +210,9 @@ def test_a_second_backward_through_kept_logits_is_refused(rotating):
     run_ranks(backward_again, rotating, num_ranks=1)
 
 
-def test_a_ring_of_one(rotating):
-    run_ranks(compare, rotating, 1, LOSSES["soft cap"], (False, "shared_memory", True), num_ranks=1)
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_ring_of_one(keep, rotating):
+    run_ranks(compare, rotating, 1, LOSSES["soft cap"], (keep, "shared_memory", True), num_ranks=1)
 
 
 def overwritten(z, t):
@@ -256,7 +306,7 @@ def test_a_target_outside_of_the_vocabulary_is_an_error(rotating):
     run_ranks(out_of_bounds, rotating, num_ranks=1)
 
 
-def no_targets(make):
+def no_targets(make, keep):
     rotating = head_of(make)
     hidden, targets = inputs_of(dist.get_rank())
     hidden.requires_grad_()
@@ -264,16 +314,17 @@ def no_targets(make):
 
     def run():
         return F.cross_entropy(
-            *flat(DeferredLogits(hidden, RotatingHead(rotating.unit, False)), targets), reduction="sum"
+            *flat(DeferredLogits(hidden, RotatingHead(rotating.unit, keep)), targets), reduction="sum"
         )
 
     assert rotating.step(run) == 0
     assert not hidden.grad.any() and not rotating.ring.home_gradients(0).any()
-    assert F.cross_entropy(*flat(DeferredLogits(hidden, RotatingHead(rotating.unit, False)), targets)).isnan()
+    assert F.cross_entropy(*flat(DeferredLogits(hidden, RotatingHead(rotating.unit, keep)), targets)).isnan()
 
 
-def test_no_targets_at_all(rotating):
-    run_ranks(no_targets, rotating, num_ranks=2)
+@pytest.mark.parametrize("keep", [False, True])
+def test_no_targets_at_all(keep, rotating):
+    run_ranks(no_targets, rotating, keep, num_ranks=2)
 
 
 def under_autocast(make, cast, keep):

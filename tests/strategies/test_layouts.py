@@ -126,6 +126,8 @@ def test_a_head_whose_logits_are_kept_moves_once():
     assert computed_again.layout(head).sent_bytes() == 3 * part
     assert kept.layout(head).sent_bytes() == 2 * part
     assert kept.layout(replace(head, logits=False)).sent_bytes() == 3 * part
+    twice = replace(head, uses=2, reads_in_backward=2)
+    assert kept.layout(twice).sent_bytes() == 4 * part
     elsewhere = replace(head, uses=1, reads_in_backward=0)  # of a tied one, a stage that has the embedding alone
     assert kept.layout(elsewhere).sent_bytes() == computed_again.layout(elsewhere).sent_bytes() == 2 * part
 

@@ -237,9 +237,10 @@ def sent(path, layout):
     return problems, meter.sent_bytes[Kind.SEND]
 
 
-def test_bytes_sent_are_the_layouts_to_the_byte(tiny):
+@pytest.mark.parametrize("options", ["", ",recompute=none", ",recompute=none,buffering=in_place"])
+def test_bytes_sent_are_the_layouts_to_the_byte(options, tiny):
     for family in ("llama", "qwen3"):  # qwen3: embedding and head are one weight
-        results = run_ranks(sent, tiny(family), OVER_MESSAGES, num_ranks=3)
+        results = run_ranks(sent, tiny(family), f"rtp=3[transport=send_receive{options}]", num_ranks=3)
         assert [problems for problems, _ in results] == [[]] * 3
         assert all(sent > 0 for _, sent in results)
 

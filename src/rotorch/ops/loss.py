@@ -19,6 +19,7 @@ from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
 from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
 from rotorch.ops.rotate import RotatingUnit
+from rotorch.ops.unhooked import unhooked
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class RotatingHead(Head):
         return rotate_linear(self.unit, hidden)
 
     def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:
+        # A pass without gradients keeps nothing.
         function = _KeptCrossEntropy if self.keep and torch.is_grad_enabled() else _SlicedCrossEntropy
         return function.apply(self.unit, chain, ignore_index, self.unit.anchor, hidden_BD, target_B)
 
@@ -147,54 +149,59 @@ class _KeptCrossEntropy(torch.autograd.Function):
             for visit in unit.visits(backward=False):
                 tokens, local = _targets_in_slice(unit, visit.index, target_B)
                 raw_BR = _slice_logits(unit, visit, x_BD)
-                picked, others_B, one = _keep_slice(raw_BR, chain, tokens, local)
+                seen, piece = _keep_slice(raw_BR, chain, tokens, local)
                 del raw_BR
-                all_B = others_B.index_put((tokens,), (picked - one.largest_B[tokens]).exp(), accumulate=True)
-                losses.add(all_B.log_().add_(one.largest_B), tokens=tokens, picked=picked)
-                others.add(others_B, largest_B=one.largest_B)
+                losses.add(seen.lse_B, tokens=tokens, picked=seen.picked)
+                others.add(seen.others_B, base_B=piece.base_B)
                 if target_rows_BD is not None:
                     weight_RD = unit.weights(visit)[0].detach().to(dtype)
-                    dx.add(torch.mm(one.d_raw_BR, weight_RD), largest_B=one.largest_B)
-                    target_rows_BD[tokens] = weight_RD[local] * one.slopes.unsqueeze(1)
-                if unit.trained and any(ctx.needs_input_grad):
-                    kept[visit.index] = one
-                del one
-        valid_B, dx_BD = target_B != ignore_index, None
-        share_B = torch.where(valid_B, -others.over(losses.lse_B), 0.0)
+                    dx.add(torch.mm(piece.d_raw_BR, weight_RD), base_B=piece.base_B)
+                    target_rows_BD[tokens] = weight_RD[local] * piece.slopes.unsqueeze(1)
+                if unit.trained:
+                    kept[visit.index] = piece
+                del piece
+        lse_B, valid_B, dx_BD = losses.lse_B, target_B != ignore_index, None
+        share_B = torch.where(valid_B, -others.over(lse_B), 0.0)
         if target_rows_BD is not None:
-            dx_BD = dx.over(losses.lse_B).addcmul_(target_rows_BD, share_B.unsqueeze(1)).to(dtype)
-        ctx.unit, ctx.kept, ctx.dtype, ctx.elementwise = unit, kept, dtype, bool(chain)
-        ctx.save_for_backward(hidden_BD, target_B, losses.lse_B, share_B, valid_B, dx_BD)
+            dx_BD = dx.over(lse_B).addcmul_(target_rows_BD, share_B.unsqueeze(1)).to(dtype)
+        ctx.unit, ctx.kept, ctx.dtype, ctx.has_chain = unit, kept, dtype, bool(chain)
+        for_weight = (hidden_BD, lse_B, share_B) if unit.trained else (None, None, None)
+        ctx.save_for_backward(valid_B, dx_BD, *for_weight)
+        ctx.hidden_dtype = hidden_BD.dtype
         return torch.where(valid_B, losses.values(), 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        unit: RotatingUnit = ctx.unit
-        if ctx.kept is None:
-            raise RuntimeError(f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed")
-        hidden_BD, target_B, lse_B, share_B, valid_B, dx_BD = ctx.saved_tensors
-        x_BD = hidden_BD.detach().to(ctx.dtype)
+        valid_B, dx_BD, hidden_BD, lse_B, share_B = ctx.saved_tensors
         scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1).to(ctx.dtype)
-        for visit in unit.visits(backward=True, fetch=False) if unit.trained else ():
-            one: _KeptSlice = ctx.kept.pop(visit.index)
-            tokens, local = _targets_in_slice(unit, visit.index, target_B)
-            softmax_B1 = _softmax_factor(one.largest_B, lse_B).unsqueeze(1)
-            share = share_B[tokens] * one.slopes
-            if ctx.elementwise:  # of another precision, perhaps, in which the factor's reciprocal is no number
-                d_raw_BR, factor_B1 = one.d_raw_BR.mul_(softmax_B1), scale_B1
+        if ctx.unit.trained:
+            _KeptCrossEntropy._weight_backward(ctx, hidden_BD.detach().to(ctx.dtype), scale_B1, lse_B, share_B)
+        return (*[None] * 4, None if dx_BD is None else (dx_BD * scale_B1).to(ctx.hidden_dtype), None)
+
+    @staticmethod
+    def _weight_backward(ctx: Any, x_BD: Tensor, scale_B1: Tensor, lse_B: Tensor, share_B: Tensor) -> None:
+        """Hands the slices' gradients to the ring; takes the memory of what was kept."""
+        unit: RotatingUnit = ctx.unit
+        kept, ctx.kept = ctx.kept, None
+        if kept is None:
+            raise RuntimeError(f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed")
+        for visit in unit.visits(backward=True, fetch=False):
+            piece: _KeptSlice = kept.pop(visit.index)
+            softmax_B1 = _softmax_factor(piece.base_B, lse_B).unsqueeze(1)
+            share = share_B[piece.tokens] * piece.slopes
+            if ctx.has_chain:  # of another precision, perhaps, in which the factor's reciprocal is no number
+                d_raw_BR, factor_B1 = piece.d_raw_BR.mul_(softmax_B1), scale_B1
             else:
-                d_raw_BR, factor_B1 = one.d_raw_BR, scale_B1 * softmax_B1
-                share = share / softmax_B1[tokens].squeeze(1)
-            d_raw_BR[tokens, local] = share.to(d_raw_BR.dtype)
+                d_raw_BR, factor_B1 = piece.d_raw_BR, scale_B1 * softmax_B1
+                share = share / softmax_B1[piece.tokens].squeeze(1)
+            d_raw_BR[piece.tokens, piece.local] = share.to(d_raw_BR.dtype)
             # A slice's logits may stay until its turn comes; the next layer need not wait.
             add_linear_gradient(unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1), wait=False)
-        ctx.kept = None
-        return (*[None] * 4, None if dx_BD is None else (dx_BD * scale_B1).to(hidden_BD.dtype), None)
 
 
 class _Losses:
-    """Cross-entropy of tokens whose logits come slice by slice."""
+    """Cross-entropy of tokens whose logits come slice by slice; at least one slice is not empty."""
 
     def __init__(self, target_B: Tensor) -> None:
         self._target_B = target_B
@@ -203,15 +210,14 @@ class _Losses:
 
     def add(self, lse_B: Tensor, *, tokens: Tensor, picked: Tensor) -> None:
         """Takes a slice's log-sum-exp [B] and the logits of those of its rows that are the targets of `tokens`."""
-        self._lse_B = lse_B if self._lse_B is None else torch.logaddexp(self._lse_B, lse_B)
         if self._picked_B is None:
             self._picked_B = picked.new_zeros(self._target_B.shape)
         self._picked_B[tokens] = picked
+        self._lse_B = lse_B if self._lse_B is None else torch.logaddexp(self._lse_B, lse_B)
 
     @property
     def lse_B(self) -> Tensor:
-        if self._lse_B is None:
-            raise AssertionError("every slice of the head is empty")
+        assert self._lse_B is not None
         return self._lse_B
 
     def values(self) -> Tensor:
@@ -221,69 +227,90 @@ class _Losses:
 
 
 class _RunningSum:
-    """The sum over slices of parts [B, ..] that are to be multiplied by `exp(largest_B)`, without overflow."""
+    """The sum over slices of parts [B, ..] that are to be multiplied by `exp(base_B)`, without overflow."""
 
     def __init__(self) -> None:
         self._total: Tensor | None = None
-        self._largest_B: Tensor | None = None
+        self._base_B: Tensor | None = None
 
-    def add(self, part: Tensor, *, largest_B: Tensor) -> None:
-        part = part.to(largest_B.dtype)
-        if self._total is None or self._largest_B is None:
-            self._total, self._largest_B = part, largest_B
+    def add(self, part: Tensor, *, base_B: Tensor) -> None:
+        part = part.to(base_B.dtype)
+        if self._total is None or self._base_B is None:
+            self._total, self._base_B = part, base_B
             return
-        top_B = torch.maximum(self._largest_B, largest_B)
-        self._total.mul_(_per_row((self._largest_B - top_B).exp_(), part))
-        self._total.addcmul_(part, _per_row((largest_B - top_B).exp_(), part))
-        self._largest_B = top_B
+        top_B = torch.maximum(self._base_B, base_B)
+        self._total.mul_(_per_row((self._base_B - top_B).exp_(), part))
+        self._total.addcmul_(part, _per_row((base_B - top_B).exp_(), part))
+        self._base_B = top_B
 
     def over(self, lse_B: Tensor) -> Tensor:
         """The sum times `exp(-lse_B)`; takes its memory."""
-        if self._total is None or self._largest_B is None:
-            raise AssertionError("every slice of the head is empty")
-        return self._total.mul_(_per_row((self._largest_B - lse_B).exp_(), self._total))
+        assert self._total is not None and self._base_B is not None
+        return self._total.mul_(_per_row((self._base_B - lse_B).exp_(), self._total))
 
 
 def _per_row(factor_B: Tensor, of: Tensor) -> Tensor:
     return factor_B.view(-1, *[1] * (of.dim() - 1))
 
 
+class _SeenSlice(NamedTuple):
+    """What the loss needs of one slice's logits.
+
+    Attributes:
+        lse_B: their log-sum-exp.
+        picked: those of the targets.
+        others_B: sums of `exp(logits - base)` over all but the targets.
+    """
+
+    lse_B: Tensor
+    picked: Tensor
+    others_B: Tensor
+
+
 class _KeptSlice(NamedTuple):
     """What backward needs of one slice's logits.
 
     Attributes:
-        d_raw_BR: `exp(logits - largest)`, times the slope of what was done to them since the product; 0 at targets.
-        largest_B: each token's largest logit in the slice.
-        slopes: at the targets, of what was done to them.
+        d_raw_BR: `exp(logits - base)`, times the slope of what was done to them since the product; 0 at targets.
+        base_B: each token's largest logit in the slice; where something was done to them, their log-sum-exp: then what
+            is kept is at most 1 in sum, whose products fit into float16.
+        tokens: those whose targets are in the slice.
+        local: these targets' columns.
+        slopes: there, of what was done to them.
     """
 
     d_raw_BR: Tensor
-    largest_B: Tensor
+    base_B: Tensor
+    tokens: Tensor
+    local: Tensor
     slopes: Tensor
 
 
 def _keep_slice(
     raw_BR: Tensor, chain: tuple[Elementwise, ...], tokens: Tensor, local: Tensor
-) -> tuple[Tensor, Tensor, _KeptSlice]:
-    """What a slice's logits come to; overwrites `raw_BR` where nothing was done to them since the product.
-
-    Returns its targets' logits, the sums [B] of `exp(logits - largest)` over all but the targets, and what is kept.
-    """
-    with torch.enable_grad():
+) -> tuple[_SeenSlice, _KeptSlice]:
+    """Takes a slice's logits apart; overwrites `raw_BR` where nothing was done to them since the product."""
+    with torch.enable_grad(), unhooked():
         leaf = raw_BR.requires_grad_(bool(chain))
         logits_BR = replay(leaf, chain)
     picked = logits_BR.detach()[tokens, local]
     exp_BR = logits_BR.detach().clone() if chain else raw_BR
-    largest_B = _largest(exp_BR)
-    exp_BR.sub_(largest_B.unsqueeze(1)).exp_()[tokens, local] = 0.0
+    base_B = _largest(exp_BR)
+    exp_BR.sub_(base_B.unsqueeze(1)).exp_()[tokens, local] = 0.0
     others_B = exp_BR.sum(-1)
+    all_B = others_B.index_put((tokens,), (picked - base_B[tokens]).exp_(), accumulate=True)
+    lse_B = all_B.log().add_(base_B)
     if not chain:
-        return picked, others_B, _KeptSlice(exp_BR, largest_B, torch.ones_like(picked))
-    exp_BR[tokens, local] = 1.0
+        seen = _SeenSlice(lse_B, picked, others_B)
+        return seen, _KeptSlice(exp_BR, base_B, tokens, local, torch.ones_like(picked))
+    least = torch.finfo(all_B.dtype)
+    all_B.clamp_min_(least.tiny)
+    exp_BR.div_(all_B.unsqueeze(1))[tokens, local] = 1.0
     (d_raw_BR,) = torch.autograd.grad(logits_BR, leaf, exp_BR)
     slopes = d_raw_BR[tokens, local]
     d_raw_BR[tokens, local] = 0.0
-    return picked, others_B, _KeptSlice(d_raw_BR, largest_B, slopes)
+    piece = _KeptSlice(d_raw_BR, lse_B.clamp(min=least.min), tokens, local, slopes)
+    return _SeenSlice(lse_B, picked, others_B.div_(all_B)), piece
 
 
 def _largest(logits_BR: Tensor) -> Tensor:

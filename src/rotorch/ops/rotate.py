@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rotorch._torch_private import saved_tensors_are_hooked, storage_key
+from rotorch._torch_private import storage_key
 from rotorch.comm.ring import Ring, Visit
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.spec import Range, Unit
@@ -34,6 +34,7 @@ from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.keep_attention import KeepAttention
 from rotorch.ops.random_state import RandomState
 from rotorch.ops.remade import remake_of
+from rotorch.ops.unhooked import unhooked
 from rotorch.shard.flat import FlatSlices
 
 RunSlice = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
@@ -351,19 +352,10 @@ class _Resident:
     weights: Tensor | None = None
 
 
-def _as_is(tensor: Tensor) -> Tensor:
-    """Keeps a saved tensor from hooks around the unit.
-
-    Under torch's activation checkpointing those of a unit's small graphs would be made by running the unit again, in
-    the middle of its own backward and of its visits. They live as long as their function: nothing else keeps them.
-    """
-    return tensor
-
-
 def _forget_weights(unit: RotatingUnit, visit: Visit, resident: _Resident) -> Any:
     """See [Note: kept graphs and moving slices]."""
     if unit.recompute or visit.weights is None or unit.ring.stays(visit):
-        return torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is) if saved_tensors_are_hooked() else nullcontext()
+        return unhooked()
     slot, start = storage_key(visit.weights), visit.weights.storage_offset()
 
     def pack(tensor: Tensor) -> Tensor | _InSlot:

@@ -23,8 +23,9 @@ Cost (unit of P bytes, n ranks)
                replace each other in their homes' memory, so no slot for weights and one for gradients, and two bounces
                of a few MiB at most; uneven slices need room for the largest one in every home.
     sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
-               Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`).
-               In place, a table that is only looked up, or used twice, hops home once more: P/n.
+               Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`),
+               unless logits become real: for another loss than a plain cross-entropy, or a bias that is whole.
+               In place, what backward does not ask for, or what is used twice, hops home once more: P/n.
     hides      A fetch hides behind the compute of the slice before it, a gradient's hop behind that of the next slice;
                over symmetric memory, behind that of two. In place, only the first few MiB of a hop do.
 
@@ -184,8 +185,7 @@ class RTP(Strategy):
 
     def _reads_in_backward(self, unit: Unit) -> int:
         """How often backward needs the unit's slices: of a head whose logits are kept, never (see `ops/loss.py`)."""
-        kept = unit.logits and self.recompute == "none"
-        return max(unit.reads_in_backward - kept, 0)  # of a tied one, a stage may have the embedding alone
+        return 0 if unit.logits and self.recompute == "none" else unit.reads_in_backward
 
     def _weights_sent(self, unit: Unit, sizes: Sequence[int], *, position: int, copies: bool) -> tuple[int, int]:
         """What this rank sends of a unit's weights in forward and in backward, if slice k takes `sizes[k]`."""
