@@ -36,7 +36,6 @@ from rotorch.comm.shared_file import (
     Extent,
     Patience,
     SharedMemoryUnavailable,
-    Waited,
     announce,
     share_file,
 )
@@ -175,14 +174,16 @@ class Meeting:
     def _wait_for(self, rank: int) -> None:
         """Returns when the rank at this position has come to this sum."""
         come = self._come[rank]
-        waited = self._patience.wait(lambda: come[0] >= self._number or come[0] == _LEFT, whom=lambda: rank)
-        if waited is Waited.ENDED:
-            raise HeardFailure(f"rank {self._ranks[rank]} has ended, and this one waits for it in a sum")
-        if waited is Waited.LATE:
-            raise RankFailure(
+        self._patience.wait(
+            lambda: come[0] >= self._number or come[0] == _LEFT,
+            whom=lambda: rank,
+            ranks=self._ranks,
+            what="it in a sum",
+            late=lambda: (
                 f"rank {self._ranks[rank]} did not come to a sum of all ranks within "
                 f"{math.ceil(self._patience.timeout_s)} s"
-            )
+            ),
+        )
         if come[0] == _LEFT:
             raise HeardFailure(f"rank {self._ranks[rank]} has left a sum of all ranks in the middle. {_AGAIN}")
 

@@ -21,13 +21,13 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
+from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.core.quantities import format_bytes
 
 _YIELDS = 2000  # then sleep: a rank that waits long must not take cycles from the one it waits for
@@ -102,14 +102,6 @@ def announce(numbers: np.ndarray, index: int, value: int, *, fence: threading.Lo
         numbers[index] = value
 
 
-class Waited(Enum):
-    """How a wait came out: what was waited for came; it is late; or the rank that owes it has ended."""
-
-    COME = 0
-    LATE = 1
-    ENDED = 2
-
-
 class Patience:
     """How a rank waits for another one: it yields, then sleeps, and gives up in the end, or if that one has ended.
 
@@ -127,11 +119,30 @@ class Patience:
         self._processes = [own_prefix()] if group is None else _gathered(own_prefix(), group=group)
 
     def wait(
-        self, come: Callable[[], bool], *, whom: Callable[[], int], meanwhile: Callable[[], None] | None = None
-    ) -> Waited:
+        self,
+        come: Callable[[], bool],
+        *,
+        whom: Callable[[], int],
+        ranks: Sequence[int],
+        what: str,
+        late: Callable[[], str],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Waits until `come()`, which the rank at position `whom()` has to bring about; does `meanwhile` all the time.
 
         `whom()` may change while others do their part, but only a rank that still runs can change it.
+
+        Args:
+            come: whether it is there.
+            whom: position of the rank that owes it.
+            ranks: numbers of the ranks, by position.
+            what: of that rank's is waited for, for a message: "its part of a gradient".
+            late: a message for when it has not come in time.
+            meanwhile: what this rank can do for others while it waits.
+
+        Raises:
+            HeardFailure: the rank that owes it has ended.
+            RankFailure: it is late.
         """
         start, yields = time.monotonic(), 0
         look_next = start + _LOOK_EVERY_S
@@ -145,12 +156,11 @@ class Patience:
             time.sleep(_SLEEP_S if yields < self._yields + _SLEEPS else _LONG_SLEEP_S)
             now = time.monotonic()
             if now > start + self.timeout_s:
-                return Waited.LATE
+                raise RankFailure(late())
             if now > look_next:
                 look_next, position = now + _LOOK_EVERY_S, whom()
                 if has_ended(self._processes[position]) and whom() == position and not come():
-                    return Waited.ENDED
-        return Waited.COME
+                    raise HeardFailure(f"rank {ranks[position]} has ended, and this one waits for {what}")
 
 
 def _gathered(value: Any, *, group: dist.ProcessGroup) -> list[Any]:

@@ -37,9 +37,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import group_timeout_s
 from rotorch.comm.line import Line, Shapes, Sums
-from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, Waited, announce, share_file
+from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, announce, share_file
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
-from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
+from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.messages import SUM_CHUNK_BYTES
 
 _log = logging.getLogger(__name__)
@@ -371,14 +371,16 @@ class _Operation:
         patience, line = self._lane.patience, self._lane.line
         here, line.place.peer = line.place.now, line.ranks[rank] + 1
         line.place.now = at(Operation.AWAIT_BLOCK)
-        waited = patience.wait(lambda: numbers[index] >= at_least, whom=lambda: rank)
-        if waited is Waited.ENDED:
-            raise HeardFailure(f"rank {line.ranks[rank]} has ended, and this one waits for a block of it")
-        if waited is Waited.LATE:
-            raise RankFailure(
+        patience.wait(
+            lambda: numbers[index] >= at_least,
+            whom=lambda: rank,
+            ranks=line.ranks,
+            what="a block of it",
+            late=lambda: (
                 f"position {line.position} on axis {line.axis!r} waited {patience.timeout_s:.0f} s for position "
                 f"{rank}, which is late or gone"
-            )
+            ),
+        )
         line.place.now = here
 
 

@@ -38,9 +38,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
-from rotorch.comm.shared_file import Extent, Patience, Waited, announce, share_file
+from rotorch.comm.shared_file import Extent, Patience, announce, share_file
 from rotorch.comm.whereabouts import Operation, at
-from rotorch.core.errors import HeardFailure, RankFailure
+from rotorch.core.errors import HeardFailure
 
 _ALIGNMENT = 64
 _STEP = 1 << 24  # turns between the bases of two steps: more visits than a step can have
@@ -234,20 +234,18 @@ class SharedMemoryRing(Ring):
         here = self.place.now
         self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % self.size)
         # While waiting: the rank that this one waits for may itself wait for what this one has kept back.
-        waited = self._patience.wait(
+        self._patience.wait(
             lambda: turns[item] >= visit.turn or bool(self._who_left()),
             whom=lambda: self._who_adds(int(turns[item]), visit.index),
-            meanwhile=self.make_late,
-        )
-        if waited is Waited.ENDED:
-            rank = self._ranks[self._who_adds(int(turns[item]), visit.index)]
-            raise HeardFailure(f"rank {rank} has ended, and this one waits for its part of a gradient")
-        if waited is Waited.LATE:
-            raise RankFailure(
+            ranks=self._ranks,
+            what="its part of a gradient",
+            late=lambda: (
                 f"ring position {self.position} waited {self._patience.timeout_s:.0f} s for slice {visit.index} "
                 f"of item {item} (turn {turns[item] - self._base} of {visit.turn - self._base}): "
                 "the rank before it is late"
-            )
+            ),
+            meanwhile=self.make_late,
+        )
         self._in_vain = bool(turns[item] < visit.turn)
         self.place.now = here
 
