@@ -121,23 +121,94 @@ def test_kept_logits_give_small_gradients_exactly(rotating):
     run_ranks(sure, rotating, num_ranks=3)
 
 
-def flat_in_float16(make):
-    """So many rows, all as likely, that their sum is no number in float16."""
-    rows = torch.rand(120_000, 1, generator=torch.Generator().manual_seed(0)) + 0.2
+def nearly_flat_in_float16(make):
+    """So many rows, nearly as likely, that their sum is no number in float16."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.rand(300_000, 1, generator=generator) + 0.2
     rotating = make([rows], [(0, len(rows))])
-    hidden = torch.zeros(2, 1, requires_grad=True)
+    whole = rows.clone().requires_grad_()
+    hidden, targets = torch.tensor([[0.25], [-0.5]]), torch.tensor([3, 280_000])
+    theirs, mine = (hidden.clone().requires_grad_() for _ in range(2))
+    F.cross_entropy(F.linear(theirs, whole), targets).backward()
+    whole.grad *= dist.get_world_size()
 
     def run():
         with torch.autocast("cpu", dtype=torch.float16):
-            return F.cross_entropy(DeferredLogits(hidden, RotatingHead(rotating.unit, True)), torch.tensor([3, 70_000]))
+            loss = F.cross_entropy(DeferredLogits(mine, RotatingHead(rotating.unit, True)), targets)
+        return loss * SCALE  # as a scaler of gradients does, without which those of single rows are 0 in float16
 
     rotating.step(run)
-    expected = (rows.mean() - rows[[3, 70_000]]) / 2
-    torch.testing.assert_close(hidden.grad, expected, rtol=0.02, atol=0.002)
+    torch.testing.assert_close(mine.grad / SCALE, theirs.grad, rtol=0.02, atol=0.002)
+    whole.grad *= SCALE
+    rotating.check_gradients([whole], rtol=0.02, atol=0.002)
+
+
+SCALE = 2.0**12
 
 
 def test_many_kept_logits_fit_into_float16(rotating):
-    run_ranks(flat_in_float16, rotating, num_ranks=1)
+    run_ranks(nearly_flat_in_float16, rotating, num_ranks=2)
+
+
+def impossible(make, keep, chain):
+    """All rows of one slice, and some of another, have logits of minus infinity."""
+    rotating = head_of(make, bias=True)
+    for whole, home in zip(rotating.whole, rotating.home(rotating.ring.home_weights(0)), strict=True):
+        if whole.dim() == 1:
+            whole[:5] = -torch.inf
+            home.copy_(rotating.part(whole, 1))
+    dist.barrier()
+    whole = [w.clone().requires_grad_() for w in rotating.whole]
+    hidden, targets = inputs_of(0)
+    targets = targets.clamp(min=5)
+    theirs, mine = (hidden.clone().requires_grad_() for _ in range(2))
+
+    def loss(logits):
+        return F.cross_entropy(*flat(logits * 2.0 if chain else logits, targets), reduction="sum")
+
+    expected = loss(F.linear(theirs, *whole))
+    expected.backward()
+    for weight in whole:
+        weight.grad *= dist.get_world_size()
+    got = rotating.step(lambda: loss(DeferredLogits(mine, RotatingHead(rotating.unit, keep))))
+    assert expected.isfinite()
+    torch.testing.assert_close(got.detach(), expected.detach(), **EXACT)
+    torch.testing.assert_close(mine.grad, theirs.grad, **EXACT)
+    rotating.check_gradients(whole, **EXACT)
+
+
+@pytest.mark.parametrize("chain", [False, True])
+@pytest.mark.parametrize("keep", [False, True])
+def test_logits_of_minus_infinity(keep, chain, rotating):
+    run_ranks(impossible, rotating, keep, chain, num_ranks=3)
+
+
+def all_in_bfloat16(make, keep):
+    """A model of which everything is bfloat16, without autocast: torch computes its loss in float32 and rounds that."""
+    rotating = head_of(make, dtype=torch.bfloat16)
+    (whole,) = (w.clone().requires_grad_() for w in rotating.whole)
+    hidden, targets = inputs_of(0, torch.bfloat16)
+    hidden = hidden * 8.0  # losses of 10 and more, between which bfloat16 has steps of 0.06
+    theirs, mine = (hidden.clone().requires_grad_() for _ in range(2))
+    expected = LOSSES["none"](F.linear(theirs, whole), targets)
+    expected.sum().backward()
+    whole.grad *= dist.get_world_size()
+    got = []
+
+    def run():
+        got.append(LOSSES["none"](DeferredLogits(mine, RotatingHead(rotating.unit, keep)), targets))
+        return got[0].sum()
+
+    rotating.step(run)
+    assert got[0].dtype == expected.dtype == torch.bfloat16
+    torch.testing.assert_close(got[0].detach(), expected.detach(), rtol=8e-3, atol=1e-5)
+    torch.testing.assert_close(mine.grad, theirs.grad, rtol=2e-2, atol=2e-2)
+    rotating.check_gradients([whole], rtol=2e-2, atol=0.5)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_loss_of_bfloat16_logits_is_rounded_once(keep, rotating):
+    run_ranks(all_in_bfloat16, rotating, keep, num_ranks=2)
 
 
 def checkpointed(make):

@@ -174,12 +174,13 @@ def _cross_entropy(
     outside = ((target < 0) | (target >= logits.shape[-1])) & (target != ignore_index)
     if outside.any():
         raise IndexError(f"target {int(target[outside][0])} is outside of a vocabulary of {logits.shape[-1]}")
-    chain = logits.chain
-    if torch.is_autocast_enabled(logits.device.type):  # under which losses are computed in float32
+    chain, autocast = logits.chain, torch.is_autocast_enabled(logits.device.type)
+    of_half = logits.dtype in (torch.bfloat16, torch.float16)
+    if autocast or of_half:  # torch, too, computes their losses in float32
         chain = (*chain, _FLOAT)
-    loss_B = logits.head.loss(logits.hidden, target, chain=chain, ignore_index=ignore_index)
-    if reduction == "none":
-        return loss_B
-    if reduction == "sum":
-        return loss_B.sum()
-    return loss_B.sum() / (target != ignore_index).sum()
+    loss = logits.head.loss(logits.hidden, target, chain=chain, ignore_index=ignore_index)
+    if reduction != "none":
+        loss = loss.sum()
+    if reduction == "mean":
+        loss = loss / (target != ignore_index).sum()
+    return loss.to(logits.dtype) if of_half and not autocast else loss

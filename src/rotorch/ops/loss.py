@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
+from rotorch.comm.ring import Visit
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
 from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
@@ -74,7 +75,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         with torch.autocast(x_BD.device.type, enabled=False):
             for visit in unit.visits(backward=False):
                 last = None
-                raw_BR = _slice_logits(unit, visit, x_BD)
+                raw_BR = _slice_logits(_weights(unit, visit, dtype), x_BD)
                 tokens, local = _targets_in_slice(unit, visit.index, target_B)
                 logits_BR = replay(raw_BR, chain)
                 picked = logits_BR[tokens, local]
@@ -97,7 +98,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         unit: RotatingUnit = ctx.unit
         hidden_BD, target_B, lse_B, valid_B = ctx.saved_tensors
         x_BD = hidden_BD.detach().to(ctx.dtype)
-        scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1).to(ctx.dtype)
+        scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1)
         dx_BD = torch.zeros_like(x_BD)
         for visit in unit.visits(backward=True):
             tokens, local = _targets_in_slice(unit, visit.index, target_B)
@@ -105,7 +106,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             if ctx.last is not None and ctx.last[0] == visit.index:
                 (_, raw_BR, largest_B), ctx.last = ctx.last, None
             if raw_BR is None:
-                raw_BR = _slice_logits(unit, visit, x_BD)
+                raw_BR = _slice_logits(_weights(unit, visit, ctx.dtype), x_BD)
             if largest_B is None:
                 d_raw_BR, factor_B1 = _softmax_gradient(raw_BR, ctx.chain, lse_B, tokens, local).to(ctx.dtype), scale_B1
             else:
@@ -113,8 +114,9 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 d_raw_BR[tokens, local] -= softmax_B1[tokens].reciprocal().squeeze(1)
                 factor_B1 = scale_B1 * softmax_B1
             del raw_BR
-            dx_BD.addcmul_(torch.mm(d_raw_BR, unit.weights(visit)[0].detach().to(ctx.dtype)), factor_B1)
-            add_linear_gradient(unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1))
+            dx_BD.addcmul_(torch.mm(d_raw_BR, _weights(unit, visit, ctx.dtype)[0]), factor_B1)
+            scaled_x_BD, scale_B = (x_BD * factor_B1).to(ctx.dtype), factor_B1.squeeze(1).to(ctx.dtype)
+            add_linear_gradient(unit, visit, d_raw_BR, scaled_x_BD, row_scale_B=scale_B)
         return (*[None] * 4, dx_BD.to(hidden_BD.dtype), None)
 
 
@@ -142,39 +144,37 @@ class _KeptCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
         x_BD = hidden_BD.detach().to(dtype)
-        losses, others, dx = _Losses(target_B), _RunningSum(), _RunningSum()
+        losses, dx, others_lse_B = _Losses(target_B), _RunningSum(), None
         target_rows_BD = torch.zeros_like(x_BD) if ctx.needs_input_grad[4] else None
         kept: dict[int, _KeptSlice] = {}
         with torch.autocast(x_BD.device.type, enabled=False):
             for visit in unit.visits(backward=False):
                 tokens, local = _targets_in_slice(unit, visit.index, target_B)
-                raw_BR = _slice_logits(unit, visit, x_BD)
-                seen, piece = _keep_slice(raw_BR, chain, tokens, local)
-                del raw_BR
+                weights = _weights(unit, visit, dtype)
+                seen, piece = _keep_slice(_slice_logits(weights, x_BD), chain, tokens, local)
                 losses.add(seen.lse_B, tokens=tokens, picked=seen.picked)
-                others.add(seen.others_B, base_B=piece.base_B)
+                others_lse_B = _add_exponents(others_lse_B, seen.others_lse_B)
                 if target_rows_BD is not None:
-                    weight_RD = unit.weights(visit)[0].detach().to(dtype)
-                    dx.add(torch.mm(piece.d_raw_BR, weight_RD), base_B=piece.base_B)
-                    target_rows_BD[tokens] = weight_RD[local] * piece.slopes.unsqueeze(1)
+                    dx.add(torch.mm(piece.d_raw_BR, weights[0]), base_B=piece.base_B)
+                    target_rows_BD[tokens] = (weights[0][local] * piece.slopes.unsqueeze(1)).to(dtype)
                 if unit.trained:
                     kept[visit.index] = piece
-                del piece
-        lse_B, valid_B, dx_BD = losses.lse_B, target_B != ignore_index, None
-        share_B = torch.where(valid_B, -others.over(lse_B), 0.0)
+                del weights, piece
+        valid_B, lse_B, dx_BD = target_B != ignore_index, losses.lse_B, None
+        share_B = torch.where(valid_B, (others_lse_B - lse_B).exp_().neg_(), 0.0)
         if target_rows_BD is not None:
-            dx_BD = dx.over(lse_B).addcmul_(target_rows_BD, share_B.unsqueeze(1)).to(dtype)
-        ctx.unit, ctx.kept, ctx.dtype, ctx.has_chain = unit, kept, dtype, bool(chain)
+            dx_BD = dx.over(lse_B).addcmul_(target_rows_BD, share_B.unsqueeze(1))
+        ctx.unit, ctx.kept, ctx.dtype, ctx.hidden_dtype = unit, kept, dtype, hidden_BD.dtype
+        ctx.has_chain = bool(chain)
         for_weight = (hidden_BD, lse_B, share_B) if unit.trained else (None, None, None)
         ctx.save_for_backward(valid_B, dx_BD, *for_weight)
-        ctx.hidden_dtype = hidden_BD.dtype
         return torch.where(valid_B, losses.values(), 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         valid_B, dx_BD, hidden_BD, lse_B, share_B = ctx.saved_tensors
-        scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1).to(ctx.dtype)
+        scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1)
         if ctx.unit.trained:
             _KeptCrossEntropy._weight_backward(ctx, hidden_BD.detach().to(ctx.dtype), scale_B1, lse_B, share_B)
         return (*[None] * 4, None if dx_BD is None else (dx_BD * scale_B1).to(ctx.hidden_dtype), None)
@@ -188,20 +188,22 @@ class _KeptCrossEntropy(torch.autograd.Function):
             raise RuntimeError(f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed")
         for visit in unit.visits(backward=True, fetch=False):
             piece: _KeptSlice = kept.pop(visit.index)
-            softmax_B1 = _softmax_factor(piece.base_B, lse_B).unsqueeze(1)
-            share = share_B[piece.tokens] * piece.slopes
-            if ctx.has_chain:  # of another precision, perhaps, in which the factor's reciprocal is no number
-                d_raw_BR, factor_B1 = piece.d_raw_BR.mul_(softmax_B1), scale_B1
-            else:
-                d_raw_BR, factor_B1 = piece.d_raw_BR, scale_B1 * softmax_B1
-                share = share / softmax_B1[piece.tokens].squeeze(1)
-            d_raw_BR[piece.tokens, piece.local] = share.to(d_raw_BR.dtype)
+            softmax_B, share = _softmax_factor(piece.base_B, lse_B), share_B[piece.tokens] * piece.slopes
+            factor_B1, d_raw_BR = softmax_B.unsqueeze(1) * scale_B1, piece.d_raw_BR
             # A slice's logits may stay until its turn comes; the next layer need not wait.
-            add_linear_gradient(unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1), wait=False)
+            if ctx.has_chain:  # of another precision, perhaps, in which only the whole product is a number
+                d_raw_BR.mul_(factor_B1)
+                d_raw_BR[piece.tokens, piece.local] = (share * scale_B1[piece.tokens, 0]).to(d_raw_BR.dtype)
+                add_linear_gradient(unit, visit, d_raw_BR, x_BD, wait=False)
+            else:  # see [Note: passes over logits]
+                d_raw_BR[piece.tokens, piece.local] = share / softmax_B[piece.tokens]
+                add_linear_gradient(
+                    unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1), wait=False
+                )
 
 
 class _Losses:
-    """Cross-entropy of tokens whose logits come slice by slice; at least one slice is not empty."""
+    """Cross-entropy of tokens whose logits come slice by slice."""
 
     def __init__(self, target_B: Tensor) -> None:
         self._target_B = target_B
@@ -213,44 +215,46 @@ class _Losses:
         if self._picked_B is None:
             self._picked_B = picked.new_zeros(self._target_B.shape)
         self._picked_B[tokens] = picked
-        self._lse_B = lse_B if self._lse_B is None else torch.logaddexp(self._lse_B, lse_B)
+        self._lse_B = _add_exponents(self._lse_B, lse_B)
 
     @property
     def lse_B(self) -> Tensor:
-        assert self._lse_B is not None
+        if self._lse_B is None:
+            raise AssertionError("every slice of the head is empty")
         return self._lse_B
 
     def values(self) -> Tensor:
         """[B]; of no meaning where the target is in no slice."""
-        assert self._picked_B is not None
         return self.lse_B - self._picked_B
 
 
+def _add_exponents(total: Tensor | None, part: Tensor) -> Tensor:
+    """The logarithm of the sum of two sums, of which logarithms are given; None stands for nothing yet."""
+    return part if total is None else torch.logaddexp(total, part)
+
+
 class _RunningSum:
-    """The sum over slices of parts [B, ..] that are to be multiplied by `exp(base_B)`, without overflow."""
+    """The sum over slices of parts [B, D] that are to be multiplied by `exp(base_B)`, without overflow."""
 
     def __init__(self) -> None:
-        self._total: Tensor | None = None
+        self._total_BD: Tensor | None = None
         self._base_B: Tensor | None = None
 
-    def add(self, part: Tensor, *, base_B: Tensor) -> None:
-        part = part.to(base_B.dtype)
-        if self._total is None or self._base_B is None:
-            self._total, self._base_B = part, base_B
+    def add(self, part_BD: Tensor, *, base_B: Tensor) -> None:
+        part_BD = part_BD.to(base_B.dtype)
+        if self._total_BD is None or self._base_B is None:
+            self._total_BD, self._base_B = part_BD, base_B
             return
         top_B = torch.maximum(self._base_B, base_B)
-        self._total.mul_(_per_row((self._base_B - top_B).exp_(), part))
-        self._total.addcmul_(part, _per_row((base_B - top_B).exp_(), part))
+        self._total_BD.mul_((self._base_B - top_B).exp_().unsqueeze(1))
+        self._total_BD.addcmul_(part_BD, (base_B - top_B).exp_().unsqueeze(1))
         self._base_B = top_B
 
     def over(self, lse_B: Tensor) -> Tensor:
         """The sum times `exp(-lse_B)`; takes its memory."""
-        assert self._total is not None and self._base_B is not None
-        return self._total.mul_(_per_row((self._base_B - lse_B).exp_(), self._total))
-
-
-def _per_row(factor_B: Tensor, of: Tensor) -> Tensor:
-    return factor_B.view(-1, *[1] * (of.dim() - 1))
+        if self._total_BD is None or self._base_B is None:
+            raise AssertionError("every slice of the head is empty")
+        return self._total_BD.mul_((self._base_B - lse_B).exp_().unsqueeze(1))
 
 
 class _SeenSlice(NamedTuple):
@@ -258,13 +262,13 @@ class _SeenSlice(NamedTuple):
 
     Attributes:
         lse_B: their log-sum-exp.
-        picked: those of the targets.
-        others_B: sums of `exp(logits - base)` over all but the targets.
+        others_lse_B: the same of all but the target, where that is among them.
+        picked: logits of the targets.
     """
 
     lse_B: Tensor
+    others_lse_B: Tensor
     picked: Tensor
-    others_B: Tensor
 
 
 class _KeptSlice(NamedTuple):
@@ -272,8 +276,8 @@ class _KeptSlice(NamedTuple):
 
     Attributes:
         d_raw_BR: `exp(logits - base)`, times the slope of what was done to them since the product; 0 at targets.
-        base_B: each token's largest logit in the slice; where something was done to them, their log-sum-exp: then what
-            is kept is at most 1 in sum, whose products fit into float16.
+        base_B: each token's largest logit in the slice but for the target; in float16 their log-sum-exp, so that sums
+            over the slice are numbers.
         tokens: those whose targets are in the slice.
         local: these targets' columns.
         slopes: there, of what was done to them.
@@ -289,33 +293,30 @@ class _KeptSlice(NamedTuple):
 def _keep_slice(
     raw_BR: Tensor, chain: tuple[Elementwise, ...], tokens: Tensor, local: Tensor
 ) -> tuple[_SeenSlice, _KeptSlice]:
-    """Takes a slice's logits apart; overwrites `raw_BR` where nothing was done to them since the product."""
+    """What forward and backward need of a slice; overwrites `raw_BR` where nothing was done to it since the product."""
     with torch.enable_grad(), unhooked():
         leaf = raw_BR.requires_grad_(bool(chain))
         logits_BR = replay(leaf, chain)
-    picked = logits_BR.detach()[tokens, local]
     exp_BR = logits_BR.detach().clone() if chain else raw_BR
+    picked = exp_BR[tokens, local]
+    exp_BR[tokens, local] = -torch.inf
     base_B = _largest(exp_BR)
-    exp_BR.sub_(base_B.unsqueeze(1)).exp_()[tokens, local] = 0.0
-    others_B = exp_BR.sum(-1)
-    all_B = others_B.index_put((tokens,), (picked - base_B[tokens]).exp_(), accumulate=True)
-    lse_B = all_B.log().add_(base_B)
+    others_B = exp_BR.sub_(base_B.unsqueeze(1)).exp_().sum(-1)
+    others_lse_B = others_B.log().add_(base_B)
+    lse_B = others_lse_B.clone()
+    lse_B[tokens] = torch.logaddexp(others_lse_B[tokens], picked)
+    seen = _SeenSlice(lse_B, others_lse_B, picked)
     if not chain:
-        seen = _SeenSlice(lse_B, picked, others_B)
         return seen, _KeptSlice(exp_BR, base_B, tokens, local, torch.ones_like(picked))
-    least = torch.finfo(all_B.dtype)
-    all_B.clamp_min_(least.tiny)
-    exp_BR.div_(all_B.unsqueeze(1))[tokens, local] = 1.0
+    if raw_BR.dtype is torch.float16:
+        limits = torch.finfo(others_B.dtype)
+        exp_BR.div_(others_B.clamp_(min=limits.tiny).unsqueeze(1))
+        base_B = others_lse_B.clamp(min=limits.min)
+    exp_BR[tokens, local] = 1.0
     (d_raw_BR,) = torch.autograd.grad(logits_BR, leaf, exp_BR)
-    slopes = d_raw_BR[tokens, local]
+    slopes = d_raw_BR[tokens, local].to(base_B.dtype)
     d_raw_BR[tokens, local] = 0.0
-    piece = _KeptSlice(d_raw_BR, lse_B.clamp(min=least.min), tokens, local, slopes)
-    return _SeenSlice(lse_B, picked, others_B.div_(all_B)), piece
-
-
-def _largest(logits_BR: Tensor) -> Tensor:
-    """[B]; a number also where all logits are minus infinity."""
-    return logits_BR.amax(-1).clamp_min_(torch.finfo(logits_BR.dtype).min)
+    return seen, _KeptSlice(d_raw_BR, base_B, tokens, local, slopes)
 
 
 def _exponentiate(logits_BR: Tensor) -> tuple[Tensor, Tensor]:
@@ -333,10 +334,20 @@ def _softmax_factor(largest_B: Tensor, lse_B: Tensor) -> Tensor:
     return (largest_B - lse_B).exp_().clamp_min_(1e-30)
 
 
-def _slice_logits(unit: RotatingUnit, visit: Any, x_BD: Tensor) -> Tensor:
-    weight, *bias = (w.detach().to(x_BD.dtype) for w in unit.weights(visit))
+def _weights(unit: RotatingUnit, visit: Visit, dtype: torch.dtype) -> list[Tensor]:
+    """The visiting slice's weight, and its bias if there is one."""
+    return [weight.detach().to(dtype) for weight in unit.weights(visit)]
+
+
+def _slice_logits(weights: list[Tensor], x_BD: Tensor) -> Tensor:
+    weight, *bias = weights
     with record_function(LOGITS_BLOCK):
         return torch.addmm(bias[0], x_BD, weight.t()) if bias else torch.mm(x_BD, weight.t())
+
+
+def _largest(logits_BR: Tensor) -> Tensor:
+    """[B]; a number also where all logits are minus infinity."""
+    return logits_BR.amax(-1).clamp_min_(torch.finfo(logits_BR.dtype).min)
 
 
 def _targets_in_slice(unit: RotatingUnit, index: int, target_B: Tensor) -> tuple[Tensor, Tensor]:
