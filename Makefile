@@ -18,7 +18,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner sr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all failures checkpoints chaos test-gpu check zoo bench bench-gpu clean
+.PHONY: help setup train test test-all failures checkpoints chaos test-gpu check zoo bench bars bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -69,6 +69,9 @@ zoo: setup ## hold a tiny model of every architecture in transformers against on
 
 bench: setup ## measure our layouts beside other libraries, case by case; make bench ARGS="llama-h384-2ranks-*" for some
 	@$(BIN)/rotorch suite configs/bench/suite.toml $(ARGS)
+
+bars: setup ## measure what must hold beside other libraries, of speed and of memory; exits with 1 if anything does not
+	@$(BIN)/rotorch suite configs/bench/bars.toml --out benchmarks/results/bars $(ARGS)
 
 bench-gpu: setup ## what rotation holds, computes and costs on one GPU; without one it says so and does nothing
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)

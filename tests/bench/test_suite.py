@@ -20,6 +20,7 @@ from rotorch.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 STANDARD = ROOT / "configs" / "bench" / "suite.toml"
+BARS = STANDARD.with_name("bars.toml")
 MINI = """
 rounds = 1
 steps = 1
@@ -132,15 +133,22 @@ def test_the_standard_suite_can_be_run():
     shapes = {(case.run.stem, case.nproc, case.name.rpartition("-")[2]) for case in cases}
     models = {"llama-h384", "llama-h512", "gpt-h384", "gpt-h512"}
     assert shapes >= {(m, n, f"{t}tokens") for m in models for n in (2, 4) for t in (512, 64)}
-    for case in cases:
+    for case in [*cases, *load_suite(BARS)]:
         layouts, _, task = _prepare(case)
         assert task.num_ranks == case.nproc and task.micro_batch * task.sequence_length == int(
             case.name.rpartition("-")[2].removesuffix("tokens")
         )
         assert any(name.startswith(f"rtp={case.nproc}") for name in layouts)
         read_layouts(case.rows.parallel, peers=case.rows.peers, nproc=case.nproc)
-    memory = next(case for case in cases if case.rows.process_memory)
-    assert memory.name == "llama-h512-4ranks-128tokens"
+
+
+def test_what_must_hold_has_bars_of_speed_and_of_memory():
+    cases = load_suite(BARS)
+    assert all(case.rows.bars for case in cases)
+    assert not any(case.rows.bars for case in load_suite(STANDARD))  # where many rows disturb each other
+    assert [case.name for case in cases if case.rows.process_memory] == ["llama-h512-4ranks-128tokens"]
+    kinds = {bar.split()[0] if bar.startswith(("peak", "process")) else "speed" for c in cases for bar in c.rows.bars}
+    assert kinds == {"speed", "peak", "process"}
 
 
 def test_peers_that_are_missing_are_left_out_with_their_bars(tmp_path, monkeypatch):
