@@ -32,13 +32,7 @@ from torch import Tensor
 
 from rotorch._torch_private import group_timeout
 from rotorch.comm.exchange import goes_by_exchange
-from rotorch.comm.shared_file import (
-    Extent,
-    Patience,
-    SharedMemoryUnavailable,
-    announce,
-    share_file,
-)
+from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, announce, share_file
 from rotorch.core.errors import HeardFailure, RankFailure
 
 MOST_BYTES = 2 << 20

@@ -87,8 +87,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 last = visit.index, raw_BR, largest_B
                 del raw_BR, logits_BR
         valid_B = target_B != ignore_index
-        ctx.unit, ctx.chain, ctx.dtype = unit, chain, dtype
-        ctx.last = last if any(ctx.needs_input_grad) else None  # backward begins with this slice
+        ctx.unit, ctx.chain, ctx.dtype, ctx.last = unit, chain, dtype, last  # backward begins with the last slice
         ctx.save_for_backward(hidden_BD, target_B, losses.lse_B, valid_B)
         return torch.where(valid_B, losses.values(), 0.0)
 
@@ -102,11 +101,11 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         dx_BD = torch.zeros_like(x_BD)
         for visit in unit.visits(backward=True):
             tokens, local = _targets_in_slice(unit, visit.index, target_B)
-            raw_BR, largest_B = None, None
+            weights = _weights(unit, visit, ctx.dtype)
             if ctx.last is not None and ctx.last[0] == visit.index:
                 (_, raw_BR, largest_B), ctx.last = ctx.last, None
-            if raw_BR is None:
-                raw_BR = _slice_logits(_weights(unit, visit, ctx.dtype), x_BD)
+            else:
+                raw_BR, largest_B = _slice_logits(weights, x_BD), None
             if largest_B is None:
                 d_raw_BR, factor_B1 = _softmax_gradient(raw_BR, ctx.chain, lse_B, tokens, local).to(ctx.dtype), scale_B1
             else:
@@ -114,7 +113,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 d_raw_BR[tokens, local] -= softmax_B1[tokens].reciprocal().squeeze(1)
                 factor_B1 = scale_B1 * softmax_B1
             del raw_BR
-            dx_BD.addcmul_(torch.mm(d_raw_BR, _weights(unit, visit, ctx.dtype)[0]), factor_B1)
+            dx_BD.addcmul_(torch.mm(d_raw_BR, weights[0]), factor_B1)
             scaled_x_BD, scale_B = (x_BD * factor_B1).to(ctx.dtype), factor_B1.squeeze(1).to(ctx.dtype)
             add_linear_gradient(unit, visit, d_raw_BR, scaled_x_BD, row_scale_B=scale_B)
         return (*[None] * 4, dx_BD.to(hidden_BD.dtype), None)
