@@ -1,3 +1,4 @@
+import gc
 import importlib
 import sys
 from pathlib import Path
@@ -52,11 +53,15 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def no_group_is_left():
-    """A process group of one, which a test's own process may join, would be joined by all ranks forked after it."""
+    """A process group of one, which a test's own process may join, would be joined by all ranks forked after it.
+
+    What still refers to it may be garbage; its threads end with it, here and in no process forked later.
+    """
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

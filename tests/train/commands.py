@@ -1,5 +1,7 @@
 """Starts `rotorch` commands as processes of their own, without loading torch again for each: they are forked."""
 
+import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -63,10 +65,12 @@ class Command:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
+            gc.freeze()  # groups of tests before this one would wait for their threads
             os.setsid()
             for number, path in ((1, self._out), (2, self._err)):
-                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+                os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)  # for its ranks, too
             code = 70
             try:
                 torch.set_num_threads(1)
@@ -92,9 +96,22 @@ class Command:
                 self.code = os.waitstatus_to_exitcode(status)
                 return self.code
             time.sleep(POLL_S)
+        where = self._where()
         os.killpg(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        raise AssertionError(f"still running after {deadline_s} s:\n{self.stdout}\n{self.stderr}")
+        raise AssertionError(f"still running after {deadline_s} s:\n{self.stdout}\n{self.stderr}\n{where}")
+
+    def _where(self) -> str:
+        """What each of its processes waits for; their Python stacks go to its stderr, one process after another."""
+        found = []
+        for pid in [self.pid, *(pid for pid in self.left() if pid != self.pid)]:
+            waits = [path.read_text() or "-" for path in Path(f"/proc/{pid}/task").glob("*/wchan")]
+            found.append(f"process {pid} of {self.pid}: {' '.join(waits)}")
+            with self._err.open("a") as err:
+                err.write(f"process {pid}\n")
+            os.kill(pid, signal.SIGUSR2)
+            time.sleep(0.2)
+        return "\n".join(found)
 
     def ranks(self) -> list[int]:
         """Process ids of its ranks, in their order."""

@@ -1,5 +1,6 @@
 """A function in a process of its own, which may be killed at any moment."""
 
+import gc
 import multiprocessing
 import os
 
@@ -23,6 +24,7 @@ def result_of(work, *arguments):
 
 
 def _send(pipe, work, arguments):
+    gc.freeze()
     torch.set_num_threads(1)
     pipe.send(work(*arguments))
     pipe.close()

@@ -6,6 +6,7 @@ are started afresh, since the allocator's settings are read when a process start
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -169,6 +170,7 @@ class RowRanks:
 
 
 def _forked_main(ours: Connection, theirs: Connection, task: Task, place: Place, together: Any) -> None:
+    gc.freeze()  # see [Note: fork] in `train/launch.py`
     ours.close()
     serve(theirs, task=task, place=place, wait_for_all=together.wait)
 

@@ -77,9 +77,11 @@ def _rank_main(
     sender: Connection,
     timeout_s: float,
 ) -> None:
+    # What the parent left stays: its process groups would wait for threads that are not here (see [Note: fork] in
+    # `train/launch.py`), and to go through all of it again and again costs more than small models do.
+    gc.freeze()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)
-    gc.freeze()  # what the parent left stays: to go through it again and again costs more than small models do
     parent = os.getppid()
     faulthandler.register(signal.SIGUSR1, file=_stack_file(folder, rank).open("w"), all_threads=False)
     try:

@@ -14,12 +14,15 @@
 [Note: fork]
     Ranks are forked: torch and transformers are imported once, and a rank starts in a fraction of a second. A lock that
     another thread holds at that moment stays locked in the rank for ever, so the launcher keeps torch to one thread and
-    serves no TCP store (its thread looks up host names): ranks find each other through a file.
+    serves no TCP store (its thread looks up host names): ranks find each other through a file. A thread of the launcher
+    is not there in a rank, and who destroys an object that ends its threads, as a process group does, waits for them:
+    ranks leave the launcher's garbage alone.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import os
@@ -223,6 +226,7 @@ class _Group:
 
 
 def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int, traceback_dir: Path | None) -> None:
+    gc.freeze()  # see [Note: fork]
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
