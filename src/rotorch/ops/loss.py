@@ -70,7 +70,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
         x_BD = hidden_BD.detach().to(dtype)
-        losses = _Losses(target_B)
+        seen = _SeenLogits(target_B)
         last: tuple[int, Tensor, Tensor | None] | None = None
         with torch.autocast(x_BD.device.type, enabled=False):
             for visit in unit.visits(backward=False):
@@ -83,13 +83,13 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                     part_B, largest_B = torch.logsumexp(logits_BR, dim=-1), None
                 else:
                     part_B, largest_B = _exponentiate(raw_BR)
-                losses.add(part_B, tokens=tokens, picked=picked)
+                seen.add(part_B, tokens=tokens, picked=picked)
                 last = visit.index, raw_BR, largest_B
                 del raw_BR, logits_BR
         valid_B = target_B != ignore_index
         ctx.unit, ctx.chain, ctx.dtype, ctx.last = unit, chain, dtype, last  # backward begins with the last slice
-        ctx.save_for_backward(hidden_BD, target_B, losses.lse_B, valid_B)
-        return torch.where(valid_B, losses.values(), 0.0)
+        ctx.save_for_backward(hidden_BD, target_B, seen.lse_B, valid_B)
+        return torch.where(valid_B, seen.lse_B - seen.picked_B, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -143,31 +143,30 @@ class _KeptCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
         x_BD = hidden_BD.detach().to(dtype)
-        losses, dx, others_lse_B = _Losses(target_B), _RunningSum(), None
+        others, dx = _SeenLogits(target_B), _RunningSum()
         target_rows_BD = torch.zeros_like(x_BD) if ctx.needs_input_grad[4] else None
         kept: dict[int, _KeptSlice] = {}
         with torch.autocast(x_BD.device.type, enabled=False):
             for visit in unit.visits(backward=False):
                 tokens, local = _targets_in_slice(unit, visit.index, target_B)
                 weights = _weights(unit, visit, dtype)
-                seen, piece = _keep_slice(_slice_logits(weights, x_BD), chain, tokens, local)
-                losses.add(seen.lse_B, tokens=tokens, picked=seen.picked)
-                others_lse_B = _add_exponents(others_lse_B, seen.others_lse_B)
+                part_B, picked, piece = _keep_slice(_slice_logits(weights, x_BD), chain, tokens, local)
+                others.add(part_B, tokens=tokens, picked=picked)
                 if target_rows_BD is not None:
                     dx.add(torch.mm(piece.d_raw_BR, weights[0]), base_B=piece.base_B)
                     target_rows_BD[tokens] = (weights[0][local] * piece.slopes.unsqueeze(1)).to(dtype)
                 if unit.trained:
                     kept[visit.index] = piece
                 del weights, piece
-        valid_B, lse_B, dx_BD = target_B != ignore_index, losses.lse_B, None
-        share_B = torch.where(valid_B, (others_lse_B - lse_B).exp_().neg_(), 0.0)
+        valid_B, lse_B, dx_BD = target_B != ignore_index, torch.logaddexp(others.lse_B, others.picked_B), None
+        share_B = torch.where(valid_B, (others.lse_B - lse_B).exp_().neg_(), 0.0)
         if target_rows_BD is not None:
             dx_BD = dx.over(lse_B).addcmul_(target_rows_BD, share_B.unsqueeze(1))
         ctx.unit, ctx.kept, ctx.dtype, ctx.hidden_dtype = unit, kept, dtype, hidden_BD.dtype
         ctx.has_chain = bool(chain)
         for_weight = (hidden_BD, lse_B, share_B) if unit.trained else (None, None, None)
         ctx.save_for_backward(valid_B, dx_BD, *for_weight)
-        return torch.where(valid_B, losses.values(), 0.0)
+        return torch.where(valid_B, lse_B - others.picked_B, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -201,35 +200,31 @@ class _KeptCrossEntropy(torch.autograd.Function):
                 )
 
 
-class _Losses:
-    """Cross-entropy of tokens whose logits come slice by slice."""
+class _SeenLogits:
+    """What is left of logits that come slice by slice.
+
+    Attributes:
+        picked_B: those of the targets; minus infinity where the target has not come.
+    """
 
     def __init__(self, target_B: Tensor) -> None:
-        self._target_B = target_B
+        self._shape = target_B.shape
         self._lse_B: Tensor | None = None
-        self._picked_B: Tensor | None = None
+        self.picked_B: Tensor
 
     def add(self, lse_B: Tensor, *, tokens: Tensor, picked: Tensor) -> None:
         """Takes a slice's log-sum-exp [B] and the logits of those of its rows that are the targets of `tokens`."""
-        if self._picked_B is None:
-            self._picked_B = picked.new_zeros(self._target_B.shape)
-        self._picked_B[tokens] = picked
-        self._lse_B = _add_exponents(self._lse_B, lse_B)
+        if self._lse_B is None:
+            self.picked_B = picked.new_full(self._shape, -torch.inf)
+        self.picked_B[tokens] = picked
+        self._lse_B = lse_B if self._lse_B is None else torch.logaddexp(self._lse_B, lse_B)
 
     @property
     def lse_B(self) -> Tensor:
+        """The log-sum-exp of all slices."""
         if self._lse_B is None:
             raise AssertionError("every slice of the head is empty")
         return self._lse_B
-
-    def values(self) -> Tensor:
-        """[B]; of no meaning where the target is in no slice."""
-        return self.lse_B - self._picked_B
-
-
-def _add_exponents(total: Tensor | None, part: Tensor) -> Tensor:
-    """The logarithm of the sum of two sums, of which logarithms are given; None stands for nothing yet."""
-    return part if total is None else torch.logaddexp(total, part)
 
 
 class _RunningSum:
@@ -256,20 +251,6 @@ class _RunningSum:
         return self._total_BD.mul_((self._base_B - lse_B).exp_().unsqueeze(1))
 
 
-class _SeenSlice(NamedTuple):
-    """What the loss needs of one slice's logits.
-
-    Attributes:
-        lse_B: their log-sum-exp.
-        others_lse_B: the same of all but the target, where that is among them.
-        picked: logits of the targets.
-    """
-
-    lse_B: Tensor
-    others_lse_B: Tensor
-    picked: Tensor
-
-
 class _KeptSlice(NamedTuple):
     """What backward needs of one slice's logits.
 
@@ -291,8 +272,12 @@ class _KeptSlice(NamedTuple):
 
 def _keep_slice(
     raw_BR: Tensor, chain: tuple[Elementwise, ...], tokens: Tensor, local: Tensor
-) -> tuple[_SeenSlice, _KeptSlice]:
-    """What forward and backward need of a slice; overwrites `raw_BR` where nothing was done to it since the product."""
+) -> tuple[Tensor, Tensor, _KeptSlice]:
+    """What forward and backward need of a slice; overwrites `raw_BR` where nothing was done to it since the product.
+
+    Returns:
+        The log-sum-exp [B] of the logits but for the target's; the targets' logits; what is kept.
+    """
     with torch.enable_grad(), unhooked():
         leaf = raw_BR.requires_grad_(bool(chain))
         logits_BR = replay(leaf, chain)
@@ -302,11 +287,8 @@ def _keep_slice(
     base_B = _largest(exp_BR)
     others_B = exp_BR.sub_(base_B.unsqueeze(1)).exp_().sum(-1)
     others_lse_B = others_B.log().add_(base_B)
-    lse_B = others_lse_B.clone()
-    lse_B[tokens] = torch.logaddexp(others_lse_B[tokens], picked)
-    seen = _SeenSlice(lse_B, others_lse_B, picked)
     if not chain:
-        return seen, _KeptSlice(exp_BR, base_B, tokens, local, torch.ones_like(picked))
+        return others_lse_B, picked, _KeptSlice(exp_BR, base_B, tokens, local, torch.ones_like(picked))
     if raw_BR.dtype is torch.float16:
         limits = torch.finfo(others_B.dtype)
         exp_BR.div_(others_B.clamp_(min=limits.tiny).unsqueeze(1))
@@ -315,7 +297,7 @@ def _keep_slice(
     (d_raw_BR,) = torch.autograd.grad(logits_BR, leaf, exp_BR)
     slopes = d_raw_BR[tokens, local].to(base_B.dtype)
     d_raw_BR[tokens, local] = 0.0
-    return seen, _KeptSlice(d_raw_BR, base_B, tokens, local, slopes)
+    return others_lse_B, picked, _KeptSlice(d_raw_BR, base_B, tokens, local, slopes)
 
 
 def _exponentiate(logits_BR: Tensor) -> tuple[Tensor, Tensor]:
