@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from rotorch import cli
 
@@ -114,6 +115,16 @@ def test_a_run_that_cannot_work_is_refused(capsys, directory, monkeypatch, argum
     (directory / "full").mkdir()
     (directory / "full" / "thesis.tex").touch()
     assert words in refused(capsys, directory, "train", "run.toml", *arguments)
+
+
+def test_a_process_whose_ranks_could_not_work_starts_none(capsys, directory, monkeypatch):
+    command = ["train", directory / "run.toml"]
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert "it is rank 0 of 1 of a process group already" in refused(capsys, directory, *command)
+    dist.destroy_process_group()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert "it has used a GPU. Do that later, or start" in refused(capsys, directory, *command)
 
 
 def test_sizes_are_held_against_the_ranks_of_torchrun(capsys, directory, monkeypatch):

@@ -66,6 +66,18 @@ def is_rank() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
+def check_ranks_can_be_forked(*, on_gpu: bool) -> None:
+    """Raises ConfigError if this process has what no rank that is forked from it could use (see [Note: fork])."""
+    command = "start the run by the command `rotorch train` or by torchrun"
+    if dist.is_initialized():
+        raise ConfigError(
+            f"ranks cannot be forked from this process: it is rank {dist.get_rank()} of {dist.get_world_size()} of a "
+            f"process group already. Call torch.distributed.destroy_process_group() before, or {command}"
+        )
+    if on_gpu and torch.cuda.is_initialized():
+        raise ConfigError(f"ranks cannot be forked from this process: it has used a GPU. Do that later, or {command}")
+
+
 def launch(
     work: Work, *, num_ranks: int, backend: str = "gloo", timeout_s: float = 600.0, traceback_dir: Path | None = None
 ) -> None:

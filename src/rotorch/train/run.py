@@ -43,7 +43,7 @@ from rotorch.train.companions import companions
 from rotorch.train.data import BYTES, TokenFile, prepare_corpus, train_and_held_out
 from rotorch.train.display import make_display
 from rotorch.train.dry_run import dry_run, show_dry_run
-from rotorch.train.launch import is_rank, launch, run_as_rank
+from rotorch.train.launch import check_ranks_can_be_forked, is_rank, launch, run_as_rank
 from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
 from rotorch.train.module import make_module
@@ -94,6 +94,8 @@ def start(
     torch.set_num_threads(1)
     if is_rank():
         config, resume = as_started(config, resume=resume)
+    elif not only_plan:
+        check_ranks_can_be_forked(on_gpu=_uses_cuda(config))
     run = check_run(config, nproc=nproc, resume=resume, command=command, only_plan=only_plan)
     console = Console(soft_wrap=True)
     is_first = not is_rank() or os.environ["RANK"] == "0"
