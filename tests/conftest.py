@@ -55,7 +55,7 @@ def pytest_xdist_make_scheduler(config, log):
 def no_group_is_left():
     """A process group of one, which a test's own process may join, would be joined by all ranks forked after it.
 
-    What still refers to it may be garbage; its threads end with it, here and in no process forked later.
+    What still refers to it may be garbage: its threads end with it, here.
     """
     yield
     distributed = sys.modules.get("torch.distributed")

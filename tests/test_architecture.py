@@ -24,6 +24,7 @@ LAYERS = {
     "run_config": 2,
     "mesh": 3,
     "host_memory": 3,
+    "forking": 3,
     "comm": 3,
     "_torch_private": 3,
     "shard": 4,

@@ -123,8 +123,8 @@ def test_a_process_whose_ranks_could_not_work_starts_none(capsys, directory, mon
     assert "it is rank 0 of 1 of a process group already" in refused(capsys, directory, *command)
     dist.destroy_process_group()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert "it has used a GPU. Do that later, or start" in refused(capsys, directory, *command)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    assert "it has used a GPU, or asked torch for one" in refused(capsys, directory, *command)
 
 
 def test_sizes_are_held_against_the_ranks_of_torchrun(capsys, directory, monkeypatch):

@@ -27,6 +27,7 @@ from rotorch._torch_private import (
     group_size,
     group_timeout,
     in_backward,
+    lost_gpu_by_fork,
     saved_tensors_are_hooked,
     set_group_timeout,
     storage_key,
@@ -140,6 +141,10 @@ def test_it_is_known_whether_saved_tensors_are_hooked():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert saved_tensors_are_hooked()
     assert not saved_tensors_are_hooked()
+
+
+def test_a_process_that_was_forked_is_told_whether_cuda_is_lost():
+    assert lost_gpu_by_fork() is False  # nobody has used it here
 
 
 def names_of_threads():

@@ -59,6 +59,7 @@ __all__ = [
     "group_size",
     "group_timeout",
     "in_backward",
+    "lost_gpu_by_fork",
     "saved_tensors_are_hooked",
     "set_group_timeout",
     "storage_key",
@@ -193,6 +194,14 @@ def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     would be better; it says so by this name.
     """
     return mesh._flatten().get_group()
+
+
+def lost_gpu_by_fork() -> bool:
+    """Whether the process that this one was forked from had used CUDA, or asked for devices, so that this one cannot.
+
+    Reason: torch says so in public only by an error once CUDA is used.
+    """
+    return bool(torch.cuda._is_in_bad_fork())
 
 
 def symmetric_backend(device: torch.device) -> str | None:

@@ -1,7 +1,7 @@
 """Starts `rotorch` commands as processes of their own, without loading torch again for each: they are forked."""
 
+import contextlib
 import faulthandler
-import gc
 import os
 import signal
 import sys
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from rotorch import cli
+from rotorch.forking import forking
 
 # Deadlines are counted in polls, not by the clock: a machine may sleep in between.
 DEADLINE_S, POLL_S = 120.0, 0.02
@@ -63,9 +64,9 @@ class Command:
         self.code: int | None = None
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
+        with forking():
+            self.pid = os.fork()
         if self.pid == 0:
-            gc.freeze()  # groups of tests before this one would wait for their threads
             os.setsid()
             for number, path in ((1, self._out), (2, self._err)):
                 os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), number)
@@ -96,21 +97,24 @@ class Command:
                 self.code = os.waitstatus_to_exitcode(status)
                 return self.code
             time.sleep(POLL_S)
-        where = self._where()
-        os.killpg(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
+        try:
+            where = self._where()
+        finally:
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
         raise AssertionError(f"still running after {deadline_s} s:\n{self.stdout}\n{self.stderr}\n{where}")
 
     def _where(self) -> str:
         """What each of its processes waits for; their Python stacks go to its stderr, one process after another."""
         found = []
-        for pid in [self.pid, *(pid for pid in self.left() if pid != self.pid)]:
-            waits = [path.read_text() or "-" for path in Path(f"/proc/{pid}/task").glob("*/wchan")]
-            found.append(f"process {pid} of {self.pid}: {' '.join(waits)}")
-            with self._err.open("a") as err:
-                err.write(f"process {pid}\n")
-            os.kill(pid, signal.SIGUSR2)
-            time.sleep(0.2)
+        for pid in sorted(self.left()):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                waits = [path.read_text() or "-" for path in Path(f"/proc/{pid}/task").glob("*/wchan")]
+                found.append(f"process {pid}: {' '.join(waits)}")
+                with self._err.open("a") as err:
+                    err.write(f"process {pid}\n")
+                os.kill(pid, signal.SIGUSR2)
+                time.sleep(0.2)
         return "\n".join(found)
 
     def ranks(self) -> list[int]:

@@ -1,10 +1,11 @@
 """A function in a process of its own, which may be killed at any moment."""
 
-import gc
 import multiprocessing
 import os
 
 import torch
+
+from rotorch.forking import forking
 
 
 def result_of(work, *arguments):
@@ -12,7 +13,8 @@ def result_of(work, *arguments):
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, work, arguments))
-    process.start()
+    with forking():
+        process.start()
     sender.close()
     try:
         return receiver.recv()
@@ -24,7 +26,6 @@ def result_of(work, *arguments):
 
 
 def _send(pipe, work, arguments):
-    gc.freeze()
     torch.set_num_threads(1)
     pipe.send(work(*arguments))
     pipe.close()

@@ -9,6 +9,7 @@ import pytest
 from commands import wait_until, write_run
 
 from rotorch import cli, run_config
+from rotorch.forking import forking
 from rotorch.run_config import load_run_config
 from rotorch.train import run
 
@@ -38,7 +39,8 @@ def test_a_rank_that_is_still_starting_does_not_outlive_torchrun(started_by, tmp
     if started_by == "command":
         monkeypatch.setattr(run_config, "load_run_config", starting)
     monkeypatch.setattr(run, "check_run", starting)
-    torchrun = os.fork()
+    with forking():
+        torchrun = os.fork()
     if torchrun == 0:
         if os.fork() == 0:
             cli.run(["train", str(tmp_path / "run.toml")]) if started_by == "command" else run.start(config)

@@ -17,6 +17,7 @@ from commands import rotorch, write_run
 from rotorch.comm.transports import send_receive
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import RankFailure
+from rotorch.forking import forking
 from rotorch.parallelize import parallelize
 from rotorch.train import loop, watchdog
 from rotorch.train.launch import launch, run_as_rank
@@ -247,7 +248,8 @@ def test_collectives_that_do_not_match_are_shown_side_by_side(tmp_path):
 
 
 def test_a_rank_of_torchrun_ends_itself_and_says_where_it_was(tmp_path):
-    pid = os.fork()
+    with forking():
+        pid = os.fork()
     if pid == 0:
         os.environ.update(RANK="3", WORLD_SIZE="4")
         sys.stderr = (tmp_path / "stderr").open("w")
@@ -261,7 +263,8 @@ def test_a_rank_of_torchrun_ends_itself_and_says_where_it_was(tmp_path):
 
 
 def test_a_rank_of_torchrun_that_computes_may_be_slow(tmp_path):
-    pid = os.fork()
+    with forking():
+        pid = os.fork()
     if pid == 0:
         os.environ.update(RANK="0", WORLD_SIZE="1")
         sys.stderr = (tmp_path / "stderr").open("w")

@@ -6,7 +6,6 @@ are started afresh, since the allocator's settings are read when a process start
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
@@ -22,6 +21,7 @@ from rotorch.bench.process_memory import MALLOC_ENVIRONMENT
 from rotorch.bench.rank import Place, serve
 from rotorch.bench.task import Task
 from rotorch.core.errors import RankFailure
+from rotorch.forking import forking
 
 _STOP_S = 10.0
 
@@ -97,7 +97,8 @@ class RowRanks:
         for place in places:
             ours, theirs = context.Pipe()
             process = context.Process(target=_forked_main, args=(ours, theirs, task, place, together), daemon=True)
-            process.start()
+            with forking():
+                process.start()
             theirs.close()
             self._connections.append(ours)
             self._processes.append(_Forked(process))
@@ -170,7 +171,6 @@ class RowRanks:
 
 
 def _forked_main(ours: Connection, theirs: Connection, task: Task, place: Place, together: Any) -> None:
-    gc.freeze()  # see [Note: fork] in `train/launch.py`
     ours.close()
     serve(theirs, task=task, place=place, wait_for_all=together.wait)
 

@@ -201,7 +201,7 @@ class _KeptCrossEntropy(torch.autograd.Function):
 
 
 class _SeenLogits:
-    """What is left of logits that come slice by slice.
+    """What the loss keeps of logits that come slice by slice: their log-sum-exp, and those of the targets.
 
     Attributes:
         picked_B: those of the targets; minus infinity where the target has not come.
@@ -213,7 +213,7 @@ class _SeenLogits:
         self.picked_B: Tensor
 
     def add(self, lse_B: Tensor, *, tokens: Tensor, picked: Tensor) -> None:
-        """Takes a slice's log-sum-exp [B] and the logits of those of its rows that are the targets of `tokens`."""
+        """Takes the log-sum-exp [B] of a slice, or of what is to count of it, and the logits of targets in it."""
         if self._lse_B is None:
             self.picked_B = picked.new_full(self._shape, -torch.inf)
         self.picked_B[tokens] = picked
@@ -221,7 +221,7 @@ class _SeenLogits:
 
     @property
     def lse_B(self) -> Tensor:
-        """The log-sum-exp of all slices."""
+        """The log-sum-exp of all that was taken."""
         if self._lse_B is None:
             raise AssertionError("every slice of the head is empty")
         return self._lse_B
@@ -312,7 +312,7 @@ def _softmax_factor(largest_B: Tensor, lse_B: Tensor) -> Tensor:
 
     At least so large that its reciprocal is a number: a slice whose share is smaller has none.
     """
-    return (largest_B - lse_B).exp_().clamp_min_(1e-30)
+    return (largest_B - lse_B).exp_().clamp_min_(max(1e-30, torch.finfo(lse_B.dtype).tiny))
 
 
 def _weights(unit: RotatingUnit, visit: Visit, dtype: torch.dtype) -> list[Tensor]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import gc
 import multiprocessing
 import os
 import signal
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from rotorch.core.errors import HeardFailure, RankFailure
+from rotorch.forking import forking
 
 _TICK_S = 0.5
 _HEARSAY_S = 0.5  # for the rank that failed to say so itself
@@ -54,7 +54,8 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_
                 process = context.Process(
                     target=_rank_main, args=(function, args, rank, num_ranks, folder, sender, timeout_s), daemon=True
                 )
-                process.start()
+                with forking():
+                    process.start()
                 sender.close()
                 pipes.append(receiver)
                 processes.append(process)
@@ -77,9 +78,6 @@ def _rank_main(
     sender: Connection,
     timeout_s: float,
 ) -> None:
-    # What the parent left stays: its process groups would wait for threads that are not here (see [Note: fork] in
-    # `train/launch.py`), and to go through all of it again and again costs more than small models do.
-    gc.freeze()
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_WORLD_SIZE=str(num_ranks))
     torch.set_num_threads(1)
     parent = os.getppid()

@@ -30,6 +30,7 @@ import torch
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.stages import NO_ORDER
+from rotorch.forking import forking
 from rotorch.models.describe import describe
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.strategies import parse_parallel
@@ -168,7 +169,8 @@ def _verify_in_child(config_class: type, layouts: Sequence[str]) -> list[Outcome
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(config_class, layouts, sender))
-    child.start()
+    with forking():
+        child.start()
     sender.close()
     outcomes: list[Outcome] = []
     deadline = time.monotonic() + _SECONDS

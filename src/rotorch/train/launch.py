@@ -11,18 +11,15 @@
     - torchrun dies: the same, asked for by each rank as the first thing it does (`orphans.py`).
     - Under torchrun, Slurm and the like each rank raises the flag for itself, and the ranks agree all the same.
 
-[Note: fork]
-    Ranks are forked: torch and transformers are imported once, and a rank starts in a fraction of a second. A lock that
-    another thread holds at that moment stays locked in the rank for ever, so the launcher keeps torch to one thread and
-    serves no TCP store (its thread looks up host names): ranks find each other through a file. A thread of the launcher
-    is not there in a rank, and who destroys an object that ends its threads, as a process group does, waits for them:
-    ranks leave the launcher's garbage alone.
+[Note: few threads]
+    What a fork does to threads is in `forking.py`. A lock that another thread holds at that moment stays locked in the
+    rank for ever, so the launcher keeps torch to one thread and serves no TCP store (its thread looks up host names):
+    ranks find each other through a file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import math
 import os
@@ -49,6 +46,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from rotorch.comm.shared_file import own_prefix, shared_memory_directory, sweep
 from rotorch.core.errors import ConfigError, FinalFailure, HeardFailure, RankFailure, RotorchError
+from rotorch.forking import forking
 from rotorch.train.deaths import Watch, death_of, explain
 from rotorch.train.failure_report import REPORT, answer_with_stack
 from rotorch.train.orphans import die_with
@@ -64,18 +62,6 @@ _LOOK_EVERY_S = 0.1
 def is_rank() -> bool:
     """Whether torchrun, Slurm or an operator started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def check_ranks_can_be_forked(*, on_gpu: bool) -> None:
-    """Raises ConfigError if this process has what no rank that is forked from it could use (see [Note: fork])."""
-    command = "start the run by the command `rotorch train` or by torchrun"
-    if dist.is_initialized():
-        raise ConfigError(
-            f"ranks cannot be forked from this process: it is rank {dist.get_rank()} of {dist.get_world_size()} of a "
-            f"process group already. Call torch.distributed.destroy_process_group() before, or {command}"
-        )
-    if on_gpu and torch.cuda.is_initialized():
-        raise ConfigError(f"ranks cannot be forked from this process: it has used a GPU. Do that later, or {command}")
 
 
 def launch(
@@ -101,6 +87,7 @@ def launch(
     watch = Watch(StatusBoard(num_ranks), timeout_s=timeout_s)
     torch.set_num_threads(1)
     with (
+        forking(),
         _quiet_elastic(),
         tempfile.TemporaryDirectory(prefix="rotorch-") as directory,
         _own_shared_memory() as shared_memory,
@@ -173,7 +160,7 @@ def _run_agent(
     )
     logs = DefaultLogsSpecs(log_dir=directory)
     agent = _Agent(spec=spec, logs_specs=logs, start_method="fork", watch=watch, shared_memory=shared_memory)
-    # The first: see [Note: fork]. The second: the other signals are ours.
+    # The first: see [Note: few threads]. The second: the other signals are ours.
     with _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", TORCHELASTIC_SIGNALS_TO_HANDLE="SIGHUP,SIGQUIT"):
         try:
             return agent.run()
@@ -238,7 +225,6 @@ class _Group:
 
 
 def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int, traceback_dir: Path | None) -> None:
-    gc.freeze()  # see [Note: fork]
     rank = int(os.environ["RANK"])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

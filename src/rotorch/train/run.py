@@ -32,6 +32,7 @@ from rich.text import Text
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
+from rotorch.forking import check_ranks_can_be_forked
 from rotorch.mesh import join_process_group, pick_device
 from rotorch.models.lora import ADAPTERS
 from rotorch.parallelize import parallelize
@@ -43,7 +44,7 @@ from rotorch.train.companions import companions
 from rotorch.train.data import BYTES, TokenFile, prepare_corpus, train_and_held_out
 from rotorch.train.display import make_display
 from rotorch.train.dry_run import dry_run, show_dry_run
-from rotorch.train.launch import check_ranks_can_be_forked, is_rank, launch, run_as_rank
+from rotorch.train.launch import is_rank, launch, run_as_rank
 from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
 from rotorch.train.module import make_module
