@@ -12,6 +12,9 @@ TORCH ?= torch==2.13.0
 # One thread per rank: ranks share the cores of the machine.
 export OMP_NUM_THREADS ?= 1
 
+# Ranks of tests are forked from a process that computes, which with a GPU in sight does not work.
+test test-all failures checkpoints chaos zoo: export CUDA_VISIBLE_DEVICES =
+
 # The torch-free layers, which mypy holds to its strict rules.
 PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner src/rotorch/run_config.py \
           src/rotorch/strategies/__init__.py src/rotorch/strategies/*/plan.py src/rotorch/strategies/*/schedule.py)

@@ -1,13 +1,17 @@
 """What a process leaves behind when it forks ranks does not stop them."""
 
+import contextlib
 import gc
 import json
 import os
 import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 import rotorch.bench.rank as bench_rank
 from rotorch.bench.ranks import RowRanks
@@ -15,8 +19,11 @@ from rotorch.bench.task import Task
 from rotorch.core.errors import ConfigError
 from rotorch.forking import check_ranks_can_be_forked, forking
 from rotorch.run_config import OptimizerSection
+from rotorch.strategies import parse_parallel
 from rotorch.testing.ranks import run_ranks
+from rotorch.testing.verify import warm_up
 from rotorch.train.launch import launch
+from rotorch.train.run import _load_code
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny" / "llama.json"
 
@@ -51,12 +58,27 @@ def start_by_tests(work):
     run_ranks(work, num_ranks=2)
 
 
-def start_by_bench(work):
+def tiny_task():
     sizes = dict(vocabulary=64, num_ranks=2, micro_batch=2, sequence_length=16)
-    task = Task(name="tiny", model=json.loads(TINY.read_text()), optimizer=OptimizerSection(lr=1e-2), **sizes)
+    return Task(name="tiny", model=json.loads(TINY.read_text()), optimizer=OptimizerSection(lr=1e-2), **sizes)
+
+
+def start_by_bench(work):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bench_rank, "load_code", lambda task: work())
-        RowRanks(task, row="ddp=2", num_ranks=2).stop()
+        RowRanks(tiny_task(), row="ddp=2", num_ranks=2).stop()
+
+
+def load_for_training():
+    _load_code(SimpleNamespace(strategies=parse_parallel("rtp=2")))
+
+
+def load_for_bench():
+    bench_rank.load_code(tiny_task())
+
+
+def load_for_verify():
+    warm_up(parse_parallel("rtp=2"))
 
 
 every_start = pytest.mark.parametrize("start", [start_by_launcher, start_by_tests, start_by_bench])
@@ -74,47 +96,72 @@ def test_ranks_leave_garbage_alone_that_was_there_before_them(start, remains, tm
     assert len([*tmp_path.glob("collected-in-*")]) == 2
 
 
+def compute():
+    """With two threads; a process that waits for ever is ended."""
+    signal.alarm(60)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).add_(1)
+    torch.set_num_threads(before)
+    signal.alarm(0)
+    return True
+
+
 @every_start
 def test_ranks_compute_with_threads_that_the_process_before_them_had(start, tmp_path):
-    def compute():
-        signal.alarm(60)  # ends a rank that waits for ever
-        torch.set_num_threads(2)
-        torch.ones(1 << 20).add_(1)
-        signal.alarm(0)
+    def computes():
+        compute()
         (tmp_path / f"computed-in-{os.getpid()}").touch()
         return True
 
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        torch.ones(1 << 20).add_(1)
-        start(compute)
-        torch.ones(1 << 20).add_(1)
-    finally:
-        torch.set_num_threads(before)
+    compute()
+    start(computes)
     assert len([*tmp_path.glob("computed-in-*")]) == 2
+    compute()
 
 
-def frozen():
-    """How many objects are left alone in a process forked now, after it has left the block that forked it."""
+def in_a_fork(work, *, inside=True):
+    """What a process returns that is forked inside or outside of a block; it has left the block then."""
     reader, writer = os.pipe()
-    with forking():
+    with forking() if inside else contextlib.nullcontext():
         pid = os.fork()
     if pid == 0:
         try:
-            with forking():
-                pass
-            os.write(writer, str(gc.get_freeze_count()).encode())
+            os.write(writer, str(work()).encode())
         finally:
             os._exit(0)
     os.waitpid(pid, 0)
     os.close(writer)
     with os.fdopen(reader) as stream:
-        return int(stream.read())
+        return stream.read()
+
+
+def test_a_rank_may_compute_and_fork_ranks_itself():
+    compute()
+    assert in_a_fork(lambda: compute() and in_a_fork(compute)) == "True"
+
+
+def test_a_process_that_others_forked_may_fork_ranks():
+    """It has not got the threads that it would end."""
+
+    def forks():
+        signal.alarm(60)
+        threading.Thread(target=signal.pause, daemon=True).start()  # so it cannot be told by their number
+        return in_a_fork(lambda: True)
+
+    compute()
+    assert in_a_fork(forks, inside=False) == "True"
+    assert in_a_fork(lambda: compute() and in_a_fork(forks, inside=False)) == "True"
+
+
+def frozen():
+    with forking():
+        pass
+    return gc.get_freeze_count()
 
 
 def test_garbage_is_collected_again_here_and_not_in_ranks():
-    assert frozen() > 10_000
+    assert int(in_a_fork(frozen)) > 10_000
     assert gc.get_freeze_count() < 1000  # Python 3.12 freezes a few by itself
     with forking():
         with forking():
@@ -123,19 +170,41 @@ def test_garbage_is_collected_again_here_and_not_in_ranks():
     assert gc.get_freeze_count() < 1000
 
 
-@pytest.mark.parametrize("lost", [False, True])
-def test_a_process_forked_now_says_whether_it_could_use_a_gpu(monkeypatch, lost):
+def test_garbage_of_a_rank_does_not_pile_up_with_those_that_it_forks(tmp_path):
+    def forks():
+        Remains(tmp_path / "destroyed")
+        with forking():
+            return (tmp_path / "destroyed").exists()
+
+    assert in_a_fork(forks) == "True"
+
+
+def no_gradients(*_, **__):
+    raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing")
+
+
+def test_a_process_forked_now_says_what_it_could_not_do(monkeypatch):
     parent = os.getpid()
-    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: lost and os.getpid() != parent)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
     check_ranks_can_be_forked(on_gpu=False)
-    if not lost:
-        check_ranks_can_be_forked(on_gpu=True)
-        return
     with pytest.raises(ConfigError, match="it has used a GPU, or asked torch for one"):
         check_ranks_can_be_forked(on_gpu=True)
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
+    check_ranks_can_be_forked(on_gpu=True)
+    monkeypatch.setattr(Tensor, "backward", no_gradients)
+    with pytest.raises(ConfigError, match="it has computed gradients with a GPU in sight"):
+        check_ranks_can_be_forked(on_gpu=False)
 
 
 def test_an_answer_that_cannot_be_had_is_no(monkeypatch):
     monkeypatch.delattr(torch.cuda, "_is_in_bad_fork")
     with pytest.raises(ConfigError, match="it has used a GPU"):
         check_ranks_can_be_forked(on_gpu=True)
+
+
+@pytest.mark.parametrize("load", [load_for_training, load_for_bench, load_for_verify])
+def test_what_is_loaded_before_ranks_are_forked_leaves_gpus_alone(load, monkeypatch):
+    """A step of an optimizer, or a backward pass, would start CUDA where there is one."""
+    monkeypatch.setattr(torch.optim.AdamW, "step", no_gradients)
+    monkeypatch.setattr(Tensor, "backward", no_gradients)
+    load()

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -26,6 +27,7 @@ from rotorch._torch_private import (
     functional_collectives,
     group_size,
     group_timeout,
+    import_what_steps_need,
     in_backward,
     lost_gpu_by_fork,
     saved_tensors_are_hooked,
@@ -141,6 +143,22 @@ def test_it_is_known_whether_saved_tensors_are_hooked():
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert saved_tensors_are_hooked()
     assert not saved_tensors_are_hooked()
+
+
+def test_the_first_step_of_an_optimizer_has_nothing_left_to_import():
+    code = """
+import sys, torch
+from rotorch._torch_private import import_what_steps_need
+import_what_steps_need()
+before = set(sys.modules)
+weight = torch.nn.Parameter(torch.zeros(1))
+weight.sum().backward()
+torch.optim.AdamW([weight], fused=True).step()
+print(len(set(sys.modules) - before))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert int(found.stdout) < 10  # 200 otherwise
+    import_what_steps_need()  # once more does no harm
 
 
 def test_a_process_that_was_forked_is_told_whether_cuda_is_lost():

@@ -58,6 +58,7 @@ __all__ = [
     "functional_collectives",
     "group_size",
     "group_timeout",
+    "import_what_steps_need",
     "in_backward",
     "lost_gpu_by_fork",
     "saved_tensors_are_hooked",
@@ -194,6 +195,15 @@ def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     would be better; it says so by this name.
     """
     return mesh._flatten().get_group()
+
+
+def import_what_steps_need() -> None:
+    """Has torch import what it imports in the first step of any optimizer: seconds, and memory that forks share.
+
+    Reason: a step itself would do so, too, but since torch 2.13 it asks for the stream of a GPU if there is one in
+    sight, wherever its parameters lie, and no process forked after that could use it.
+    """
+    importlib.import_module("torch._dynamo")
 
 
 def lost_gpu_by_fork() -> bool:

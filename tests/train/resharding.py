@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from rotorch._torch_private import import_what_steps_need
 from rotorch.parallelize import parallelize
 from rotorch.run_config import OptimizerSection
 from rotorch.shard.materialize import on_meta
@@ -27,7 +28,7 @@ from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import plain_config
 from rotorch.testing.subjects import CausalLM, compute_exactly
 from rotorch.train.checkpoint import load, save
-from rotorch.train.optim import load_optimizer_code, make_optimizer
+from rotorch.train.optim import make_optimizer
 from rotorch.train.state import TrainState
 
 BAR = 1e-10
@@ -111,7 +112,7 @@ def build(layout: str) -> TrainState:
     """The model with the same first values under every layout, and the optimizer that `rotorch train` makes."""
     for strategy in parse_parallel(layout):
         importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply")
-    load_optimizer_code()
+    import_what_steps_need()
     config = plain_config(_CONFIG, layers=2)
     compute_exactly(config)
     with on_meta():

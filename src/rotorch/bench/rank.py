@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from rotorch._torch_private import import_what_steps_need
 from rotorch.bench.contender import LIMIT, REFERENCE, Contender, build, make_contender
 from rotorch.bench.peers import PEERS
 from rotorch.bench.process_memory import ProcessMemory, read_process_memory, reset_peak
@@ -245,21 +246,21 @@ def _join(place: Place) -> None:
 def load_code(task: Task) -> None:
     """Loads what a step needs and torch or transformers load on first use: seconds, which forked ranks then save.
 
-    Computes on single numbers only: a process that is to fork must not have started threads.
+    Computes nothing: ranks forked from a process that has could not use a GPU (see `forking.py`).
     """
     with on_meta():
         build(task)
     for kind in STRATEGIES:
         importlib.import_module(f"rotorch.strategies.{kind}.apply")
-    one = nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW(one.parameters(), fused=True)
-    one(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
+    import_what_steps_need()
 
 
 def _baseline(task: Task, *, row: str) -> ProcessMemory:
     """Memory of the process when all code is loaded and warm, and nothing is built."""
     load_code(task)
+    one = nn.Linear(1, 1)
+    one(torch.ones(1, 1)).sum().backward()
+    torch.optim.AdamW(one.parameters(), fused=True).step()
     if row in PEERS:
         PEERS[row].load_library(on_cpu=not torch.cuda.is_available())
     gc.freeze()  # what is loaded stays: to go through it again and again costs more than a small model's step

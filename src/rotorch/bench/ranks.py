@@ -94,14 +94,14 @@ class RowRanks:
     def _fork(self, task: Task, places: Sequence[Place]) -> None:
         context = multiprocessing.get_context("fork")
         together = context.Barrier(len(places))
-        for place in places:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_forked_main, args=(ours, theirs, task, place, together), daemon=True)
-            with forking():
+        with forking():
+            for place in places:
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_forked_main, args=(ours, theirs, task, place, together), daemon=True)
                 process.start()
-            theirs.close()
-            self._connections.append(ours)
-            self._processes.append(_Forked(process))
+                theirs.close()
+                self._connections.append(ours)
+                self._processes.append(_Forked(process))
 
     def _start(self, task: Task, places: Sequence[Place]) -> None:
         environment = {**os.environ, **MALLOC_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}

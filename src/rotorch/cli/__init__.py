@@ -136,6 +136,7 @@ def verify(
 ) -> int:
     """Holds a model under a layout against one process, in float64."""
     check_json(json_file)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it is on CPU; with a GPU in sight no rank could compute gradients
     from rotorch.testing.verify import verify as hold_against_one_process
 
     report = hold_against_one_process(

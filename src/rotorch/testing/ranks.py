@@ -49,16 +49,15 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_
         pipes: list[Connection] = []
         processes: list[Any] = []
         try:
-            for rank in range(num_ranks):
-                receiver, sender = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_rank_main, args=(function, args, rank, num_ranks, folder, sender, timeout_s), daemon=True
-                )
-                with forking():
+            with forking():
+                for rank in range(num_ranks):
+                    receiver, sender = context.Pipe(duplex=False)
+                    arguments = function, args, rank, num_ranks, folder, sender, timeout_s
+                    process = context.Process(target=_rank_main, args=arguments, daemon=True)
                     process.start()
-                sender.close()
-                pipes.append(receiver)
-                processes.append(process)
+                    sender.close()
+                    pipes.append(receiver)
+                    processes.append(process)
             return _collect(pipes, processes, folder=folder, timeout_s=timeout_s)
         finally:
             for process in processes:

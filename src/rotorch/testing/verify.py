@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rotorch._torch_private import import_what_steps_need
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.strategy import Strategy
@@ -231,9 +232,7 @@ def warm_up(strategies: Sequence[Strategy]) -> None:
     """Loads in this process, once, what forked ranks would each load for themselves."""
     for strategy in strategies:
         importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply")
-    weight = torch.zeros(1, requires_grad=True)
-    weight.grad = torch.zeros(1)
-    torch.optim.AdamW([weight]).step()
+    import_what_steps_need()
 
 
 def _constructed(subject: Subject, *, seed: int) -> nn.Module:

@@ -87,7 +87,6 @@ def launch(
     watch = Watch(StatusBoard(num_ranks), timeout_s=timeout_s)
     torch.set_num_threads(1)
     with (
-        forking(),
         _quiet_elastic(),
         tempfile.TemporaryDirectory(prefix="rotorch-") as directory,
         _own_shared_memory() as shared_memory,
@@ -123,6 +122,10 @@ class _Agent(LocalElasticAgent):
         super().__init__(*args, **kwargs)
         self._watch = watch
         self._shared_memory = shared_memory
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        with forking():
+            return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._watch.look({worker.global_rank: worker.id for worker in worker_group.workers})

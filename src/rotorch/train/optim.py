@@ -60,13 +60,6 @@ def make_optimizer(model: ParallelModel, *, settings: OptimizerSection) -> AdamW
     )
 
 
-def load_optimizer_code() -> None:
-    """Has torch import what it imports at the first step of any optimizer: seconds, and memory that forks share."""
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    parameter.grad = torch.zeros(1)
-    torch.optim.AdamW([parameter], fused=True).step()
-
-
 def learning_rate(step: int, *, settings: OptimizerSection, steps: int) -> float:
     """Returns the learning rate of `step`, counted from 1, in a run of `steps`."""
     warmup = settings.warmup_steps

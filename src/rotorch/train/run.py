@@ -29,6 +29,7 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from rotorch._torch_private import import_what_steps_need
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
@@ -48,7 +49,7 @@ from rotorch.train.launch import is_rank, launch, run_as_rank
 from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
 from rotorch.train.module import make_module
-from rotorch.train.optim import load_optimizer_code, make_optimizer, schedule_numbers
+from rotorch.train.optim import make_optimizer, schedule_numbers
 from rotorch.train.orphans import die_with_torchrun
 from rotorch.train.out_of_memory import Running, Share, explained_out_of_memory
 from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
@@ -95,9 +96,9 @@ def start(
     torch.set_num_threads(1)
     if is_rank():
         config, resume = as_started(config, resume=resume)
-    elif not only_plan:
-        check_ranks_can_be_forked(on_gpu=_uses_cuda(config))
     run = check_run(config, nproc=nproc, resume=resume, command=command, only_plan=only_plan)
+    if not (only_plan or is_rank()):
+        check_ranks_can_be_forked(on_gpu=_uses_cuda(config))
     console = Console(soft_wrap=True)
     is_first = not is_rank() or os.environ["RANK"] == "0"
     if is_first:
@@ -352,7 +353,7 @@ def _load_code(run: CheckedRun) -> None:
     """Imports once what every rank would import for itself, so that ranks start at once and share its memory."""
     for strategy in run.strategies:
         importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply")
-    load_optimizer_code()
+    import_what_steps_need()
 
 
 def _companions(config: RunConfig) -> dict[str, Path]:
