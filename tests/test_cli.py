@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rotorch import cli
+from rotorch.core.errors import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
 from commands import rotorch, write_run
@@ -125,6 +126,27 @@ def test_a_process_whose_ranks_could_not_work_starts_none(capsys, directory, mon
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     assert "it has used a GPU, or asked torch for one" in refused(capsys, directory, *command)
+
+
+@pytest.mark.parametrize(
+    ("command", "does"),
+    [
+        (["verify", "model", "--parallel", "rtp=2"], "rotorch.testing.verify.verify"),
+        (["zoo", "LlamaConfig"], "rotorch.testing.zoo.run_zoo"),
+    ],
+    ids=["verify", "zoo"],
+)
+def test_what_computes_on_cpu_before_it_forks_sees_no_gpu(monkeypatch, command, does):
+    seen = []
+
+    def look(*_, **__):
+        seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
+        raise ConfigError("seen enough")
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(does, look)
+    assert cli.run(command) == 2
+    assert seen == [""]
 
 
 def test_sizes_are_held_against_the_ranks_of_torchrun(capsys, directory, monkeypatch):

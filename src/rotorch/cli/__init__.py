@@ -64,6 +64,11 @@ def run(arguments: Sequence[str]) -> int:
     return code if isinstance(code, int) else DONE
 
 
+def _hide_gpus() -> None:
+    """For what computes on CPU and then forks ranks that do: with a GPU in sight these could not (see `forking.py`)."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def _say(message: str, *, code: int) -> int:
     print(f"rotorch: {' '.join(message.split())}", file=sys.stderr)
     return code
@@ -136,7 +141,7 @@ def verify(
 ) -> int:
     """Holds a model under a layout against one process, in float64."""
     check_json(json_file)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all of it is on CPU; with a GPU in sight no rank could compute gradients
+    _hide_gpus()
     from rotorch.testing.verify import verify as hold_against_one_process
 
     report = hold_against_one_process(
@@ -271,6 +276,7 @@ def zoo(
 
     for layout in parallel or ():
         parse_parallel(layout)
+    _hide_gpus()
     from rotorch.testing.zoo import LAYOUTS, configurations, run_zoo, table
 
     if known and again:
