@@ -55,6 +55,24 @@ def test_a_rank_that_fails_is_named_and_nothing_is_left(task, monkeypatch, how, 
     assert children() == before
 
 
+@pytest.mark.parametrize("how", ["raise", "die"])
+def test_the_rank_that_failed_is_named_though_another_heard_of_it_earlier(task, monkeypatch, how):
+    def make(task, *, row, rank):
+        failed_at = time.monotonic()
+        time.sleep(0.1 * rank)
+        if rank == 1 and how == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            monkeypatch.setattr(rank_module.time, "monotonic", lambda: failed_at - 60.0)
+        raise RuntimeError(f"rank {rank}: connection reset by peer")
+
+    monkeypatch.setattr(rank_module, "make_contender", make)
+    ranks = RowRanks(task, row="ddp=2", num_ranks=2)
+    with pytest.raises(RankFailure, match=r"ddp=2: rank 1"):
+        ranks.ask("build")
+    ranks.close()
+
+
 def test_ranks_that_hang_are_given_up(task, monkeypatch):
     monkeypatch.setattr(rank_module, "make_contender", lambda *_, **__: signal.pause())
     ranks = RowRanks(task, row="ddp=2", num_ranks=2)

@@ -96,7 +96,8 @@ def serve(connection: Connection, *, task: Task, place: Place, wait_for_all: Cal
     """Builds the contender and answers until told to stop; ends the process. Never raises: errors travel to the parent.
 
     Args:
-        connection: carries `(question, arguments)` in and `(ok, answer)` out; the first answer says that it is ready.
+        connection: carries `(question, arguments)` in and `(ok, answer)` out, of a failure when and what it was; the
+            first answer says that it is ready.
         task: what to train.
         place: which rank of which row this is.
         wait_for_all: returns when all ranks of the row have called it; None where nobody times anything.
@@ -116,7 +117,7 @@ def serve(connection: Connection, *, task: Task, place: Place, wait_for_all: Cal
         code = 1  # the bench is gone
     except BaseException:
         code = 1
-        connection.send((False, traceback.format_exc()))
+        connection.send((False, (time.monotonic(), traceback.format_exc())))
     finally:
         connection.close()
         sys.stdout.flush()

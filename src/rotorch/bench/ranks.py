@@ -24,6 +24,7 @@ from rotorch.core.errors import RankFailure
 from rotorch.forking import forking
 
 _STOP_S = 10.0
+_GRACE_S = 1.0  # for others to say what they saw, after a failure: who heard of it may say so first
 
 
 class _Process(Protocol):
@@ -129,19 +130,28 @@ class RowRanks:
 
     def _answers(self) -> list[Any]:
         answers: list[Any] = [None] * len(self._connections)
+        failures: list[tuple[float, str]] = []  # with when they were; who died may be the reason of all others
         pending = dict(enumerate(self._connections))
         deadline = time.monotonic() + self._timeout_s
         while pending:
             ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready:
+            if not ready and not failures:
                 raise RankFailure(f"{self.row}: ranks {sorted(pending)} gave no answer for {self._timeout_s:.0f} s")
+            if not ready:
+                break
             for rank in [r for r, connection in pending.items() if connection in ready]:
                 try:
                     ok, answers[rank] = pending.pop(rank).recv()
                 except (EOFError, OSError):
-                    raise RankFailure(f"{self.row}: rank {rank} {self._death(rank)}") from None
+                    failures.append((0.0, f"rank {rank} {self._death(rank)}"))
+                    continue
                 if not ok:
-                    raise RankFailure(f"{self.row}: rank {rank} raised:\n{answers[rank]}")
+                    when, text = answers[rank]
+                    failures.append((when, f"rank {rank} raised:\n{text}"))
+            if failures:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if failures:
+            raise RankFailure(f"{self.row}: {min(failures)[1]}")
         return answers
 
     def _death(self, rank: int) -> str:
