@@ -39,11 +39,10 @@ from torch.distributed.tensor import DTensor
 from rotorch.bench.process_memory import MALLOC_ENVIRONMENT, read_process_memory, reset_peak
 from rotorch.bench.record import commit, describe_machine, versions
 from rotorch.models.hf import causal_lm, config_from_dict
-from rotorch.parallelize import parallelize
+from rotorch.parallelize import load_step_code, parallelize
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
-from rotorch.testing.verify import warm_up
 from rotorch.train.background import Saver
 from rotorch.train.checkpoint import save
 from rotorch.train.state import TrainState
@@ -270,7 +269,7 @@ def main() -> int:
     parser.add_argument("--only-memory", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     strategies = parse_parallel(given.parallel)
-    warm_up(strategies)
+    load_step_code(strategy.kind for strategy in strategies)
     with tempfile.TemporaryDirectory(dir=given.dir, prefix="saving-") as name:
         directory = Path(name)
         if given.only_memory:

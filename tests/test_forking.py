@@ -7,7 +7,6 @@ import os
 import signal
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,12 +17,10 @@ from rotorch.bench.ranks import RowRanks
 from rotorch.bench.task import Task
 from rotorch.core.errors import ConfigError
 from rotorch.forking import check_ranks_can_be_forked, forking
+from rotorch.parallelize import load_step_code
 from rotorch.run_config import OptimizerSection
-from rotorch.strategies import parse_parallel
 from rotorch.testing.ranks import run_ranks
-from rotorch.testing.verify import warm_up
 from rotorch.train.launch import launch
-from rotorch.train.run import _load_code
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny" / "llama.json"
 
@@ -69,16 +66,12 @@ def start_by_bench(work):
         RowRanks(tiny_task(), row="ddp=2", num_ranks=2).stop()
 
 
-def load_for_training():
-    _load_code(SimpleNamespace(strategies=parse_parallel("rtp=2")))
-
-
 def load_for_bench():
     bench_rank.load_code(tiny_task())
 
 
-def load_for_verify():
-    warm_up(parse_parallel("rtp=2"))
+def load_for_every_other():
+    load_step_code(["rtp"])
 
 
 every_start = pytest.mark.parametrize("start", [start_by_launcher, start_by_tests, start_by_bench])
@@ -202,7 +195,7 @@ def test_an_answer_that_cannot_be_had_is_no(monkeypatch):
         check_ranks_can_be_forked(on_gpu=True)
 
 
-@pytest.mark.parametrize("load", [load_for_training, load_for_bench, load_for_verify])
+@pytest.mark.parametrize("load", [load_for_bench, load_for_every_other])
 def test_what_is_loaded_before_ranks_are_forked_leaves_gpus_alone(load, monkeypatch):
     """A step of an optimizer, or a backward pass, would start CUDA where there is one."""
     monkeypatch.setattr(torch.optim.AdamW, "step", no_gradients)

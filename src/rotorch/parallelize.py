@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from rotorch._torch_private import import_what_steps_need
 from rotorch.comm.collectives import open_meetings
 from rotorch.comm.message_threads import let_computing_go_first
 from rotorch.core.strategy import Strategy
@@ -110,3 +111,13 @@ def parallelize(
         loss=loss_of(module) if loss is None else loss,
         autocast_dtype=autocast_dtype,
     )
+
+
+def load_step_code(kinds: Iterable[str]) -> None:
+    """Imports what a step under these strategies needs, once, before ranks are forked: each would import it for itself.
+
+    Computes nothing: ranks forked from a process that has could not use a GPU (see `forking.py`).
+    """
+    for kind in kinds:
+        importlib.import_module(f"rotorch.strategies.{kind}.apply")
+    import_what_steps_need()

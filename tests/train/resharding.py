@@ -6,7 +6,6 @@ here, past rotorch's own reader: each file is safetensors, and a tensor's name s
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Sequence
@@ -17,8 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rotorch._torch_private import import_what_steps_need
-from rotorch.parallelize import parallelize
+from rotorch.parallelize import load_step_code, parallelize
 from rotorch.run_config import OptimizerSection
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import num_ranks, parse_parallel
@@ -110,9 +108,7 @@ def _error(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 def build(layout: str) -> TrainState:
     """The model with the same first values under every layout, and the optimizer that `rotorch train` makes."""
-    for strategy in parse_parallel(layout):
-        importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply")
-    import_what_steps_need()
+    load_step_code(strategy.kind for strategy in parse_parallel(layout))
     config = plain_config(_CONFIG, layers=2)
     compute_exactly(config)
     with on_meta():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import importlib
 import os
 import signal
 import sys
@@ -23,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rotorch._torch_private import import_what_steps_need
 from rotorch.bench.contender import LIMIT, REFERENCE, Contender, build, make_contender
 from rotorch.bench.peers import PEERS
 from rotorch.bench.process_memory import ProcessMemory, read_process_memory, reset_peak
@@ -33,6 +31,7 @@ from rotorch.bench.tensor_memory import TensorMemory, measure_tensors
 from rotorch.bench.trace import RankTrace, trace_steps
 from rotorch.comm.meter import Meter
 from rotorch.host_memory import give_back_freed_memory
+from rotorch.parallelize import load_step_code
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import STRATEGIES
 
@@ -245,15 +244,10 @@ def _join(place: Place) -> None:
 
 
 def load_code(task: Task) -> None:
-    """Loads what a step needs and torch or transformers load on first use: seconds, which forked ranks then save.
-
-    Computes nothing: ranks forked from a process that has could not use a GPU (see `forking.py`).
-    """
+    """Loads what a step needs and torch or transformers load on first use: seconds, which forked ranks then save."""
     with on_meta():
         build(task)
-    for kind in STRATEGIES:
-        importlib.import_module(f"rotorch.strategies.{kind}.apply")
-    import_what_steps_need()
+    load_step_code(STRATEGIES)
 
 
 def _baseline(task: Task, *, row: str) -> ProcessMemory:

@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,14 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotorch._torch_private import import_what_steps_need
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.strategy import Strategy
 from rotorch.mesh import check_world_size
 from rotorch.models.describe import describe
 from rotorch.parallel_model import ParallelModel
-from rotorch.parallelize import parallelize
+from rotorch.parallelize import load_step_code, parallelize
 from rotorch.shard.materialize import on_meta, take_recipes
 from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, format_parallel, num_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic, widen
@@ -220,19 +218,12 @@ def verify_subject(
     comparison = _Comparison(
         subject=subject, strategies=strategies, directory=directory, steps=steps, seed=seed, device=device
     )
-    warm_up(strategies)
+    load_step_code(strategy.kind for strategy in strategies)
     expected: Iterable[_Expected] = comparison.expected(reference)
     if device == "cpu":  # once, for all ranks; a process that has used a GPU cannot be forked
         expected = list(expected)
     found = run_ranks(comparison.run, module, expected, num_ranks=num_ranks(strategies), timeout_s=timeout_s)
     return _report(found, spec=spec, model=name, parallel=format_parallel(strategies))
-
-
-def warm_up(strategies: Sequence[Strategy]) -> None:
-    """Loads in this process, once, what forked ranks would each load for themselves."""
-    for strategy in strategies:
-        importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply")
-    import_what_steps_need()
 
 
 def _constructed(subject: Subject, *, seed: int) -> nn.Module:

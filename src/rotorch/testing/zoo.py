@@ -32,10 +32,11 @@ from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.stages import NO_ORDER
 from rotorch.forking import forking
 from rotorch.models.describe import describe
+from rotorch.parallelize import load_step_code
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.strategies import parse_parallel
 from rotorch.testing.subjects import TinySubject, configurations, model_classes, tiny_subject
-from rotorch.testing.verify import verify_subject, warm_up
+from rotorch.testing.verify import verify_subject
 
 LAYOUTS = ("rtp=2", "rtp=4", "fsdp=2", "rtp=2[recompute=slice]", "pp=2")
 """What `make zoo` tries. Over shared memory plain `rtp=2` multiplies with whole weights; the one before the last runs
@@ -121,7 +122,7 @@ def run_zoo(
         each = ((config_class.__name__, layout) for config_class in wanted for layout in layouts)
         return [kept[key] for key in each if key in kept]
     cache.parent.mkdir(parents=True, exist_ok=True)
-    warm_up([strategy for layout in layouts for strategy in parse_parallel(layout)])
+    load_step_code(strategy.kind for layout in layouts for strategy in parse_parallel(layout))
     outcomes: list[Outcome] = []
     for number, config_class in enumerate(wanted, start=1):
         mine = [kept.get((config_class.__name__, layout)) for layout in layouts]

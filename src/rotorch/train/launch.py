@@ -12,9 +12,8 @@
     - Under torchrun, Slurm and the like each rank raises the flag for itself, and the ranks agree all the same.
 
 [Note: few threads]
-    What a fork does to threads is in `forking.py`. A lock that another thread holds at that moment stays locked in the
-    rank for ever, so the launcher keeps torch to one thread and serves no TCP store (its thread looks up host names):
-    ranks find each other through a file.
+    Locks of other threads stay locked in ranks (see [Note: fork] in `forking.py`). So the launcher keeps torch to one
+    thread and serves no TCP store (its thread looks up host names): ranks find each other through a file.
 """
 
 from __future__ import annotations

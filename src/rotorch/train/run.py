@@ -15,7 +15,6 @@ start                      once: in the launcher, or in every rank that torchrun
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
@@ -29,14 +28,13 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
-from rotorch._torch_private import import_what_steps_need
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.forking import check_ranks_can_be_forked
 from rotorch.mesh import join_process_group, pick_device
 from rotorch.models.lora import ADAPTERS
-from rotorch.parallelize import parallelize
+from rotorch.parallelize import load_step_code, parallelize
 from rotorch.run_config import RunConfig
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel
@@ -123,7 +121,7 @@ def start(
         return True
 
     def launch_once(run: CheckedRun) -> None:
-        _load_code(run)
+        load_step_code(strategy.kind for strategy in run.strategies)
         backend = "cpu:gloo,cuda:nccl" if _uses_cuda(config) else "gloo"
         timeout_s = config.train.timeout_s
         try:
@@ -347,13 +345,6 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
         display = make_display(Console(), first_step=state.step + 1, steps=run.config.train.steps)
         stack.callback(display.close)
         yield (*listeners, display)
-
-
-def _load_code(run: CheckedRun) -> None:
-    """Imports once what every rank would import for itself, so that ranks start at once and share its memory."""
-    for strategy in run.strategies:
-        importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply")
-    import_what_steps_need()
 
 
 def _companions(config: RunConfig) -> dict[str, Path]:
