@@ -7,9 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.spec import Combine, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.stage_balance import LayerCost, balanced, layer_costs
-from rotorch.core.stages import LayerOrder
 from rotorch.core.traffic import MicroBatch
 from rotorch.strategies import for_batch, format_parallel, parse_parallel
 

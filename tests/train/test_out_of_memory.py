@@ -14,8 +14,7 @@ from commands import rotorch, write_run
 from failures import seen
 
 from rotorch.core.errors import HeardFailure, RankFailure
-from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
-from rotorch.core.stages import LayerOrder
+from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.run_config import BatchSizes
 from rotorch.strategies import batch_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks

@@ -18,8 +18,6 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from rotorch.core.stages import NO_ORDER, LayerOrder
-
 
 class Combine(StrEnum):
     """How the outputs of a unit's slices become the unit's output."""
@@ -173,7 +171,7 @@ class Unit:
             REPLICATED unit.
         added_once: names of biases that are added once, after the sum over slices; they belong to a REPLICATED unit.
         logits: whether one of its uses is a language model's head, whose products only a loss looks at.
-        stages: the pipeline stages that use it, where there are any (see core/stages.py).
+        stages: the pipeline stages that use it, where there are any (see `core/stages.py`).
         lent: whether another rank is home to it, and lends it for a step.
         hands_on: features of the hidden states that enter and leave its stage, told of a stage's first unit only.
         along_tokens: whether ranks that hold its slices have a stretch of the tokens each around it.
@@ -208,6 +206,37 @@ class Unit:
     def slice_bytes(self, *, num_slices: int, index: int) -> int:
         """Returns the bytes of slice `index` of `num_slices` of this unit's weights."""
         return sum(w.slice_bytes(num_slices=num_slices, index=index) for w in self.weights)
+
+
+@dataclass(frozen=True)
+class LayerOrder:
+    """The layers that hidden states pass one after another, and what lies before and after them.
+
+    Attributes:
+        layers: names of the repeated layers, in order; none if the model cannot be cut between layers.
+        after: names of modules between the last layer and the output.
+        width: features of the hidden states between layers.
+        attention_width: features of all heads of a layer together; 0 if that is not known.
+        experts_per_token: to how many of a layer's experts a token goes; 0 if to all.
+        refused: why the model cannot be cut into stages, in words; "" if it can.
+    """
+
+    layers: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    width: int = 0
+    attention_width: int = 0
+    experts_per_token: int = 0
+    refused: str = ""
+
+    def place_of(self, name: str) -> int:
+        """The place of a weight: -1 before the layers, the number of its layer, or how many layers there are."""
+        for number, layer in enumerate(self.layers):
+            if name.startswith(f"{layer}."):
+                return number
+        return len(self.layers) if any(name.startswith(f"{module}.") for module in self.after) else -1
+
+
+NO_ORDER = LayerOrder(refused="it has no pipeline plan (base_model_pp_plan of a Hugging Face configuration)")
 
 
 @dataclass(frozen=True)

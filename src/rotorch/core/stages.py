@@ -3,46 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
+from rotorch.core.spec import ModelSpec, Unit, UnitKind
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
-
-if TYPE_CHECKING:
-    from rotorch.core.spec import ModelSpec, Unit
-
-
-@dataclass(frozen=True)
-class LayerOrder:
-    """The layers that hidden states pass one after another, and what lies before and after them.
-
-    Attributes:
-        layers: names of the repeated layers, in order; none if the model cannot be cut between layers.
-        after: names of modules between the last layer and the output.
-        width: features of the hidden states between layers.
-        attention_width: features of all heads of a layer together; 0 if that is not known.
-        experts_per_token: to how many of a layer's experts a token goes; 0 if to all.
-        refused: why the model cannot be cut into stages, in words; "" if it can.
-    """
-
-    layers: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    width: int = 0
-    attention_width: int = 0
-    experts_per_token: int = 0
-    refused: str = ""
-
-    def place_of(self, name: str) -> int:
-        """The place of a weight: -1 before the layers, the number of its layer, or how many layers there are."""
-        for number, layer in enumerate(self.layers):
-            if name.startswith(f"{layer}."):
-                return number
-        return len(self.layers) if any(name.startswith(f"{module}.") for module in self.after) else -1
-
-
-NO_ORDER = LayerOrder(refused="it has no pipeline plan (base_model_pp_plan of a Hugging Face configuration)")
 
 
 def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:
@@ -63,7 +29,7 @@ def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:
         for number, weight in enumerate(unit.weights):
             used = tuple(sorted({stage_of(name) for name in (weight.name, *weight.aliases)}))
             by_stages.setdefault(used, []).append(number)
-        if len(by_stages) > 1 and unit.kind != "replicated":
+        if len(by_stages) > 1 and unit.kind is not UnitKind.REPLICATED:
             # A module that runs on slices is one stage's; a weight that it shares is another's too.
             used = tuple(sorted({stage for each in by_stages for stage in each}))
             by_stages = {used: list(range(len(unit.weights)))}

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.stages import NO_ORDER, LayerOrder
+from rotorch.core.spec import NO_ORDER, LayerOrder
 
 _OF_ALL_LAYERS = {"output_hidden_states": "hidden states", "output_attentions": "attention weights"}
 """What a model can be asked for that no single stage has."""

@@ -28,8 +28,7 @@ import psutil
 import torch
 
 from rotorch.core.errors import ConfigError, nearest
-from rotorch.core.spec import ModelSpec, UnitKind
-from rotorch.core.stages import NO_ORDER
+from rotorch.core.spec import NO_ORDER, ModelSpec, UnitKind
 from rotorch.forking import forking
 from rotorch.models.describe import describe
 from rotorch.parallelize import load_step_code
