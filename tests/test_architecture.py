@@ -39,7 +39,6 @@ LAYERS = {
     "testing": 6.5,  # public, for tests and `rotorch verify`; IMPORTED_ONLY_BY keeps layer 7 out of it
     "train": 7,
     "bench": 7,
-    "report": 7,
     "cli": 8,
     "__main__": 8,
 }
@@ -51,6 +50,14 @@ OPERATIONS = re.compile(
     r"torch\.distributed\.(distributed_c10d\.)?(all_reduce|all_gather|all_to_all|reduce|broadcast|gather|scatter"
     r"|i?send|i?recv|batch_isend_irecv|P2POp|barrier|monitored_barrier|nn\b|_functional_collectives)"
 )
+STATE_OF_A_PROCESS = {
+    "forking": "a fork must know of the process before it, and only the process itself can tell it",
+    "comm.meeting": "memory that ranks share goes with a process group, which is torch's",
+    "models.probe": "a trial of a kind of model is made once per process",
+    "models.feature_probe": "the same",
+    "models.token_probe": "the same",
+}
+"""Modules whose functions change what the module itself holds, and why they may."""
 BAD_FILES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 BAD_CLASSES = re.compile(r"(Engine|Manager|Context|Factory|Registry)$")
 MAX_LINES = 600
@@ -149,6 +156,35 @@ def classes_say_what_they_are(module: str, tree: ast.Module) -> Iterator[tuple[i
             yield node.lineno, f"class {node.name}: name what it is or does"
 
 
+def modules_hold_no_state(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Importing a module runs nothing, and what it holds stays as it is."""
+    if module in STATE_OF_A_PROCESS:
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield node.lineno, f"global {', '.join(node.names)}"
+    for node in tree.body:
+        match node:
+            case ast.Expr(value=ast.Call()):
+                yield node.lineno, f"importing it calls {ast.unparse(node.value.func)}"
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=value)
+            ):
+                if name.strip("_").islower() and name != "__all__" and is_container(value):
+                    yield node.lineno, f"{name} is filled later: keep it in an object"
+
+
+def is_container(value: ast.expr | None) -> bool:
+    """Whether an expression makes a dict, list or set, of whatever class."""
+    match value:
+        case ast.Dict() | ast.List() | ast.Set():
+            return True
+        case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
+            return name.lower().endswith(("dict", "dictionary", "list", "set", "deque", "counter"))
+    return False
+
+
 def file_problems(path: Path, text: str) -> Iterator[str]:
     if bad := BAD_FILES & {Path(part).stem for part in path.parts}:
         yield f"{path}: nothing is called {bad.pop()!r}"
@@ -163,6 +199,20 @@ def order_of_parts(modules: dict[str, ast.Module]) -> list[str]:
         if part := entry_of(module):
             imported = {entry_of(name) for _, name in internal(tree)}
             graph.setdefault(part, set()).update(i for i in imported if i not in (part, None))
+    return list(TopologicalSorter(graph).static_order())
+
+
+def order_of_files(modules: dict[str, ast.Module]) -> list[str]:
+    """The files of the package, imported ones first. Raises CycleError where files need each other, for types too."""
+
+    def file_of(name: str) -> str | None:
+        parts = name.split(".")
+        return next((known for k in range(len(parts), 0, -1) if (known := ".".join(parts[:k])) in modules), None)
+
+    graph = {
+        module: {other for _, name in internal(tree) if (other := file_of(name)) not in (module, None)}
+        for module, tree in modules.items()
+    }
     return list(TopologicalSorter(graph).static_order())
 
 
@@ -183,6 +233,7 @@ RULES = [
     only_comm_communicates,
     only_torch_private_is_private,
     classes_say_what_they_are,
+    modules_hold_no_state,
 ]
 
 
@@ -194,6 +245,29 @@ def test_rule_holds(rule):
 
 def test_parts_form_no_cycle():
     assert "core" in order_of_parts(MODULES)
+
+
+def test_files_form_no_cycle():
+    assert set(order_of_files(MODULES)) == set(MODULES)
+
+
+def test_layers_in_contributing_are_those_of_the_code():
+    block = re.search(r"## The layers.*?```\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.DOTALL)
+    assert block is not None
+    drawn = {}
+    for line in block[1].splitlines():
+        if found := re.match(r"(\d\S*)\s+(.*)", line):
+            for part in found[2].split():
+                drawn[part.rstrip("/").removesuffix(".py").replace("/", ".").replace("<kind>", "*")] = float(found[1])
+    assert drawn == {part: layer for part, layer in LAYERS.items() if part != "__main__"}
+
+
+def test_the_tree_in_the_readme_has_every_part_of_the_package_and_nothing_else():
+    block = re.search(r"```\nsrc/rotorch/\n(.*?)\n\S", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
+    assert block is not None
+    drawn = {part for line in block[1].splitlines() for part in re.split(r"\s{3,}", line.strip())[0].split()}
+    there = {p.name + "/" * p.is_dir() for p in PACKAGE.iterdir() if not p.name.startswith("__")}
+    assert drawn == there
 
 
 def test_files_are_short_and_well_named():
@@ -230,6 +304,11 @@ BITES = [
     (only_torch_private_is_private, "comm.ring", "import torch; torch._C.x", "import torch; torch.__version__"),
     (only_torch_private_is_private, "testing.fake", "from torch.utils._pytree import x", "from rotorch._x import y"),
     (classes_say_what_they_are, "comm.ring", "class RingManager: ...", "class ManagedRing: ..."),
+    (modules_hold_no_state, "comm.ring", "def f():\n global x\n x = 1", "def f():\n x = 1"),
+    (modules_hold_no_state, "comm.ring", "import os; os.register_at_fork()", "import os; x = os.name"),
+    (modules_hold_no_state, "models.hf", "_known: dict[str, int] = {}", "NAMES = {}"),
+    (modules_hold_no_state, "models.hf", "_known = WeakKeyDictionary()", "_log = logging.getLogger(__name__)"),
+    (modules_hold_no_state, "models.hf", "known = {}", 'STATE_OF_A_PROCESS = {"probe": "x"}'),
 ]
 
 
@@ -251,6 +330,13 @@ def test_two_parts_that_need_each_other_are_a_cycle():
     there, back = ast.parse("import rotorch.bench.table"), ast.parse("import rotorch.train.loop")
     with pytest.raises(CycleError):
         order_of_parts({"train.loop": there, "bench.table": back})
+
+
+def test_two_files_that_need_each_other_are_a_cycle_also_for_types_alone():
+    there, back = ast.parse("if TYPE_CHECKING:\n from rotorch.core.b import B"), ast.parse("from rotorch.core import a")
+    with pytest.raises(CycleError):
+        order_of_files({"core.a": there, "core.b": back})
+    assert order_of_files({"core.a": there, "core.b": ast.parse("")}) == ["core.b", "core.a"]
 
 
 @pytest.mark.parametrize("path", ["src/rotorch/utils.py", "src/rotorch/common/ring.py", "tests/helpers.py"])

@@ -47,7 +47,6 @@ COMPUTE = frozenset(
 SENDS = frozenset({ActionKind.SEND_FORWARD, ActionKind.SEND_BACKWARD})
 RECEIVES = frozenset({ActionKind.RECV_FORWARD, ActionKind.RECV_BACKWARD})
 MESSAGES = SENDS | RECEIVES
-SHARDING = frozenset({ActionKind.UNSHARD, ActionKind.RESHARD, ActionKind.REDUCE_GRAD})
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,10 +37,6 @@ class PeerMemoryUnavailable(Exception):
     """Why ranks cannot reach each other's memory here."""
 
 
-class Mark(Protocol):
-    """A place in the sequence of a lane."""
-
-
 class Lane(Protocol):
     """A sequence of its own of copies, sums and signals (see [Note: lanes]). Channels keep signals apart."""
 
