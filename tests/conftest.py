@@ -64,6 +64,15 @@ def no_group_is_left():
         gc.collect()
 
 
+@pytest.fixture(autouse=True)
+def no_autograd_threads():
+    """Tests compute what ranks forked later are held to, and some compile (see `forking.py`)."""
+    if "torch" in sys.modules:
+        from rotorch.forking import start_autograd
+
+        start_autograd()
+
+
 @pytest.fixture(scope="session")
 def warm():
     """Loads in this process, once, what forked ranks would each load for themselves: seconds per rank."""

@@ -5,18 +5,20 @@ import gc
 import json
 import os
 import signal
+import sys
 import threading
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rotorch.bench.rank as bench_rank
 from rotorch.bench.ranks import RowRanks
 from rotorch.bench.task import Task
 from rotorch.core.errors import ConfigError
-from rotorch.forking import check_ranks_can_be_forked, forking
+from rotorch.forking import check_ranks_can_be_forked, forking, start_autograd
 from rotorch.parallelize import load_step_code
 from rotorch.run_config import OptimizerSection
 from rotorch.testing.ranks import run_ranks
@@ -91,7 +93,7 @@ def test_ranks_leave_garbage_alone_that_was_there_before_them(start, remains, tm
 
 def compute():
     """With two threads; a process that waits for ever is ended."""
-    signal.alarm(60)
+    signal.alarm(600)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.ones(1 << 20).add_(1)
@@ -138,7 +140,7 @@ def test_a_process_that_others_forked_may_fork_ranks():
     """It has not got the threads that it would end."""
 
     def forks():
-        signal.alarm(60)
+        signal.alarm(600)
         threading.Thread(target=signal.pause, daemon=True).start()  # so it cannot be told by their number
         return in_a_fork(lambda: True)
 
@@ -198,6 +200,28 @@ def test_an_answer_that_cannot_be_had_is_no(monkeypatch):
 @pytest.mark.parametrize("load", [load_for_bench, load_for_every_other])
 def test_what_is_loaded_before_ranks_are_forked_leaves_gpus_alone(load, monkeypatch):
     """A step of an optimizer, or a backward pass, would start CUDA where there is one."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.optim.AdamW, "step", no_gradients)
     monkeypatch.setattr(Tensor, "backward", no_gradients)
     load()
+
+
+def gradients_after_fake_tensors():
+    """As after torch.compile; names of this process's threads and what became of a process forked after that."""
+    with FakeTensorMode():
+        torch.empty(2)
+    torch.ones(1, requires_grad=True).sum().backward()
+    threads = {(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()}
+    return sorted(name for name in threads if "autograd" in name), in_a_fork(a_gradient)
+
+
+def a_gradient():
+    torch.ones(1, requires_grad=True).sum().backward()
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
+def test_autograd_starts_no_threads_without_a_gpu_whatever_computed_before():
+    start_autograd()
+    assert in_a_fork(gradients_after_fake_tensors) == "([], 'True')"
+    assert in_a_fork(a_gradient) == "True"

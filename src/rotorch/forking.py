@@ -8,6 +8,12 @@
     - no rank is started from a process that is in a process group, or has used a GPU that ranks are to use, or has
       computed gradients with a GPU in sight: torch refuses to do that in a forked process;
     - a lock that another thread holds at that moment stays locked. So there should be few threads (`train/launch.py`).
+
+[Note: autograd's threads]
+    The first backward pass of a process starts one thread per device other than the CPU, and no process forked after
+    that may compute gradients. Builds for CUDA do so without a GPU, too, once a `FakeTensorMode` was entered (by
+    torch.compile, or by what DTensor asks of shapes): it puts a stand-in with eight devices in place of the driver. A
+    backward pass before all others finds no device, and starts no threads: for good, in this process and its forks.
 """
 
 from __future__ import annotations
@@ -51,6 +57,13 @@ def forking() -> Iterator[None]:
             _forking = before
             if before is None:
                 gc.unfreeze()
+
+
+def start_autograd() -> None:
+    """Keeps autograd from ever starting threads where no GPU is in sight (see [Note: autograd's threads])."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask in the usual way would spoil CUDA for ranks
+    if not torch.accelerator.is_available():
+        torch.ones(1, requires_grad=True).sum().backward()
 
 
 def check_ranks_can_be_forked(*, on_gpu: bool) -> None:

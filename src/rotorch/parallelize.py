@@ -12,6 +12,7 @@ from rotorch._torch_private import import_what_steps_need
 from rotorch.comm.collectives import open_meetings
 from rotorch.comm.message_threads import let_computing_go_first
 from rotorch.core.strategy import Strategy
+from rotorch.forking import start_autograd
 from rotorch.host_memory import keep_freed_memory
 from rotorch.mesh import flat_position, make_mesh, pick_device
 from rotorch.models.compiled import check_compiler
@@ -116,8 +117,9 @@ def parallelize(
 def load_step_code(kinds: Iterable[str]) -> None:
     """Imports what a step under these strategies needs, once, before ranks are forked: each would import it for itself.
 
-    Computes nothing: ranks forked from a process that has could not use a GPU (see `forking.py`).
+    Computes nothing with a GPU in sight: ranks forked from a process that has could not use it (see `forking.py`).
     """
+    start_autograd()
     for kind in kinds:
         importlib.import_module(f"rotorch.strategies.{kind}.apply")
     import_what_steps_need()

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.strategy import Strategy
+from rotorch.forking import start_autograd
 from rotorch.mesh import check_world_size
 from rotorch.models.describe import describe
 from rotorch.parallel_model import ParallelModel
@@ -195,6 +196,7 @@ def verify_subject(
         ConfigError: the layout cannot hold the model. RankFailure: a rank failed or hung.
     """
     strategies = parse_parallel(parallel)
+    start_autograd()  # the reference computes gradients here, and ranks are forked after that
     with on_meta():
         module = widen(subject.build()).train()
     spec = describe(module, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
