@@ -28,6 +28,7 @@ from rotorch.train.failure_report import REPORT
 from rotorch.train.manifest import MODEL, Manifest, check_sizes, read_manifest
 from rotorch.train.metrics import METRICS, read_metrics
 from rotorch.train.places import Place, StorePath, as_place, check_no_password, check_writable, is_url
+from rotorch.train.run_lock import LOCK
 
 RUN_FILE = "run.json"
 """Marks a directory as a run's, and says which."""
@@ -229,7 +230,8 @@ def check_out(out: Path, *, saves_in: Place, resume: bool, command: str) -> None
             f"or remove it (rm -r {out})"
         )
     # What a failure before the first step left says that there was no run.
-    if any(path.name != REPORT and not path.name.startswith("traceback-rank") for path in out.iterdir()):
+    left = (REPORT, LOCK)
+    if any(path.name not in left and not path.name.startswith("traceback-rank") for path in out.iterdir()):
         raise ConfigError(f"train.out: {out} is not empty, and is no run of rotorch. Write another train.out=...")
 
 

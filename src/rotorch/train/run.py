@@ -1,8 +1,10 @@
 """`rotorch train`, from a run's configuration to its last line. Read this file first; it names all the others in order.
 
 start                      once: in the launcher, or in every rank that torchrun started
+  run_lock.check_not_in_use  no other run writes here now
   preflight.check_run        all that can be wrong, before anything is written
   dry_run.dry_run            with --dry-run: what each rank would read and hold, and no more
+  run_lock.lock_directories  nobody else writes here from now on
   data.prepare_corpus        text -> tokens, cached
   restart.launch_again       once, or again from the last checkpoint after a rank failed
   launch.launch              ranks, and what becomes of them
@@ -41,17 +43,19 @@ from rotorch.strategies import format_parallel
 from rotorch.train.checkpoint import load_newest
 from rotorch.train.companions import companions
 from rotorch.train.data import BYTES, TokenFile, prepare_corpus, train_and_held_out
+from rotorch.train.directories import checkpoints_of
 from rotorch.train.display import make_display
 from rotorch.train.dry_run import dry_run, show_dry_run
 from rotorch.train.launch import is_rank, launch, run_as_rank
 from rotorch.train.loop import LoopEnd, run_loop
-from rotorch.train.metrics import Listener, MetricsFile, TensorBoard
+from rotorch.train.metrics import Listener, MetricsFile, TensorBoard, read_metrics
 from rotorch.train.module import make_module
 from rotorch.train.optim import make_optimizer, schedule_numbers
 from rotorch.train.orphans import die_with_torchrun
 from rotorch.train.out_of_memory import Running, Share, explained_out_of_memory
-from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
+from rotorch.train.preflight import RUN_FILE, CheckedRun, begun_by, check_run, data_position
 from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
+from rotorch.train.run_lock import check_not_in_use, contents, directories_of, lock_directories
 from rotorch.train.sample import write_sample
 from rotorch.train.state import TrainState, derive_rng, model_config
 from rotorch.train.status import Phase, StatusBoard
@@ -88,17 +92,40 @@ def start(
         RankFailure: a rank failed; the message names it.
         KeyboardInterrupt: Ctrl-C before the ranks started, or a second one while they ran.
     """
+    with ExitStack() as held:
+        return _start(
+            config, nproc=nproc, resume=resume, command=command, summary=summary, only_plan=only_plan, held=held
+        )
+
+
+def _start(
+    config: RunConfig,
+    *,
+    nproc: int | None,
+    resume: bool,
+    command: str,
+    summary: Path | None,
+    only_plan: bool,
+    held: ExitStack,
+) -> bool:
+    """What `start` does; `held` has the locks of the run's directories, until it is over."""
     die_with_torchrun()  # the command has done so; this is for who calls from a script
     # Asking for GPUs in the usual way would spoil CUDA for forked ranks.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     torch.set_num_threads(1)
+    is_first, asked_to_resume = not is_rank() or os.environ["RANK"] == "0", resume
     if is_rank():
         config, resume = as_started(config, resume=resume)
+    written = directories_of(config)
+    if is_first and not only_plan:
+        check_not_in_use(written)
+    seen_with = contents(written)
     run = check_run(config, nproc=nproc, resume=resume, command=command, only_plan=only_plan)
+    if asked_to_resume:
+        check_nothing_is_lost(run)
     if not (only_plan or is_rank()):
         check_ranks_can_be_forked(on_gpu=_uses_cuda(config))
     console = Console(soft_wrap=True)
-    is_first = not is_rank() or os.environ["RANK"] == "0"
     if is_first:
         _introduce(run, console)
     if only_plan:
@@ -108,6 +135,8 @@ def start(
             if summary is not None:
                 summary.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
         return bool(found["fits"])
+    if is_first:
+        held.enter_context(lock_directories(written, seen_with=seen_with))
     tokens = prepare_corpus(run.source)
     check_same_corpus(run, tokens)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
@@ -148,6 +177,22 @@ def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:
         raise ConfigError(
             f"--resume: data.source = {run.config.data.source!r} is not the text that {run.resume.checkpoint} was "
             f"trained on ({tokens.fingerprint} now, {begun_with} then). Write the source that the run was begun with"
+        )
+
+
+def check_nothing_is_lost(run: CheckedRun) -> None:
+    """A run that was asked to go on, and has no checkpoint, would begin anew over what it has written.
+
+    One that its own job starts again does so (see `restart.py`): it has said why.
+    """
+    is_own = is_rank() and begun_by(run.out) == os.environ.get(ELASTIC_RUN, "none") != "none"
+    if run.resume is not None or is_own:
+        return
+    if records := read_metrics(run.out):
+        raise ConfigError(
+            f"--resume: {checkpoints_of(run.saves_in)} has no checkpoint to go on from, and to begin anew would "
+            f"overwrite the metrics of {len(records)} steps in {run.out}. Put its checkpoints back, or begin anew with "
+            "another train.out=..."
         )
 
 

@@ -1,0 +1,166 @@
+"""Two runs in one directory: the second is refused, by name of the first, and writes nothing."""
+
+import json
+import os
+import platform
+import signal
+import socket
+
+import pytest
+from commands import Command, rotorch, wait_until, write_run
+
+from rotorch.train import run_lock
+from rotorch.train.metrics import METRICS, read_metrics
+from rotorch.train.run_lock import LOCK, DirectoryInUse, check_not_in_use, contents, lock_directories
+
+ENDLESS = ["train.steps=1000000", "optimizer.schedule=constant", "train.checkpoint_every=1"]
+
+
+def files(directory):
+    """What lies in a directory, and when it was written."""
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def live(tmp_path, warm):
+    """A run that goes on until it is ended, and has saved something."""
+    command = Command(tmp_path / "live", "train", write_run(tmp_path), *ENDLESS)
+    wait_until(lambda: len(read_metrics(tmp_path / "run")) > 2, what="three steps")
+    os.kill(command.ranks()[0], signal.SIGSTOP)  # so that what it writes stays as it is
+    yield command
+    if command.code is None:
+        os.killpg(command.pid, signal.SIGKILL)
+        command.wait()
+
+
+@pytest.mark.parametrize("others", [[], ["--resume"], ["train.checkpoint_dir=run", "train.out=other"]])
+def test_a_second_run_beside_a_live_one_is_refused_and_writes_nothing(live, others, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = files(tmp_path / "run")
+    second = rotorch(tmp_path / "second", "train", tmp_path / "run.toml", *ENDLESS, *others)
+    assert second.code == 2, second.stderr
+    key = "train.checkpoint_dir" if len(others) > 1 else "train.out"
+    assert f"{key}: " in second.stderr and "is used by another run" in second.stderr, second.stderr
+    assert f"process {live.pid} on {platform.node()}, since 2" in second.stderr
+    assert len(second.stderr.strip().splitlines()) == 1
+    assert files(tmp_path / "run") == before and not (tmp_path / "other").exists()
+
+
+def test_a_run_that_was_killed_blocks_nobody(live, tmp_path):
+    os.kill(live.ranks()[0], signal.SIGCONT)
+    os.kill(live.pid, signal.SIGKILL)
+    live.wait()
+    done = len(read_metrics(tmp_path / "run"))
+    after = rotorch(tmp_path / "log", "train", tmp_path / "run.toml", *ENDLESS, f"train.steps={done + 3}", "--resume")
+    assert after.code == 0, after.stderr
+    assert not (tmp_path / "run" / LOCK).exists()
+
+
+def test_of_two_that_start_together_one_goes_on(tmp_path, warm):
+    run = write_run(tmp_path)
+    both = [Command(tmp_path / name, "train", run, "train.checkpoint_every=2") for name in ("first", "second")]
+    codes = sorted(command.wait() for command in both)
+    assert codes == [0, 2], [command.stderr for command in both]
+    assert len(read_metrics(tmp_path / "run")) == 6
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 2  # train.keep
+
+
+# ---------------------------------------------------------------- the lock alone
+
+
+def hold(directory, **others):
+    directories = {"train.out": directory, **others}
+    return lock_directories(directories, seen_with=contents(directories))
+
+
+def test_two_names_of_one_directory_are_one(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "run")
+    with hold(tmp_path / "run", **{"train.checkpoint_dir": tmp_path / "link"}):
+        with pytest.raises(
+            DirectoryInUse, match=rf"train\.x: .*link is used by another run \(process {os.getpid()} on"
+        ):
+            check_not_in_use({"train.x": tmp_path / "link"})
+        with pytest.raises(DirectoryInUse), hold(tmp_path / "run"):
+            pass
+    with hold(tmp_path / "run"):
+        pass
+
+
+def test_it_leaves_nothing_behind(tmp_path):
+    with hold(tmp_path / "runs" / "mine"):
+        assert (tmp_path / "runs" / "mine" / LOCK).exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_there_stays(tmp_path):
+    (tmp_path / METRICS).write_text("")
+    with hold(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [METRICS]
+
+
+def test_a_run_that_came_and_went_during_the_check_is_noticed(tmp_path):
+    before = contents({"train.out": tmp_path})
+    (tmp_path / METRICS).write_text("")
+    with (
+        pytest.raises(DirectoryInUse, match=rf"another run has just written or removed .*{METRICS}\. Give the same"),
+        lock_directories({"train.out": tmp_path}, seen_with=before),
+    ):
+        pass
+
+
+def test_a_directory_that_was_replaced_meanwhile_keeps_the_other_lock(tmp_path):
+    out = tmp_path / "run"
+    with hold(out):
+        (out / LOCK).unlink()
+        with hold(out):
+            assert (out / LOCK).exists()
+        with hold(out):
+            pass
+
+
+def test_whose_text_makes_no_sense_is_refused_all_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_lock, "_LOOKS", 1)
+    for text in ("", "[]", "{", json.dumps({"pid": 3}), "[" * 50_000):
+        with hold(tmp_path):
+            (tmp_path / LOCK).write_text(text)
+            with pytest.raises(DirectoryInUse, match="whose process is not known"):
+                check_not_in_use({"train.out": tmp_path})
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, caplog):
+    def none(*_):
+        raise OSError(run_lock.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(run_lock.fcntl, "flock", none)
+    with hold(tmp_path):
+        pass
+    assert "has no locks (No locks available): see to it that no other run writes there" in caplog.text
+
+
+def test_a_holder_on_another_host_is_never_taken_for_ended():
+    mine = run_lock.Holder.this()
+    assert not mine.has_ended and mine.host == socket.gethostname()
+    other = run_lock.Holder(1, "elsewhere", "then", mine.process.replace(str(os.getpid()), "999999999"))
+    assert not other.has_ended
+
+
+# ---------------------------------------------------------------- nothing is overwritten
+
+
+def test_a_run_without_its_checkpoints_is_not_begun_anew_over_its_metrics(tmp_path, warm):
+    run, out = write_run(tmp_path), tmp_path / "run"
+    (out / "checkpoints").mkdir(parents=True)
+    content = b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.4}\n'
+    (out / METRICS).write_bytes(content)
+    done = rotorch(tmp_path / "log", "train", run, "--resume")
+    assert done.code == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "has no checkpoint to go on from, and to begin anew would overwrite the metrics of 2 steps in" in done.stderr
+    assert (out / METRICS).read_bytes() == content and not list((out / "checkpoints").iterdir())
+
+
+def test_a_run_that_has_done_nothing_yet_begins(tmp_path, warm):
+    """Killed before its first step: whoever starts it again and again with --resume need not look."""
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    done = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--resume")
+    assert done.code == 0, done.stderr
