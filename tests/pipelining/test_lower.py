@@ -1,7 +1,7 @@
 import pytest
 
 from rotorch.core.errors import ConfigError
-from rotorch.pipelining.actions import MESSAGES, ActionKind, Placement, ScheduleError, counterpart, table
+from rotorch.pipelining.actions import COMPUTE, MESSAGES, ActionKind, Placement, ScheduleError, counterpart, table
 from rotorch.pipelining.baselines import BASELINES, make_schedule
 from rotorch.pipelining.lower import lower
 
@@ -68,6 +68,26 @@ def test_weights_are_sent_for_while_something_else_is_computed():
         whole += (action.kind is ActionKind.UNSHARD) - (action.kind is ActionKind.RESHARD)
         assert whole <= 2
     assert len(row) == len(lower(schedule).rows[0])
+
+
+@pytest.mark.parametrize("name", sorted(BASELINES))
+def test_no_more_than_two_stages_are_whole_for_sending_ahead(name):
+    num_chunks = 4 if BASELINES[name].any_chunks else BASELINES[name].usual_chunks
+    for unit in (1, 2, 4, 8):
+        schedule = make_schedule(name, num_ranks=2, num_chunks=num_chunks, num_micro_batches=8, unit=unit)
+        for plain, ahead in zip(lower(schedule).rows, lower(schedule, ahead=True).rows, strict=True):
+            assert all(num_whole <= 2 for num_whole in whole_when_sent_ahead(ahead))
+            assert sorted(map(str, ahead)) == sorted(map(str, plain))
+
+
+def whole_when_sent_ahead(row):
+    """The number of whole stages after each UNSHARD that stands before a computation of another stage."""
+    whole = 0
+    for place, action in enumerate(row):
+        whole += (action.kind is ActionKind.UNSHARD) - (action.kind is ActionKind.RESHARD)
+        computed = next((later for later in row[place:] if later.kind in COMPUTE), action)
+        if action.kind is ActionKind.UNSHARD and computed.stage != action.stage:
+            yield whole
 
 
 def test_rows_are_lowered_once():

@@ -1,7 +1,10 @@
+from collections import defaultdict
+from itertools import pairwise
+
 import pytest
 
-from rotorch.pipelining.actions import ActionKind
-from rotorch.pipelining.baselines import make_schedule
+from rotorch.pipelining.actions import SENDS, ActionKind, counterpart
+from rotorch.pipelining.baselines import BASELINES, make_schedule
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.simulate import (
     ACTIVATIONS,
@@ -52,6 +55,22 @@ def test_messages_go_one_after_another_when_both_ends_are_reached():
     slow = simulate(schedule, costs=StageCosts(message_bytes=4), link=Link(bytes_per_s=1))
     ends = [e.end_s for e in slow.timeline if e.action.kind is ActionKind.SEND_FORWARD]
     assert ends == [5, 10, 15]  # the next RECV stands behind a forward in its row
+
+
+@pytest.mark.parametrize("name", sorted(BASELINES))
+def test_messages_of_one_link_never_overlap(name):
+    num_chunks = BASELINES[name].usual_chunks
+    schedule = make_schedule(name, num_ranks=4, num_chunks=num_chunks, num_micro_batches=8)
+    found = simulate(schedule, costs=StageCosts(message_bytes=5), link=Link(bytes_per_s=1, latency_s=0.5))
+    links = defaultdict(list)
+    for entry in found.timeline:
+        if entry.action.kind in SENDS:
+            taker = schedule.rank_of(counterpart(entry.action).stage)
+            links[entry.rank, taker].append((entry.start_s, entry.end_s))
+    for entries in links.values():
+        assert all(end - start == 5.5 for start, end in entries)
+        assert all(end <= start for (_, end), (start, _) in pairwise(sorted(entries)))
+    assert links
 
 
 def test_blocking_ranks_stand_still():

@@ -95,6 +95,16 @@ def test_every_epoch_reads_every_window_once(num_windows, global_batch, seed):
         assert sorted(starts.tolist()) == [4 * window for window in range(num_windows)]
 
 
+def test_every_epoch_of_every_seed_has_an_order_of_its_own():
+    def epochs(seed):
+        windows = windows_of(20, seed=seed)
+        return [tuple(windows.window(epoch * 20 + place)[0] for place in range(20)) for epoch in range(4)]
+
+    orders = [order for seed in range(3) for order in epochs(seed)]
+    assert len(set(orders)) == len(orders)
+    assert epochs(1) == orders[4:8]
+
+
 def test_a_resumed_run_reads_on_exactly_on_other_ranks():
     before, after = windows_of(23, seed=5), windows_of(23, seed=5)
     undisturbed = [before.global_batch(step, global_batch=8)["input_ids"] for step in range(12)]
