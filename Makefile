@@ -6,8 +6,9 @@ BIN    := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
              $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-# Another build of torch: make setup TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
-TORCH ?= torch==2.13.0
+# Another build of torch: make setup TORCH='torch==2.15.0 --index-url https://download.pytorch.org/whl/cpu'
+TORCH ?= torch==2.15.0
+OLDEST = torch==2.13.0
 
 # One thread per rank: ranks share the cores of the machine.
 export OMP_NUM_THREADS ?= 1
@@ -21,7 +22,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner sr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all failures checkpoints chaos test-gpu check zoo bench bars bench-gpu clean
+.PHONY: help setup train test test-all test-oldest failures checkpoints chaos test-gpu check zoo bench bars bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -48,6 +49,9 @@ test: setup ## run the tests, as many at a time as there are cores; make test AR
 
 test-all: setup ## run the tests, and those that repeat on more cells what others prove
 	@$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
+
+test-oldest: ## the same tests with the oldest torch that is supported, in .venv-oldest
+	@$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH=$(OLDEST)
 
 failures: setup ## write docs/failures.md: what a user sees of each failure, as its test sees it
 	@ROTORCH_WRITE_FAILURES=1 $(BIN)/python -m pytest -q $$(grep -l "failures import" tests/train/test_*.py)
@@ -80,5 +84,5 @@ bench-gpu: setup ## what rotation holds, computes and costs on one GPU; without 
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 clean: ## remove .venv, caches and build output (runs/ stays)
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-oldest .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

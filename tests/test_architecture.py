@@ -25,6 +25,8 @@ LAYERS = {
     "mesh": 3,
     "host_memory": 3,
     "forking": 3,
+    "fresh_process": 3,
+    "orphans": 2,
     "comm": 3,
     "_torch_private": 3,
     "shard": 4,

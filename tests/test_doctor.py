@@ -1,7 +1,10 @@
 """What `rotorch doctor` says of transports, on machines of several kinds."""
 
 import importlib
+import re
 import shutil
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -67,3 +70,40 @@ def test_symmetric_memory_between_gpus(number, overlapping, apart, expected, mon
     assert doctor._symmetric_memory() == expected
     monkeypatch.setattr(doctor, "why_no_windows", lambda device: "of this")
     assert doctor._symmetric_memory() == "no: of this"
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("there", "said"),
+    [
+        ("2.12.1", "no: 2.12.1 is older than what tests run with, 2.13 to 2.15; take 2.15"),
+        ("2.13.0+cpu", "yes: 2.13.0+cpu; tests run with 2.13 to 2.15"),
+        ("2.15.1", "yes: 2.15.1; tests run with 2.13 to 2.15"),
+        ("3.0.0", "no: 3.0.0 is newer than what tests run with, 2.13 to 2.15; if it misbehaves, take 2.15"),
+        ("missing", "no: it is missing; tests run with 2.13 to 2.15"),
+    ],
+)
+def test_versions_that_no_test_ran_with_are_said(there, said, monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: there)
+    assert doctor.examine()["tested"]["torch"] == said
+
+
+def test_transformers_newer_than_the_floor_is_said(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: "5.24.0")
+    assert doctor.examine()["tested"]["transformers"].startswith("no: 5.24.0 is newer than what tests run with, 5.23;")
+
+
+def test_the_ranges_that_are_said_tested_installed_and_let_in_are_the_same():
+    ranges = dict(
+        re.match(r"([a-z]+)>=([\d.]+)", line).groups()
+        for line in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    )
+    pinned = dict(re.findall(r"^(\w+)==(\d+\.\d+)", (ROOT / "constraints.txt").read_text(), flags=re.MULTILINE))
+    made = dict(re.findall(r"^(TORCH|OLDEST) \??= torch==(\d+\.\d+)", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for name, (oldest, newest) in doctor.TESTED.items():
+        assert (ranges[name], pinned[name]) == (oldest, newest), name
+    assert (made["OLDEST"], made["TORCH"]) == doctor.TESTED["torch"]
+    major, minor = map(int, doctor.TESTED["torch"][1].split("."))
+    assert f'"torch>=2.13,<{major}.{minor + 1}"' in (ROOT / "pyproject.toml").read_text()

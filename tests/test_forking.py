@@ -17,8 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rotorch.bench.rank as bench_rank
 from rotorch.bench.ranks import RowRanks
 from rotorch.bench.task import Task
-from rotorch.core.errors import ConfigError
-from rotorch.forking import check_ranks_can_be_forked, forking, start_autograd
+from rotorch.forking import forking, start_autograd, why_no_ranks, why_no_ranks_on_cpu
 from rotorch.parallelize import load_step_code
 from rotorch.run_config import OptimizerSection
 from rotorch.testing.ranks import run_ranks
@@ -181,20 +180,27 @@ def no_gradients(*_, **__):
 def test_a_process_forked_now_says_what_it_could_not_do(monkeypatch):
     parent = os.getpid()
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: os.getpid() != parent)
-    check_ranks_can_be_forked(on_gpu=False)
-    with pytest.raises(ConfigError, match="it has used a GPU, or asked torch for one"):
-        check_ranks_can_be_forked(on_gpu=True)
+    assert why_no_ranks(on_gpu=False) == ""
+    assert why_no_ranks(on_gpu=True) == "it has used a GPU, or asked torch for one"
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: False)
-    check_ranks_can_be_forked(on_gpu=True)
+    assert why_no_ranks(on_gpu=True) == ""
     monkeypatch.setattr(Tensor, "backward", no_gradients)
-    with pytest.raises(ConfigError, match="it has computed gradients with a GPU in sight"):
-        check_ranks_can_be_forked(on_gpu=False)
+    assert why_no_ranks(on_gpu=False) == "it has computed gradients with a GPU in sight"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
+def test_threads_of_autograd_are_seen():
+    def has_them():
+        (Path(f"/proc/self/task/{os.getpid()}") / "comm").write_text("pt_autograd_0")
+        return why_no_ranks_on_cpu()
+
+    assert why_no_ranks_on_cpu() == ""
+    assert in_a_fork(has_them) == "it has computed gradients with a GPU in sight"
 
 
 def test_an_answer_that_cannot_be_had_is_no(monkeypatch):
     monkeypatch.delattr(torch.cuda, "_is_in_bad_fork")
-    with pytest.raises(ConfigError, match="it has used a GPU"):
-        check_ranks_can_be_forked(on_gpu=True)
+    assert why_no_ranks(on_gpu=True).startswith("it has used a GPU")
 
 
 @pytest.mark.parametrize("load", [load_for_bench, load_for_every_other])

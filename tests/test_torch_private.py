@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rotorch import _torch_private
 from rotorch._torch_private import (
+    AUTOGRAD_THREADS,
     FUSED_ATTENTION,
     GLOO_THREADS,
     TRUNCATED_NORMAL,
@@ -175,6 +176,21 @@ def test_a_gloo_group_starts_threads_of_these_names():
     named = GLOO_THREADS if torch.__version__ >= "2.13" else {"pt_gloo_runloop"}
     for names in run_ranks(names_of_threads, num_ranks=2):
         assert names >= named
+
+
+@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch has no devices besides CPUs")
+def test_autograd_starts_threads_of_these_names():
+    code = """
+from pathlib import Path
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+with FakeTensorMode():  # where there is no GPU it puts some in its place
+    torch.empty(1)
+torch.ones(1, requires_grad=True).sum().backward()
+print(*(task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert AUTOGRAD_THREADS in found.stdout
 
 
 def test_a_wrapper_has_a_shape_and_no_memory():

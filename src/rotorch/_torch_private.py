@@ -41,11 +41,18 @@ GLOO_THREADS = {"gloo_tcp_loop", "pt_gloo_runloop"}
 Reason: torch gives no other way to tell them from a process's other threads. Before 2.13 the first has no name.
 """
 
+AUTOGRAD_THREADS = "pt_autograd_"
+"""How the names of the threads begin that autograd starts for devices other than the CPU.
+
+Reason: a process that has them cannot fork ranks that compute gradients, and torch tells only the forked process.
+"""
+
 # TorchDispatchMode: the documented way to observe operations below autograd, but only exported from an underscore
 # module.
 # tree_flatten, tree_unflatten: arguments and outputs of unmodified modules are nested tuples, dicts and dataclasses
 # registered with torch's own pytree; optree would not know Hugging Face's output classes.
 __all__ = [
+    "AUTOGRAD_THREADS",
     "FUSED_ATTENTION",
     "GLOO_THREADS",
     "TRUNCATED_NORMAL",

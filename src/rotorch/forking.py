@@ -5,8 +5,9 @@
     all of the memory of the process that forked it, and of its threads only the one that did. So
     - garbage is left alone: a process group in it would wait for its threads to end, which are not there;
     - OpenMP's threads are ended before, and start again when they are needed: a rank would hand them work, and wait;
-    - no rank is started from a process that is in a process group, or has used a GPU that ranks are to use, or has
-      computed gradients with a GPU in sight: torch refuses to do that in a forked process;
+    - no rank is forked from a process that is in a process group, or has used a GPU that ranks are to use, or has
+      computed gradients with a GPU in sight: torch refuses to do that in a forked process. Such a process has a new one
+      start its ranks (`fresh_process.py`);
     - a lock that another thread holds at that moment stays locked. So there should be few threads (`train/launch.py`).
 
 [Note: autograd's threads]
@@ -23,16 +24,16 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from rotorch._torch_private import lost_gpu_by_fork
-from rotorch.core.errors import ConfigError
+from rotorch._torch_private import AUTOGRAD_THREADS, lost_gpu_by_fork
 
 _OMP_PAUSE_HARD = 2
-_COMMAND = "start the run by the command `rotorch train` or by torchrun"
+_COMPUTED = "it has computed gradients with a GPU in sight"
 _ALL_IS_WELL, _NO_GPU, _NO_GRADIENTS = 0, 1, 2
 
 _forking: int | None = None
@@ -59,31 +60,38 @@ def forking() -> Iterator[None]:
                 gc.unfreeze()
 
 
+def gpu_in_sight() -> bool:
+    """Whether there is a GPU that CUDA_VISIBLE_DEVICES does not hide. Processes forked after that can use it."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask in the usual way would spoil CUDA for ranks
+    return torch.cuda.is_available()
+
+
 def start_autograd() -> None:
     """Keeps autograd from ever starting threads where no GPU is in sight (see [Note: autograd's threads])."""
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask in the usual way would spoil CUDA for ranks
-    if not torch.accelerator.is_available():
+    if not (gpu_in_sight() or torch.accelerator.is_available()):
         torch.ones(1, requires_grad=True).sum().backward()
 
 
-def check_ranks_can_be_forked(*, on_gpu: bool) -> None:
-    """Raises ConfigError if this process has what no rank that is forked from it could use."""
-    if dist.is_initialized():
-        raise ConfigError(
-            f"ranks cannot be forked from this process: it is rank {dist.get_rank()} of {dist.get_world_size()} of a "
-            f"process group already. Call torch.distributed.destroy_process_group() before, or {_COMMAND}"
-        )
+def why_no_ranks(*, on_gpu: bool) -> str:
+    """What this process has that no rank forked from it could live with; empty if there is nothing."""
+    if why := why_no_ranks_on_cpu():
+        return why
     found = _try_in_a_fork(on_gpu=on_gpu)
     if found == _NO_GRADIENTS:
-        raise ConfigError(
-            "ranks cannot be forked from this process: it has computed gradients with a GPU in sight, and no process "
-            f"forked from it can do so after that. Do it later, or {_COMMAND}"
-        )
-    if found != _ALL_IS_WELL:
-        raise ConfigError(
-            "ranks cannot be forked from this process: it has used a GPU, or asked torch for one, which no process "
-            f"forked from it can do after that. Do it later, or {_COMMAND}"
-        )
+        return _COMPUTED
+    return "" if found == _ALL_IS_WELL else "it has used a GPU, or asked torch for one"
+
+
+def why_no_ranks_on_cpu() -> str:
+    """The same by what can be seen from here, in a millisecond: of a process that was not forked from such a one."""
+    if dist.is_initialized():
+        return f"it is rank {dist.get_rank()} of {dist.get_world_size()} of a process group already"
+    return _COMPUTED if any(name.startswith(AUTOGRAD_THREADS) for name in _threads()) else ""
+
+
+def _threads() -> list[str]:
+    """Names of this process's threads (Linux; elsewhere torch has no devices besides CPUs that ranks could use)."""
+    return [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
 
 
 def _try_in_a_fork(*, on_gpu: bool) -> int:

@@ -1,7 +1,8 @@
 """The ranks of one row as the bench sees them: started together, asked together, ended together.
 
 Ranks that are timed are forked: what the bench has imported is there at once. Ranks whose process memory is measured
-are started afresh, since the allocator's settings are read when a process starts.
+are started afresh, since the allocator's settings are read when a process starts; so are those of a process that ranks
+cannot be forked from (`forking.py`).
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ import multiprocessing
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
@@ -21,7 +21,8 @@ from rotorch.bench.process_memory import MALLOC_ENVIRONMENT
 from rotorch.bench.rank import Place, serve
 from rotorch.bench.task import Task
 from rotorch.core.errors import RankFailure
-from rotorch.forking import forking
+from rotorch.forking import forking, why_no_ranks_on_cpu
+from rotorch.fresh_process import start_fresh
 
 _STOP_S = 10.0
 _GRACE_S = 1.0  # for others to say what they saw, after a failure: who heard of it may say so first
@@ -86,7 +87,10 @@ class RowRanks:
             for rank in range(num_ranks)
         ]
         try:
-            (self._start if fresh else self._fork)(task, places)
+            if fresh or why_no_ranks_on_cpu():
+                self._start(task, places, environment=MALLOC_ENVIRONMENT if fresh else {})
+            else:
+                self._fork(task, places)
             self._answers()
         except BaseException:
             self.close()
@@ -104,13 +108,9 @@ class RowRanks:
                 self._connections.append(ours)
                 self._processes.append(_Forked(process))
 
-    def _start(self, task: Task, places: Sequence[Place]) -> None:
-        environment = {**os.environ, **MALLOC_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    def _start(self, task: Task, places: Sequence[Place], *, environment: Mapping[str, str]) -> None:
         for place in places:
-            ours, theirs = multiprocessing.Pipe()
-            code = f"from rotorch.bench.ranks import started_main; started_main({theirs.fileno()})"
-            process = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[theirs.fileno()])
-            theirs.close()
+            process, ours = start_fresh("rotorch.bench.ranks:started_main", environment=environment)
             ours.send((task, place))
             self._connections.append(ours)
             self._processes.append(_Started(process))

@@ -109,9 +109,9 @@ def train(
     json_file: Json = None,
 ) -> int:
     """Trains a model on ranks of this machine, or as one rank under torchrun."""
+    from rotorch.orphans import die_with_torchrun
     from rotorch.run_config import load_run_config
     from rotorch.strategies import parse_parallel
-    from rotorch.train.orphans import die_with_torchrun
 
     die_with_torchrun()
     changes = [*(overrides or ()), *([f"parallel.layout={parallel}"] if parallel else ())]

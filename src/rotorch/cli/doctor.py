@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 from typing import Any
 
@@ -17,6 +18,9 @@ from rotorch.comm.shared_file import shared_memory_directory
 from rotorch.comm.transports.peer_memory import OVERLAPPING, why_no_windows
 from rotorch.core.quantities import format_bytes
 
+TESTED = {"torch": ("2.13", "2.15"), "transformers": ("5.23", "5.23")}
+"""Oldest and newest release that the tests run with. `pyproject.toml` lets in nothing older."""
+
 _LIBRARIES = ("transformers", "safetensors", "tokenizers", "datasets", "pydantic", "typer", "rich", "tensorboard")
 
 
@@ -26,6 +30,7 @@ def examine() -> dict[str, Any]:
         "rotorch": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
+        "tested": {name: _tested(name) for name in TESTED},
         "libraries": {name: _version(name) for name in _LIBRARIES},
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -44,6 +49,27 @@ def _version(name: str) -> str:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return "missing"
+
+
+def _tested(name: str) -> str:
+    """Where the version that is there lies among those that the tests run with."""
+    oldest, newest = TESTED[name]
+    tested = oldest if oldest == newest else f"{oldest} to {newest}"
+    there = _version(name)
+    if there == "missing":
+        return f"no: it is missing; tests run with {tested}"
+    release = _release(there)
+    if _release(oldest) <= release <= _release(newest):
+        return f"yes: {there}; tests run with {tested}"
+    which, do = (
+        ("older", f"take {newest}") if release < _release(oldest) else ("newer", f"if it misbehaves, take {newest}")
+    )
+    return f"no: {there} is {which} than what tests run with, {tested}; {do}"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
 
 
 def _devices() -> dict[str, str]:

@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from rotorch.core.errors import HeardFailure, RankFailure
-from rotorch.forking import forking
+from rotorch.forking import forking, why_no_ranks_on_cpu
+from rotorch.fresh_process import call_fresh
 
 _TICK_S = 0.5
 _HEARSAY_S = 0.5  # for the rank that failed to say so itself
@@ -30,7 +31,9 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_
     """Calls `function(*args)` on forked ranks with a gloo group over all of them; returns their results by rank.
 
     Forking keeps what the parent has imported and made, so ranks start at once; the parent must not have used CUDA.
-    Arguments are inherited, results travel by pickle. Each rank computes with one thread.
+    Arguments are inherited, results travel by pickle. Each rank computes with one thread. From a process that is in a
+    process group, or has computed gradients with a GPU in sight, function and arguments travel by pickle, too, to a new
+    one that forks the ranks: seconds later.
 
     Args:
         function: what each rank does; `torch.distributed` and torchrun's environment variables say which rank it is.
@@ -40,9 +43,12 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_
             the time that a virtual machine is paused or a laptop sleeps no rank can finish.
 
     Raises:
+        ConfigError: ranks cannot be forked here, and `function` or an argument cannot be pickled.
         RankFailure: with the traceback of the rank that raised first, or the signal that ended one, or who is late and
             where; all others are killed.
     """
+    if why := why_no_ranks_on_cpu():
+        return call_fresh(run_ranks, function, *args, why=why, num_ranks=num_ranks, timeout_s=timeout_s)
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory(prefix="rotorch-ranks-") as directory:
         folder = Path(directory)

@@ -22,7 +22,8 @@ from torch import Tensor, nn
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.strategy import Strategy
-from rotorch.forking import start_autograd
+from rotorch.forking import gpu_in_sight, start_autograd
+from rotorch.fresh_process import call_fresh
 from rotorch.mesh import check_world_size
 from rotorch.models.describe import describe
 from rotorch.parallel_model import ParallelModel
@@ -151,6 +152,10 @@ def verify(
         ConfigError: the model cannot be read, the layout cannot hold it, or `nproc` does not fit; before any rank
         starts. RankFailure: a rank failed or hung while running.
     """
+    if device == "cpu" and gpu_in_sight():  # the reference would start threads for it
+        arguments = dict(nproc=nproc, steps=steps, seed=seed, layers=layers, micro_batches=micro_batches)
+        arguments |= dict(timeout_s=timeout_s, parallel=parallel)
+        return call_fresh(verify, model_path, why="a GPU is in sight", hide_gpus=True, **arguments)
     strategies = parse_parallel(parallel)
     check_world_size(strategies, world_size=num_ranks(strategies) if nproc is None else nproc)
     config = plain_config(model_path, layers=layers)

@@ -46,9 +46,9 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from rotorch.comm.shared_file import own_prefix, shared_memory_directory, sweep
 from rotorch.core.errors import ConfigError, FinalFailure, HeardFailure, RankFailure, RotorchError
 from rotorch.forking import forking
+from rotorch.orphans import die_with
 from rotorch.train.deaths import Watch, death_of, explain
 from rotorch.train.failure_report import REPORT, answer_with_stack
-from rotorch.train.orphans import die_with
 from rotorch.train.status import FailureKind, Phase, StatusBoard
 from rotorch.train.watchdog import BACKSTOP_S, OwnWatch, keep_record
 

@@ -33,9 +33,11 @@ from rich.text import Text
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
-from rotorch.forking import check_ranks_can_be_forked
+from rotorch.forking import why_no_ranks
+from rotorch.fresh_process import call_fresh
 from rotorch.mesh import join_process_group, pick_device
 from rotorch.models.lora import ADAPTERS
+from rotorch.orphans import die_with_torchrun
 from rotorch.parallelize import load_step_code, parallelize
 from rotorch.run_config import RunConfig
 from rotorch.shard.materialize import on_meta
@@ -51,7 +53,6 @@ from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard, read_metrics
 from rotorch.train.module import make_module
 from rotorch.train.optim import make_optimizer, schedule_numbers
-from rotorch.train.orphans import die_with_torchrun
 from rotorch.train.out_of_memory import Running, Share, explained_out_of_memory
 from rotorch.train.preflight import RUN_FILE, CheckedRun, begun_by, check_run, data_position
 from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
@@ -116,6 +117,8 @@ def _start(
     is_first, asked_to_resume = not is_rank() or os.environ["RANK"] == "0", resume
     if is_rank():
         config, resume = as_started(config, resume=resume)
+    if not (only_plan or is_rank()) and (why := why_no_ranks(on_gpu=_uses_cuda(config))):
+        return call_fresh(start, config, why=why, nproc=nproc, resume=resume, command=command, summary=summary)
     written = directories_of(config)
     if is_first and not only_plan:
         check_not_in_use(written)
@@ -123,8 +126,6 @@ def _start(
     run = check_run(config, nproc=nproc, resume=resume, command=command, only_plan=only_plan)
     if asked_to_resume:
         check_nothing_is_lost(run)
-    if not (only_plan or is_rank()):
-        check_ranks_can_be_forked(on_gpu=_uses_cuda(config))
     console = Console(soft_wrap=True)
     if is_first:
         _introduce(run, console)
