@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 from rotorch.comm.shared_file import has_ended, own_prefix
@@ -64,7 +64,7 @@ class Holder:
     @staticmethod
     def this() -> Holder:
         """This process, from now on."""
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+        now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         return Holder(os.getpid(), platform.node(), now, own_prefix())
 
     @property
