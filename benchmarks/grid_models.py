@@ -5,17 +5,16 @@
 The model is that of configs/bench/llama-h384.toml with 8 key/value heads, the global batch 16 sequences of 64 tokens,
 shared by as many ranks as a layout gives batches of their own. Layouts take turns within the same processes. Forward
 is the time from the batch to the loss, with what autograd keeps; backward is the rest of `forward_backward`, sums of
-gradients included. Times are medians over the rounds of the slowest rank's time; with more ranks than cores they
-measure all ranks' work together, so a layout wins by doing and moving less, not by waiting less.
+gradients included. All rows are layouts, whose processes `parallelize` sets alike. Times are medians over the rounds
+of the slowest rank's time; with more ranks than cores they measure all ranks' work together, so a layout wins by
+doing and moving less, not by waiting less.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import rotorch
+from rotorch.bench.record import describe_origin, load_average
 from rotorch.comm.meter import Meter
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.models.losses import causal_lm_loss, count_targets
@@ -108,6 +108,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", type=Path, help="where every figure goes")
     given = parser.parse_args()
+    origin = describe_origin()
     layouts = given.parallel or LAYOUTS
     config = {**tomllib.loads(CONFIG.read_text("utf-8"))["model"]["config"], "num_key_value_heads": 8}
     sizes = {num_ranks(parse_parallel(layout)) for layout in layouts}
@@ -130,9 +131,8 @@ def main() -> int:
         said = ", ".join(f"{phase.removesuffix('_s')} x{r:.2f}" for phase, r in row["first_is_faster_by"].items())
         print(f"{first['layout']} against {row['layout']}: {said}")
     if given.json:
-        machine = {"torch": torch.__version__, "python": platform.python_version(), "cpu": platform.machine()}
         shape = {"batch": given.batch, "tokens": given.tokens, "rounds": given.rounds}
-        record = {"command": " ".join(sys.argv), "machine": machine, "config": config, **shape, "rows": rows}
+        record = {**origin, "load_average_after": load_average(), "config": config, **shape, "rows": rows}
         given.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     same = all(abs(row["loss"] - first["loss"]) <= 1e-5 * abs(first["loss"]) for row in rows)
     if not same:

@@ -24,6 +24,7 @@ from typing import Any
 import rotorch
 from rotorch.bench.contender import UnderLayout
 from rotorch.bench.rank import load_code
+from rotorch.bench.record import describe_origin, load_average
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import measure_tensors
 from rotorch.comm.meter import Meter
@@ -365,6 +366,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, action="append", choices=[*LAYOUTS], help="only so many; repeatable")
     parser.add_argument("--json", type=Path, required=True, help="where every figure goes; .md beside it")
     given = parser.parse_args(arguments)
+    origin = describe_origin()
     with rotorch.on_meta():
         spec = describe(causal_lm(config_from_dict(MODEL, source="grid-table")), features=True)
     load_code(task_of(MODEL, ranks=REAL, rows=ROWS, tokens=TOKENS))
@@ -374,6 +376,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(parallel, flush=True)
             rows.append(row_of(spec, parallel, model=MODEL, rows=ROWS, tokens=TOKENS))
     record = {
+        **origin,
+        "load_average_after": load_average(),
         "shape": MODEL,
         "rows": ROWS,
         "tokens": TOKENS,

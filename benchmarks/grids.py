@@ -2,10 +2,12 @@
 
     python benchmarks/grids.py --depth 2 --json benchmarks/results/grids-8ranks.json
 
-All rows compute `gelu(x W1) W2` forward and backward on the same global batch, in turns within the same processes. The
-shapes are those of Tesseract's strong-scaling table (arXiv 2105.14500) divided by eight: hidden 384, batch 12 (rounded
-up to what the grid divides), sequence 64. Times are medians over the rounds of the slowest rank's time; with more
-ranks than cores they measure oversubscription as well, so the bytes that each rank sends stand beside them.
+All rows compute `gelu(x W1) W2` forward and backward on the same global batch, in turns within the same processes.
+The shapes are those of Tesseract's strong-scaling table (arXiv 2105.14500) divided by eight: hidden 384, batch 12
+(rounded up to what the grid divides), sequence 64. Their processes keep what they free, and gloo's threads wait for
+their turn, as `parallelize` has it (`bench/process_settings.py`): one process runs all rows. Times are medians over
+the rounds of the slowest rank's time; with more ranks than cores they measure oversubscription as well, so the bytes
+that each rank sends stand beside them.
 
 ColossalAI 0.5.0 (`pip install --no-deps colossalai==0.5.0`) is left out if it is not there. Only its file of block
 products is loaded, since the rest wants a GPU; what that file asks of the rest, process groups and a device, is given
@@ -26,7 +28,6 @@ import importlib
 import importlib.util
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -44,6 +45,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from rotorch.bench.process_settings import ProcessSetter
+from rotorch.bench.record import describe_origin, load_average
 from rotorch.comm.line import Line
 from rotorch.comm.meter import Meter
 from rotorch.comm.shared_line import make_line
@@ -326,6 +329,7 @@ LARGEST_ERROR = 1e-4
 
 def measure(shape: Shape, depth: int, rounds: int, peers: frozenset[str]) -> dict[str, Any]:
     """What this rank measures of every row; `peers` are those that are installed."""
+    process = ProcessSetter("cpu")
     mesh = init_device_mesh("cpu", (depth, SIDE, SIDE), mesh_dim_names=("depth", "row", "col"))
     rows = [ours(shape, mesh, transport=transport) for transport in ("shared_memory", "messages")]
     rows.append(tensor_parallel(shape, mesh))
@@ -350,6 +354,7 @@ def measure(shape: Shape, depth: int, rounds: int, peers: frozenset[str]) -> dic
             "forward_s": [],
             "backward_s": [],
         }
+    process.settings()  # now that all groups are open
     for number in range(rounds):
         for row in rows[number % len(rows) :] + rows[: number % len(rows)]:
             forward_s, backward_s = row.timed()
@@ -377,6 +382,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path, help="where every figure goes")
     given = parser.parse_args()
+    origin = describe_origin()
     batch = -(-given.batch // (SIDE * given.depth)) * SIDE * given.depth
     shape = Shape(batch, given.sequence, given.hidden, 4 * given.hidden)
     peers = frozenset(name for name in PEERS if importlib.util.find_spec(name) is not None)
@@ -402,8 +408,7 @@ def main() -> int:
                 f"forward x{ratios['forward_s']:.2f}, backward x{ratios['backward_s']:.2f}"
             )
     if given.json:
-        machine = {"torch": torch.__version__, "python": platform.python_version(), "cpu": platform.machine()}
-        record = {"command": " ".join(sys.argv), "machine": machine, "shape": vars(shape), "rows": rows}
+        record = {**origin, "load_average_after": load_average(), "shape": vars(shape), "rows": rows}
         given.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     return int(any(not row["right"] and not row["known_wrong"] for row in rows))
 

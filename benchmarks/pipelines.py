@@ -35,7 +35,9 @@ from rotorch.strategies.zeropp.schedule import make_zeropp_schedule
 from rotorch.testing.ranks import run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
-PEER = "pipeline-fsdp2"
+PEER, EXPERT = "pipeline-fsdp2", "pipeline-fsdp2-keep"
+"""torch's pipeline as it comes, and with weights that stay gathered from the first micro-batch to the last."""
+PEERS = (PEER, EXPERT)
 ZEROPP = "zeropp=2x2"
 LAYOUTS = (ZEROPP, "zeropp=2x2[chunks=2,unit=2]", "pp=2,fsdp=2", "pp=2,rtp=2", "pp=2,megatron=2")
 FASTER, LARGER = 1.2, 1.1
@@ -64,12 +66,12 @@ def main(arguments: list[str] | None = None) -> int:
         "train.micro_batch=1",
         f"train.accumulation={given.micro_batches}",
     ]
-    layouts, num_ranks = read_layouts(given.parallel or LAYOUTS, peers=[PEER], nproc=4)
+    layouts, num_ranks = read_layouts(given.parallel or LAYOUTS, peers=PEERS, nproc=4)
     task = task_from_run(load_run_config(given.run, overrides=overrides), name=given.run.stem, num_ranks=num_ranks)
-    bars = [parse_bar(f"{ZEROPP} >= {FASTER} * {PEER}", rows=[LIMIT, *layouts, PEER])] if ZEROPP in layouts else []
+    bars = [parse_bar(f"{ZEROPP} >= {FASTER} * {PEER}", rows=[LIMIT, *layouts, *PEERS])] if ZEROPP in layouts else []
     options = BenchOptions(rounds=given.rounds, steps=given.steps, process_memory=False)
     console = Console(width=160)
-    record = bench(task, layouts=layouts, peers=[PEER], bars=bars, options=options, console=console)
+    record = bench(task, layouts=layouts, peers=PEERS, bars=bars, options=options, console=console)
     record["pipelines"] = said = {
         "messages": {row["parallel"]: row.get("messages_by_kind", {}) for row in record["rows"]},
         "condition": condition(task, unit=unit_of(given.micro_batches)),

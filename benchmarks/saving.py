@@ -3,8 +3,8 @@
     python benchmarks/saving.py --json benchmarks/results/saving-135m-4ranks.json
 
 SmolLM2-135M's shapes with random values, AdamW's two moments beside them, cut by torch's own `fully_shard`
-(`--parallel fsdp=4`): both sides save the same DTensors. Ways to save take turns in one run, each followed by a step of
-training; the first round is dropped. Times are of the slowest rank, from a barrier on.
+(`--parallel fsdp=4`): both sides save the same DTensors, in the same processes. Ways to save take turns in one run,
+each followed by a step of training; the first round is dropped. Times are of the slowest rank, from a barrier on.
 
     save          until all of it is on the disk (both sides call fsync; ours also takes a sha256 of what it writes)
     async call    what training waits for before it goes on; the copy to host memory alone is measured beside it
@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rotorch.bench.process_memory import MALLOC_ENVIRONMENT, read_process_memory, reset_peak
-from rotorch.bench.record import commit, describe_machine, versions
+from rotorch.bench.record import describe_origin, load_average
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.parallelize import load_step_code, parallelize
 from rotorch.shard.materialize import on_meta
@@ -268,6 +268,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="where every figure goes")
     parser.add_argument("--only-memory", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
+    origin = describe_origin()
     strategies = parse_parallel(given.parallel)
     load_step_code(strategy.kind for strategy in strategies)
     with tempfile.TemporaryDirectory(dir=given.dir, prefix="saving-") as name:
@@ -276,7 +277,6 @@ def main() -> int:
             found = run_ranks(memory, given.parallel, given.layers, directory, num_ranks=num_ranks(strategies))
             print(json.dumps(found))
             return 0
-        load = os.getloadavg()
         settings = (given.parallel, given.layers, given.tokens, given.rounds, directory)
         by_rank = run_ranks(times, *settings, num_ranks=num_ranks(strategies), timeout_s=3600.0)
     again = [sys.executable, __file__, "--only-memory", "--parallel", given.parallel, "--layers", str(given.layers)]
@@ -288,12 +288,9 @@ def main() -> int:
     )
     of_memory = json.loads(done.stdout.splitlines()[-1])
     result = {
-        "command": " ".join(["python benchmarks/saving.py", *sys.argv[1:]]),
-        "machine": describe_machine(),
-        "versions": versions(),
-        "commit": commit(),
-        "load_average_before": load,
-        "load_average_after": os.getloadavg(),
+        **origin,
+        "load_average_before": origin["machine"]["load_average"],
+        "load_average_after": load_average(),
         "parallel": given.parallel,
         "tokens_per_rank": given.tokens,
         "rounds": given.rounds,

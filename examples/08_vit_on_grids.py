@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import ViTConfig, ViTForImageClassification
 
 import rotorch
+from rotorch.bench.record import describe_origin
 from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
 
@@ -118,7 +119,8 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # a process that has threads cannot be forked into ranks
     epochs = int(sys.argv[1]) if len(sys.argv) > 1 else 15
     folder = Path(sys.argv[2]) if len(sys.argv) > 2 else Path(__file__).resolve().parents[1] / "benchmarks" / "results"
+    origin = describe_origin()
     by_layout = curves(*digits(), num_epochs=epochs)
-    (folder / "vit-on-grids.json").write_text(json.dumps(by_layout, indent=1) + "\n")
+    (folder / "vit-on-grids.json").write_text(json.dumps({**by_layout, "origin": origin}, indent=1) + "\n")
     (folder / "vit-on-grids.html").write_text(as_page(by_layout))
     (folder / "vit-on-grids.svg").write_text(as_picture(by_layout))

@@ -2,6 +2,7 @@
 
 import json
 import os
+from datetime import datetime
 from pathlib import Path
 
 TINY = {
@@ -26,6 +27,14 @@ def write_run(directory: Path) -> Path:
         '[train]\nsteps = 5\nmicro_batch = 2\ndevice = "cpu"\n[optimizer]\nlr = 1e-2\n'
     )
     return file
+
+
+def assert_origin(record: dict) -> None:
+    """Holds that a record says when, where and by what source it was made, and how busy the machine was."""
+    assert datetime.fromisoformat(record["date"]).tzinfo is not None
+    assert record["command"] and "torch" in record["versions"] and "commit" in record
+    assert record["machine"]["cpu"] and record["machine"]["cores"] >= 1
+    assert len(record["machine"]["load_average"]) == len(record["load_average_after"]) == 3
 
 
 def children() -> set[str]:

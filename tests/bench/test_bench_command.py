@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench_cases import TINY, children, write_run
+from bench_cases import TINY, assert_origin, children, write_run
 from rich.console import Console
 
 import rotorch.bench.rank as rank_module
@@ -54,6 +54,7 @@ def test_all_is_well(measured, rows):
     code, record, printed = measured
     assert code == 0, printed
     assert {"machine", "model", "tokens_per_step", "rows", "limit"} <= set(record)
+    assert_origin(record)
     assert record["tokens_per_step"] == 2 * 2 * 16 and record["model"] == "tiny"
     speed, memory = record["bars"]
     assert speed["ok"] is True and memory["ok"] is True

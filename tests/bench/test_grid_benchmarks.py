@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench_cases import assert_origin
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +32,9 @@ def test_products_are_those_of_one_process(script, tmp_path, monkeypatch):
     file = tmp_path / "products.json"
     sizes = ["--hidden", "16", "--sequence", "4", "--batch", "2"]
     assert script("grids", "--depth", "1", "--rounds", "2", *sizes, "--json", str(file)) == 0
-    shared, messages, theirs = json.loads(file.read_text())["rows"]
+    record = json.loads(file.read_text())
+    assert_origin(record)
+    shared, messages, theirs = record["rows"]
     assert max(row["error"] for row in (shared, messages, theirs)) < 1e-5
     assert shared["sent_bytes_per_rank"] == 0 < messages["sent_bytes_per_rank"]
     assert shared["weight_bytes_per_rank"] == theirs["weight_bytes_per_rank"] == 4 * 2 * 16 * 64 // 4

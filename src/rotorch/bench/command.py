@@ -18,7 +18,7 @@ from rotorch.bench.gate import GATE_STEPS, Verdict, judge, judge_sharding, may_h
 from rotorch.bench.peers import PEERS, find_peer
 from rotorch.bench.rank import load_code
 from rotorch.bench.ranks import RowRanks
-from rotorch.bench.record import Row, make_record
+from rotorch.bench.record import Row, describe_origin, make_record
 from rotorch.bench.rounds import take_turns
 from rotorch.bench.table import render
 from rotorch.bench.task import NUM_BATCHES, Task, check_shares, task_from_run
@@ -123,7 +123,7 @@ def bench(
     Raises:
         ConfigError: if a strategy or a peer cannot hold the model; before any rank is started.
     """
-    options = options or BenchOptions()
+    options, origin = options or BenchOptions(), describe_origin()
     spec = check_model(task, layouts=layouts, peers=peers)
     load_code(task)
     rows = {LIMIT: Row(LIMIT, task.num_ranks)} | {name: Row(name, num_ranks(s)) for name, s in layouts.items()}
@@ -151,7 +151,7 @@ def bench(
     for bar in bars:
         ok, reached = bar.check(times, memory)
         checked.append({"bar": str(bar), "ok": ok, "reached": reached})
-    record = make_record(list(rows.values()), task=task, reference=reference, bars=checked)
+    record = make_record(list(rows.values()), task=task, reference=reference, bars=checked, origin=origin)
     if says_little(reference, precision=task.precision, num_batches=NUM_BATCHES):
         record["warning"] = "the losses hardly change over the first steps, so they prove little: raise optimizer.lr"
     return record
@@ -285,7 +285,7 @@ def _time(rows: dict[str, Row], *, task: Task, options: BenchOptions, advanced: 
             try:
                 alive[name] = RowRanks(task, row=name, num_ranks=row.num_ranks, timeout_s=options.timeout_s)
                 built = alive[name].ask("build")[0]
-                row.threads, row.transport = built.threads, built.transport
+                row.threads, row.transport, row.settings = built.threads, built.transport, built.settings
             except RankFailure as failure:
                 failed(name, failure)
         times = take_turns(alive, num_rounds=options.rounds, num_steps=options.steps, failed=failed, advanced=advanced)

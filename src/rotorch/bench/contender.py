@@ -15,7 +15,6 @@ from rotorch.bench.peers import PEERS
 from rotorch.bench.task import Task
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.observe import Observer
-from rotorch.host_memory import keep_freed_memory
 from rotorch.mesh import pick_device
 from rotorch.models.compiled import compile_blocks
 from rotorch.models.describe import describe
@@ -220,13 +219,9 @@ class PlainLoop(WithoutLayout):
 
 
 class Independent(PlainLoop):
-    """A replica of the whole model, trained on some shares of the data alone: plain torch, nothing sent.
-
-    It shows what a layout could reach, so its process keeps freed memory as those of layouts do.
-    """
+    """A replica of the whole model, trained on some shares of the data alone: plain torch, nothing sent."""
 
     def __init__(self, task: Task, *, shares: Sequence[int]) -> None:
-        keep_freed_memory()
         super().__init__(task, module=whole_model(task), shares=shares)
 
 

@@ -25,6 +25,7 @@ from torch import nn
 from rotorch.bench.contender import LIMIT, REFERENCE, Contender, build, make_contender
 from rotorch.bench.peers import PEERS
 from rotorch.bench.process_memory import ProcessMemory, read_process_memory, reset_peak
+from rotorch.bench.process_settings import ProcessSetter, ProcessSettings
 from rotorch.bench.profile import profile_steps
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import TensorMemory, measure_tensors
@@ -67,10 +68,12 @@ class Built:
     Attributes:
         threads: that it computes with.
         transport: what carries slices, where there is a choice.
+        settings: of its process.
     """
 
     threads: int
     transport: str | None
+    settings: ProcessSettings
 
 
 @dataclass(frozen=True)
@@ -137,13 +140,16 @@ class _Rank:
 
     def build(self) -> Built:
         """Builds the contender."""
+        as_is = self._place.row in PEERS and PEERS[self._place.row].as_torch_leaves_it
+        self._process = ProcessSetter(self._task.device, as_torch_leaves_it=as_is)
         self._contender = make_contender(self._task, row=self._place.row, rank=self._place.rank)
         give_back_freed_memory()
-        return Built(torch.get_num_threads(), self._contender.transport)
+        return Built(torch.get_num_threads(), self._contender.transport, self._process.settings())
 
     def steps(self, count: int) -> list[StepTime]:
         """Runs `count` steps, all ranks starting each together."""
         gc.collect()
+        self._process.settings()  # some libraries open groups in their first step
         steps = [self._timed_step() for _ in range(count)]
         give_back_freed_memory()
         return steps

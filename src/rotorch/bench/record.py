@@ -15,7 +15,8 @@ import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
@@ -27,6 +28,7 @@ from rotorch.bench.contender import LIMIT
 from rotorch.bench.gate import GATE_STEPS, TOLERANCES, Verdict
 from rotorch.bench.peers import Peer
 from rotorch.bench.process_memory import MALLOC_ENVIRONMENT, ProcessMemory
+from rotorch.bench.process_settings import ProcessSettings
 from rotorch.bench.rank import Traffic
 from rotorch.bench.rounds import STEPS_TO_WAKE, WARM_UP_STEPS, Times, ratio
 from rotorch.bench.task import NUM_BATCHES, Task
@@ -40,8 +42,8 @@ METHOD = (
     "tokens_per_s is from step_s_median (all steps); ratio_to_limit is the median over rounds of the ratio of the "
     "rounds' medians.",
     "limit: as many ranks, each a replica in plain torch with its own share of the data, nothing sent.",
-    "On CPU the processes of layouts and of the limit keep what they free, and layouts' threads of gloo wait for their "
-    "turn, as `parallelize` has them do; other libraries' processes run as torch leaves them.",
+    "On CPU the processes of all rows keep what they free, and their threads of gloo wait for their turn, as "
+    "`parallelize` has it; only peers whose name ends in -as-is run as torch leaves them.",
     f"Random tokens, {NUM_BATCHES} global batches in turn; AdamW(fused=True) in every row, constant learning rate, no "
     "dropout.",
     f"Gate: the first {GATE_STEPS} losses against one process with the whole global batch; and the weights that ranks "
@@ -73,6 +75,7 @@ class Row:
         error: why it failed.
         peer: the other library's way to train that it is; None for rotorch's own.
         held_elements: of weights at rest, by rank.
+        settings: of its processes.
     """
 
     name: str
@@ -89,6 +92,7 @@ class Row:
     error: str | None = None
     peer: Peer | None = None
     held_elements: list[int] = field(default_factory=list)
+    settings: ProcessSettings | None = None
 
     @property
     def problem(self) -> str | None:
@@ -131,6 +135,8 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
         found |= {"library": row.peer.library, "library_version": row.peer.library_version}
     if row.transport is not None:
         found["transport"] = row.transport
+    if row.settings is not None:
+        found["process_settings"] = asdict(row.settings)
     if row.times is not None and row.times.rounds:
         found |= _time_record(row.times, task=task, limit=limit)
     heaviest_prediction = max(row.predictions, key=lambda p: p.weights_bytes, default=None)
@@ -215,13 +221,19 @@ def _time_record(times: Times, *, task: Task, limit: Times | None) -> dict[str, 
 
 
 def make_record(
-    rows: Sequence[Row], *, task: Task, reference: Sequence[float], bars: Sequence[Mapping[str, Any]]
+    rows: Sequence[Row],
+    *,
+    task: Task,
+    reference: Sequence[float],
+    bars: Sequence[Mapping[str, Any]],
+    origin: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The whole file."""
+    """The whole file; `origin` is `describe_origin` as it was before anything was measured."""
     limit = next((row.times for row in rows if row.name == LIMIT), None)
     records = {row.name: row_record(row, task=task, limit=limit) for row in rows}
     return {
-        "machine": describe_machine(),
+        **origin,
+        "load_average_after": load_average(),
         "model": task.name,
         "tokens_per_step": task.tokens_per_step,
         "rows": [record for name, record in records.items() if name != LIMIT],
@@ -230,11 +242,24 @@ def make_record(
         "reference_losses": list(reference),
         "loss_tolerance": TOLERANCES[task.precision],
         "task": task.to_json(),
+        "method": list(METHOD),
+    }
+
+
+def describe_origin() -> dict[str, Any]:
+    """Where figures come from, for every record: call it before they are measured, while the load is that of others."""
+    return {
+        "machine": describe_machine(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "commit": commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "method": list(METHOD),
     }
+
+
+def load_average() -> list[float]:
+    """How many processes wanted to run at once, over the last minute, five and fifteen."""
+    return [round(load, 2) for load in os.getloadavg()]
 
 
 def describe_machine() -> dict[str, Any]:
@@ -244,7 +269,7 @@ def describe_machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
         "system": f"{platform.system()} {platform.machine()}",
-        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "load_average": load_average(),
     }
 
 

@@ -31,6 +31,8 @@ class Peer:
         loads_later: modules that the library imports when it starts, if they are there. They are loaded with it, so
             that the memory of a process tells what training takes, not what code does.
         environment: variables that the library reads when it is imported, on ranks without an accelerator.
+        as_torch_leaves_it: that its processes lack the settings that those of all other rows have
+            (`process_settings.py`).
     """
 
     about: str
@@ -40,6 +42,7 @@ class Peer:
     options: Mapping[str, Any] = field(default_factory=dict)
     loads_later: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    as_torch_leaves_it: bool = False
 
     @property
     def installed(self) -> bool:
@@ -73,14 +76,35 @@ PEERS: dict[str, Peer] = {
         contender="torch_ddp:TorchDDP",
         sharded=False,
     ),
+    "torch-ddp-as-is": Peer(
+        about="torch-ddp in processes as torch leaves them",
+        contender="torch_ddp:TorchDDP",
+        sharded=False,
+        as_torch_leaves_it=True,
+    ),
     "fsdp2": Peer(
         about="torch fully_shard on every block and on the root",
         contender="fsdp2:FSDP2",
+    ),
+    "fsdp2-as-is": Peer(
+        about="fsdp2 in processes as torch leaves them",
+        contender="fsdp2:FSDP2",
+        as_torch_leaves_it=True,
     ),
     "fsdp2-recompute": Peer(
         about="fsdp2 with activation checkpointing of every block",
         contender="fsdp2:FSDP2",
         options={"recompute": True},
+    ),
+    "fsdp2-ends": Peer(
+        about="fsdp2 with groups of their own for the embedding and for norm and head, as torchtitan has it",
+        contender="fsdp2:FSDP2",
+        options={"ends": True},
+    ),
+    "fsdp2-ends-recompute": Peer(
+        about="fsdp2-ends with activation checkpointing of every block",
+        contender="fsdp2:FSDP2",
+        options={"ends": True, "recompute": True},
     ),
     "fsdp2-per-weight": Peer(
         about="torch fully_shard on every module that has weights of its own",
@@ -94,6 +118,22 @@ PEERS: dict[str, Peer] = {
     "pipeline-fsdp2": Peer(
         about="torch's Schedule1F1B over two stages, fully_shard inside of each, gathered per micro-batch",
         contender="pipeline_fsdp2:PipelineFSDP2",
+    ),
+    "pipeline-fsdp2-keep": Peer(
+        about="pipeline-fsdp2 with reshard_after_forward=False: gathered once a step, kept for all micro-batches",
+        contender="pipeline_fsdp2:PipelineFSDP2",
+        options={"keep": True},
+    ),
+    "hf-fsdp2": Peer(
+        about="transformers' DistributedConfig(fsdp_size=N): fully_shard by the model's plan",
+        contender="hugging_face:HuggingFace",
+        library="transformers",
+    ),
+    "hf-tp": Peer(
+        about="transformers' DistributedConfig(tp_size=N): tensor parallel by the model's plan; one batch for all ranks",
+        contender="hugging_face:HuggingFace",
+        library="transformers",
+        options={"tensor_parallel": True},
     ),
     "deepspeed-zero3": Peer(
         about="DeepSpeed ZeRO-3, buckets and thresholds by the hidden size, as Hugging Face's Trainer sets them",

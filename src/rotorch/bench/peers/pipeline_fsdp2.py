@@ -1,4 +1,4 @@
-"""torch's pipeline (`Schedule1F1B`) with `fully_shard` in its two stages, gathered per micro-batch, as torch has it.
+"""torch's pipeline (`Schedule1F1B`) with `fully_shard` in its two stages, gathered per micro-batch, as torch has it, or kept.
 
 [Note: stages by hand]
     torch's stages are modules from tensors to tensors. As its users do, the model is cut by taking out layers: the
@@ -61,9 +61,15 @@ class _Stage(nn.Module):
 
 
 class PipelineFSDP2(WithoutLayout):
-    """Two stages on two halves of the ranks, each sharded over its half; ranks of one position share a micro-batch."""
+    """Two stages on two halves of the ranks, each sharded over its half; ranks of one position share a micro-batch.
 
-    def __init__(self, task: Task, *, rank: int) -> None:
+    Args:
+        task: what to train.
+        rank: this one.
+        keep: what is gathered for the first micro-batch stays gathered until the last one's backward.
+    """
+
+    def __init__(self, task: Task, *, rank: int, keep: bool = False) -> None:
         self._task = task
         self._device = pick_device(task.device)
         self._mesh = init_device_mesh(
@@ -73,8 +79,8 @@ class PipelineFSDP2(WithoutLayout):
         self.module: nn.Module = _Stage(whole_model(task), number=number)
         self._last = number + 1 == NUM_STAGES
         for layer in self.module.layers:
-            fully_shard(layer, mesh=self._mesh["shards"])
-        fully_shard(self.module, mesh=self._mesh["shards"])
+            fully_shard(layer, mesh=self._mesh["shards"], reshard_after_forward=not keep)
+        fully_shard(self.module, mesh=self._mesh["shards"], reshard_after_forward=False if keep else None)
         self.optimizer = adamw(self.module, settings=task.optimizer)
         self._num_targets = 1
         stage = PipelineStage(self.module, number, NUM_STAGES, self._device, group=self._mesh.get_group("stages"))

@@ -1,0 +1,47 @@
+"""What `parallelize` gives a process on CPU, for the processes of every row: so that only layouts differ.
+
+[Note: equal processes]
+    `parallelize` makes two settings of a process that are no part of any layout: what a step frees stays with the
+    process (`host_memory.py`), and gloo's threads wait for their turn (`comm/message_threads.py`). Any library gains by
+    them, so a comparison in which only one side has them compares processes. The bench's ranks make them for every
+    row, the limit and other libraries included. Peers "as torch leaves them" do without: beside their twins they
+    show what the settings are worth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rotorch.comm.message_threads import let_computing_go_first
+from rotorch.host_memory import keep_freed_memory
+from rotorch.mesh import pick_device
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """What was set for one process.
+
+    Attributes:
+        keeps_freed_memory: that the allocator keeps what a step frees.
+        waiting_threads: of gloo's, those that let computing go first.
+    """
+
+    keeps_freed_memory: bool = False
+    waiting_threads: int = 0
+
+
+class ProcessSetter:
+    """Makes the settings of this process (see [Note: equal processes]).
+
+    Args:
+        device: "auto", "cpu" or "cuda"; nothing is set for an accelerator.
+        as_torch_leaves_it: set nothing.
+    """
+
+    def __init__(self, device: str, *, as_torch_leaves_it: bool = False) -> None:
+        self._sets = not as_torch_leaves_it and pick_device(device).type == "cpu"
+        self._keeps = keep_freed_memory() if self._sets else False
+
+    def settings(self) -> ProcessSettings:
+        """What is set now. Threads that were started since the last call are set, too."""
+        return ProcessSettings(self._keeps, let_computing_go_first() if self._sets else 0)
