@@ -1,5 +1,7 @@
 import io
 import json
+import os
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import rotorch.bench.rank as rank_module
 from rotorch.bench.command import BenchOptions, bench, bench_command, exit_code, read_layouts
 from rotorch.bench.contender import UnderLayout, make_contender
 from rotorch.bench.table import render
+from rotorch.bench.wire import HOST, OWN, loopback_bytes, network_of_its_own
 from rotorch.core.errors import ConfigError
 
 QUICK = BenchOptions(rounds=2, steps=2, process_memory=False)
@@ -211,3 +214,36 @@ def test_bad_input_starts_nothing(run_file, monkeypatch, arguments, says):
 def test_a_file_in_a_missing_directory_is_refused(run_file, tmp_path):
     with pytest.raises(ConfigError, match="directory is missing"):
         bench_command(run_file, parallel=["ddp=2"], json_file=tmp_path / "no" / "x.json", console=Console(quiet=True))
+
+
+def test_the_interface_counts_what_really_travels(rows):
+    """Headers come on top of what a row asks for; FSDP2's reduce-scatter over gloo is an all-reduce, so more yet."""
+    for name in ("ddp=2", "fsdp=2", "rtp=2[transport=send_receive]"):
+        assert rows[name]["wire_bytes_all_ranks"] >= sum(rows[name]["sent_bytes_by_rank"]), name
+    counters = {row["wire_counter"] for row in rows.values()}
+    assert len(counters) == 1 and counters <= {OWN, HOST}
+    if counters == {OWN}:
+        assert rows["limit"]["wire_bytes_all_ranks"] == rows["single"]["wire_bytes_all_ranks"] == 0
+
+
+def test_a_network_of_its_own_carries_only_what_is_forked_into_it(monkeypatch):
+    outside = os.readlink("/proc/thread-self/ns/net")
+    with network_of_its_own() as own:
+        if not own:
+            pytest.skip("this system allows no network of a process's own")
+        child = os.fork()
+        if child == 0:
+            before = loopback_bytes()
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                ours = socket.create_connection(server.getsockname())
+                theirs, _ = server.accept()
+                ours.sendall(bytes(10_000))
+                ours.close()
+                while theirs.recv(10_000):
+                    pass
+            os._exit(0 if before == 0 and 10_000 < (loopback_bytes() or 0) < 20_000 else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert os.readlink("/proc/thread-self/ns/net") == outside
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # the user's choice, which a network of its own lacks
+    with network_of_its_own() as own:
+        assert not own

@@ -295,7 +295,7 @@ def _time(rows: dict[str, Row], *, task: Task, options: BenchOptions, advanced: 
             advanced(f"tensors and traffic: {name}")
             try:
                 rows[name].tensors = ranks.ask("tensors")
-                rows[name].traffic = ranks.ask("traffic")
+                rows[name].traffic, rows[name].wire = ranks.wire_of("traffic")
                 if options.trace_dir is not None:
                     trace = RowTrace(name, ranks.ask("trace", count=_TRACED_STEPS))
                     rows[name].timeline = summary(trace, files=write_traces(trace, directory=options.trace_dir))

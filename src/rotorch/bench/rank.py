@@ -30,6 +30,7 @@ from rotorch.bench.profile import profile_steps
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import TensorMemory, measure_tensors
 from rotorch.bench.trace import RankTrace, trace_steps
+from rotorch.bench.wire import loopback_bytes
 from rotorch.comm.meter import Meter
 from rotorch.host_memory import give_back_freed_memory
 from rotorch.parallelize import load_step_code
@@ -172,6 +173,10 @@ class _Rank:
         return Traffic(
             {str(k): v for k, v in meter.sent_bytes.items()}, {str(k): v for k, v in meter.num_messages.items()}
         )
+
+    def loopback_bytes(self) -> int | None:
+        """What ranks have sent so far, by the interface's counter; between questions none sends."""
+        return loopback_bytes()
 
     def process_memory(self) -> tuple[ProcessMemory, ProcessMemory]:
         """The process before the model was built, and now; between questions all ranks are at rest."""

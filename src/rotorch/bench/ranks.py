@@ -20,6 +20,7 @@ from typing import Any, Protocol
 from rotorch.bench.process_memory import MALLOC_ENVIRONMENT
 from rotorch.bench.rank import Place, serve
 from rotorch.bench.task import Task
+from rotorch.bench.wire import HOST, OWN, WireBytes, network_of_its_own
 from rotorch.core.errors import RankFailure
 from rotorch.forking import forking, why_no_ranks_on_cpu
 from rotorch.fresh_process import start_fresh
@@ -78,6 +79,7 @@ class RowRanks:
 
     def __init__(self, task: Task, *, row: str, num_ranks: int, fresh: bool = False, timeout_s: float = 600.0) -> None:
         self.row = row
+        self.wire_counter = HOST
         self._timeout_s = timeout_s
         self._directory = tempfile.TemporaryDirectory(prefix="rotorch-bench-")
         self._processes: list[_Process] = []
@@ -99,7 +101,8 @@ class RowRanks:
     def _fork(self, task: Task, places: Sequence[Place]) -> None:
         context = multiprocessing.get_context("fork")
         together = context.Barrier(len(places))
-        with forking():
+        with forking(), network_of_its_own() as own:
+            self.wire_counter = OWN if own else HOST
             for place in places:
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_forked_main, args=(ours, theirs, task, place, together), daemon=True)
@@ -127,6 +130,13 @@ class RowRanks:
             except OSError:
                 raise RankFailure(f"{self.row}: rank {rank} {self._death(rank)}") from None
         return self._answers()
+
+    def wire_of(self, question: str) -> tuple[list[Any], WireBytes | None]:
+        """Puts a question; also returns what went over the wire meanwhile (see `wire.py`), if somebody counts that."""
+        before = self.ask("loopback_bytes")[0]
+        answers = self.ask(question)
+        after = self.ask("loopback_bytes")[0]
+        return answers, None if before is None or after is None else WireBytes(after - before, self.wire_counter)
 
     def _answers(self) -> list[Any]:
         answers: list[Any] = [None] * len(self._connections)

@@ -33,6 +33,7 @@ from rotorch.bench.rank import Traffic
 from rotorch.bench.rounds import STEPS_TO_WAKE, WARM_UP_STEPS, Times, ratio
 from rotorch.bench.task import NUM_BATCHES, Task
 from rotorch.bench.tensor_memory import TensorMemory
+from rotorch.bench.wire import WireBytes
 from rotorch.planner.prediction import Prediction
 
 METHOD = (
@@ -54,6 +55,9 @@ METHOD = (
     f"those that map them (PSS), in a run of its own with {' '.join(map('='.join, MALLOC_ENVIRONMENT.items()))}.",
     "sent_bytes: operations of torch.distributed as issued, at what a ring algorithm sends; reads of shared memory "
     "send nothing, and a small sum that is made there counts as the all-reduce that it stands for.",
+    "wire_bytes_all_ranks: what the loopback interface counted in a step, of all ranks, headers and acknowledgements "
+    "included. gloo makes a reduce-scatter of an all-reduce, so it may be more than was asked for; NCCL does not, so a "
+    "forecast for GPUs is sent_bytes.",
 )
 
 
@@ -76,6 +80,7 @@ class Row:
         peer: the other library's way to train that it is; None for rotorch's own.
         held_elements: of weights at rest, by rank.
         settings: of its processes.
+        wire: what the interface counted in one step; None if nobody did.
     """
 
     name: str
@@ -93,6 +98,7 @@ class Row:
     peer: Peer | None = None
     held_elements: list[int] = field(default_factory=list)
     settings: ProcessSettings | None = None
+    wire: WireBytes | None = None
 
     @property
     def problem(self) -> str | None:
@@ -161,6 +167,8 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
             "sent_by_kind": most.sent_bytes,
             "messages_by_kind": most.num_messages,
         }
+    if row.wire is not None:
+        found |= {"wire_bytes_all_ranks": row.wire.total, "wire_counter": row.wire.counter}
     if row.process:
         found["process"] = {f"{name}_bytes_by_rank": by_rank for name, by_rank in row.process_bytes().items()}
     if heaviest_prediction is not None:

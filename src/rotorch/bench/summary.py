@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rotorch.bench.table import wire_bytes_per_rank
+
 _NONE = "-"
-_COLUMNS = ("case", "row", "tokens/s", "of limit", "peak MiB", "rest MiB", "process MiB", "sent MiB", "losses off by")
+_COLUMNS = (
+    *("case", "row", "tokens/s", "of limit", "peak MiB", "rest MiB", "process MiB", "sent MiB", "on the wire MiB"),
+    "losses off by",
+)
 _HEAD = """\
 Made by `rotorch suite`; every figure, the machine and the method are in the JSON files beside this one.
 Compare rows within a case only: they took turns in one run. **of limit**: tokens per second against as many
 ranks that send nothing, the median over rounds. **peak**, **rest**: tensors of the rank with the most, at the highest
 moment of a step, and weights with gradients and optimizer state. **process**: the kernel's figure at the peak.
+**sent**: what the rank that sends most asks of torch.distributed, at what a ring algorithm sends. **on the wire**: a
+rank's mean by the counter of the interface. gloo makes a reduce-scatter of an all-reduce, so FSDP2's is more than it
+sent; NCCL does not, so a forecast for GPUs is **sent**.
 **losses off by**: the largest relative difference from one process that trains on the whole global batch.
 """
 
@@ -23,7 +31,7 @@ def to_markdown(records: Mapping[str, Mapping[str, Any]], *, missing: Sequence[s
         records: what `bench` returned, by case.
         missing: cases that were not measured.
     """
-    lines = [_HEAD, f"| {' | '.join(_COLUMNS)} |", f"|{'|'.join('---' for _ in _COLUMNS[:2])}{'|---:' * 7}|"]
+    lines = [_HEAD, f"| {' | '.join(_COLUMNS)} |", f"|{'|'.join('---' for _ in _COLUMNS[:2])}{'|---:' * 8}|"]
     notes = []
     for case, record in records.items():
         for number, row in enumerate([record["limit"], *record["rows"]]):
@@ -52,19 +60,19 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
     if row.get("library", "torch") != "torch":
         name = f"{name} ({row['library_version']})"
     if "error" in row:
-        return [f"`{name}`", "failed", *[_NONE] * 6]
+        return [f"`{name}`", "failed", *[_NONE] * 7]
     process = max(row.get("process", {}).get("peak_bytes_by_rank", []), default=None)
     return [
         f"`{name}`",
         "invalid" if "invalid" in row else f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else _NONE,
         f"{row['ratio_to_limit']:.3f}" if "ratio_to_limit" in row and "invalid" not in row else _NONE,
         *map(_mebibytes, (row.get("peak_bytes_per_rank"), row.get("resident_bytes_per_rank"), process)),
-        _mebibytes(row.get("sent_bytes_per_rank")),
+        *map(_mebibytes, (row.get("sent_bytes_per_rank"), wire_bytes_per_rank(row))),
         f"{row['loss_max_rel_err']:.0e}" if "loss_max_rel_err" in row else _NONE,
     ]
 
 
-def _mebibytes(value: int | None) -> str:
+def _mebibytes(value: float | None) -> str:
     return _NONE if value is None else f"{value / 2**20:.1f}"
 
 

@@ -15,6 +15,11 @@ from rotorch.bench.trace import SHARES
 from rotorch.core.quantities import format_count
 
 _NONE = "-"
+_SPEED_CAPTION = (
+    "medians; times in ms; bytes in MiB: sent, what the rank that sends most asks for, by the textbook's algorithms, "
+    "and by the Layouts; wire, a rank's mean by the interface's counter (over gloo a reduce-scatter is an all-reduce, "
+    "over NCCL it is not)"
+)
 _MEMORY_CAPTION = (
     "MiB of the rank with the most. rest: weights, gradients and optimizer state, exactly, and by the Layouts; peak: "
     "tensors at the highest moment of a step; process: at its peak, as the kernel counts it, shared pages once"
@@ -56,8 +61,8 @@ def _speed(rows: Sequence[Mapping[str, Any]], *, record: Mapping[str, Any]) -> T
     compiled = ", blocks compiled" if record["task"].get("compile") else ""
     table = _table(
         f"{escape(record['model'])}: {tokens} tokens a step, {num_ranks} ranks{compiled}",
-        columns=("tokens/s", "of limit", "step", "best", "optimizer", "sent", "Layout"),
-        caption="medians; times in ms; sent, by the rank that sends most and by the Layouts, in MiB",
+        columns=("tokens/s", "of limit", "step", "best", "optimizer", "sent", "Layout", "wire"),
+        caption=_SPEED_CAPTION,
     )
     for row in rows:
         _add(
@@ -70,8 +75,14 @@ def _speed(rows: Sequence[Mapping[str, Any]], *, record: Mapping[str, Any]) -> T
             _milliseconds(row.get("optimizer_s_median")),
             _mebibytes(row.get("sent_bytes_per_rank")),
             _mebibytes(row.get("layout", {}).get("sent_bytes")),
+            _mebibytes(wire_bytes_per_rank(row)),
         )
     return table
+
+
+def wire_bytes_per_rank(row: Mapping[str, Any]) -> float | None:
+    """What the interface counted in a step, a rank's mean; None if nobody counted."""
+    return row["wire_bytes_all_ranks"] / row["nproc"] if "wire_bytes_all_ranks" in row else None
 
 
 def _memory(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -129,7 +140,7 @@ def _last_line(text: str) -> str:
     return text.strip().splitlines()[-1]
 
 
-def _mebibytes(value: int | None) -> str:
+def _mebibytes(value: float | None) -> str:
     return _NONE if value is None else f"{value / 2**20:.2f}" if value < 100 * 2**20 else f"{value / 2**20:.0f}"
 
 

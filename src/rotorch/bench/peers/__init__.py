@@ -130,7 +130,7 @@ PEERS: dict[str, Peer] = {
         library="transformers",
     ),
     "hf-tp": Peer(
-        about="transformers' DistributedConfig(tp_size=N): tensor parallel by the model's plan; one batch for all ranks",
+        about="transformers' DistributedConfig(tp_size=N): tensor parallel by the model's plan, one batch",
         contender="hugging_face:HuggingFace",
         library="transformers",
         options={"tensor_parallel": True},

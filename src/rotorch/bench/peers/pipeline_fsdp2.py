@@ -1,4 +1,4 @@
-"""torch's pipeline (`Schedule1F1B`) with `fully_shard` in its two stages, gathered per micro-batch, as torch has it, or kept.
+"""torch's pipeline (`Schedule1F1B`) with `fully_shard` in its two stages, gathered per micro-batch or once a step.
 
 [Note: stages by hand]
     torch's stages are modules from tensors to tensors. As its users do, the model is cut by taking out layers: the
