@@ -92,7 +92,7 @@ def test_the_table_has_a_line_for_every_row(measured):
     text = (measured[0] / "mini.md").read_text()
     table = [line for line in text.splitlines() if line.startswith("|")]
     assert len(table) == 2 + 2 * 3
-    assert {line.count("|") for line in table} == {10}
+    assert {line.count("|") for line in table} == {11}
     assert text.count("holds: `ddp=2 >= 0.000001 * limit`") == 0 and text.count("holds: `ddp=2 >= 1e-06 * limit`") == 2
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_model
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from rotorch.bench.contender import PlainLoop, whole_model
 from rotorch.bench.task import Task
@@ -40,6 +41,22 @@ class HuggingFace(PlainLoop):
             module = _load(task, fsdp_size=task.num_ranks, fsdp_mixed_precision=in_bfloat16)
             super().__init__(task, module=module, shares=[rank])
             self._autocast_dtype = None  # FSDP2's own policy is in its place
+
+    def clip(self) -> None:
+        """Tensor parallel leaves DTensors beside plain norms, which torch's clipping does not take together."""
+        if not self._task.optimizer.clip_norm:
+            return
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        kinds = [[g for g in gradients if isinstance(g, DTensor) is cut] for cut in (True, False)]
+        norms = [nn.utils.get_total_norm(kind) for kind in kinds if kind]
+        whole = torch.stack([norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms])
+        for kind in (True, False):
+            nn.utils.clip_grads_with_norm_(
+                [p for p in parameters if isinstance(p.grad, DTensor) is kind],
+                self._task.optimizer.clip_norm,
+                whole.norm(),
+            )
 
     @staticmethod
     def check(task: Task) -> None:

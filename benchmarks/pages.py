@@ -1,0 +1,221 @@
+"""Writes the tables of README.md and docs/ that show measurements, from the records in `results/`.
+
+    python benchmarks/pages.py            # writes what stands between "<!-- made by benchmarks/pages.py: NAME -->" and
+    python benchmarks/pages.py --check    # "<!-- end of NAME -->"; or only says which page is not of its records
+
+Nobody copies figures by hand, and a test holds pages and records together. A row that a record does not have is "-".
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path("benchmarks") / "results"
+NONE = "-"
+ALIKE = 0.05
+"""Ratios closer to 1 than this say "as fast": the machine tells no smaller ones apart."""
+
+Record = Mapping[str, Any]
+
+
+def speed(read: Callable[[str], Record]) -> list[str]:
+    """README.md: layouts and peers on two ranks, of the records of `make bars`."""
+    with_512, with_64 = (read(f"bars/llama-h384-2ranks-{tokens}tokens.json") for tokens in (512, 64))
+    names = {
+        "torch-ddp": "torch's DDP",
+        "fsdp2": "torch's FSDP2, block by block",
+        "fsdp2-as-is": "the same in processes as torch leaves them",
+        "hf-fsdp2": "transformers' own FSDP2",
+        "rtp=2": "rtp=2",
+        "rtp=2[recompute=none]": "rtp=2[recompute=none]",
+        "rtp=2[transport=send_receive]": "rtp=2[transport=send_receive]",
+    }
+    lines = table_head(
+        "layout",
+        "of the limit, median of rounds",
+        "the same with 64 tokens each",
+        "weights + gradients + optimizer per rank",
+        "peak of tensors",
+        "sent per rank and step",
+        "on the wire",
+    )
+    for name, shown in names.items():
+        more, less = row_of(with_512, name), row_of(with_64, name)
+        bytes_of = [more.get(key) for key in ("resident_bytes_per_rank", "peak_bytes_per_rank", "sent_bytes_per_rank")]
+        wire = more["wire_bytes_all_ranks"] / more["nproc"] if "wire_bytes_all_ranks" in more else None
+        cells = [*(two_digits(row.get("ratio_to_limit")) for row in (more, less)), *map(mebibytes, [*bytes_of, wire])]
+        lines.append(f"| {shown} | {' | '.join(cells)} |")
+    return [*lines, "", *wrapped([origin_of(with_512), processes_of(with_512)])]
+
+
+def grids(read: Callable[[str], Record]) -> list[str]:
+    """docs/grids.md: how many times as fast a 2 x 2 x 2 grid is, over shared memory and over messages as its peers."""
+    models, products = read("grid-models-8ranks.json"), read("grids-8ranks.json")
+    lines = table_head("against", "forward", "backward", "over messages: forward", "backward")
+    for row in models["rows"]:
+        if row["layout"] in ("megatron=8", "ddp=2,summa=2x2"):
+            found = [row["first_is_faster_by"][phase] for phase in ("forward_s", "backward_s")]
+            lines.append(f"| `{row['layout']}` | {' | '.join(map(two_digits, found))} | {NONE} | {NONE} |")
+    rows = {row["name"]: row for row in products["rows"]}
+    (shared, ours), peers = list(rows.values())[:2], {}
+    for name, shown in {
+        "colossalai 2x2x2, summed over depth by hand": "ColossalAI's 2.5-D layers, depth summed by hand",
+        "megatron-core tensor parallel 8": "Megatron-Core's tensor parallelism on 8 ranks",
+        "torch tensor parallel 8": "torch's tensor parallelism on 8 ranks",
+    }.items():
+        if name in rows:
+            peers[shown] = found = [
+                faster_by(side, rows[name], phase) for side in (shared, ours) for phase in ("forward_s", "backward_s")
+            ]
+            lines.append(f"| an MLP: {shown} | {' | '.join(map(two_digits, found))} |")
+    verdicts = [
+        f"Against {shown} a grid over messages is {verdict(found[2])} in forward and {verdict(found[3])} in backward "
+        f"(over shared memory {verdict(found[0])} and {verdict(found[1])})."
+        for shown, found in peers.items()
+    ]
+    return [*lines, "", *wrapped([*verdicts, origin_of(models, "The first part"), origin_of(products, "The MLP")])]
+
+
+def pipelines(read: Callable[[str], Record]) -> list[str]:
+    """docs/pipelines.md: pipelines beside torch's, as it comes and gathered once a step."""
+    record = read("pipelines-4ranks.json")
+    peer, expert = (row_of(record, name) for name in ("pipeline-fsdp2", "pipeline-fsdp2-keep"))
+    lines = table_head("layout", "tokens/s", "peak bytes", "tokens/s of -keep", "peak of -keep", "gathers", "sums")
+    for row in record["rows"]:
+        ratios = [
+            divided(row.get(key), by.get(key))
+            for by in (peer, expert)
+            for key in ("tokens_per_s", "peak_bytes_per_rank")
+        ]
+        counts = [row.get("messages_by_kind", {}).get(kind, 0) for kind in ("all_gather", "reduce_scatter")]
+        lines.append(f"| `{row['parallel']}` | {' | '.join([*map(two_digits, ratios), *map(str, counts)])} |")
+    zeropp, said = row_of(record, "zeropp=2x2"), []
+    for by, shown in ((peer, "as it comes"), (expert, "gathered once a step")):
+        faster = divided(zeropp.get("tokens_per_s"), by.get("tokens_per_s"))
+        larger = divided(zeropp.get("peak_bytes_per_rank"), by.get("peak_bytes_per_rank"))
+        said.append(
+            f"Against torch's 1F1B {shown} `zeropp=2x2` is {two_digits(faster)} times as fast at {two_digits(larger)} "
+            "of its peak."
+            if faster is not None
+            else f"This record does not have torch's 1F1B {shown}."
+        )
+    return [*lines, "", *wrapped([*said, origin_of(record), processes_of(record)])]
+
+
+PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]] = {
+    "speed": (Path("README.md"), speed),
+    "grids": (Path("docs") / "grids.md", grids),
+    "pipelines": (Path("docs") / "pipelines.md", pipelines),
+}
+
+
+def row_of(record: Record, name: str) -> Mapping[str, Any]:
+    """A row's figures; none of one that is not there, failed, or whose losses are wrong."""
+    found = next((row for row in record["rows"] if row["parallel"] == name), {})
+    return {} if {"error", "invalid"} & set(found) else found
+
+
+def faster_by(ours: Mapping[str, Any], theirs: Mapping[str, Any], phase: str) -> float:
+    """How many times as fast ours is: the median of the rounds' ratios."""
+    rounds = zip(theirs[f"{phase}_all"], ours[f"{phase}_all"], strict=True)
+    return median(their_s / our_s for their_s, our_s in rounds)
+
+
+def verdict(ratio: float) -> str:
+    """A ratio of speeds in a word."""
+    return "as fast" if abs(ratio - 1) < ALIKE else "faster" if ratio > 1 else "slower"
+
+
+def origin_of(record: Record, what: str = "") -> str:
+    """Commit, date and load of a record of something, or that it does not have them."""
+    commit, date = record.get("commit"), record.get("date")
+    load = record["machine"].get("load_average")
+    # Records have had their date since their load is that of before they were made.
+    told = f"load {'before' if date else 'after'} {load[0]}" if load else "no note of how busy the machine was"
+    when = f"on {date[:10]}, " if date else ""
+    at = f"at commit {commit[:10]}" if commit else "at a commit that the record does not name"
+    return f"{what or 'This'} was measured {at}, {when}{told}."
+
+
+def processes_of(record: Record) -> str:
+    """Whether other libraries' processes were set as those of layouts."""
+    if all("process_settings" in row for row in record["rows"] if "error" not in row):
+        return "All rows have the same processes, but for those as torch leaves them."
+    return "In this record other libraries' processes are as torch leaves them, without the settings of layouts'."
+
+
+def table_head(*columns: str) -> list[str]:
+    """The first two lines of a Markdown table."""
+    return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+
+
+def divided(one: float | None, by: float | None) -> float | None:
+    """One by the other; None if a record lacks either."""
+    return None if one is None or by is None else one / by
+
+
+def two_digits(value: float | None) -> str:
+    """A ratio as a cell."""
+    return NONE if value is None else f"{value:.2f}"
+
+
+def mebibytes(value: float | None) -> str:
+    """Bytes as a cell."""
+    return NONE if value is None else f"{value / 2**20:,.{0 if value >= 100 * 2**20 else 1}f} MiB"
+
+
+def wrapped(sentences: Iterable[str], *, width: int = 120) -> list[str]:
+    """Sentences as lines of a paragraph."""
+    lines = [""]
+    for word in " ".join(sentences).split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+    return lines
+
+
+def read_record(name: str) -> Record:
+    """A file of `results/`."""
+    found: Record = json.loads((ROOT / RESULTS / name).read_text("utf-8"))
+    return found
+
+
+def with_block(text: str, name: str, lines: Sequence[str]) -> str:
+    """A page with the lines in place of those that stand between the marks of that name."""
+    begin, end = f"<!-- made by benchmarks/pages.py: {name} -->\n", f"<!-- end of {name} -->"
+    head, found, rest = text.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise SystemExit(f"pages: no block {name!r}. Write {begin.strip()} and {end} into the page")
+    return "".join([head, begin, "\n".join(lines), "\n", end, tail])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Writes all blocks; with --check says which are not of their records, and returns 1 if any is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    given = parser.parse_args(arguments)
+    code = 0
+    for name, (page, make) in PAGES.items():
+        before = (ROOT / page).read_text("utf-8")
+        after = with_block(before, name, make(read_record))
+        if after == before:
+            continue
+        if given.check:
+            print(f"{page}: {name}: not what its records say. Run python benchmarks/pages.py")
+            code = 1
+        else:
+            (ROOT / page).write_text(after, "utf-8")
+            print(f"{page}: {name}: written")
+    return code
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

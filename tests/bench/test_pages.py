@@ -1,0 +1,71 @@
+"""Tables of README.md and docs/ against the records of their measurements, and what records say of themselves."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+WITHOUT_ORIGIN = {"grid-models-8ranks.json", "grid-table.json", "grids-8ranks.json", "vit-on-grids.json"}
+"""Records from before scripts wrote where figures come from; measured again, they have it."""
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import pages
+
+    yield pages
+    del sys.modules["pages"]
+
+
+def test_tables_are_those_of_their_records(pages, capsys):
+    assert pages.main(["--check"]) == 0, capsys.readouterr().out
+
+
+def test_a_page_that_says_something_else_is_named_and_written_anew(pages, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(pages, "ROOT", tmp_path)
+    monkeypatch.setattr(pages, "PAGES", {"one": (Path("page.md"), lambda read: ["figure 2"])})
+    page = tmp_path / "page.md"
+    page.write_text("a\n<!-- made by benchmarks/pages.py: one -->\nfigure 1\n<!-- end of one -->\nb\n")
+    assert pages.main(["--check"]) == 1 and "page.md: one" in capsys.readouterr().out and "figure 1" in page.read_text()
+    assert pages.main([]) == 0 and pages.main(["--check"]) == 0
+    assert page.read_text().splitlines()[0::4] == ["a", "b"] and "figure 2" in page.read_text()
+    page.write_text("a\n")
+    with pytest.raises(SystemExit, match="no block 'one'"):
+        pages.main([])
+
+
+def test_words_beside_the_tables_are_true_of_the_records(pages):
+    """What pages claim in words that nobody generates; who measures anew rewrites what has become wrong."""
+    models = {row["layout"]: row for row in pages.read_record("grid-models-8ranks.json")["rows"]}
+    grid = models["megatron=8"]["first_is_faster_by"]  # docs/grids.md: it wins in forward, not in backward
+    assert grid["forward_s"] > 1 + pages.ALIKE and grid["backward_s"] < 1 + pages.ALIKE
+    record = pages.read_record("pipelines-4ranks.json")
+    rows = {row["parallel"]: row for row in record["rows"]}
+    speeds = {name: row["tokens_per_s"] for name, row in rows.items()}
+    peaks = {name: row["peak_bytes_per_rank"] for name, row in rows.items()}
+    assert speeds["zeropp=2x2"] < 1.2 * speeds["pipeline-fsdp2"]  # docs/pipelines.md: not 1.2 times as fast
+    assert speeds["pp=2,rtp=2"] > (1 - 2 * pages.ALIKE) * max(speeds.values())  # as fast as any
+    assert peaks["pp=2,rtp=2"] == min(peaks.values())  # and holds least
+
+
+def test_ratios_of_equal_transports_stand_in_the_page(pages):
+    rows = {row["name"]: row for row in pages.read_record("grids-8ranks.json")["rows"]}
+    ours, theirs = rows["rotorch 2x2x2, messages"], rows["megatron-core tensor parallel 8"]
+    said = [pages.two_digits(pages.faster_by(ours, theirs, phase)) for phase in ("forward_s", "backward_s")]
+    assert f"| {said[0]} | {said[1]} |\n" in (ROOT / "docs" / "grids.md").read_text().split("Megatron-Core's")[1]
+
+
+def test_ratios_in_a_word(pages):
+    assert [pages.verdict(ratio) for ratio in (0.9, 0.97, 1.04, 1.2)] == ["slower", "as fast", "as fast", "faster"]
+
+
+def test_every_record_says_where_it_comes_from():
+    for file in sorted(RESULTS.rglob("*.json")):
+        record = json.loads(file.read_text())
+        origin = record.get("origin", record)
+        if file.name not in WITHOUT_ORIGIN:
+            assert origin["commit"] and origin["machine"]["load_average"], file.name
