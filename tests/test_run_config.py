@@ -144,3 +144,63 @@ def test_the_configurations_that_come_along_are_valid():
         config = load_run_config(path)
         assert config.model.config["model_type"] == "llama"
         assert tomllib.loads(path.read_text())["train"]["steps"] == config.train.steps
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            'train.steps = "6"',
+            "train.steps = '6': input should be a valid integer. Write a whole number, without quotes",
+        ),
+        ("train.steps = 2.0", "train.steps = 2.0: input should be a valid integer"),
+        ("train.steps = true", "train.steps = True: input should be a valid integer"),
+        ('train.compile = "yes"', "train.compile = 'yes': input should be a valid boolean. Write true or false"),
+        ("train.compile = 1", "train.compile = 1: input should be a valid boolean"),
+        ('optimizer.lr = "1e-3"', "optimizer.lr = '1e-3': input should be a valid number. Write a number, without"),
+        ('optimizer.betas = ["0.9", 0.9]', "optimizer.betas.0 = '0.9': input should be a valid number"),
+        ("optimizer.betas = 0.9", "input should be a valid tuple. Write a list"),
+        ("data.source = 3", "data.source = 3: input should be a valid string. Write text, in quotes"),
+        ("train.seed = 2361183241434822606848", "train.seed = 2361183241434822606848: input should be less than or"),
+        ("optimizer.warmup_steps = 2", "optimizer.warmup_steps = 2 is longer than the run, train.steps = 1"),
+        ("optimizer.lr = 100.0", "lr = 100 times optimizer.weight_decay = 0.1 is 1 or more"),
+        ("optimizer.eps = 1e-300", "optimizer.eps = 1e-300: input should be greater than or equal to 0.0000"),
+        ("sample.temperature = 1e-9", "write 0 for the likeliest token"),
+        ('data.tokenizer = ""', "should have at least 1 character. Write one, or leave the key out"),
+    ],
+)
+def test_types_and_ranges_of_a_file_are_strict(tmp_path, line, words):
+    file = tmp_path / "run.toml"
+    file.write_text(f'model.config = "x"\n{line}\n' + ("" if "steps =" in line[:14] else "train.steps = 1\n"))
+    with pytest.raises(ConfigError) as caught:
+        load_run_config(file)
+    assert words in str(caught.value)
+
+
+def test_a_whole_number_may_stand_for_a_float_and_a_list_for_a_tuple(run_toml):
+    config = load_run_config(run_toml, overrides=["optimizer.clip_norm=2", 'data.suffixes=[".py"]'])
+    assert (config.optimizer.clip_norm, config.data.suffixes) == (2.0, (".py",))
+
+
+def test_how_a_file_is_encoded(run_toml):
+    text = run_toml.read_text()
+    run_toml.write_bytes(text.encode("utf-8-sig"))
+    load_run_config(run_toml)
+    for encoding, words in {
+        "utf-16": "the file is UTF-16, and TOML is UTF-8. Save it as UTF-8",
+        "utf-32": "the file is UTF-32",
+    }.items():
+        run_toml.write_bytes(text.encode(encoding))
+        with pytest.raises(ConfigError, match=words):
+            load_run_config(run_toml)
+    run_toml.write_bytes(b"a = 1\nb = '\xff'\n")
+    with pytest.raises(ConfigError, match=r"line 2 is not UTF-8 \(byte 0xff\)"):
+        load_run_config(run_toml)
+
+
+def test_what_is_no_file_is_not_opened(tmp_path):
+    import os
+
+    os.mkfifo(tmp_path / "pipe.toml")
+    with pytest.raises(ConfigError, match="is a pipe, and a run's TOML file is a file"):
+        load_run_config(tmp_path / "pipe.toml")

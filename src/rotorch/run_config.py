@@ -12,6 +12,7 @@ in overrides at the working directory.
 
 from __future__ import annotations
 
+import codecs
 import re
 import tomllib
 from collections.abc import Sequence
@@ -28,6 +29,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    StringConstraints,
     ValidationError,
     field_validator,
 )
@@ -50,10 +52,18 @@ _PATHS = {
 
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+Word = Annotated[str, StringConstraints(min_length=1)]
+Words = Annotated[tuple[Word, ...], Field(strict=False, min_length=1)]
+"""TOML has lists and no tuples, hence `strict=False`; their elements are held to their type all the same."""
+
+_MOST_STEPS = 10**12
+_MOST_AT_ONCE = 10**9  # samples, passes, tokens
+_MOST_SEED = 2**63 - 1
+_MOST_S = 1e8  # three years; torch's clocks overflow above
 
 
 class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
 
 class ModelSection(_Section):
@@ -65,8 +75,8 @@ class ModelSection(_Section):
         init: "random", or a published model to start from: a directory of safetensors, or a GGUF file.
     """
 
-    config: str | dict[str, Any]
-    init: str = "random"
+    config: Word | dict[str, Any]
+    init: Word = "random"
 
 
 class ParallelSection(_Section):
@@ -94,17 +104,17 @@ class DataSection(_Section):
     """
 
     kind: Literal["text", "instructions"] = "text"
-    source: str = "stdlib"
-    text_field: str = "text"
-    prompt_field: str = "prompt"
-    response_field: str = "response"
+    source: Word = "stdlib"
+    text_field: Word = "text"
+    prompt_field: Word = "prompt"
+    response_field: Word = "response"
     pack: bool = False
-    suffixes: tuple[str, ...] | None = None
-    tokenizer: str = "bytes"
-    eos_token: str | None = None
-    sequence_length: PositiveInt = 256
+    suffixes: Words | None = None
+    tokenizer: Word = "bytes"
+    eos_token: Word | None = None
+    sequence_length: Annotated[PositiveInt, Field(le=_MOST_AT_ONCE)] = 256
     held_out_fraction: Annotated[float, Field(ge=0.0, le=0.5)] = 0.02
-    cache_dir: str | None = None
+    cache_dir: Word | None = None
 
 
 class TrainSection(_Section):
@@ -139,22 +149,22 @@ class TrainSection(_Section):
         tensorboard: also write TensorBoard files.
     """
 
-    steps: PositiveInt
-    micro_batch: PositiveInt = 4
-    accumulation: PositiveInt | None = None
-    global_batch: PositiveInt | None = None
-    seed: NonNegativeInt = 0
+    steps: Annotated[PositiveInt, Field(le=_MOST_STEPS)]
+    micro_batch: Annotated[PositiveInt, Field(le=_MOST_AT_ONCE)] = 4
+    accumulation: Annotated[PositiveInt, Field(le=_MOST_AT_ONCE)] | None = None
+    global_batch: Annotated[PositiveInt, Field(le=_MOST_AT_ONCE)] | None = None
+    seed: Annotated[NonNegativeInt, Field(le=_MOST_SEED)] = 0
     precision: Literal["float32", "bfloat16"] = "float32"
     compile: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: NonNegativeInt = 0
     eval_windows: PositiveInt = 128
     out: str = ""
-    checkpoint_dir: str | None = None
+    checkpoint_dir: Word | None = None
     checkpoint_every: NonNegativeInt = 0
     keep: PositiveInt = 2
     async_save: bool = False
-    timeout_s: PositiveFloat = 600.0
+    timeout_s: Annotated[PositiveFloat, Field(le=_MOST_S)] = 600.0
     on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
     spike_factor: NonNegativeFloat = 0.0
     check_every: NonNegativeInt = 0
@@ -198,9 +208,9 @@ class OptimizerSection(_Section):
         min_lr_ratio: see `schedule`.
     """
 
-    lr: PositiveFloat = 1e-3
-    betas: tuple[Decay, Decay] = (0.9, 0.95)
-    eps: PositiveFloat = 1e-8
+    lr: Annotated[PositiveFloat, Field(le=1e3)] = 1e-3
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
+    eps: Annotated[float, Field(ge=1e-30, le=1.0)] = 1e-8  # a smaller one is 0 in float32
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: NonNegativeFloat = 1.0
     warmup_steps: NonNegativeInt = 0
@@ -218,10 +228,10 @@ class LoraSection(_Section):
         targets: last parts of the names of the layers that get adapters; by default all linear layers but the head.
     """
 
-    rank: PositiveInt
-    alpha: PositiveFloat | None = None
+    rank: Annotated[PositiveInt, Field(le=1 << 20)]
+    alpha: Annotated[PositiveFloat, Field(le=1e6)] | None = None
     dropout: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
-    targets: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    targets: Words | None = None
 
 
 class SampleSection(_Section):
@@ -234,8 +244,15 @@ class SampleSection(_Section):
     """
 
     prompt: str = "def "
-    length: NonNegativeInt = 200
-    temperature: NonNegativeFloat = 0.7
+    length: Annotated[NonNegativeInt, Field(le=1_000_000)] = 200
+    temperature: Annotated[NonNegativeFloat, Field(le=1e3)] = 0.7
+
+    @field_validator("temperature")
+    @classmethod
+    def _divides_logits(cls, temperature: float) -> float:
+        if 0.0 < temperature < 1e-3:
+            raise ValueError("write 0 for the likeliest token, or 0.001 or more")
+        return temperature
 
 
 class RunConfig(_Section):
@@ -309,10 +326,26 @@ def load_run_config(path: str | Path, *, overrides: Sequence[str] = ()) -> RunCo
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
         raise ConfigError(_explain(error, path=path)) from None
+    _check_schedule(config, path=path)
     if config.train.out:
         return config
     out = str(Path("runs", path.stem).absolute())
     return config.model_copy(update={"train": config.train.model_copy(update={"out": out})})
+
+
+def _check_schedule(config: RunConfig, *, path: Path) -> None:
+    """The learning rate comes to its peak within the run, and weights do not decay past zero there."""
+    steps, optimizer = config.train.steps, config.optimizer
+    if optimizer.warmup_steps > steps:
+        raise ConfigError(
+            f"{path}: optimizer.warmup_steps = {optimizer.warmup_steps} is longer than the run, train.steps = {steps}. "
+            f"Write optimizer.warmup_steps={steps // 10}, for example, or more steps"
+        )
+    if optimizer.lr * optimizer.weight_decay >= 1.0:
+        raise ConfigError(
+            f"{path}: optimizer.lr = {optimizer.lr:g} times optimizer.weight_decay = {optimizer.weight_decay:g} is 1 "
+            "or more: each step would decay the weights to zero or past it. Write a smaller one of the two"
+        )
 
 
 def _complete_model(raw: dict[str, Any]) -> None:
@@ -324,17 +357,40 @@ def _complete_model(raw: dict[str, Any]) -> None:
 
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_small(path, most_bytes=_MOST_BYTES, what="a run's TOML file").decode("utf-8"))
+        content = read_small(path, most_bytes=_MOST_BYTES, what="a run's TOML file")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_beside(path)}") from None
     except IsADirectoryError:
         raise ConfigError(f"{path}: is a directory. Write the path of a run's TOML file") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot read: {error.strerror}") from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{str(path)!r} is no path: {error}. Write another one") from None  # a null byte
+    try:
+        return tomllib.loads(_decode(content, path=path))
     except ConfigError:
         raise
-    except (ValueError, RecursionError) as error:  # no TOML, no UTF-8, a number too long, nested too deep
+    except (ValueError, RecursionError) as error:  # no TOML, a number too long, nested too deep
         raise ConfigError(f"{path}: not valid TOML: {error}") from None
+
+
+def _decode(content: bytes, *, path: Path) -> str:
+    """The text of a TOML file, which is UTF-8; some editors write a byte-order mark before it."""
+    for name, marks in {
+        "UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE),
+        "UTF-16": (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE),
+    }.items():
+        if content.startswith(marks):
+            raise ConfigError(f"{path}: the file is {name}, and TOML is UTF-8. Save it as UTF-8")
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(
+            f"{path}: line {line} is not UTF-8 (byte 0x{content[error.start]:02x}). Save the file as UTF-8"
+        ) from None
 
 
 def _beside(path: Path) -> str:
@@ -428,9 +484,30 @@ def _explain(error: ValidationError, *, path: Path) -> str:
         return f"{path}: unknown key {key!r}{_suggest(where)}"
     if first["type"] == "missing" and key in _HINTS:
         return f"{path}: {key} is missing. {_HINTS[key]}"
-    message = first["msg"][:1].lower() + first["msg"][1:]
-    return f"{path}: {key} = {first['input']!r}: {message}"
+    message = first["msg"].removeprefix("Value error, ")
+    message = message[:1].lower() + message[1:]
+    write = _WRITE.get(first["type"], "")
+    return f"{path}: {key} = {_shown(first['input'])}: {message}{write}"
 
+
+def _shown(value: Any) -> str:
+    """A value as Python writes it, of which a message has room for the beginning."""
+    text = repr(value)
+    return text if len(text) <= _MOST_SHOWN_CHARS else f"{text[:_MOST_SHOWN_CHARS]}..."
+
+
+_MOST_SHOWN_CHARS = 100
+_WRITE = {
+    "int_type": ". Write a whole number, without quotes and without a point",
+    "float_type": ". Write a number, without quotes",
+    "bool_type": ". Write true or false, without quotes",
+    "string_type": '. Write text, in quotes: "..."',
+    "string_too_short": ". Write one, or leave the key out",
+    "tuple_type": '. Write a list: ["..."], or [0.9, 0.95]',
+    "finite_number": ". Write a number",
+    "model_type": ". Write a table of keys: [section], and key = value below it",
+}
+"""What to write instead of a value of another type."""
 
 _HINTS = {
     "model": 'Write [model] with config = "config.json"',

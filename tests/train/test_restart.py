@@ -108,7 +108,9 @@ def test_a_failure_before_the_first_step_leaves_the_directory_to_the_next_start(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "failure.txt").write_text("a rank failed")
     (tmp_path / "run" / "traceback-rank1.txt").write_text("Traceback")
-    command = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--parallel=single", "train.steps=1")
+    command = rotorch(
+        tmp_path / "log", "train", write_run(tmp_path), "--parallel=single", "train.steps=1", "optimizer.warmup_steps=1"
+    )
     assert command.code == 0, command.stderr
 
 

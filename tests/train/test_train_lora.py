@@ -174,7 +174,16 @@ def test_a_run_without_adapters_is_not_resumed_with_them(alone, published, capsy
 def test_what_adds_nothing_leaves_every_bit_as_it_was(published, tmp_path, warm):
     """Also the sign of a zero."""
     run = write_lora_run(tmp_path, published, lora="\n[lora]\nrank = 2\n")  # beside all linear layers but the head
-    done = command(tmp_path / "log", "train", run, "--parallel", "rtp=2", "train.steps=1", "optimizer.lr=1e-60")
+    done = command(
+        tmp_path / "log",
+        "train",
+        run,
+        "--parallel",
+        "rtp=2",
+        "train.steps=1",
+        "optimizer.warmup_steps=1",
+        "optimizer.lr=1e-60",
+    )
     assert done.code == 0, done.stderr
     manifest = read_manifest(tmp_path / "run" / "checkpoints" / "step-00000001")
     assert sum(".lora_A." in name for name in manifest.names(MODEL)) == 7
@@ -233,7 +242,7 @@ def test_without_peft(published, tmp_path, capsys, monkeypatch):
 
 def test_a_model_without_adapters_has_none_to_merge(tmp_path, warm, capsys):
     run = write_run(tmp_path)
-    assert command(tmp_path / "log", "train", run, "train.steps=1").code == 0
+    assert command(tmp_path / "log", "train", run, "train.steps=1", "optimizer.warmup_steps=1").code == 0
     assert cli.run(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merge"]) == 2
     assert "has no adapters to merge. Leave --merge out" in capsys.readouterr().err
 

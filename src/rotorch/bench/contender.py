@@ -238,7 +238,7 @@ def make_contender(task: Task, *, row: str, rank: int) -> Contender:
 
 def build(task: Task) -> nn.Module:
     """Builds the task's model, in training mode."""
-    module = causal_lm(config_from_dict(task.model, source=task.name))
+    module = causal_lm(config_from_dict(task.model, source=task.name, checks_keys=False))
     if hasattr(module.config, "use_cache"):
         module.config.use_cache = False
     return module.train()

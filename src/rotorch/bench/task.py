@@ -87,7 +87,7 @@ class Task:
 
     def batches(self, step: int, *, share: int, num_shares: int) -> list[dict[str, Tensor]]:
         """Returns the micro-batches of one of `num_shares` equal shares of a global batch (see [Note: tokens])."""
-        generator = torch.Generator().manual_seed(self.seed * NUM_BATCHES + step % NUM_BATCHES)
+        generator = torch.Generator().manual_seed((self.seed * NUM_BATCHES + step % NUM_BATCHES) % 2**63)
         shape = (self.global_batch, self.sequence_length)
         tokens = torch.randint(self.vocabulary, shape, generator=generator)
         mine = tokens.view(num_shares, self.accumulation, -1, self.sequence_length)[share]
@@ -104,7 +104,8 @@ def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
     if run.lora is not None:
         raise ConfigError("bench: adapters are not measured. Leave [lora] out")
     given = run.model.config
-    config = load_config(given) if isinstance(given, str) else config_from_dict(given, source="model.config")
+    is_file = isinstance(given, str)
+    config = load_config(given) if is_file else config_from_dict(given, source="model.config", is_own=True)
     longest = longest_sequence(config)
     if longest is not None and run.data.sequence_length > longest:
         raise ConfigError(

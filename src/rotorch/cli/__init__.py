@@ -114,7 +114,7 @@ def train(
     from rotorch.strategies import parse_parallel
 
     die_with_torchrun()
-    changes = [*(overrides or ()), *([f"parallel.layout={parallel}"] if parallel else ())]
+    changes = [*(overrides or ()), *([] if parallel is None else [f"parallel.layout={parallel}"])]
     changes += ["train.compile=true"] if compile_blocks else []
     changes += [] if max_restarts is None else [f"train.max_restarts={max_restarts}"]
     changes += [] if elastic is None else [f'train.elastic="{elastic}"']

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from typing import IO, Any, Protocol
 
 from rotorch.core.errors import ConfigError
@@ -21,7 +22,8 @@ class Readable(Protocol):
 def read_small(path: Readable, *, most_bytes: int, what: str) -> bytes:
     """Reads a file that is a few kilobytes long if it is what it should be.
 
-    Takes no more memory than `most_bytes`, whatever the file is: of gigabytes, a device without an end, or growing.
+    Takes no more memory than `most_bytes`, whatever the file is: of gigabytes, or growing. Does not open what is no
+    file: a pipe would wait for its writer, and a device may have no end.
 
     Args:
         path: the file.
@@ -29,9 +31,12 @@ def read_small(path: Readable, *, most_bytes: int, what: str) -> bytes:
         what: the file should be, for the message: "a run's TOML file".
 
     Raises:
-        ConfigError: if it is longer. OSError: if it cannot be read.
+        ConfigError: if it is longer, or no file. OSError: if it cannot be read.
     """
-    num_bytes = int(path.stat().st_size)
+    status = path.stat()
+    if (kind := _kind_of(status)) is not None:
+        raise ConfigError(f"{path}: is a {kind}, and {what} is a file. Write the path of a file")
+    num_bytes = int(status.st_size)
     data = b""
     if num_bytes <= most_bytes:
         with path.open("rb") as stream:
@@ -43,3 +48,11 @@ def read_small(path: Readable, *, most_bytes: int, what: str) -> bytes:
             "Write another path"
         )
     return data
+
+
+def _kind_of(status: Any) -> str | None:
+    """The name of what neither is a file nor a directory; None for these, and for what lies in a store."""
+    mode = getattr(status, "st_mode", None)
+    if mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # a directory has an error of its own when opened
+        return None
+    return "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"

@@ -11,6 +11,7 @@ from torch import nn
 
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.small_files import read_small
+from rotorch.models.configuration import built, check_keys, check_sizes, check_values
 from rotorch.models.gguf import config_of_gguf, find_gguf
 from rotorch.models.lora import with_base_layers
 
@@ -66,7 +67,7 @@ def load_config(path: str | Path) -> Any:
 
     file = Path(path)
     if (gguf := find_gguf(file)) is not None:
-        return config_from_dict(config_of_gguf(gguf), source=str(gguf), known=CONFIG_MAPPING)
+        return config_from_dict(config_of_gguf(gguf), source=str(gguf), known=CONFIG_MAPPING, checks_keys=False)
     if file.is_dir():
         file = file / "config.json"
     if not file.is_file():
@@ -82,8 +83,21 @@ def load_config(path: str | Path) -> Any:
     return config_from_dict(values, source=str(file), known=CONFIG_MAPPING)
 
 
-def config_from_dict(values: Mapping[str, Any], *, source: str, known: Any = None) -> Any:
-    """Makes a Hugging Face configuration from the contents of a `config.json`; `source` is named in errors."""
+def config_from_dict(
+    values: Mapping[str, Any], *, source: str, known: Any = None, is_own: bool = False, checks_keys: bool = True
+) -> Any:
+    """Makes a Hugging Face configuration from the contents of a `config.json`.
+
+    Args:
+        values: the contents.
+        source: of them, named in errors.
+        known: transformers' configuration classes, by model type; looked up if left out.
+        is_own: the user has written them into the run's own file: every key must be one that the class knows.
+        checks_keys: look at keys at all; not at what a program has written.
+
+    Raises:
+        ConfigError: no such model type, a key that the class does not know, or values that cannot be.
+    """
     if known is None:
         from transformers import CONFIG_MAPPING as known
     model_type = values.get("model_type")
@@ -92,10 +106,16 @@ def config_from_dict(values: Mapping[str, Any], *, source: str, known: Any = Non
             f"model: {source}: transformers knows no model_type {model_type!r}"
             f"{nearest(str(model_type), known=list(known.keys()))}"
         )
+    make = known[model_type].from_dict
+    check_sizes(values, aliases=getattr(known[model_type], "attribute_map", {}), source=source)
     try:
-        return known[model_type].from_dict(dict(values))
+        config = make(dict(values))
     except Exception as error:
         raise ConfigError(f"model: {source} is not a valid {model_type} configuration: {first_line(error)}") from None
+    if checks_keys:
+        check_keys(values, config=config, make=make, source=source, is_own=is_own)
+    check_values(config, source=source)
+    return config
 
 
 def first_line(error: BaseException) -> str:
@@ -108,7 +128,7 @@ def causal_lm(config: Any) -> nn.Module:
     """Builds a causal language model from its configuration, in the current device context.
 
     Raises:
-        ConfigError: if the architecture has no causal language-model head.
+        ConfigError: if the architecture has no causal language-model head, or its constructor refuses a value.
     """
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -118,7 +138,7 @@ def causal_lm(config: Any) -> nn.Module:
             f"model: {config.model_type!r} has no causal language-model head in transformers. "
             "Write a decoder's configuration"
         )
-    return AutoModelForCausalLM.from_config(config)
+    return built(lambda: AutoModelForCausalLM.from_config(config), config=config)
 
 
 def longest_sequence(config: Any) -> int | None:

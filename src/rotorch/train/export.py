@@ -178,7 +178,7 @@ def _as_published(entries: list[Entry], manifest: Manifest) -> list[Entry]:
         return entries
     by_name = {entry.name: entry for entry in entries}
     with on_meta():
-        module = kind(config_from_dict(manifest.model.config or {}, source="the checkpoint"))
+        module = kind(config_from_dict(manifest.model.config or {}, source="the checkpoint", checks_keys=False))
         held = {e.name: torch.empty(e.shape, dtype=DTYPES[e.dtype]) for e in entries}
     made: list[Entry] = []
     latest: dict[int, Mapping[str, Tensor]] = {}

@@ -305,7 +305,9 @@ def read_model_config(config: RunConfig) -> Any:
     from rotorch.models.hf import config_from_dict, load_config
 
     model = config.model.config
-    found = load_config(model) if isinstance(model, str) else config_from_dict(model, source="model.config")
+    found = (
+        load_config(model) if isinstance(model, str) else config_from_dict(model, source="model.config", is_own=True)
+    )
     found.dtype = torch.float32
     return found
 
