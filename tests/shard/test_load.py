@@ -11,7 +11,9 @@ from torch import nn
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Weight
 from rotorch.shard.held import HeldWeight, cut_pieces
-from rotorch.shard.load import load_directory
+from rotorch.shard.load import load_directory, load_stored
+from rotorch.shard.safetensors_files import open_safetensors
+from rotorch.shard.stored import Computed, Joined, Stacked
 
 WEIGHTS = (
     Weight("embed.weight", (10, 4), 4, Cut(0, 10), aliases=("head.weight",)),
@@ -170,3 +172,77 @@ def test_an_index_may_not_lead_out_of_the_directory(tmp_path):
     names = dict.fromkeys(STORED, "../outside/model.safetensors")
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     refused(directory, "names '../outside/model.safetensors', which is not a file of this directory")
+
+
+# ---------------------------------------------------------------- values that are no weights
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8, torch.bool, torch.complex64])
+def test_what_is_no_real_number_is_not_a_weight(tmp_path, dtype):
+    tensors = STORED | {"down.weight": torch.ones(4, 6, dtype=dtype)}
+    refused(
+        write(tmp_path / "model", tensors),
+        rf"of a dtype that is not converted: down\.weight \({dtype} in the file, torch\.float32 in the model\)",
+        "Write a model that is not quantised",
+    )
+
+
+def test_exponents_of_a_scale_are_not_weights(tmp_path):
+    scales = torch.full((4,), 1.0).to(torch.float8_e8m0fnu)
+    refused(write(tmp_path / "model", STORED | {"norm.weight": scales}), "norm.weight .torch.float8_e8m0fnu in the file")
+
+
+def test_one_expert_of_another_dtype_is_seen_among_those_that_are_stacked():
+    real, whole = (Computed((2,), dtype, lambda: torch.ones(2)) for dtype in (torch.bfloat16, torch.int32))
+    wide = Computed((2,), torch.float32, lambda: torch.ones(2))
+    for put_together in (Stacked, Joined):
+        assert put_together([real, whole, wide], dim=0).dtype is torch.int32
+        assert put_together([real, wide], dim=0).dtype is torch.float32
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_weight_that_is_not_finite_is_named_with_its_place(tmp_path, value, index):
+    spoilt = STORED["down.weight"].clone()
+    spoilt[2, 5] = value
+    directory = write(tmp_path / "model", STORED | {"down.weight": spoilt})
+    weights = held(2, index)
+    if index == 0:  # whose slice has other columns
+        load_directory(str(directory), weights=weights)
+        return
+    with pytest.raises(ConfigError, match=rf"down\.weight\[2, 5\] is {value} in the file: .* Write a model whose"):
+        load_directory(str(directory), weights=weights)
+
+
+def test_a_number_that_is_not_finite_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="scale is nan in the file"):
+        load_directory(str(write(tmp_path, STORED | {"scale": torch.tensor(float("nan"))})), weights=held())
+
+
+def test_a_value_beyond_the_weights_dtype_is_refused(tmp_path):
+    spoilt = STORED["norm.weight"].clone()
+    spoilt[3] = -70_000.0
+    directory = write(tmp_path / "model", STORED | {"norm.weight": spoilt})
+    with pytest.raises(ConfigError, match=r"norm\.weight\[3\] is -70000, and torch\.float16 ends at 65504\. Make the"):
+        load_directory(str(directory), weights=held(dtype=torch.float16))
+    load_directory(str(directory), weights=held(dtype=torch.bfloat16))
+
+
+def test_values_of_eight_bits_are_converted(tmp_path):
+    weights = held()
+    eight = STORED["down.weight"].to(torch.float8_e4m3fn)
+    load_directory(str(write(tmp_path / "model", STORED | {"down.weight": eight})), weights=weights)
+    assert torch.equal(weights["down.weight"].local, eight.float())
+
+
+def test_buffers_keep_their_kind_of_number(tmp_path):
+    weights, steps = held(), torch.zeros((), dtype=torch.int64)
+    for stored, fits in ((torch.tensor(7, dtype=torch.int32), True), (torch.tensor(7.5), False)):
+        directory = write(tmp_path / str(fits), STORED | {"steps": stored})
+        with open_safetensors(directory) as found:
+            if fits:
+                load_stored(found, weights=weights, source="x", buffers={"steps": steps})
+                assert int(steps) == 7
+            else:
+                with pytest.raises(ConfigError, match=r"steps \(torch.float32 in the file, torch.int64 in the model"):
+                    load_stored(found, weights=weights, source="x", buffers={"steps": steps})

@@ -125,6 +125,13 @@ def spoil_shape(published):
     save_file(values | {name: torch.zeros(3, 3)}, file, metadata={"format": "pt"})
 
 
+def spoil_dtype(published):
+    file = next(published.glob("*.safetensors"))
+    values = load_file(file)
+    name = next(iter(values))
+    save_file(values | {name: values[name].to(torch.int32)}, file, metadata={"format": "pt"})
+
+
 def lose_tensor(published):
     values = tensors(published)
     shutil.rmtree(published / "nowhere", ignore_errors=True)
@@ -152,6 +159,7 @@ def make_it_an_encoder(published):
         (spoil_file, "is no safetensors file, or a corrupt or truncated one"),
         (truncate_file, "is no safetensors file, or a corrupt or truncated one"),
         (spoil_shape, "(3, 3) in the file"),
+        (spoil_dtype, "of a dtype that is not converted: "),
         (lose_tensor, "missing: model.norm.weight; unknown: surplus"),
         (lose_head, "has no causal language-model head"),
     ],

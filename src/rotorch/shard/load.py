@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from rotorch.core.spec import Weight
 from rotorch.host_memory import give_back_freed_memory
 from rotorch.shard.held import HeldWeight, Piece
 from rotorch.shard.safetensors_files import open_safetensors
-from rotorch.shard.stored import Stored
+from rotorch.shard.stored import Stored, kind_of
 
 _NAMES_SHOWN = 100  # of each kind; beyond that it is another model
 
@@ -44,7 +45,8 @@ def load_stored(
 ) -> None:
     """Reads what this rank holds of each weight, one piece at a time, once all is known to fit. Every rank alone.
 
-    A tied weight may be stored under any of its names. Values are converted to the weight's dtype.
+    A tied weight may be stored under any of its names. Real numbers are converted to the weight's dtype; integers, bools
+    and complex numbers are not weights.
 
     Args:
         stored: the checkpoint's tensors by the model's names.
@@ -55,13 +57,14 @@ def load_stored(
         may_have: name patterns of tensors that the model need not have.
 
     Raises:
-        ConfigError: missing, extra or mis-shaped tensors, all of them listed, before anything is read; or what is found
-            to be damaged while it is read.
+        ConfigError: missing, extra or mis-shaped tensors, or such of another kind of number, all of them listed, before
+            anything is read; or what is found to be damaged, not finite, or beyond the weight's dtype while it is read.
     """
     buffers = buffers or {}
     found = check_fit(
         stored,
         weights=[held.weight for held in weights.values()],
+        dtypes={name: held.local.dtype for name, held in weights.items()},
         source=source,
         buffers=buffers,
         may_lack=may_lack,
@@ -71,7 +74,10 @@ def load_stored(
     for name, held in weights.items():
         if (there := found[name]) is not None:
             for piece in held.pieces:
-                stored[there].read(_box(piece), out=piece.of_local(held.local))
+                out = piece.of_local(held.local)
+                stored[there].read(_box(piece), out=out)
+                if not is_finite(out):
+                    raise ConfigError(_why_not_finite(stored[there], piece, name=there, dtype=out.dtype, source=source))
     for name, buffer in buffers.items():
         if (there := found[name]) is not None:
             stored[there].read(stored[there].whole, out=buffer)
@@ -81,6 +87,7 @@ def check_fit(
     stored: Mapping[str, Stored],
     *,
     weights: Sequence[Weight],
+    dtypes: Mapping[str, torch.dtype],
     source: str,
     buffers: Mapping[str, Tensor],
     may_lack: Sequence[str] = (),
@@ -88,13 +95,14 @@ def check_fit(
 ) -> dict[str, str | None]:
     """Returns under which name each weight and buffer is stored, None for what may be lacking. Reads no tensor.
 
-    Arguments and errors are those of `load_stored`.
+    Arguments and errors are those of `load_stored`; `dtypes` are the weights' own, by name.
     """
     names = {weight.name: (weight.name, *weight.aliases) for weight in weights}
     shapes = {weight.name: weight.shape for weight in weights}
     found = {name: next((n for n in those if n in stored), None) for name, those in names.items()}
     found |= {name: name if name in stored else None for name in buffers}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    dtypes = {**dtypes, **{name: buffer.dtype for name, buffer in buffers.items()}}
     known = {n for those in names.values() for n in those} | set(buffers)
     missing = [name for name, there in found.items() if there is None and not _any_matches(may_lack, name)]
     extra = [name for name in sorted(set(stored) - known) if not _any_matches(may_have, name)]
@@ -104,9 +112,45 @@ def check_fit(
         for name, there in found.items()
         if there is not None and stored[there].shape != shapes[name]
     ]
+    others = [
+        f"{there} ({stored[there].dtype} in the file, {dtypes[name]} in the model)"
+        for name, there in found.items()
+        if there is not None and kind_of(stored[there].dtype) != kind_of(dtypes[name])
+    ]
+    if others:
+        problems.append(
+            f"of a dtype that is not converted: {_listed(others)}. Write a model that is not quantised, or convert "
+            "these tensors to the model's dtype with what scales them"
+        )
     if problems:
         raise ConfigError(f"load: {source!r} does not fit the model. {'; '.join(problems)}")
     return found
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether a tensor has neither NaN nor infinity. Takes no memory for an answer per element."""
+    if not tensor.numel() or not tensor.is_floating_point():
+        return True
+    least, most = torch.aminmax(tensor)
+    return bool(torch.isfinite(least)) and bool(torch.isfinite(most))
+
+
+def _why_not_finite(stored: Stored, piece: Piece, *, name: str, dtype: torch.dtype, source: str) -> str:
+    """Says where the first such value is, and whether it came so or does not fit the weight's dtype."""
+    there = torch.empty(piece.sizes, dtype=torch.float64)
+    stored.read(_box(piece), out=there)
+    where = (~torch.isfinite(there.to(dtype))).nonzero()[0].tolist()
+    value = float(there[tuple(where)])
+    element = f"{name}{[offset + place for offset, place in zip(piece.offsets, where, strict=True)] if where else ''}"
+    if math.isfinite(value):
+        return (
+            f"load: {source!r}: {element} is {value:.6g}, and {dtype} ends at {torch.finfo(dtype).max:.6g}. "
+            "Make the model in bfloat16 or float32"
+        )
+    return (
+        f"load: {source!r}: {element} is {value} in the file: a model with such weights gives no loss. "
+        "Write a model whose weights are finite"
+    )
 
 
 def _box(piece: Piece) -> tuple[range, ...]:

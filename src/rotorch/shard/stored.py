@@ -45,6 +45,25 @@ class Stored(ABC):
         return made
 
 
+def kind_of(dtype: torch.dtype) -> str:
+    """The kind of number that a dtype is for: "real", "complex", "whole" (bools too), or "packed" (no number each)."""
+    if dtype.is_complex:
+        return "complex"
+    if dtype in _PACKED:
+        return "packed"
+    return "real" if dtype.is_floating_point else "whole"
+
+
+_PACKED = {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
+"""Two values in one element, and exponents that other tensors are scaled by: parts of a quantised weight."""
+
+
+def _dtype_of_all(parts: Sequence[Stored]) -> torch.dtype:
+    """The widest dtype among the parts; one that is not for real numbers if any part has one, so that it is seen."""
+    dtypes = [part.dtype for part in parts]
+    return next((d for d in dtypes if kind_of(d) != "real"), max(dtypes, key=lambda d: d.itemsize))
+
+
 @final
 class Stacked(Stored):
     """Parts of one shape as one tensor with a further dim; `read` opens only the parts that the box meets."""
@@ -54,7 +73,7 @@ class Stacked(Stored):
         shape = parts[0].shape
         if any(part.shape != shape for part in parts):
             raise ValueError(f"parts of different shapes: {sorted({part.shape for part in parts})}")
-        self.shape, self.dtype = (*shape[:dim], len(parts), *shape[dim:]), parts[0].dtype
+        self.shape, self.dtype = (*shape[:dim], len(parts), *shape[dim:]), _dtype_of_all(parts)
 
     def read(self, box: Box, *, out: Tensor) -> None:
         inner = (*box[: self._dim], *box[self._dim + 1 :])
@@ -73,7 +92,7 @@ class Joined(Stored):
             raise ValueError(f"parts that do not fit side by side: {sorted(part.shape for part in parts)}")
         first = parts[0].shape
         self.shape = (*first[:dim], sum(part.shape[dim] for part in parts), *first[dim + 1 :])
-        self.dtype = parts[0].dtype
+        self.dtype = _dtype_of_all(parts)
 
     def read(self, box: Box, *, out: Tensor) -> None:
         wanted, start = box[self._dim], 0

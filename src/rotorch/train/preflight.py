@@ -408,6 +408,7 @@ def check_model(
             check_fit(
                 found.tensors,
                 weights=spec.weights,
+                dtypes={name: parameter.dtype for name, parameter in module.named_parameters()},
                 source=init,
                 buffers=buffers,
                 may_lack=ADAPTERS,
