@@ -201,7 +201,8 @@ class OptimizerSection(_Section):
         lr: peak learning rate.
         betas: decay rates of the two moments.
         eps: added to the denominator.
-        weight_decay: on matrices only, never on norms and biases.
+        weight_decay: on matrices, experts, convolutions and embeddings (also of positions); never on norms, biases,
+            scales and other vectors, nor on a state space's rates (`A_log`, `D`). See `models/decay.py`.
         clip_norm: the global gradient norm is scaled down to this; 0 leaves it alone.
         warmup_steps: steps over which the learning rate rises from 0 to `lr`.
         schedule: "cosine" falls to `min_lr_ratio * lr` at the last step, "constant" stays.

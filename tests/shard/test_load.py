@@ -188,8 +188,8 @@ def test_what_is_no_real_number_is_not_a_weight(tmp_path, dtype):
 
 
 def test_exponents_of_a_scale_are_not_weights(tmp_path):
-    scales = torch.full((4,), 1.0).to(torch.float8_e8m0fnu)
-    refused(write(tmp_path / "model", STORED | {"norm.weight": scales}), "norm.weight .torch.float8_e8m0fnu in the file")
+    directory = write(tmp_path / "model", STORED | {"norm.weight": torch.ones(4).to(torch.float8_e8m0fnu)})
+    refused(directory, "norm.weight .torch.float8_e8m0fnu in the file")
 
 
 def test_one_expert_of_another_dtype_is_seen_among_those_that_are_stacked():

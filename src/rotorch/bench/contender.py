@@ -17,6 +17,7 @@ from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.observe import Observer
 from rotorch.mesh import pick_device
 from rotorch.models.compiled import compile_blocks
+from rotorch.models.decay import is_decayed
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.parallel_model import causal_lm_loss, count_targets
@@ -265,8 +266,9 @@ def whole_model(task: Task) -> nn.Module:
 
 def adamw(module: nn.Module, *, settings: OptimizerSection) -> torch.optim.AdamW:
     """What `make_optimizer` makes for a `ParallelModel`, over plain parameters."""
-    decayed = [p for p in module.parameters() if p.dim() >= 2]
-    others = [p for p in module.parameters() if p.dim() < 2]
+    decayed, others = [], []
+    for name, parameter in module.named_parameters():
+        (decayed if is_decayed(module, name, shape=parameter.shape) else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],

@@ -45,8 +45,8 @@ def load_stored(
 ) -> None:
     """Reads what this rank holds of each weight, one piece at a time, once all is known to fit. Every rank alone.
 
-    A tied weight may be stored under any of its names. Real numbers are converted to the weight's dtype; integers, bools
-    and complex numbers are not weights.
+    A tied weight may be stored under any of its names. Real numbers are converted to the weight's dtype; integers,
+    bools and complex numbers are not weights.
 
     Args:
         stored: the checkpoint's tensors by the model's names.

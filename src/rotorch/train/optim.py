@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rotorch.models.decay import is_decayed
 from rotorch.parallel_model import ParallelModel
 from rotorch.run_config import OptimizerSection
 
@@ -46,10 +47,13 @@ class AdamW(torch.optim.AdamW):
 
 
 def make_optimizer(model: ParallelModel, *, settings: OptimizerSection) -> AdamW:
-    """Makes AdamW over the model's parameters: decay on matrices only, not on norms and biases. Every rank alone."""
-    trained = [held for held in model.weights.values() if held.parameter.requires_grad]
-    decayed = [held.local_parameter for held in trained if len(held.weight.shape) >= 2]
-    others = [held.local_parameter for held in trained if len(held.weight.shape) < 2]
+    """Makes AdamW over the model's parameters, with decay on what `is_decayed` says. Every rank alone."""
+    decayed: list[Tensor] = []
+    others: list[Tensor] = []
+    for held in model.weights.values():
+        if held.parameter.requires_grad:
+            belongs = decayed if is_decayed(model.module, held.name, shape=held.weight.shape) else others
+            belongs.append(held.local_parameter)
     groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     return AdamW(
         [group for group in groups if group["params"]],
