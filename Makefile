@@ -2,6 +2,7 @@
 
 SHELL  := bash
 VENV   := .venv
+PEERS  := .venv-peers
 BIN    := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
              $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -14,7 +15,7 @@ OLDEST = torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 
 # Ranks of tests are forked from a process that computes, which with a GPU in sight does not work.
-test test-all failures checkpoints chaos zoo: export CUDA_VISIBLE_DEVICES =
+test test-all test-peers failures checkpoints chaos zoo: export CUDA_VISIBLE_DEVICES =
 
 # The torch-free layers, which mypy holds to its strict rules.
 PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner src/rotorch/run_config.py \
@@ -22,7 +23,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner sr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all test-oldest failures checkpoints chaos test-gpu check zoo bench bars bench-gpu clean
+.PHONY: help setup train test test-all test-oldest test-peers failures checkpoints chaos test-gpu check zoo bench bars bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -47,8 +48,27 @@ train: setup ## train the demo on 2 ranks; make train ARGS="my.toml --nproc 4" f
 test: setup ## run the tests, as many at a time as there are cores; make test ARGS="-k rotate" for some of them
 	@$(BIN)/python -m pytest -n logical --maxprocesses 8 -m "not slow" $(ARGS)
 
-test-all: setup ## run the tests, and those that repeat on more cells what others prove
+test-all: setup ## run the tests, and those that repeat on more cells what others prove, and test-peers
 	@$(BIN)/python -m pytest -n logical --maxprocesses 8 $(ARGS)
+	@$(MAKE) --no-print-directory test-peers
+
+# What `make test` skips where a package is missing, with the torch that it was tried with. Here they are all installed,
+# so a test that is skipped fails.
+WITH_PEERS = tests/train/test_object_store.py \
+             tests/bench/test_grid_benchmarks.py::test_megatron_core_is_held_to_one_process \
+             tests/bench/test_peers.py::test_other_libraries_train_as_one_process
+
+test-peers: $(PEERS)/.installed ## run what other tests skip: DeepSpeed, Accelerate, Megatron-Core, S3 (installs them apart)
+	@ROTORCH_NOTHING_SKIPPED=1 $(PEERS)/bin/python -m pytest -rs $(WITH_PEERS)
+
+$(PEERS)/.installed: pyproject.toml constraints.txt constraints-peers.txt
+	@test -n "$(PYTHON)" || { echo "test-peers: rotorch needs Python 3.11 or newer; name one with PYTHON=/path/to/python3"; exit 2; }
+	@echo "test-peers 1/2: $(PEERS) and $(OLDEST)"
+	@$(PYTHON) -m venv $(PEERS) && $(PEERS)/bin/python -m pip install -qq --disable-pip-version-check $(OLDEST)
+	@echo "test-peers 2/2: rotorch, DeepSpeed, Accelerate, Megatron-Core, s3fs and moto"
+	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-peers.txt \
+	   -c <(grep -v -E '^(torch|python-dateutil)==' constraints.txt) -e '.[dev,peers,s3-test]'
+	@touch $@
 
 test-oldest: ## the same tests with the oldest torch that is supported, in .venv-oldest
 	@$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH=$(OLDEST)
@@ -84,5 +104,5 @@ bench-gpu: setup ## what rotation holds, computes and costs on one GPU; without 
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 clean: ## remove .venv, caches and build output (runs/ stays)
-	rm -rf $(VENV) .venv-oldest .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-oldest $(PEERS) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

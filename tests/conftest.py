@@ -1,5 +1,6 @@
 import gc
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -49,6 +50,15 @@ def pytest_xdist_make_scheduler(config, log):
             return nodeid.rsplit("-", parts)[0] if parts else nodeid
 
     return Together(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session, exitstatus):
+    """With ROTORCH_NOTHING_SKIPPED (`make test-peers`) a test that is skipped is one that did not run."""
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    skipped = reporter.stats.get("skipped", []) if reporter is not None else []
+    if os.environ.get("ROTORCH_NOTHING_SKIPPED") and skipped and exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(autouse=True)
