@@ -36,14 +36,9 @@ def test_the_peak_of_a_step_is_the_simulated_one(parallel, shards):
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_page_has_what_was_measured():
+def test_peaks_were_those_that_the_page_claims():
+    """Its table is held by test_pages.py."""
     record = json.loads((ROOT / "benchmarks" / "results" / "pipelines-4ranks.json").read_text("utf-8"))
-    page = (ROOT / "docs" / "pipelines.md").read_text("utf-8")
-    rows = {row["parallel"]: row for row in record["rows"]}
-    peer = rows["pipeline-fsdp2"]
-    for name, row in rows.items():
-        faster, larger = (row[what] / peer[what] for what in ("tokens_per_s", "peak_bytes_per_rank"))
-        gathers, sums = (row["messages_by_kind"].get(kind, 0) for kind in ("all_gather", "reduce_scatter"))
-        assert f"| `{name}` | {faster:.2f} | {larger:.2f} | {gathers} | {sums} |" in page
+    assert "within 1.5 % of the simulated ones" in (ROOT / "docs" / "pipelines.md").read_text("utf-8")
     off = [abs(r["measured"] / r["simulated"] - 1) for ranks in record["pipelines"]["peaks"].values() for r in ranks]
     assert len(off) == 12 and max(off) <= 0.0155  # "within 1.5 %"

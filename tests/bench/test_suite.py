@@ -14,7 +14,7 @@ from rotorch.bench.command import read_layouts
 from rotorch.bench.peers import PEERS
 from rotorch.bench.plot import points_of, to_html, to_svg
 from rotorch.bench.suite import load_suite, read_result, select
-from rotorch.bench.suite_command import _prepare, list_cases, suite_command
+from rotorch.bench.suite_command import _prepare, list_cases, suite_command, write_tables
 from rotorch.bench.summary import to_markdown
 from rotorch.core.errors import ConfigError
 
@@ -94,6 +94,28 @@ def test_the_table_has_a_line_for_every_row(measured):
     assert len(table) == 2 + 2 * 3
     assert {line.count("|") for line in table} == {11}
     assert text.count("holds: `ddp=2 >= 0.000001 * limit`") == 0 and text.count("holds: `ddp=2 >= 1e-06 * limit`") == 2
+
+
+def test_the_table_says_what_must_be_known_before_cases_are_compared(measured):
+    text = (measured[0] / "mini.md").read_text()
+    assert "All cases are of commit " in text and "Processes of all rows are set alike" in text
+    old, new = record_of(), record_of()
+    for record, commit in ((old, "a" * 40), (new, "b" * 40)):
+        record |= {"commit": commit, "rows": [{"parallel": "fsdp2", "nproc": 2, "step_s_median": 1.0}]}
+    new["rows"][0]["process_settings"] = {}
+    said = to_markdown({"old": old, "new": new})
+    assert "The cases are of 2 commits" in said and "That is so of old." in said
+    assert "commit aaaaaaaaaa, 2 cores (?), load after 0.0" in said
+    assert "load before 0.0" in to_markdown({"new": {**new, "date": "2026-01-01T00:00:00+00:00"}})
+
+
+def test_tables_are_written_without_measuring(tmp_path):
+    suite, out = write_suite(tmp_path), tmp_path / "results"
+    with pytest.raises(ConfigError, match="no directory"):
+        write_tables(suite, out=out)
+    out.mkdir()
+    write_tables(suite, out=out)
+    assert "Not measured:" in (out / f"{suite.stem}.md").read_text()
 
 
 def test_the_picture_is_well_formed_and_tells_every_point(measured):

@@ -19,6 +19,7 @@ from rotorch.bench.suite import Case, load_suite, read_result, select
 from rotorch.bench.summary import to_markdown
 from rotorch.bench.table import render
 from rotorch.bench.task import task_from_run
+from rotorch.core.errors import ConfigError
 from rotorch.run_config import load_run_config
 
 
@@ -81,6 +82,13 @@ def suite_command(
         _summarise(every, out=out, name=Path(suite).stem)
     _summarise(every, out=out, name=Path(suite).stem)  # cases may have been taken out of the suite
     return code
+
+
+def write_tables(suite: str | Path, *, out: Path) -> None:
+    """Writes the table and the plots anew from the results that are there, and measures nothing."""
+    if not out.is_dir():
+        raise ConfigError(f"suite: --tables: no directory {str(out)!r}. Write --out with the directory of results")
+    _summarise(load_suite(suite), out=out, name=Path(suite).stem)
 
 
 def list_cases(suite: str | Path, *, out: Path, console: Console | None = None) -> None:

@@ -8,6 +8,10 @@ from typing import Any
 from rotorch.bench.table import wire_bytes_per_rank
 
 _NONE = "-"
+_UNLIKE = (
+    "Measured before the processes of all rows were set alike: layouts keep what a step frees and let gloo's threads "
+    "wait, other libraries' processes are as torch leaves them."
+)
 _COLUMNS = (
     *("case", "row", "tokens/s", "of limit", "peak MiB", "rest MiB", "process MiB", "sent MiB", "on the wire MiB"),
     "losses off by",
@@ -31,16 +35,24 @@ def to_markdown(records: Mapping[str, Mapping[str, Any]], *, missing: Sequence[s
         records: what `bench` returned, by case.
         missing: cases that were not measured.
     """
-    lines = [_HEAD, f"| {' | '.join(_COLUMNS)} |", f"|{'|'.join('---' for _ in _COLUMNS[:2])}{'|---:' * 8}|"]
+    lines = [
+        _HEAD,
+        *_origins(records),
+        f"| {' | '.join(_COLUMNS)} |",
+        f"|{'|'.join('---' for _ in _COLUMNS[:2])}{'|---:' * 8}|",
+    ]
     notes = []
     for case, record in records.items():
         for number, row in enumerate([record["limit"], *record["rows"]]):
             if row:
                 lines.append(f"| {' | '.join([f'**{case}**' if not number else '', *_cells(row)])} |")
         commit, machine = str(record.get("commit") or "?")[:10], record["machine"]
+        date = record.get("date")
+        # Records have had their date since their load is that of before they were made.
+        load = f"load {'before' if date else 'after'} {machine['load_average'][0]}"
         notes.append(
-            f"- {case}: {record['tokens_per_step']} tokens a step, commit {commit}, {machine['cores']} cores "
-            f"({machine['cpu']}), load before {machine['load_average'][0]}"
+            f"- {case}: {record['tokens_per_step']} tokens a step, commit {commit}, {f'{date}, ' if date else ''}"
+            f"{machine['cores']} cores ({machine['cpu']}), {load}"
         )
         for row in [record["limit"], *record["rows"]]:
             notes += [
@@ -53,6 +65,30 @@ def to_markdown(records: Mapping[str, Mapping[str, Any]], *, missing: Sequence[s
     if missing:
         lines += ["", f"Not measured: {', '.join(missing)}."]
     return "\n".join(lines) + "\n"
+
+
+def _origins(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is to be known of all cases before any is compared: commits, and processes that were not set alike."""
+    commits = {str(record.get("commit") or "?")[:10] for record in records.values()}
+    unlike = [
+        case for case, record in records.items() if any("process_settings" not in row for row in _measured(record))
+    ]
+    lines = []
+    if len(commits) == 1:
+        lines.append(f"All cases are of commit {commits.pop()}.")
+    elif commits:
+        lines.append(f"**The cases are of {len(commits)} commits**: each one's is below the table.")
+    if unlike and len(unlike) == len(records):
+        lines.append(f"**{_UNLIKE}**")
+    elif unlike:
+        lines.append(f"**{_UNLIKE}** That is so of {', '.join(unlike)}.")
+    elif records:
+        lines.append("Processes of all rows are set alike, but for those of rows that end in -as-is.")
+    return [*lines, ""] if lines else []
+
+
+def _measured(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [row for row in [record["limit"], *record["rows"]] if "step_s_median" in row]
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

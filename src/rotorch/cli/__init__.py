@@ -212,12 +212,13 @@ def suite(
     steps: Annotated[int | None, typer.Option(min=1, help="In place of the suite's")] = None,
     again: Annotated[bool, typer.Option("--again", help="Also measure what this source has measured already")] = False,
     only_list: Annotated[bool, typer.Option("--list", help="Show the cases, and which have a result")] = False,
+    tables: Annotated[bool, typer.Option("--tables", help="Measure nothing; write table and plots")] = False,
 ) -> int:
     """Runs many benches: a JSON file for each, and a table and a plot of all. Goes on where it was broken off."""
-    from rotorch.bench.suite_command import list_cases, suite_command
+    from rotorch.bench.suite_command import list_cases, suite_command, write_tables
 
-    if only_list:
-        list_cases(suite_file, out=out)
+    if only_list or tables:
+        list_cases(suite_file, out=out) if only_list else write_tables(suite_file, out=out)
         return DONE
     return suite_command(suite_file, cases=cases or (), out=out, rounds=rounds, steps=steps, again=again)
 
