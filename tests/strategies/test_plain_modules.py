@@ -378,3 +378,43 @@ def refusal(build, layout, shape):
 def test_a_weight_that_is_changed_in_forward_is_refused():
     for message in run_ranks(refusal, Renormalises, "rtp=2", (6,), num_ranks=2):
         assert "'head.weight' is changed by 'clamp_' in forward" in message
+
+
+class Transposes(nn.Module):
+    """Multiplies with transposes of its weights, written in all the ways that people write it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(12, 12) for _ in range(6))
+
+    def forward(self, x):
+        a, b, c, d, e, f = self.layers
+        x = torch.tanh(x @ a.weight.T + a.bias)
+        x = torch.tanh(torch.matmul(x, b.weight.t()))
+        x = torch.tanh(torch.addmm(c.bias, x, c.weight.transpose(0, 1)))
+        x = torch.tanh(torch.mm(x, d.weight.permute(1, 0)) + x @ d.weight.mT.mT)
+        x = torch.tanh(torch.einsum("bi,io->bo", x, e.weight.T))  # takes no slices: whole for that time
+        return x.matmul(f.weight.transpose(-2, -1))
+
+
+@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "megatron=2"])
+def test_transposed_weights(layout):
+    check(Transposes, layout, shape=(12,))
+
+
+class LeavesBiasesOut(nn.Module):
+    """Uses matrices and kernels of layers without their biases, or adds these by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(12, 12), nn.Linear(12, 12), nn.Conv1d(1, 4, 3, padding=1)
+
+    def forward(self, x):
+        x = torch.tanh(F.linear(x, self.a.weight) + 2 * self.a.bias)
+        x = torch.tanh(F.linear(x, self.b.weight) - self.b(x))
+        return (F.conv1d(x[:, None], self.c.weight, padding=1).sum(1) + self.c.bias.sum()).tanh()
+
+
+@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "megatron=2"])
+def test_layers_without_their_biases(layout):
+    check(LeavesBiasesOut, layout, shape=(12,))

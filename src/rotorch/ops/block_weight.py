@@ -18,11 +18,11 @@ from rotorch.ops.conjugates import leave, take_own
 from rotorch.ops.cut_features import look_up
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.deferred_logits import DeferredLogits
-from rotorch.ops.stand_in import StandIn
+from rotorch.ops.stand_in import StandInWeight
 from rotorch.ops.summa import Grid, summa_linear, summa_table_linear
 
 
-class BlockWeight(StandIn):
+class BlockWeight(StandInWeight):
     """Stands for one matrix on a grid.
 
     Attributes:

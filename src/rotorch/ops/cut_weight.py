@@ -25,7 +25,7 @@ from rotorch.core.spec import Range, Unit, Weight
 from rotorch.ops.conjugates import enter, leave, place_side_by_side, sum_of_parts, take_own
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.deferred_logits import DeferredLogits
-from rotorch.ops.stand_in import StandIn, writes
+from rotorch.ops.stand_in import StandInWeight, writes
 
 _log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class CutUse:
         return leave(x, line=self.line) if self.equal else sum_of_parts(x, line=self.line)
 
 
-class CutWeight(StandIn):
+class CutWeight(StandInWeight):
     """Stands for one weight of a WEIGHT unit.
 
     Attributes:

@@ -33,7 +33,7 @@ from rotorch.ops.conjugates import enter, leave, place_side_by_side
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.cut_weight import look_up_own
 from rotorch.ops.deferred_logits import DeferredLogits
-from rotorch.ops.stand_in import StandIn
+from rotorch.ops.stand_in import StandInWeight
 
 
 class Role(StrEnum):
@@ -61,7 +61,7 @@ class Plane:
     chunks: int = 1
 
 
-class PlaneWeight(StandIn):
+class PlaneWeight(StandInWeight):
     """Stands for one matrix.
 
     Attributes:

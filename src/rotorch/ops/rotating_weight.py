@@ -26,12 +26,12 @@ from rotorch.ops.loss import RotatingHead
 from rotorch.ops.made_whole import made_whole
 from rotorch.ops.rotate import RotatingUnit
 from rotorch.ops.side_by_side import embedding_side_by_side, linear_side_by_side
-from rotorch.ops.stand_in import StandIn, writes
+from rotorch.ops.stand_in import StandInWeight, writes
 
 _log = logging.getLogger(__name__)
 
 
-class RotatingWeight(StandIn):
+class RotatingWeight(StandInWeight):
     """Stands for one weight of a WEIGHT unit.
 
     Attributes:
@@ -116,6 +116,8 @@ def _convolution(
             (bias,) = made_whole(bias.unit)
         return func(input, whole, bias, *args, **kwargs)
     together = isinstance(bias, RotatingWeight) and bias.unit is weight.unit
+    if not together and len(weight.unit.unit.weights) > 1:  # slices travel with a bias that is not asked for here
+        return _whole_for(func, (input, weight, bias, *args), kwargs)
     output = rotate_conv(func, weight.unit, input, *args, **kwargs)
     if bias is None or together:
         return output
@@ -132,7 +134,10 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         return _whole_for(F.linear, (input, weight, bias), {})
     cut_bias = bias.unit if isinstance(bias, RotatingWeight) else None
     together = cut_bias is weight.unit
-    if weight.head and (bias is None or together):
+    if not together and weight.unit.whole is None and len(weight.unit.unit.weights) > 1:
+        # Slices of a layer travel with their bias, which rotate_linear adds: this use is of the matrix alone.
+        return _whole_for(F.linear, (input, weight, bias), {})
+    if weight.head and (together or (bias is None and len(weight.unit.unit.weights) == 1)):
         return DeferredLogits(input, RotatingHead(weight.unit, weight.keep_logits))
     if weight.unit.whole is not None:
         return linear_side_by_side(weight.unit, input, bias=bias if cut_bias is None else cut_bias)
