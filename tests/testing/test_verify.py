@@ -274,3 +274,9 @@ def test_a_rank_that_raises_is_named(tiny, plant):
     plant(mistake)
     with pytest.raises(RankFailure, match=r"(?s)rank 1 raised.*planted"):
         verify(tiny("llama"), parallel="ddp=2", steps=1)
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": -1}, {"layers": 0}, {"micro_batches": -2}, {"seed": -1}])
+def test_numbers_that_compare_nothing_are_refused(tiny, wrong):
+    with pytest.raises(ConfigError, match=rf"{next(iter(wrong.values()))}: write [01] or more"):
+        verify(tiny("llama"), parallel="ddp=2", **wrong)

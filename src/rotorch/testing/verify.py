@@ -156,12 +156,15 @@ def verify(
         arguments = dict(nproc=nproc, steps=steps, seed=seed, layers=layers, micro_batches=micro_batches)
         arguments |= dict(timeout_s=timeout_s, parallel=parallel)
         return call_fresh(verify, model_path, why="a GPU is in sight", hide_gpus=True, **arguments)
+    for what, number, least in (
+        ("steps", steps, 1), ("layers", layers, 1), ("micro-batches", micro_batches, 1), ("seed", seed, 0)
+    ):  # fmt: skip
+        if number is not None and number < least:
+            raise ConfigError(f"verify: {what} {number}: write {least} or more")
     strategies = parse_parallel(parallel)
     check_world_size(strategies, world_size=num_ranks(strategies) if nproc is None else nproc)
     config = plain_config(model_path, layers=layers)
     compute_exactly(config)
-    if micro_batches < 1:
-        raise ConfigError(f"verify: {micro_batches} micro-batches. Write 1 or more")
     return verify_subject(
         CausalLM(config, micro_batches),
         name=model_path,
