@@ -22,6 +22,7 @@ from rotorch._torch_private import (
     LightDispatchMode,
     TorchDispatchMode,
     as_one_message,
+    default_store,
     fake_store,
     flat_group,
     flight_record,
@@ -236,6 +237,16 @@ def test_a_fake_group_has_any_size_and_does_nothing():
         tensor = torch.ones(2)
         dist.all_reduce(tensor)
         assert (dist.get_rank(), dist.get_world_size(), tensor.tolist()) == (5, 1000, [1.0, 1.0])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_default_group_has_the_store_that_it_was_made_with():
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        default_store().set("said", "here")
+        assert default_store().get("said") == b"here"
     finally:
         dist.destroy_process_group()
 

@@ -59,6 +59,7 @@ __all__ = [
     "LightDispatchMode",
     "TorchDispatchMode",
     "as_one_message",
+    "default_store",
     "fake_store",
     "flat_group",
     "flight_record",
@@ -183,6 +184,15 @@ def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], *, like: Tensor) -> 
     Reason: the documented way to write a tensor subclass that stands for other tensors is a method with an underscore.
     """
     return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def default_store() -> dist.Store:
+    """The store that the default process group was made with.
+
+    Reason: who calls `parallelize` may have made the group, and torch gives its store to nobody. What ranks compare
+    before they build anything goes through it (`comm/agreement.py`): a collective of ranks that differ would hang.
+    """
+    return dist.distributed_c10d._get_default_store()
 
 
 def fake_store() -> Any:

@@ -52,20 +52,51 @@ def check_world_size(strategies: Sequence[Strategy], *, world_size: int) -> None
         )
 
 
-def join_process_group(*, device: torch.device, timeout_s: float = 600.0) -> None:
-    """Joins the default process group as torchrun's environment says; a single process forms a group of one."""
-    if dist.is_initialized():
-        return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+def find_store(*, timeout_s: float) -> dist.Store:
+    """The store of the ranks of this start, which something else has started: as torchrun's environment says.
+
+    Without torchrun's own store rank 0 serves one, at MASTER_ADDR and MASTER_PORT, as long as it is referred to.
+
+    Raises:
+        RankFailure: a rank of torchrun's did not come.
+        RuntimeError: nobody serves the store, or this process cannot.
+    """
     timeout = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         shared, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        store = own_store(shared, rank=rank, num_ranks=world_size, timeout_s=timeout_s)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
-    elif "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        return own_store(shared, rank=rank, num_ranks=world_size, timeout_s=timeout_s)
+    # Not by `rendezvous`, where rank 0 would wait for as many ranks as it was told of before anybody can say that they
+    # were told of other numbers.
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=os.environ["RANK"] == "0",
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def join_process_group(*, device: torch.device, timeout_s: float = 600.0, store: dist.Store | None = None) -> None:
+    """Joins the default process group as torchrun's environment says; a single process forms a group of one.
+
+    Args:
+        device: where ranks compute.
+        timeout_s: how long operations of the group wait.
+        store: what `find_store` has found, if it was called before.
+    """
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    rank, world_size = 0, 1
+    if "RANK" in os.environ:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = store or find_store(timeout_s=timeout_s)
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
+    )
 
 
 def make_mesh(strategies: Sequence[Strategy], *, device: torch.device) -> DeviceMesh:

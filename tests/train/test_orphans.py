@@ -36,6 +36,8 @@ def test_a_rank_that_is_still_starting_does_not_outlive_torchrun(started_by, tmp
 
     for name, value in {"TORCHELASTIC_RUN_ID": "ours", "RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "29500")  # nobody gets as far as that
     if started_by == "command":
         monkeypatch.setattr(run_config, "load_run_config", starting)
     monkeypatch.setattr(run, "check_run", starting)

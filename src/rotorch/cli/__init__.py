@@ -11,6 +11,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from rich.console import Console
 from rotorch import __version__
 from rotorch.bench import peers
 from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.train.joining import JobRank, job_rank
 
 DONE, CHECK_FAILED, WRONG_INPUT, RANK_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 
@@ -47,21 +49,41 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Runs the command line; returns its exit code. What went wrong is said in one line on stderr."""
+    job: JobRank | None = None
     try:
-        code = app(list(arguments), prog_name="rotorch", standalone_mode=False)
-    except ConfigError as error:  # the same on all ranks, so one of them says it
-        return _say(str(error), code=WRONG_INPUT) if os.environ.get("RANK", "0") == "0" else WRONG_INPUT
+        job = _place_in_job(arguments)
+        code = app(list(arguments), prog_name="rotorch", standalone_mode=False, obj=job)
+    except ConfigError as error:
+        return _refuse(str(error), job=job)
     except RankFailure as error:
         return _say(str(error), code=RANK_FAILED)
     except _UsageError as error:
-        return _say(f"{error.format_message()} (rotorch --help lists the commands)", code=WRONG_INPUT)  # type: ignore[attr-defined]
+        return _refuse(f"{error.format_message()} (rotorch --help lists the commands)", job=job)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted", code=INTERRUPTED)
     except OSError as error:
-        return _say(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), code=WRONG_INPUT)
+        return _refuse(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), job=job)
     if code == INTERRUPTED:  # typer's own word for a KeyboardInterrupt
         return _say("interrupted", code=INTERRUPTED)
     return code if isinstance(code, int) else DONE
+
+
+def _place_in_job(arguments: Sequence[str]) -> JobRank | None:
+    """This process's place, if something else started it as one rank of a training job."""
+    if list(arguments[:1]) != ["train"] or "--help" in arguments:
+        return None
+    job = job_rank()
+    return None if "--dry-run" in arguments else job
+
+
+def _refuse(message: str, *, job: JobRank | None) -> int:
+    """Says what is wrong, on every rank that has it; then the other ranks are told."""
+    if job is None or job.num_ranks == 1:
+        return _say(message, code=WRONG_INPUT)
+    code = _say(f"{job}: {message}", code=WRONG_INPUT)
+    with suppress(KeyboardInterrupt):
+        job.tell(" ".join(message.split()))
+    return code
 
 
 def _hide_gpus() -> None:
@@ -70,7 +92,7 @@ def _hide_gpus() -> None:
 
 
 def _say(message: str, *, code: int) -> int:
-    print(f"rotorch: {' '.join(message.split())}", file=sys.stderr)
+    print(f"rotorch: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
 
@@ -88,6 +110,7 @@ def _root(
 
 @app.command("train")
 def train(
+    context: typer.Context,
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="What to train")],
     overrides: Overrides = None,
     nproc: Nproc = None,
@@ -124,7 +147,15 @@ def train(
     from rotorch.train.run import start
 
     words = ["rotorch", "train", str(run_file), *changes, *([f"--nproc={nproc}"] if nproc else ()), "--resume"]
-    is_well = start(config, nproc=nproc, resume=resume, command=shlex.join(words), summary=json_file, only_plan=dry_run)
+    is_well = start(
+        config,
+        nproc=nproc,
+        resume=resume,
+        command=shlex.join(words),
+        summary=json_file,
+        only_plan=dry_run,
+        job=context.obj,
+    )
     return DONE if is_well else CHECK_FAILED
 
 

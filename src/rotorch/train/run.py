@@ -2,6 +2,7 @@
 
 start                      once: in the launcher, or in every rank that torchrun started
   run_lock.check_not_in_use  no other run writes here now
+  joining.JobRank            ranks of torchrun's compare what they were told, and later what they found
   preflight.check_run        all that can be wrong, before anything is written
   dry_run.dry_run            with --dry-run: what each rank would read and hold, and no more
   run_lock.lock_directories  nobody else writes here from now on
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
@@ -48,6 +50,7 @@ from rotorch.train.data import BYTES, TokenFile, prepare_corpus, train_and_held_
 from rotorch.train.directories import checkpoints_of
 from rotorch.train.display import make_display
 from rotorch.train.dry_run import dry_run, show_dry_run
+from rotorch.train.joining import JobRank, job_rank, telling, what_was_found, what_was_told
 from rotorch.train.launch import is_rank, launch, run_as_rank
 from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard, read_metrics
@@ -74,6 +77,7 @@ def start(
     command: str = "",
     summary: Path | None = None,
     only_plan: bool = False,
+    job: JobRank | None = None,
 ) -> bool:
     """Checks the run, starts its ranks (unless this process is one already), and returns when it is over.
 
@@ -84,6 +88,8 @@ def start(
         command: the command that goes on with this run, for messages.
         summary: a JSON file for the numbers of the last lines.
         only_plan: say what each rank would read and hold, and start nothing.
+        job: this process's place among ranks that something else started, if the caller tells the others of errors;
+            else it is looked up, and done here.
 
     Returns:
         Whether all is well: False if what was only planned would not fit.
@@ -93,9 +99,19 @@ def start(
         RankFailure: a rank failed; the message names it.
         KeyboardInterrupt: Ctrl-C before the ranks started, or a second one while they ran.
     """
+    die_with_torchrun()  # the command has done so; this is for who calls from a script
     with ExitStack() as held:
+        if job is None and (job := job_rank()) is not None and not only_plan:
+            held.enter_context(telling(job))
         return _start(
-            config, nproc=nproc, resume=resume, command=command, summary=summary, only_plan=only_plan, held=held
+            config,
+            nproc=nproc,
+            resume=resume,
+            command=command,
+            summary=summary,
+            only_plan=only_plan,
+            job=None if only_plan else job,
+            held=held,
         )
 
 
@@ -107,10 +123,10 @@ def _start(
     command: str,
     summary: Path | None,
     only_plan: bool,
+    job: JobRank | None,
     held: ExitStack,
 ) -> bool:
     """What `start` does; `held` has the locks of the run's directories, until it is over."""
-    die_with_torchrun()  # the command has done so; this is for who calls from a script
     # Asking for GPUs in the usual way would spoil CUDA for forked ranks.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     torch.set_num_threads(1)
@@ -119,6 +135,10 @@ def _start(
         config, resume = as_started(config, resume=resume)
     if not (only_plan or is_rank()) and (why := why_no_ranks(on_gpu=_uses_cuda(config))):
         return call_fresh(start, config, why=why, nproc=nproc, resume=resume, command=command, summary=summary)
+    waits_s = config.train.timeout_s + BACKSTOP_S
+    if job is not None:
+        told = what_was_told(config.model_dump(mode="json"), resume=resume, num_ranks=job.num_ranks)
+        job.compare(told, round_number=0, timeout_s=waits_s)
     written = directories_of(config)
     if is_first and not only_plan:
         check_not_in_use(written)
@@ -142,6 +162,9 @@ def _start(
     check_same_corpus(run, tokens)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     work = partial(train, tokens_path=tokens.path, summary=summary)
+    if job is not None:
+        job.compare(what_was_found(run, corpus=tokens.fingerprint), round_number=1, timeout_s=waits_s)
+        work = partial(work, store=job.store)
     if is_rank():
         if (
             not run_as_rank(partial(work, run=run), traceback_dir=run.out, timeout_s=config.train.timeout_s)
@@ -197,7 +220,9 @@ def check_nothing_is_lost(run: CheckedRun) -> None:
         )
 
 
-def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None) -> bool:
+def train(
+    board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None, store: dist.Store | None = None
+) -> bool:
     """What every rank does. Returns whether it came to the last step."""
     share = Share(
         run.spec,
@@ -207,13 +232,21 @@ def train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Pa
         num_layers=getattr(run.model_config.get_text_config(), "num_hidden_layers", 0),
     )
     with explained_out_of_memory(share) as running:
-        return _train(board, run=run, tokens_path=tokens_path, summary=summary, running=running)
+        return _train(board, run=run, tokens_path=tokens_path, summary=summary, running=running, store=store)
 
 
-def _train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None, running: Running) -> bool:
+def _train(
+    board: StatusBoard,
+    *,
+    run: CheckedRun,
+    tokens_path: Path,
+    summary: Path | None,
+    running: Running,
+    store: dist.Store | None,
+) -> bool:
     config = run.config
     board.doing(Phase.BUILDING)
-    running.state = state = build(run)
+    running.state = state = build(run, store=store)
     model = state.model
     board.name_units(model.mark_on(board.place, blocks=not config.train.compile))
     file = TokenFile.open(tokens_path)
@@ -261,11 +294,17 @@ def _train(board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: P
     return not end.stopped
 
 
-def build(run: CheckedRun) -> TrainState:
-    """Builds model and optimizer; every rank makes, or reads, only what it holds. All ranks."""
+def build(run: CheckedRun, *, store: dist.Store | None = None) -> TrainState:
+    """Builds model and optimizer; every rank makes, or reads, only what it holds. All ranks.
+
+    Args:
+        run: what to build.
+        store: through which the ranks have found each other; if None, and they are in no group yet, they do now.
+    """
     config = run.config
     device = pick_device(config.train.device)
-    join_process_group(device=device, timeout_s=config.train.timeout_s + BACKSTOP_S)  # if the launcher has not
+    timeout_s = config.train.timeout_s + BACKSTOP_S
+    join_process_group(device=device, timeout_s=timeout_s, store=store)  # if the launcher has not
     with on_meta():
         module = make_module(run.model_config, lora=config.lora)
     model = parallelize(

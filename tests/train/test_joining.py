@@ -1,0 +1,250 @@
+"""Ranks that something else starts, and what they agree on: real processes, as torchrun or an operator has them."""
+
+import json
+import os
+import socket
+
+import pytest
+import torch.distributed as dist
+from commands import Command, write_run
+
+from rotorch import cli
+from rotorch.comm.agreement import describe_differences
+from rotorch.core.errors import ConfigError
+from rotorch.run_config import _known_keys, load_run_config
+from rotorch.train import joining
+from rotorch.train.joining import PER_HOST, flat, job_rank, versions, what_was_told
+from rotorch.train.metrics import read_metrics
+
+PLACE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+@pytest.fixture
+def ranks(tmp_path, warm, monkeypatch):
+    """Starts two ranks, which find each other through a store as torchrun's; returns them when both have ended."""
+    write_run(tmp_path)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def start(*arguments, num_ranks=2, environment=None):
+        commands = []
+        for rank in range(num_ranks):
+            own = {
+                **PLACE,
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                **(environment or {}),
+            }
+            for name, value in own.items():
+                monkeypatch.setenv(name, value)
+            command = ["train", tmp_path / "run.toml", "--parallel", "ddp=2", *(arguments[rank] if arguments else ())]
+            commands.append(Command(tmp_path / f"log-{rank}", *command))
+        for command in commands:
+            command.wait()
+        return commands
+
+    return start
+
+
+def said(command):
+    """Its last line, less what it says of itself."""
+    lines = command.stderr.strip().splitlines()
+    assert len(lines) == 1 and "Traceback" not in command.stderr, command.stderr
+    return lines[0].removeprefix("rotorch: ")
+
+
+def test_ranks_with_the_same_configuration_train(ranks, tmp_path):
+    assert [rank.code for rank in ranks()] == [0, 0]
+    assert len(read_metrics(tmp_path / "run")) == 6
+
+
+DIFFERENT = {
+    "optimizer.lr": (["optimizer.lr=4e-3"], "optimizer.lr is 0.005 on rank 0 and 0.004 on rank 1"),
+    "train.seed": (["train.seed=4"], "train.seed is 3 on rank 0 and 4 on rank 1"),
+    "parallel.layout": (["--parallel", "rtp=2"], 'parallel.layout is "ddp=2" on rank 0 and "rtp=2" on rank 1'),
+    "--resume": (["--resume"], "--resume is false on rank 0 and true on rank 1"),
+}
+
+
+@pytest.mark.parametrize("key", DIFFERENT)
+def test_ranks_with_other_configurations_both_say_which(ranks, tmp_path, key):
+    arguments, words = DIFFERENT[key]
+    for rank, command in enumerate(ranks([], arguments)):
+        assert command.code == 2
+        assert said(command) == (
+            f"rank {rank} on {socket.gethostname()}: ranks were started differently: {words}. Start all of them with "
+            "the same"
+        )
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_other_texts_both_say_so(ranks, tmp_path, monkeypatch):
+    """Under one name, as on two hosts of which one has an older copy."""
+    real = joining.what_was_found
+
+    def found(run, *, corpus):
+        return real(run, corpus=corpus + "0" * int(os.environ["RANK"]))
+
+    monkeypatch.setattr("rotorch.train.run.what_was_found", found)
+    for command in ranks():
+        assert command.code == 2 and "the text as tokens (number-checksum) is" in said(command)
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_other_versions_both_say_so(ranks, monkeypatch):
+    real = joining.version
+    monkeypatch.setattr(joining, "version", lambda package: real(package) + ".post1" * int(os.environ["RANK"]))
+    for command in ranks():
+        assert command.code == 2
+        assert "version of torch is" in said(command) and "version of transformers is" in said(command)
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+@pytest.mark.parametrize("wrong", ["train.stpes=3", "data.source=nowhere.txt", "--nprocs=2"])
+def test_a_rank_that_refuses_says_why_and_the_others_hear_of_it(ranks, refuses, wrong):
+    """Before torch is loaded, after that, and by the command line's own parser."""
+    own = [[], []]
+    own[refuses] = [wrong]
+    commands = ranks(*own)
+    assert [command.code for command in commands] == [2, 2]
+    host = socket.gethostname()
+    reason = said(commands[refuses]).removeprefix(f"rank {refuses} on {host}: ")
+    if wrong == "data.source=nowhere.txt":  # told apart from the other rank's source before anybody looks for it
+        assert reason.startswith("ranks were started differently: data.source is")
+    else:
+        other = 1 - refuses
+        assert said(commands[other]) == f"rank {other} on {host}: rank {refuses} on {host} did not start: {reason}"
+
+
+def test_ranks_that_all_refuse_all_say_so(ranks):
+    for rank, command in enumerate(ranks(["train.stpes=3"], ["train.stpes=3"])):
+        assert command.code == 2
+        assert said(command).startswith(f"rank {rank} on {socket.gethostname()}: {os.sep}")
+        assert "did you mean 'train.steps'?" in said(command)
+
+
+# ---------------------------------------------------------------- what is compared
+
+
+def changed(value):
+    """Another value of the same kind."""
+    match value:
+        case bool():
+            return not value
+        case int() | float():
+            return value + 1
+        case str():
+            return value + "x"
+        case list() | tuple():
+            return [*value, value[0]]
+        case dict():
+            return {**value, "rope_theta": 1.0}
+        case None:
+            return "something"
+
+
+@pytest.mark.parametrize("key", [key for key in _known_keys() if not key.startswith("lora.")])
+def test_any_one_key_of_a_run_is_named(tmp_path, key):
+    config = load_run_config(write_run(tmp_path))
+    dumped = config.model_dump(mode="json")
+    section, name = key.split(".")
+    other = json.loads(json.dumps(dumped))
+    other[section][name] = changed(dumped[section][name])
+    tables = [told(values) for values in (dumped, other)]
+    differing = {k: str(tables[1].get(k)) for k in {**tables[0], **tables[1]} if tables[0].get(k) != tables[1].get(k)}
+    if key in PER_HOST:
+        assert not differing
+    else:
+        assert differing and all(k.startswith(key) for k in differing)
+        assert f"{next(iter(differing))} is " in describe_differences(tables[0], {1: differing})
+
+
+@pytest.mark.parametrize("key", ["rank", "alpha", "dropout", "targets"])
+def test_a_section_that_one_rank_has_is_named(tmp_path, key):
+    dumped = load_run_config(write_run(tmp_path), overrides=["lora.rank=4", "lora.alpha=8"]).model_dump(mode="json")
+    other = {**dumped, "lora": {**dumped["lora"], key: changed(dumped["lora"][key])}}
+    none = {**dumped, "lora": None}
+    tables = [told(values) for values in (dumped, other, none)]
+    assert [k for k in tables[0] if tables[0][k] != tables[1][k]] == [f"lora.{key}"]
+    assert tables[2].keys() - tables[0].keys() == {"lora"}
+
+
+def told(config):
+    return what_was_told(config, resume=False, num_ranks=2)
+
+
+def test_what_may_differ_between_hosts_is_a_key():
+    assert set(_known_keys()) >= PER_HOST
+
+
+def test_versions_are_those_that_numbers_depend_on():
+    assert versions().keys() == {f"version of {what}" for what in ("rotorch", "python", "torch", "transformers")}
+
+
+def test_tables_of_tables_become_one():
+    assert flat({"a": {"b": {"c": 1}, "d": {}}, "e": None}) == {"a.b.c": 1, "a.d": {}, "e": None}
+
+
+# ---------------------------------------------------------------- the environment
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("RANK", "zero", "RANK='zero': write this rank's number among WORLD_SIZE=2, a number from 0 to 1"),
+        ("RANK", "5", "RANK='5': write this rank's number among WORLD_SIZE=2, a number from 0 to 1"),
+        ("RANK", "-1", "RANK='-1'"),
+        ("RANK", "", "RANK=''"),
+        ("RANK", "٣", "RANK="),
+        ("RANK", None, "WORLD_SIZE='2' is set, and RANK is not"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE='0': write how many ranks there are"),
+        ("WORLD_SIZE", "two", "WORLD_SIZE='two'"),
+        ("WORLD_SIZE", "9" * 30, "WORLD_SIZE="),
+        ("WORLD_SIZE", None, "RANK='0' is set, and WORLD_SIZE is not"),
+        ("LOCAL_RANK", "first", "LOCAL_RANK='first'"),
+        ("LOCAL_RANK", "2", "LOCAL_RANK='2': write this rank's number on its host, a number from 0 to 1"),
+        ("LOCAL_WORLD_SIZE", "3", "LOCAL_WORLD_SIZE='3': write how many ranks this host has"),
+        ("MASTER_ADDR", None, "RANK is set, and MASTER_ADDR is not"),
+        ("MASTER_ADDR", "", "RANK is set, and MASTER_ADDR is not"),
+        ("MASTER_PORT", None, "RANK is set, and MASTER_PORT is not"),
+        ("MASTER_PORT", "abc", "MASTER_PORT='abc': write a free port of rank 0's host, a number from 1 to 65535"),
+        ("MASTER_PORT", "0", "MASTER_PORT='0'"),
+        ("MASTER_PORT", "70000", "MASTER_PORT='70000'"),
+    ],
+)
+def test_an_environment_that_cannot_be_right_is_one_line(monkeypatch, capsys, tmp_path, name, value, words):
+    for key, text in {**PLACE, name: value}.items():
+        monkeypatch.delenv(key, raising=False) if text is None else monkeypatch.setenv(key, text)
+    with pytest.raises(ConfigError) as error:
+        job_rank()
+    assert str(error.value).startswith(words)
+    assert cli.run(["train", str(write_run(tmp_path))]) == 2
+    assert capsys.readouterr().err == f"rotorch: {error.value}\n"
+
+
+def test_a_process_that_is_no_rank_has_no_place(monkeypatch):
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+    assert job_rank() is None
+
+
+def test_a_process_that_is_a_rank_has_one(monkeypatch):
+    for name, value in {**PLACE, "RANK": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert str(job_rank()) == f"rank 1 on {socket.gethostname()}"
+
+
+def free_port():
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def test_ranks_that_an_operator_starts_find_each_other_where_rank_0_is(ranks, tmp_path):
+    """Rank 0 serves the store, and stays until all have read what ends the job."""
+    by_hand = {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(free_port())}
+    for command in ranks([], ["optimizer.lr=4e-3"], environment=by_hand):
+        assert command.code == 2 and "optimizer.lr is 0.005 on rank 0 and 0.004 on rank 1" in said(command)
+    assert [command.code for command in ranks(environment=by_hand)] == [0, 0]
