@@ -32,6 +32,7 @@ from rotorch.bench.tensor_memory import TensorMemory, measure_tensors
 from rotorch.bench.trace import RankTrace, trace_steps
 from rotorch.bench.wire import loopback_bytes
 from rotorch.comm.meter import Meter
+from rotorch.core.first_failure import evidence_of
 from rotorch.host_memory import give_back_freed_memory
 from rotorch.parallelize import load_step_code
 from rotorch.shard.materialize import on_meta
@@ -99,8 +100,8 @@ def serve(connection: Connection, *, task: Task, place: Place, wait_for_all: Cal
     """Builds the contender and answers until told to stop; ends the process. Never raises: errors travel to the parent.
 
     Args:
-        connection: carries `(question, arguments)` in and `(ok, answer)` out, of a failure when and what it was; the
-            first answer says that it is ready.
+        connection: carries `(question, arguments)` in and `(ok, answer)` out, of a failure how much it says of the
+            cause, when and what it was; the first answer says that it is ready.
         task: what to train.
         place: which rank of which row this is.
         wait_for_all: returns when all ranks of the row have called it; None where nobody times anything.
@@ -118,9 +119,9 @@ def serve(connection: Connection, *, task: Task, place: Place, wait_for_all: Cal
                 break
     except (EOFError, BrokenPipeError):
         code = 1  # the bench is gone
-    except BaseException:
+    except BaseException as error:
         code = 1
-        connection.send((False, (time.monotonic(), traceback.format_exc())))
+        connection.send((False, (evidence_of(error), time.monotonic(), traceback.format_exc())))
     finally:
         connection.close()
         sys.stdout.flush()

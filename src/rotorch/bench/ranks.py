@@ -13,7 +13,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
@@ -22,11 +22,12 @@ from rotorch.bench.rank import Place, serve
 from rotorch.bench.task import Task
 from rotorch.bench.wire import HOST, OWN, WireBytes, network_of_its_own
 from rotorch.core.errors import RankFailure
+from rotorch.core.first_failure import Evidence, Failure, is_ending, is_hearsay
 from rotorch.forking import forking, why_no_ranks_on_cpu
 from rotorch.fresh_process import start_fresh
 
 _STOP_S = 10.0
-_GRACE_S = 1.0  # for others to say what they saw, after a failure: who heard of it may say so first
+_LOOK_EVERY_S = 0.02
 
 
 class _Process(Protocol):
@@ -140,29 +141,34 @@ class RowRanks:
 
     def _answers(self) -> list[Any]:
         answers: list[Any] = [None] * len(self._connections)
-        failures: list[tuple[float, str]] = []  # with when they were; who died may be the reason of all others
+        failures: list[Failure] = []
         pending = dict(enumerate(self._connections))
         deadline = time.monotonic() + self._timeout_s
-        while pending:
-            ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
-            if not ready and not failures:
+        # After a failure others are waited for until its cause is known: [Note: the cause] in `core/first_failure.py`.
+        while pending and (is_hearsay(failures) or self._are_ending(pending)):
+            left_s = max(0.0, deadline - time.monotonic())
+            ready = wait(list(pending.values()), timeout=left_s if is_hearsay(failures) else _LOOK_EVERY_S)
+            if not ready and left_s == 0.0 and not failures:
                 raise RankFailure(f"{self.row}: ranks {sorted(pending)} gave no answer for {self._timeout_s:.0f} s")
-            if not ready:
+            if not ready and left_s == 0.0:
                 break
             for rank in [r for r, connection in pending.items() if connection in ready]:
                 try:
                     ok, answers[rank] = pending.pop(rank).recv()
                 except (EOFError, OSError):
-                    failures.append((0.0, f"rank {rank} {self._death(rank)}"))
+                    failures.append(Failure(Evidence.DIED, 0.0, rank, self._death(rank)))
                     continue
                 if not ok:
-                    when, text = answers[rank]
-                    failures.append((when, f"rank {rank} raised:\n{text}"))
-            if failures:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                    evidence, when, text = answers[rank]
+                    failures.append(Failure(evidence, when, rank, f"raised:\n{text}"))
         if failures:
-            raise RankFailure(f"{self.row}: {min(failures)[1]}")
+            cause = min(failures)
+            raise RankFailure(f"{self.row}: rank {cause.rank} {cause.text}")
         return answers
+
+    def _are_ending(self, ranks: Iterable[int]) -> bool:
+        pids = [self._processes[rank].pid for rank in ranks]
+        return any(is_ending(pid) for pid in pids if pid is not None)
 
     def _death(self, rank: int) -> str:
         status = self._processes[rank].status(timeout_s=_STOP_S)

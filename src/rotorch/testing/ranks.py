@@ -19,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rotorch.core.errors import HeardFailure, RankFailure
+from rotorch.core.errors import RankFailure
+from rotorch.core.first_failure import Evidence, Failure, evidence_of, is_ending, is_hearsay
 from rotorch.forking import forking, why_no_ranks_on_cpu
 from rotorch.fresh_process import call_fresh
 
 _TICK_S = 0.5
-_HEARSAY_S = 0.5  # for the rank that failed to say so itself
+_LOOK_EVERY_S = 0.02
 
 
 def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_s: float = 300.0) -> list[Any]:
@@ -96,13 +97,11 @@ def _rank_main(
             timeout=timedelta(seconds=timeout_s),
         )
         result = function(*args)
-        sender.send((time.monotonic(), True, result))
+        sender.send((True, result))
         sys.stdout.flush()
         _wait_for_all(parent)
     except BaseException as error:
-        if isinstance(error, HeardFailure):
-            time.sleep(_HEARSAY_S)
-        sender.send((time.monotonic(), False, traceback.format_exc()))
+        sender.send((False, (evidence_of(error), time.monotonic(), traceback.format_exc())))
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -131,43 +130,46 @@ def _where(ranks: Iterable[int], processes: list[Any], *, folder: Path, patience
     return "\n".join(f"rank {rank} is at\n" + "\n".join(found) for rank, found in lines.items())
 
 
-def _read(pending: dict[int, Connection], processes: list[Any], results: list[Any]) -> list[tuple[float, str]]:
-    """Takes what ranks have sent, which are not pending any more: results, and failures with when they were."""
-    failures: list[tuple[float, str]] = []
+def _read(pending: dict[int, Connection], processes: list[Any], results: list[Any]) -> list[Failure]:
+    """Takes what ranks have sent, which are not pending any more: results, and failures."""
+    failures: list[Failure] = []
     for rank in [r for r, pipe in pending.items() if pipe.poll()]:
         try:
-            sent_at, ok, value = pending.pop(rank).recv()
+            ok, value = pending.pop(rank).recv()
         except EOFError:
             processes[rank].join()
-            failures.append((0.0, f"rank {rank} died: exit code {processes[rank].exitcode}"))
+            failures.append(Failure(Evidence.DIED, 0.0, rank, f"died: exit code {processes[rank].exitcode}"))
             continue
         if ok:
             results[rank] = value
         else:
-            failures.append((sent_at, f"rank {rank} raised:\n{value}"))
+            evidence, at_s, text = value
+            failures.append(Failure(evidence, at_s, rank, f"raised:\n{text}"))
     return failures
 
 
 def _collect(pipes: list[Connection], processes: list[Any], *, folder: Path, timeout_s: float) -> list[Any]:
     results: list[Any] = [None] * len(pipes)
     pending = dict(enumerate(pipes))
-    while pending:
+    failures: list[Failure] = []
+    # After a failure others are waited for until its cause is known: [Note: the cause] in `core/first_failure.py`.
+    while pending and is_hearsay(failures):
         ready, waited_s = [], 0.0
         while not ready and waited_s < timeout_s:
             ready = wait(list(pending.values()), timeout=_TICK_S)
             waited_s += _TICK_S
+        if not ready and failures:
+            break
         if not ready:
             where = _where(sorted(pending), processes, folder=folder)
             raise RankFailure(
                 f"ranks {sorted(pending)} of {len(pipes)} have not finished after {timeout_s:.0f} s\n{where}"
             )
-        # A rank that fails takes others with it, which then raise as well. All that is there by now is read, since the
-        # cause is sent before its consequences; a rank that died without a word comes before both, and is given the
-        # moment in which the others may have missed it already.
-        failures = _read(pending, processes, results)
-        if failures and min(failures)[0] > 0.0 and pending:
-            wait(list(pending.values()), timeout=_HEARSAY_S)
-            failures += _read(pending, processes, results)
-        if failures:
-            raise RankFailure(min(failures)[1])
+        failures += _read(pending, processes, results)
+    while failures and any(is_ending(processes[rank].pid) for rank in pending):
+        wait(list(pending.values()), timeout=_LOOK_EVERY_S)
+        failures += _read(pending, processes, results)
+    if failures:
+        cause = min(failures)
+        raise RankFailure(f"rank {cause.rank} {cause.text}")
     return results

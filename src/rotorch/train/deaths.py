@@ -12,15 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rotorch.core.errors import ConfigError, FinalFailure, RankFailure, RotorchError
+from rotorch.core.first_failure import is_ending
 from rotorch.train.failure_report import process_state, take_records, take_stacks, write_report
 from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
 from rotorch.train.watchdog import Progress, explain_hang
 
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 1.0
-"""How long ranks that outlive a failed one may take to note what they saw."""
-_HEARD_GRACE_S = 20.0
-"""The same, as long as all that ended only heard of a failure: who knows why may have a post-mortem to make first."""
+"""How long ranks that outlive a failed one may take to note what they saw, for the report: the cause is known then."""
+_LONGEST_POST_MORTEM_S = 600.0
+"""How long all that ended may have only heard of a failure: who knows why may look for the place where it began."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class Watch:
             return
         start = time.monotonic()
         while len(self._ended) < len(self.pids):
-            if time.monotonic() > start + (_HEARD_GRACE_S if self._only_heard() else _GRACE_S):
+            limit_s = min(self.timeout_s, _LONGEST_POST_MORTEM_S) if self._only_heard() else _GRACE_S
+            if time.monotonic() > start + limit_s and not self._are_ending():
                 break
             time.sleep(_LOOK_EVERY_S)
             self._note()
@@ -103,6 +105,10 @@ class Watch:
     def _only_heard(self) -> bool:
         """Whether each rank that failed says that another one did."""
         return all(self.board.read(rank).failure is FailureKind.HEARD for rank in self.deaths)
+
+    def _are_ending(self) -> bool:
+        """Whether a rank is on its way out, and how it ended cannot be seen yet ([Note: the cause])."""
+        return any(is_ending(pid) for rank, pid in self.pids.items() if rank not in self._ended)
 
     def _look_for_a_hang(self) -> None:
         """Raises if no rank gets on any more; what they wait for is as it is."""

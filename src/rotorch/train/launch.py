@@ -22,7 +22,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -44,7 +43,8 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from rotorch.comm.shared_file import own_prefix, shared_memory_directory, sweep
-from rotorch.core.errors import ConfigError, FinalFailure, HeardFailure, RankFailure, RotorchError
+from rotorch.core.errors import ConfigError, FinalFailure, RankFailure, RotorchError
+from rotorch.core.first_failure import Evidence, evidence_of
 from rotorch.forking import forking
 from rotorch.orphans import die_with
 from rotorch.train.deaths import Watch, death_of, explain
@@ -256,9 +256,7 @@ def _kind_of(error: BaseException) -> FailureKind:
         return FailureKind.INPUT
     if isinstance(error, FinalFailure):
         return FailureKind.FINAL
-    # gloo's words for a rank that is gone, of which the launcher knows more.
-    lost = isinstance(error, RuntimeError) and re.search(r"Connection (closed|reset) by peer", str(error))
-    return FailureKind.HEARD if isinstance(error, HeardFailure) or lost else FailureKind.OWN
+    return FailureKind.HEARD if evidence_of(error) is Evidence.HEARD else FailureKind.OWN
 
 
 def _use_threads() -> None:

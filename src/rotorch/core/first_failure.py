@@ -1,0 +1,69 @@
+"""The rank that failed first, by how the ranks of a job ended.
+
+[Note: the cause]
+    A rank that fails takes others with it: they lose their connections to it and raise, too, and may be seen to do so
+    earlier. Times of arrival say little on a busy machine, so the cause goes by what ranks know of themselves. A rank
+    that died comes first, since none dies of another's end; then the earliest that raised for a reason of its own; last
+    one that only heard of a failure. While all that is known is hearsay, the rank that it is about is still to end, so
+    the others are waited for. A process that is on its way out is waited for in any case: its connections close before
+    its end can be seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from pathlib import Path
+
+from rotorch.core.errors import HeardFailure
+
+_LOST = re.compile(r"connection (closed|reset) by peer|broken pipe", re.IGNORECASE)
+"""gloo's words for a rank that is gone."""
+_EXITING = 0x4  # PF_EXITING of the kernel's task flags, the ninth field of /proc/PID/stat
+
+
+class Evidence(IntEnum):
+    """How much a rank's end says of the cause; less is more."""
+
+    DIED = 0
+    RAISED = 1
+    HEARD = 2
+
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """How one rank ended; the least of several is the cause (see [Note: the cause]).
+
+    Attributes:
+        evidence: in which way.
+        at_s: when, by any clock that all ranks share.
+        rank: which one.
+        text: in words.
+    """
+
+    evidence: Evidence
+    at_s: float
+    rank: int
+    text: str
+
+
+def evidence_of(error: BaseException) -> Evidence:
+    """Tells an exception of a rank's own from one that only says that another rank has failed."""
+    lost = isinstance(error, RuntimeError) and _LOST.search(str(error))
+    return Evidence.HEARD if isinstance(error, HeardFailure) or lost else Evidence.RAISED
+
+
+def is_hearsay(failures: Iterable[Failure]) -> bool:
+    """Whether the cause of these failures is yet to come, if any rank is left."""
+    return all(failure.evidence is Evidence.HEARD for failure in failures)
+
+
+def is_ending(pid: int) -> bool:
+    """Whether a process is on its way out, or has ended and was not reaped yet; False where nobody can tell (macOS)."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+        return fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)
+    except (OSError, IndexError, ValueError):
+        return False
