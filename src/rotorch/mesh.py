@@ -10,11 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from rotorch._torch_private import flat_group, group_timeout, set_group_timeout
+from rotorch._torch_private import default_store, flat_group, group_timeout, set_group_timeout
+from rotorch.comm.agreement import Agreement, Disagreement, Table
 from rotorch.comm.own_store import own_store
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.strategies import format_parallel, num_ranks
+
+_LEAVES_WITHIN_S = 30.0
+"""How long a rank that differs from others stays for all of them to hear of it."""
 
 
 def device_type(name: str = "auto") -> str:
@@ -97,6 +101,29 @@ def join_process_group(*, device: torch.device, timeout_s: float = 600.0, store:
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s)
     )
+
+
+def compare_over_ranks(table: Table, *, device: torch.device) -> None:
+    """Returns when `table` (names and values, plain JSON) is the same on all ranks of the default group. All ranks.
+
+    Ranks that are about to build different things would wait for each other in different collectives.
+
+    Raises:
+        ConfigError: it is not; names the values and the ranks, on all of them.
+        RankFailure: a rank did not come.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    if num_ranks == 1 or dist.get_backend() == "fake":  # one process plays one rank of many, without the others
+        return
+    store, timeout = default_store(), group_timeout(dist.group.WORLD, device=device)
+    number = store.add(f"rotorch-compared/{rank}", 1)  # which one it is, counted where it is counted for all ranks
+    agreement = Agreement(dist.PrefixStore(f"rotorch-compared/number-{number}", store), rank=rank, num_ranks=num_ranks)
+    try:
+        agreement.enter()
+        agreement.compare(table, round_number=0, timeout_s=timeout.total_seconds())
+    except Disagreement:
+        agreement.leave(patience_s=_LEAVES_WITHIN_S)
+        raise
 
 
 def make_mesh(strategies: Sequence[Strategy], *, device: torch.device) -> DeviceMesh:

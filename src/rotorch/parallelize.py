@@ -11,10 +11,11 @@ from torch import nn
 from rotorch._torch_private import import_what_steps_need
 from rotorch.comm.collectives import open_meetings
 from rotorch.comm.message_threads import let_computing_go_first
+from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.forking import start_autograd
 from rotorch.host_memory import keep_freed_memory
-from rotorch.mesh import flat_position, make_mesh, pick_device
+from rotorch.mesh import compare_over_ranks, flat_position, join_process_group, make_mesh, pick_device
 from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
@@ -22,7 +23,14 @@ from rotorch.models.losses import LossFn, loss_of
 from rotorch.models.traps import make_stateless
 from rotorch.parallel_model import Holding, ParallelModel
 from rotorch.shard.materialize import take_recipes
-from rotorch.strategies import check_composition, cuts_features, cuts_tokens, parse_parallel, written_out
+from rotorch.strategies import (
+    check_composition,
+    cuts_features,
+    cuts_tokens,
+    format_parallel,
+    parse_parallel,
+    written_out,
+)
 
 
 def parallelize(
@@ -61,7 +69,7 @@ def parallelize(
 
     Raises:
         ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that
-            a strategy cannot hold.
+            a strategy cannot hold; ranks that were given different layouts or models, which all of them say.
     """
     strategies = parse_parallel(parallel) if isinstance(parallel, str) else written_out(parallel)
     check_composition(strategies)
@@ -78,6 +86,17 @@ def parallelize(
         check_compiler(on.type)
     if on.type == "cpu":
         keep_freed_memory()
+    join_process_group(device=on)
+    compare_over_ranks(
+        {
+            "the layout": format_parallel(strategies),
+            "device": on.type,
+            "autocast_dtype": autocast,
+            "compile": compile,
+            **_described(module, spec),
+        },
+        device=on,
+    )
     mesh = make_mesh(strategies, device=on)
     open_meetings(mesh, device=on)
     recipes = take_recipes(module)
@@ -112,6 +131,14 @@ def parallelize(
         loss=loss_of(module) if loss is None else loss,
         autocast_dtype=autocast_dtype,
     )
+
+
+def _described(module: nn.Module, spec: ModelSpec) -> dict[str, str]:
+    """What ranks must have alike of a model: its weights, and how each may be cut; not their values."""
+    dtypes = {name: str(weight.dtype) for name, weight in module.named_parameters()}
+    cuts = {w.name: f"{w.cut} in a {unit.kind} ({unit.combine})" for unit in spec.units for w in unit.weights}
+    found = {w.name: f"{list(w.shape)} {dtypes.get(w.name, '')}, cut by {cuts[w.name]}" for w in spec.weights}
+    return {"the model": spec.name, **{f"the weight {name}": text for name, text in found.items()}}
 
 
 def load_step_code(kinds: Iterable[str]) -> None:
