@@ -98,18 +98,43 @@ def test_a_killed_run_resumes_with_the_same_losses(started, run_toml, tmp_path):
 def test_ctrl_c_writes_a_checkpoint_and_leaves(started, tmp_path, to_all):
     command = started()
     os.killpg(command.pid, signal.SIGINT) if to_all else os.kill(command.pid, signal.SIGINT)
-    assert command.wait() == 0, command.stderr
+    assert command.wait() == 130, command.stderr
     done = read_metrics(tmp_path / "run")[-1]["step"]
     assert latest(tmp_path / "run").name == f"step-{done:08d}"
     assert "--resume" in command.stdout and f"after step {done}" in command.stdout
     assert command.stderr == "" and command.left() == []
 
 
-def test_sigterm_is_like_ctrl_c(started, tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_other_signals_are_like_ctrl_c(started, tmp_path, number, code):
+    """SIGHUP comes when a terminal is closed."""
     command = started(layout="ddp=2")
-    os.killpg(command.pid, signal.SIGTERM)
+    os.killpg(command.pid, number)
+    assert command.wait() == code, command.stderr
+    assert latest(tmp_path / "run") is not None and command.stderr == ""
+
+
+def test_a_run_that_is_asked_to_stop_after_its_last_step_is_done(tmp_path, run_toml, monkeypatch):
+    from rotorch.train import run
+
+    def summarise(*arguments, **options):
+        os.kill(os.getppid(), signal.SIGTERM)
+        return real(*arguments, **options)
+
+    real = run.summarise
+    monkeypatch.setattr(run, "summarise", summarise)
+    assert rotorch(tmp_path / "log", "train", run_toml).code == 0
+
+
+def test_without_a_terminal_by_nohup_a_run_goes_on(tmp_path, run_toml):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        command = Command(tmp_path / "log", "train", run_toml, "train.steps=100")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    wait_until(lambda: len(read_metrics(tmp_path / "run")) >= 2, what="two steps")
+    os.kill(command.pid, signal.SIGHUP)
     assert command.wait() == 0, command.stderr
-    assert latest(tmp_path / "run") is not None
 
 
 def test_a_second_ctrl_c_ends_at_once(started, tmp_path):
@@ -144,7 +169,7 @@ def test_what_a_killed_launcher_left_in_shared_memory_goes_with_the_next(started
     command = started()
     assert [path.name for path in (tmp_path / "shared_memory").iterdir()] == [f"{names['alive']}x"]
     os.kill(command.pid, signal.SIGTERM)
-    assert command.wait() == 0, command.stderr
+    assert command.wait() == 143, command.stderr
     shutil.rmtree(tmp_path / "shared_memory" / f"{names['alive']}x")
 
 

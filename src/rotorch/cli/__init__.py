@@ -1,7 +1,9 @@
 """The `rotorch` command. Importing it loads no torch: a command loads what it needs when it runs.
 
 Exit codes: 0 done; 1 a check did not hold; 2 the input was wrong, and nothing was started; 3 a rank failed while
-running; 130 ended by Ctrl-C. Every command takes `--json FILE` for the numbers that it prints.
+running; 70 an error that nobody foresaw; 130, 143, 129 ended by Ctrl-C, SIGTERM, or with its terminal (`train` saves a
+checkpoint before); 75 a rank that something else started, after the job was asked to stop. Every command takes
+`--json FILE` for the numbers that it prints.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,10 +23,11 @@ from rich.console import Console
 
 from rotorch import __version__
 from rotorch.bench import peers
-from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.cli.output import leave_traceback, outlive_closed_output
+from rotorch.core.errors import ConfigError, RankFailure, StoppedEarly
 from rotorch.train.joining import JobRank, job_rank
 
-DONE, CHECK_FAILED, WRONG_INPUT, RANK_FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+DONE, CHECK_FAILED, WRONG_INPUT, RANK_FAILED, UNFORESEEN, INTERRUPTED = 0, 1, 2, 3, 70, 130
 
 _UsageError = typer.BadParameter.__bases__[0]  # typer does not export it, nor say whether it is click's or its own
 
@@ -40,32 +43,47 @@ Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the command line and ends the process with its exit code."""
+    outlive_closed_output()
     code = run(sys.argv[1:] if arguments is None else arguments)
-    if code == RANK_FAILED:
+    if code not in (DONE, CHECK_FAILED):
         sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(code)  # at once: a rank of torchrun's may hold a process group that waits for ranks that are gone
     sys.exit(code)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Runs the command line; returns its exit code. What went wrong is said in one line on stderr."""
-    job: JobRank | None = None
+    about = _Invocation()
     try:
-        job = _place_in_job(arguments)
-        code = app(list(arguments), prog_name="rotorch", standalone_mode=False, obj=job)
+        about.job = _place_in_job(arguments)
+        code = app(list(arguments), prog_name="rotorch", standalone_mode=False, obj=about)
     except ConfigError as error:
-        return _refuse(str(error), job=job)
+        return _refuse(str(error), job=about.job)
+    except StoppedEarly as error:  # its last lines have said so
+        return error.exit_code
     except RankFailure as error:
         return _say(str(error), code=RANK_FAILED)
     except _UsageError as error:
-        return _refuse(f"{error.format_message()} (rotorch --help lists the commands)", job=job)  # type: ignore[attr-defined]
+        return _refuse(f"{error.format_message()} (rotorch --help lists the commands)", job=about.job)  # type: ignore[attr-defined]
     except (KeyboardInterrupt, typer.Abort):
         return _say("interrupted", code=INTERRUPTED)
     except OSError as error:
-        return _refuse(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), job=job)
+        return _refuse(f"{error.filename or ''}: {error.strerror or error}".removeprefix(": "), job=about.job)
+    except Exception as error:
+        where = leave_traceback(error, run_directory=about.run_directory)
+        return _refuse(f"unforeseen {type(error).__name__}: {error}{where}", job=about.job, code=UNFORESEEN)
     if code == INTERRUPTED:  # typer's own word for a KeyboardInterrupt
         return _say("interrupted", code=INTERRUPTED)
     return code if isinstance(code, int) else DONE
+
+
+@dataclass
+class _Invocation:
+    """What is known of a command by the time that it fails: its place in a job, and its run's directory."""
+
+    job: JobRank | None = None
+    run_directory: Path | None = None
 
 
 def _place_in_job(arguments: Sequence[str]) -> JobRank | None:
@@ -76,11 +94,11 @@ def _place_in_job(arguments: Sequence[str]) -> JobRank | None:
     return None if "--dry-run" in arguments else job
 
 
-def _refuse(message: str, *, job: JobRank | None) -> int:
+def _refuse(message: str, *, job: JobRank | None, code: int = WRONG_INPUT) -> int:
     """Says what is wrong, on every rank that has it; then the other ranks are told."""
     if job is None or job.num_ranks == 1:
-        return _say(message, code=WRONG_INPUT)
-    code = _say(f"{job}: {message}", code=WRONG_INPUT)
+        return _say(message, code=code)
+    _say(f"{job}: {message}", code=code)
     with suppress(KeyboardInterrupt):
         job.tell(" ".join(message.split()))
     return code
@@ -144,6 +162,8 @@ def train(
     config = load_run_config(run_file, overrides=changes)
     parse_parallel(config.parallel.layout)  # before seconds are spent on loading torch
     check_json(json_file)
+    about: _Invocation = context.obj
+    about.run_directory = Path(config.train.out)
     from rotorch.train.run import start
 
     words = ["rotorch", "train", str(run_file), *changes, *([f"--nproc={nproc}"] if nproc else ()), "--resume"]
@@ -154,7 +174,7 @@ def train(
         command=shlex.join(words),
         summary=json_file,
         only_plan=dry_run,
-        job=context.obj,
+        job=about.job,
     )
     return DONE if is_well else CHECK_FAILED
 

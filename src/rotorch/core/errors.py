@@ -29,6 +29,18 @@ class HeardFailure(RankFailure):
     """Another rank failed and told this one: that rank's own error says why."""
 
 
+class StoppedEarly(RotorchError):
+    """A run was asked to stop before its last step, and has saved a checkpoint.
+
+    Attributes:
+        exit_code: of the process that was asked.
+    """
+
+    def __init__(self, message: str, *, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
 def nearest(word: str, *, known: Iterable[str]) -> str:
     """Returns " (did you mean 'x'?)" for the closest of `known`, or "" when nothing is close."""
     match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)

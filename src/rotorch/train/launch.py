@@ -6,8 +6,10 @@
     - No rank gets on any more: the launcher, which sees where all of them are, writes down who waits for whom. Their
       own timeouts come later, and mostly end what waits for a rank that is busy with something else.
     - The launcher dies: the kernel kills the ranks (PR_SET_PDEATHSIG), whatever they are waiting for.
-    - Ctrl-C, or SIGTERM, to the launcher or to all: the launcher raises a flag on the status board, and the ranks,
-      which ignore both signals, agree on the step after which they save and leave. A second Ctrl-C kills them.
+    - Ctrl-C, SIGTERM, or SIGHUP (its terminal is gone), to the launcher or to all: the launcher raises a flag on the
+      status board, and the ranks, which ignore these signals, agree on the step after which they save and leave. The
+      launcher's exit code is 128 and the signal's number, as that of a command that the signal ends: the run is not
+      done. A second Ctrl-C kills them. Who started it with SIGHUP ignored (nohup) goes on without a terminal.
     - torchrun dies: the same, asked for by each rank as the first thing it does (`orphans.py`).
     - Under torchrun, Slurm and the like each rank raises the flag for itself, and the ranks agree all the same.
 
@@ -56,6 +58,12 @@ Work = Callable[[StatusBoard], bool]
 """What a rank does, given the board on which it notes what it is doing; whether it came to its end, or was stopped."""
 
 _LOOK_EVERY_S = 0.1
+_STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def _stopping_signals() -> list[signal.Signals]:
+    """What asks this process to save a checkpoint and leave; not SIGHUP where nohup has had it ignored."""
+    return [s for s in _STOPPING_SIGNALS if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
 
 
 def is_rank() -> bool:
@@ -65,7 +73,7 @@ def is_rank() -> bool:
 
 def launch(
     work: Work, *, num_ranks: int, backend: str = "gloo", timeout_s: float = 600.0, traceback_dir: Path | None = None
-) -> None:
+) -> int:
     """Runs `work` in `num_ranks` ranks of this machine and returns when all are done.
 
     Args:
@@ -76,6 +84,9 @@ def launch(
             another one fails by itself.
         traceback_dir: where a rank that ends with an unexpected exception leaves its traceback, and what the others
             were doing is written down, if the directory exists.
+
+    Returns:
+        0, or the number of the signal after which ranks left before their work came to its end.
 
     Raises:
         RankFailure: if a rank failed; the message names it, the signal or exception, and what it was doing.
@@ -106,6 +117,7 @@ def launch(
         if result.is_failed():
             deaths = {rank: death_of(failure.exitcode) for rank, failure in result.failures.items()}
             raise _as_asked(explain(watch.board.all(), deaths=deaths), watch)
+        return watch.board.stop_signal if watch.board.stopped_early else 0
 
 
 def _as_asked(failure: RotorchError, watch: Watch) -> RotorchError:
@@ -163,7 +175,7 @@ def _run_agent(
     logs = DefaultLogsSpecs(log_dir=directory)
     agent = _Agent(spec=spec, logs_specs=logs, start_method="fork", watch=watch, shared_memory=shared_memory)
     # The first: see [Note: few threads]. The second: the other signals are ours.
-    with _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", TORCHELASTIC_SIGNALS_TO_HANDLE="SIGHUP,SIGQUIT"):
+    with _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", TORCHELASTIC_SIGNALS_TO_HANDLE="SIGQUIT"):
         try:
             return agent.run()
         finally:
@@ -186,8 +198,8 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None, timeout_s: flo
         threading.current_thread() is threading.main_thread()
     ):  # Ray Train calls from another one, and has its own signals
         # A second signal means no more than the first: torchrun passes on a Ctrl-C that the terminal sent to all.
-        signal.signal(signal.SIGINT, lambda *_: board.request_stop())
-        signal.signal(signal.SIGTERM, lambda *_: board.request_stop())
+        for number in _stopping_signals():
+            signal.signal(number, lambda received, _: board.request_stop(signal_number=received))
     _use_threads()
     try:
         with OwnWatch(board, rank=rank, timeout_s=timeout_s, directory=traceback_dir):
@@ -198,8 +210,8 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None, timeout_s: flo
     except ConfigError:
         raise
     except Exception as error:
-        _leave_traceback(traceback_dir, rank=rank)
-        raise RankFailure(f"rank {rank} failed {board.read(0).when}: {_one_line(error)}") from None
+        where = _leave_traceback(traceback_dir, rank=rank)
+        raise RankFailure(f"rank {rank} failed {board.read(0).when}: {_one_line(error)}{where}") from None
 
 
 # ---------------------------------------------------------------- inside a rank
@@ -228,8 +240,8 @@ class _Group:
 
 def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int, traceback_dir: Path | None) -> None:
     rank = int(os.environ["RANK"])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in _STOPPING_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     die_with(launcher_pid)
     board.enter(rank, pid=os.getpid())
     answer_with_stack(Path(group.file).parent, rank=rank)
@@ -238,12 +250,12 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
     try:
         board.doing(Phase.JOINING)
         group.join(rank)
-        work(board)
+        if not work(board):
+            board.note_stopped()
         dist.destroy_process_group()
     except BaseException as error:
-        board.fail(_one_line(error), kind=_kind_of(error))
-        if not isinstance(error, RotorchError):
-            _leave_traceback(traceback_dir, rank=rank)
+        where = "" if isinstance(error, RotorchError) else _leave_traceback(traceback_dir, rank=rank)
+        board.fail(_one_line(error) + where, kind=_kind_of(error))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # at once: to take down a process group whose other ranks are waiting can take minutes
@@ -272,10 +284,17 @@ def _one_line(error: BaseException) -> str:
     return text if isinstance(error, RotorchError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
-def _leave_traceback(directory: Path | None, *, rank: int) -> None:
-    if directory is not None and directory.is_dir():
-        with contextlib.suppress(OSError):
-            (directory / f"traceback-rank{rank}.txt").write_text(traceback.format_exc())
+def _leave_traceback(directory: Path | None, *, rank: int) -> str:
+    """Writes the traceback into the run's directory; if that is not there, elsewhere, and the text returned says so."""
+    name = f"traceback-rank{rank}.txt"
+    with contextlib.suppress(OSError):
+        if directory is not None and directory.is_dir():
+            (directory / name).write_text(traceback.format_exc(), "utf-8")
+            return ""
+        path = Path(tempfile.mkdtemp(prefix="rotorch-traceback-")) / name
+        path.write_text(traceback.format_exc(), "utf-8")
+        return f". The traceback is in {path}"
+    return ""
 
 
 # ---------------------------------------------------------------- around the launcher
@@ -283,17 +302,17 @@ def _leave_traceback(directory: Path | None, *, rank: int) -> None:
 
 @contextlib.contextmanager
 def _forward_stop(watch: Watch) -> Iterator[None]:
-    """Turns Ctrl-C and SIGTERM into the stop flag, a second Ctrl-C into an end at once."""
+    """Turns what asks a run to stop into the stop flag, a second Ctrl-C into an end at once."""
     own_pid = os.getpid()
 
     def on_signal(number: int, _: FrameType | None) -> None:
         again = watch.board.stop_requested and number == signal.SIGINT
-        watch.board.request_stop()
+        watch.board.request_stop(signal_number=number)
         if again and os.getpid() == own_pid:  # a rank runs this too, in the moment between its fork and its first line
             watch.kill()
             raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, on_signal) for number in _stopping_signals()}
     try:
         yield
     finally:

@@ -43,17 +43,20 @@ _WAITS_S = (1, 2, 4, 8, 16, 32)
 def launch_again(
     run: CheckedRun,
     *,
-    launch: Callable[[CheckedRun], None],
+    launch: Callable[[CheckedRun], int],
     tell: Callable[[str], None] = lambda text: None,
     wait: Callable[[float], None] = time.sleep,
-) -> None:
+) -> int:
     """Launches a run until it is done, or has failed once more than `train.max_restarts` allows.
 
     Args:
         run: what to begin with.
-        launch: starts its ranks and returns when they are done.
+        launch: starts its ranks and returns when they are done; the number of a signal if that has stopped them, or 0.
         tell: is told why and how the run goes on.
         wait: lets so many seconds pass.
+
+    Returns:
+        What the last launch returned.
 
     Raises:
         RankFailure: the last failure. A FinalFailure is one at once: what would come again, or came after Ctrl-C.

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -33,7 +34,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rotorch.comm.collectives import all_reduce_max
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, StoppedEarly
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.forking import why_no_ranks
 from rotorch.fresh_process import call_fresh
@@ -66,7 +67,8 @@ from rotorch.train.status import Phase, StatusBoard
 from rotorch.train.watchdog import BACKSTOP_S
 
 STOPPED_EARLY = 75
-"""A rank's exit code after it was asked to stop (EX_TEMPFAIL): with 0 torchrun would take the whole job for done."""
+"""A rank's exit code after the job was asked to stop (EX_TEMPFAIL): with 0 what has started it would take the job for
+done. By which signal some rank was asked, this one need not know."""
 
 
 def start(
@@ -97,6 +99,7 @@ def start(
     Raises:
         ConfigError: something is wrong with the input; nothing was started and nothing written.
         RankFailure: a rank failed; the message names it.
+        StoppedEarly: it was asked to stop before the last step, and has saved a checkpoint.
         KeyboardInterrupt: Ctrl-C before the ranks started, or a second one while they ran.
     """
     die_with_torchrun()  # the command has done so; this is for who calls from a script
@@ -166,19 +169,16 @@ def _start(
         job.compare(what_was_found(run, corpus=tokens.fingerprint), round_number=1, timeout_s=waits_s)
         work = partial(work, store=job.store)
     if is_rank():
-        if (
-            not run_as_rank(partial(work, run=run), traceback_dir=run.out, timeout_s=config.train.timeout_s)
-            and ELASTIC_RUN in os.environ
-        ):
-            sys.exit(STOPPED_EARLY)
+        if not run_as_rank(partial(work, run=run), traceback_dir=run.out, timeout_s=config.train.timeout_s):
+            raise StoppedEarly("this rank was asked to stop", exit_code=STOPPED_EARLY)
         return True
 
-    def launch_once(run: CheckedRun) -> None:
+    def launch_once(run: CheckedRun) -> int:
         load_step_code(strategy.kind for strategy in run.strategies)
         backend = "cpu:gloo,cuda:nccl" if _uses_cuda(config) else "gloo"
         timeout_s = config.train.timeout_s
         try:
-            launch(
+            return launch(
                 partial(work, run=run),
                 num_ranks=run.num_ranks,
                 backend=backend,
@@ -188,7 +188,10 @@ def _start(
         finally:
             console.show_cursor()  # a rank that was killed could not
 
-    launch_again(run, launch=launch_once, tell=lambda text: print(f"rotorch: {text}", file=sys.stderr, flush=True))
+    tell = partial(print, file=sys.stderr, flush=True)
+    number = launch_again(run, launch=launch_once, tell=lambda text: tell(f"rotorch: {text}"))
+    if number:
+        raise StoppedEarly(f"the run was asked to stop by {signal.Signals(number).name}", exit_code=128 + number)
     return True
 
 

@@ -23,7 +23,7 @@ _SLOT_BYTES = 4096
 _TEXT_START = _SLOT.size + PLACE_BYTES
 _TEXT_BYTES = _SLOT_BYTES - _TEXT_START - 8
 _NAMES_BYTES = 1 << 18  # pages that nobody writes take no memory
-_STOP, _RECORD = 0, 1
+_STOP, _RECORD, _STOPPED = 0, 1, 2
 
 
 class Phase(IntEnum):
@@ -200,13 +200,26 @@ class StatusBoard:
         """Returns what the board says about every rank."""
         return [self.read(rank) for rank in range(self.num_ranks)]
 
-    def request_stop(self) -> None:
+    def request_stop(self, *, signal_number: int) -> None:
         """Asks all ranks to write a checkpoint after the step they are in, and to leave. Safe in a signal handler."""
-        self._memory[_STOP] = 1
+        self._memory[_STOP] = self._memory[_STOP] or signal_number  # the first one is the reason
 
     @property
     def stop_requested(self) -> bool:
-        return self._memory[_STOP] == 1
+        return self._memory[_STOP] != 0
+
+    @property
+    def stop_signal(self) -> int:
+        """The number of the signal that asked for it; 0 if none did."""
+        return self._memory[_STOP]
+
+    def note_stopped(self) -> None:
+        """Called by a rank that leaves before the last step, since it was asked to."""
+        self._memory[_STOPPED] = 1
+
+    @property
+    def stopped_early(self) -> bool:
+        return self._memory[_STOPPED] == 1
 
     def request_record(self) -> None:
         """Asks all ranks to write down what torch has recorded of their collectives (see `watchdog.py`)."""

@@ -1,0 +1,75 @@
+"""What a command says when that is hard: output that nobody reads any more, and errors that nobody foresaw.
+
+Standard output and standard error may close while a command runs: `| head -1`, `>&-`, a terminal that is gone. What a
+command prints is never what it is for: a run goes on, with its metrics and checkpoints, and its exit code says how it
+ended. So what cannot be written any more is dropped, from the first failure on.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tempfile
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+_RUN_FILE = "run.json"  # marks a directory as a run's (`train/preflight.py`, which would load numpy)
+_STANDARD = (0, 1, 2)
+
+
+def outlive_closed_output() -> None:
+    """Has this process, and those that it forks, go on when nobody reads what they print. Call it once, first."""
+    for number in _STANDARD:
+        try:
+            os.fstat(number)
+        except OSError:  # closed: the next file that anybody opens would get its number, and what is printed with it
+            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    sys.stdout = _text(1, like=sys.stdout)
+    sys.stderr = _text(2, like=sys.stderr)
+
+
+class _Lasting(io.FileIO):
+    """A file descriptor that leads nowhere once it cannot be written to."""
+
+    def write(self, data: object, /) -> int:
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except OSError:  # no reader, no terminal, no room: it will be so for what comes next, too
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            return super().write(data)  # type: ignore[arg-type]
+
+
+def _text(number: int, *, like: io.TextIOBase | None) -> io.TextIOWrapper:
+    raw = _Lasting(number, "w", closefd=False)
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=getattr(like, "encoding", None) or "utf-8",
+        errors="backslashreplace" if number == 2 else getattr(like, "errors", None) or "strict",
+        line_buffering=number == 2 or raw.isatty(),
+    )
+
+
+def leave_traceback(error: BaseException, *, run_directory: Path | None) -> str:
+    """Writes an error's traceback to a file, and returns the words that say which; "" if that is not possible.
+
+    Args:
+        error: what was raised.
+        run_directory: where it goes if that is a run's directory by now, else a temporary one is made.
+    """
+    text = "".join(traceback.format_exception(error))
+    rank = os.environ.get("RANK", "")
+    name = f"traceback-rank{rank}.txt" if rank.isdigit() else "traceback.txt"
+    with suppress(OSError):
+        if run_directory is not None and (run_directory / _RUN_FILE).is_file():
+            path = run_directory / name
+            path.write_text(text, "utf-8")
+            return f". The traceback is in {path}"
+    with suppress(OSError):
+        path = Path(tempfile.mkdtemp(prefix="rotorch-traceback-")) / name
+        path.write_text(text, "utf-8")
+        return f". The traceback is in {path}"
+    return ""

@@ -1,0 +1,124 @@
+"""Output that closes while a command runs, and errors that nobody foresaw. The real entry point, forked."""
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from rotorch import cli
+from rotorch.cli.output import leave_traceback
+from rotorch.forking import forking
+
+sys.path.insert(0, str(Path(__file__).parent / "train"))
+from commands import rotorch, wait_until, write_run
+
+from rotorch.train.directories import latest
+from rotorch.train.metrics import read_metrics
+
+
+def started(*arguments, out=None, err=None):
+    """A forked `rotorch` whose output goes to these descriptors; None closes it."""
+    with forking():
+        pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for number, to in ((1, out), (2, err)):
+            os.close(number) if to is None else os.dup2(to, number)
+        sys.stdout = None if out is None else os.fdopen(1, "w", closefd=False)
+        sys.stderr = None if err is None else os.fdopen(2, "w", closefd=False)
+        try:
+            cli.main([str(argument) for argument in arguments])
+        except SystemExit as error:
+            os._exit(error.code or 0)
+        finally:
+            os._exit(99)
+    return pid
+
+
+def code_of(pid):
+    ended = []
+    try:
+        wait_until(lambda: ended.append(os.waitpid(pid, os.WNOHANG)) or ended[-1][0], what="its end")
+    except AssertionError:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    return os.waitstatus_to_exitcode(ended[-1][1])
+
+
+def unread():
+    """The end of a pipe that nobody reads from."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+@pytest.mark.parametrize("how", ["nobody reads", "closed"])
+def test_a_run_goes_on_when_its_output_closes(tmp_path, warm, how):
+    end = unread() if how == "nobody reads" else None
+    assert code_of(started("train", write_run(tmp_path), "--parallel=ddp=2", out=end, err=end)) == 0
+    assert len(read_metrics(tmp_path / "run")) == 6 and latest(tmp_path / "run") is not None
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"]])
+@pytest.mark.parametrize("how", ["nobody reads", "closed"])
+def test_a_command_that_prints_ends_quietly(tmp_path, arguments, how):
+    with (tmp_path / "err").open("w") as err:
+        end = unread() if how == "nobody reads" else None
+        assert code_of(started(*arguments, out=end, err=err.fileno())) == 0
+    assert (tmp_path / "err").read_text() == ""
+
+
+def test_a_wrong_input_keeps_its_exit_code_when_nobody_reads():
+    assert code_of(started("train", "nowhere.toml", out=unread(), err=unread())) == 2
+
+
+def test_what_is_printed_into_a_file_arrives(tmp_path):
+    with (tmp_path / "out").open("w") as out:
+        assert code_of(started("--version", out=out.fileno(), err=out.fileno())) == 0
+    assert re.fullmatch(r"rotorch \d\S*\n", (tmp_path / "out").read_text())
+
+
+# ---------------------------------------------------------------- errors that nobody foresaw
+
+
+def broken(*_, **__):
+    raise ZeroDivisionError("of all\nthings")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (["doctor"], "rotorch.cli.doctor.examine"),
+        (["inspect", "x"], "rotorch.train.checkpoint.inspect_checkpoint"),
+        (["train", "{run}"], "rotorch.train.run.check_run"),
+    ],
+)
+def test_an_error_that_nobody_foresaw_is_one_line_and_a_file(capsys, tmp_path, monkeypatch, arguments, where, warm):
+    monkeypatch.setattr(where, broken)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    run = write_run(tmp_path)
+    assert cli.run([argument.format(run=run) for argument in arguments]) == 70
+    (line,) = capsys.readouterr().err.splitlines()
+    found = re.fullmatch(r"rotorch: unforeseen ZeroDivisionError: of all things\. The traceback is in (.*)", line)
+    assert "in broken" in Path(found[1]).read_text()
+
+
+def test_the_traceback_goes_to_the_run_if_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    (tmp_path / "run.json").write_text("{}")
+    words = leave_traceback(ValueError("x"), run_directory=tmp_path)
+    assert words == f". The traceback is in {tmp_path / 'traceback-rank1.txt'}"
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "nowhere"))
+    assert leave_traceback(ValueError("x"), run_directory=tmp_path / "other") == ""
+
+
+def test_a_rank_that_fails_before_there_is_a_directory_says_where_its_traceback_is(tmp_path, monkeypatch, warm):
+    monkeypatch.setattr("rotorch.train.run.build", broken)
+    command = rotorch(tmp_path / "log", "train", write_run(tmp_path))
+    assert command.code == 3
+    found = re.search(r"ZeroDivisionError: of all things\. The traceback is in (\S+\.txt)", command.stderr)
+    assert "in broken" in Path(found[1]).read_text()
