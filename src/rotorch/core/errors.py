@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from functools import partial
 
 
 class RotorchError(Exception):
@@ -39,6 +40,9 @@ class StoppedEarly(RotorchError):
     def __init__(self, message: str, *, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
+
+    def __reduce__(self) -> tuple[partial[StoppedEarly], tuple[str]]:
+        return partial(StoppedEarly, exit_code=self.exit_code), (str(self),)
 
 
 def nearest(word: str, *, known: Iterable[str]) -> str:
