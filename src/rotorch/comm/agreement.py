@@ -32,6 +32,7 @@ ROUNDS = 2
 
 _AGREED, _REFUSED = "agreed", "refused"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.25
+_LEAVING_PAUSE_S = 0.05
 _FOR_OTHERS_S = 2.0
 """After the first difference, for other ranks to say whether they differ, too: it decides how many are named."""
 _MOST_KEYS, _MOST_RANKS, _MOST_CHARACTERS = 4, 8, 80
@@ -117,7 +118,12 @@ class Agreement:
             self._store.set("all heard", "yes")
         end = time.monotonic() + patience_s
         while not self._store.check(["all heard"]) and time.monotonic() < end:
-            time.sleep(_LONGEST_PAUSE_S / 5)
+            time.sleep(_LEAVING_PAUSE_S)
+        if self._rank:
+            self._store.add("left", 1)  # its last word to the store, which goes with rank 0
+            return
+        while self._store.add("left", 0) < self._readers - 1 and time.monotonic() < end:
+            time.sleep(_LEAVING_PAUSE_S)
 
     def _wait(self, store: dist.Store, key: str, *, timeout_s: float) -> None:
         end, pause_s = time.monotonic() + timeout_s, _FIRST_PAUSE_S
