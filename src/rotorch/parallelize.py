@@ -136,9 +136,15 @@ def parallelize(
 def _described(module: nn.Module, spec: ModelSpec) -> dict[str, str]:
     """What ranks must have alike of a model: its weights, and how each may be cut; not their values."""
     dtypes = {name: str(weight.dtype) for name, weight in module.named_parameters()}
-    cuts = {w.name: f"{w.cut} in a {unit.kind} ({unit.combine})" for unit in spec.units for w in unit.weights}
-    found = {w.name: f"{list(w.shape)} {dtypes.get(w.name, '')}, cut by {cuts[w.name]}" for w in spec.weights}
-    return {"the model": spec.name, **{f"the weight {name}": text for name, text in found.items()}}
+    return {
+        "the model": spec.name,
+        **{f"the weight {w.name}": f"{list(w.shape)} {dtypes.get(w.name, '')}".rstrip() for w in spec.weights},
+        **{
+            f"where the weight {w.name} may be cut": f"{w.cut}, in a {unit.kind} ({unit.combine})"
+            for unit in spec.units
+            for w in unit.weights
+        },
+    }
 
 
 def load_step_code(kinds: Iterable[str]) -> None:
