@@ -163,7 +163,7 @@ def test_any_one_key_of_a_run_is_named(tmp_path, key):
 
 @pytest.mark.parametrize("key", ["rank", "alpha", "dropout", "targets"])
 def test_a_section_that_one_rank_has_is_named(tmp_path, key):
-    dumped = load_run_config(write_run(tmp_path), overrides=["lora.rank=4", "lora.alpha=8"]).model_dump(mode="json")
+    dumped = load_run_config(write_run(tmp_path), overrides=["lora.rank=4", "lora.alpha=8.0"]).model_dump(mode="json")
     other = {**dumped, "lora": {**dumped["lora"], key: changed(dumped["lora"][key])}}
     none = {**dumped, "lora": None}
     tables = [told(values) for values in (dumped, other, none)]
