@@ -40,7 +40,7 @@ def test_a_rank_that_is_still_starting_does_not_outlive_torchrun(started_by, tmp
     monkeypatch.setenv("MASTER_PORT", "29500")  # nobody gets as far as that
     if started_by == "command":
         monkeypatch.setattr(run_config, "load_run_config", starting)
-    monkeypatch.setattr(run, "check_run", starting)
+    monkeypatch.setattr(run, "as_started", starting)
     with forking():
         torchrun = os.fork()
     if torchrun == 0:
