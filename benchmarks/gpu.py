@@ -34,7 +34,8 @@ import gpu_one_rank  # noqa: E402
 import gpu_shared  # noqa: E402
 import gpu_slices  # noqa: E402
 
-from rotorch.bench.record import commit, describe_machine, versions  # noqa: E402
+from rotorch.bench.record import describe_machine, versions  # noqa: E402
+from rotorch.source import source_commit  # noqa: E402
 
 PARTS = {"one_rank": gpu_one_rank.measure, "shared": gpu_shared.measure, "slices": gpu_slices.measure}
 
@@ -57,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         "device": _device_name(options.device),
         "machine": describe_machine(),
         "versions": {**versions(), "cuda": torch.version.cuda},
-        "commit": commit(),
+        "commit": source_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": " ".join(["python", "benchmarks/gpu.py", *(sys.argv[1:] if arguments is None else arguments)]),
         "parts": {},

@@ -23,6 +23,7 @@ LAYERS = {
     "planner": 2,
     "run_config": 2,
     "mesh": 3,
+    "source": 2,
     "host_memory": 3,
     "forking": 3,
     "fresh_process": 3,

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 
 from rotorch.cli import run
 from rotorch.core.errors import ConfigError
+from rotorch.source import source_commit
 from rotorch.testing import subjects, zoo
 from rotorch.testing.subjects import tiny_subject
 from rotorch.testing.verify import verify_subject
@@ -156,6 +157,17 @@ def test_the_table_names_what_was_not_run_and_what_has_no_pipeline_plan():
     assert "`pp=2` was not run for 1 of 3" in page and "earlier states" in page
 
 
+def test_the_table_names_the_commits_of_every_row():
+    outcomes = [
+        told(config="AConfig", commit="a" * 40),
+        told(config="AConfig", parallel="pp=2", commit="b" * 40 + "+"),
+        told(config="BConfig"),
+    ]
+    rows = table(outcomes, layouts=["rtp=2", "pp=2"]).splitlines()
+    assert next(r for r in rows if r.startswith("| AConfig")).endswith("| aaaaaaaaaa, bbbbbbbbbb+ |")
+    assert next(r for r in rows if r.startswith("| BConfig")).endswith("| - |")
+
+
 def test_what_is_known_is_a_table_without_a_run(few, tmp_path, monkeypatch, capsys):
     cache, page = tmp_path / "zoo.jsonl", tmp_path / "models.md"
     monkeypatch.setattr(
@@ -163,6 +175,7 @@ def test_what_is_known_is_a_table_without_a_run(few, tmp_path, monkeypatch, caps
     )
     words = ["zoo", "--parallel", "rtp=2", "--parallel", "pp=2", "--cache", str(cache)]
     assert run([*words, "LlamaConfig"]) == 0
+    assert {json.loads(line)["commit"] for line in cache.read_text().splitlines()} == {source_commit()}
     monkeypatch.setattr(zoo, "_verify_in_child", None)
     assert run([*words, "--known", "--out", str(page)]) == 0
     assert "| LlamaConfig | A | exact | exact |" in page.read_text()

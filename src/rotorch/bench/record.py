@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -35,6 +34,7 @@ from rotorch.bench.task import NUM_BATCHES, Task
 from rotorch.bench.tensor_memory import TensorMemory
 from rotorch.bench.wire import WireBytes
 from rotorch.planner.prediction import Prediction
+from rotorch.source import source_commit
 
 METHOD = (
     f"Rows take turns in one run; {WARM_UP_STEPS} first steps of each are dropped, and {STEPS_TO_WAKE} of each turn; "
@@ -260,7 +260,7 @@ def describe_origin() -> dict[str, Any]:
         "machine": describe_machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": versions(),
-        "commit": commit(),
+        "commit": source_commit(),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
     }
 
@@ -290,26 +290,6 @@ def versions() -> dict[str, str | None]:
         except PackageNotFoundError:
             found[package] = None
     return found
-
-
-def commit() -> str | None:
-    """The commit of this package's source, with "+" if it was changed since; None outside a repository."""
-    here = Path(__file__).parent
-    try:
-        head = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, timeout=10, check=True
-        )
-        changed = subprocess.run(
-            ["git", "status", "--porcelain", "--", "."],
-            cwd=here.parent,
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
 def _cpu_name() -> str:

@@ -33,6 +33,7 @@ from rotorch.forking import forking
 from rotorch.models.describe import describe
 from rotorch.parallelize import load_step_code
 from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.source import source_commit
 from rotorch.strategies import parse_parallel
 from rotorch.testing.subjects import TinySubject, configurations, model_classes, tiny_subject
 from rotorch.testing.verify import verify_subject
@@ -65,6 +66,7 @@ class Outcome:
         num_weights: units of one weight.
         share_cut: of the bytes of all weights, those that are cut.
         seconds: that it took.
+        commit: of the source that it came of; None if that is not known.
     """
 
     config: str
@@ -77,6 +79,7 @@ class Outcome:
     num_weights: int = 0
     share_cut: float = 0.0
     seconds: float = 0.0
+    commit: str | None = None
 
     @property
     def is_wrong(self) -> bool:
@@ -115,7 +118,7 @@ def run_zoo(
             f"zoo: no configuration class {unknown[0]!r} with a tensor-parallel plan{nearest(unknown[0], known=found)}"
         )
     wanted = [found[name] for name in names] if names else list(found.values())
-    depends_on = _versions()
+    depends_on, commit = _versions(), source_commit()
     kept = {} if again else _read(cache, depends_on=None if older else depends_on)
     if only_known:
         each = ((config_class.__name__, layout) for config_class in wanted for layout in layouts)
@@ -126,7 +129,8 @@ def run_zoo(
     for number, config_class in enumerate(wanted, start=1):
         mine = [kept.get((config_class.__name__, layout)) for layout in layouts]
         missing = [layout for layout, outcome in zip(layouts, mine, strict=True) if outcome is None]
-        made = {o.parallel: o for o in _verify_in_child(config_class, missing)} if missing else {}
+        found_now = _verify_in_child(config_class, missing) if missing else []
+        made = {o.parallel: replace(o, commit=commit) for o in found_now}
         with cache.open("a", encoding="utf-8") as file:
             for outcome in made.values():
                 file.write(json.dumps({**asdict(outcome), "depends_on": depends_on}) + "\n")
@@ -314,15 +318,16 @@ def table(
         f"are of all bytes under `{layouts[0]}`: what the plan names, and what is large (`models/rules.py`). The rest",
         "is whole on every rank, its gradients summed: norms, biases, what is small, towers of images or sound that",
         "a pass on text does not use. Over shared memory `rtp=2` multiplies with whole weights where they lie;",
-        "`recompute=slice` makes it run on slices.",
+        "`recompute=slice` makes it run on slices. *Commit*: of rotorch's source that a row came of (`+`: changed",
+        "since); `-` in rows of before commits were noted.",
         "",
         "| layout | exact | of |",
         "|---|---|---|",
         *(f"| `{p}` | {exact[p]} | {len(by_config)} |" for p in layouts),
         "",
         *_what_was_not_held(by_config, layouts=layouts, older=older),
-        f"| configuration | model | {' | '.join(f'`{p}`' for p in layouts)} | modules | weights | cut |",
-        f"|---|---|{'---|' * len(layouts)}---|---|---|",
+        f"| configuration | model | {' | '.join(f'`{p}`' for p in layouts)} | modules | weights | cut | commit |",
+        f"|---|---|{'---|' * len(layouts)}---|---|---|---|",
     ]
     reasons: list[str] = []
     for name in sorted(by_config):
@@ -330,7 +335,7 @@ def table(
         first = next(iter(row.values()), Outcome(name, "", False))
         cells = [_cell(row.get(p)) for p in layouts]
         about = f"{first.num_modules} | {first.num_weights} | {first.share_cut:.0%}" if first.model else "| |"
-        lines.append(f"| {name} | {first.model} | {' | '.join(cells)} | {about} |")
+        lines.append(f"| {name} | {first.model} | {' | '.join(cells)} | {about} | {_commits(row.values())} |")
         for why in dict.fromkeys(o.why for o in row.values() if not o.ok and o.why != NO_PIPELINE_PLAN):
             where = ", ".join(f"`{o.parallel}`" for o in row.values() if o.why == why)
             everywhere = len(row) == len(layouts) and all(o.why == why for o in row.values())
@@ -358,6 +363,11 @@ def _what_was_not_held(
     if older:
         lines.append("Some results are of earlier states of rotorch's source (`rotorch zoo --older`).")
     return [line for each in lines for line in (each, "")]
+
+
+def _commits(outcomes: Iterable[Outcome]) -> str:
+    """Of a row's outcomes, each once."""
+    return ", ".join(sorted({f"{o.commit[:10]}{'+' * o.commit.endswith('+')}" if o.commit else "-" for o in outcomes}))
 
 
 def _cell(outcome: Outcome | None) -> str:
