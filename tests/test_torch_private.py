@@ -174,9 +174,8 @@ def names_of_threads():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads are listed in /proc")
 def test_a_gloo_group_starts_threads_of_these_names():
-    named = GLOO_THREADS if torch.__version__ >= "2.13" else {"pt_gloo_runloop"}
     for names in run_ranks(names_of_threads, num_ranks=2):
-        assert names >= named
+        assert names >= GLOO_THREADS
 
 
 @pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="this torch has no devices besides CPUs")
@@ -218,10 +217,9 @@ def test_a_truncated_normal_is_drawn_by_one_function_wherever_its_caller_comes_f
 def gathered_as_one():
     parts = [torch.full((2,), float(dist.get_rank())), torch.full((3,), 10.0 + dist.get_rank())]
     wholes = [torch.empty(4), torch.empty(6)]
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     with as_one_message(dist.group.WORLD) as message:
         for whole, part in zip(wholes, parts, strict=True):
-            gather(whole, part)
+            dist.all_gather_single(whole, part)
     message.wait()
     return [whole.tolist() for whole in wholes]
 

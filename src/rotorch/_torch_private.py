@@ -38,7 +38,7 @@ Reason: a dispatch mode sees these, never the public function, which is made of 
 GLOO_THREADS = {"gloo_tcp_loop", "pt_gloo_runloop"}
 """Names of the threads that a gloo process group starts: what sends and receives, and what runs collectives.
 
-Reason: torch gives no other way to tell them from a process's other threads. Before 2.13 the first has no name.
+Reason: torch gives no other way to tell them from a process's other threads.
 """
 
 AUTOGRAD_THREADS = "pt_autograd_"
@@ -106,13 +106,11 @@ def flight_record() -> dict[str, Any]:
 
     Empty where this torch records nothing, or was told not to (`TORCH_FR_BUFFER_SIZE=0`).
 
-    Reason: torch offers its flight recorder to its own debugger only; under the older name it has NCCL's alone.
+    Reason: torch offers its flight recorder to its own debugger only.
     """
     from torch._C import _distributed_c10d
 
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    dump = dump or getattr(_distributed_c10d, "_dump_nccl_trace_json", None)
-    return {} if dump is None else json.loads(dump())
+    return json.loads(_distributed_c10d._dump_fr_trace_json())
 
 
 def as_one_message(group: dist.ProcessGroup) -> Any:

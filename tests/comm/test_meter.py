@@ -12,9 +12,6 @@ from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind
 from rotorch.testing.ranks import run_ranks
 
-GATHER = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-SCATTER = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 def metered(function, **options):
     with Meter(**options) as meter:
@@ -27,8 +24,8 @@ def collectives():
     rows = torch.ones(100, 4)
     return {
         "all_reduce": metered(lambda: dist.all_reduce(rows.clone())),
-        "all_gather": metered(lambda: GATHER(torch.empty(100 * n, 4), rows)),
-        "reduce_scatter": metered(lambda: SCATTER(rows.clone()[: 100 // n], rows[: 100 // n * n])),
+        "all_gather": metered(lambda: dist.all_gather_single(torch.empty(100 * n, 4), rows)),
+        "reduce_scatter": metered(lambda: dist.reduce_scatter_single(rows.clone()[: 100 // n], rows[: 100 // n * n])),
         "list": metered(lambda: dist.all_gather([torch.empty(100, 4) for _ in range(n)], rows)),
     }
 

@@ -22,9 +22,6 @@ Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 Wait = Callable[[], None]
 """Waits for something that is under way: what was given for it must stay as it is until then."""
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-
 
 class Sums(Protocol):
     """Sums of parts that ranks of a line make for each other."""
@@ -177,7 +174,7 @@ class Line:
             return _nothing
         if parts and exchange.goes_by_exchange(self.group, device=parts[0].device):
             return exchange.gather_each(wholes, parts, group=self.group)
-        return self._each(_all_gather, wholes, parts)
+        return self._each(dist.all_gather_single, wholes, parts)
 
     def sum_each(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Wait:
         """Starts a `reduce_scatter` of each whole into a part that is there already, all in one message. Contiguous."""
@@ -187,7 +184,7 @@ class Line:
             return _nothing
         if parts and exchange.goes_by_exchange(self.group, device=parts[0].device):
             return exchange.sum_each(parts, wholes, group=self.group)
-        return self._each(_reduce_scatter, parts, wholes)
+        return self._each(dist.reduce_scatter_single, parts, wholes)
 
     def _each(self, operation: Callable[..., None], outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Wait:
         if not outputs:

@@ -5,7 +5,7 @@ hundred times a step; where ranks have a core each or less, it pushes computing 
 their turn instead (`SCHED_BATCH`): then gloo's finds more bytes at once, and computing keeps its caches. That took 5 to
 20 % off most steps of two ranks and of four on two cores (docs/lab_log.md). Where a core is free nothing changes.
 
-Threads are known by their names, which the one that sends and receives has since torch 2.13.
+Threads are known by their names.
 """
 
 from __future__ import annotations

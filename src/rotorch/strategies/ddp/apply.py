@@ -5,7 +5,6 @@ Torch's DistributedDataParallel over plain twins; or, over another strategy, one
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
@@ -59,13 +58,12 @@ class DDPHolding(Holding):
 
 
 def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
-    renamed = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters  # since torch 2.13
     return DistributedDataParallel(
         module,
         process_group=mesh.get_group(),
         gradient_as_bucket_view=True,
         init_sync=False,
-        **{"forward_sync_buffers" if renamed else "broadcast_buffers": False},
+        forward_sync_buffers=False,
     )
 
 

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
-from rotorch.core.errors import RankFailure
 from rotorch.core.spec import ModelSpec, Weight
 from rotorch.models.blocks import recompute_blocks, repeated_blocks
 from rotorch.models.compiled import compile_blocks
@@ -31,7 +30,6 @@ class FSDPHolding(Holding):
         self, module: nn.Module, *, strategy: FSDP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device
     ) -> None:
         self._module = module
-        self._broken_off = False
         self.loss_scale = float(mesh.size())  # fully_shard averages; the rule here is to sum
         on_meta = any(p.is_meta for p in module.parameters())
         if strategy.recompute == "block":
@@ -57,11 +55,6 @@ class FSDPHolding(Holding):
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
-        if self._broken_off:
-            raise RankFailure(
-                "fsdp: an earlier pass broke off, and torch before 2.13 cannot run another one after that. "
-                "Restart from a checkpoint"
-            )
         try:
             yield self._module
         except BaseException:
@@ -77,11 +70,7 @@ class FSDPHolding(Holding):
         for parameter in self._module.parameters():
             if not isinstance(parameter, DTensor):
                 parameter.grad = None  # gathered, its gradient not reduced: it would count in the next step
-        reset = getattr(self._module, "reset_iter_state", None)  # since torch 2.13
-        if reset is None:
-            self._broken_off = True
-        else:
-            reset()
+        self._module.reset_iter_state()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext()
