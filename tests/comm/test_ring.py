@@ -58,19 +58,19 @@ def stagger(ring, *, seed=0):
     time.sleep(random.Random(1000 * seed + ring.position + time.monotonic_ns() % 7).random() * 2e-3)
 
 
-def forward(ring, item, *, stop=None):
+def forward(ring, item, *, stop=None, changed=0.0):
     """One pass; checks every slice when it comes and when it goes."""
     for number, visit in enumerate(ring.visits(item, backward=False)):
-        check_visit(ring, item, visit, backward=False, number=number)
+        check_visit(ring, item, visit, backward=False, number=number, changed=changed)
         if number == stop:
             raise Abandoned
         stagger(ring, seed=number)
-        check_visit(ring, item, visit, backward=False, number=number)
+        check_visit(ring, item, visit, backward=False, number=number, changed=changed)
 
 
-def backward(ring, item, *, fetch=True, stop=None, scale=1.0, wait=True):
+def backward(ring, item, *, fetch=True, stop=None, scale=1.0, wait=True, changed=0.0):
     for number, visit in enumerate(ring.visits(item, backward=True, fetch=fetch)):
-        check_visit(ring, item, visit, backward=True, number=number, fetch=fetch)
+        check_visit(ring, item, visit, backward=True, number=number, fetch=fetch, changed=changed)
         stagger(ring, seed=number)
         buffer = ring.gradient(item, visit, wait=wait) or ring.gradient(item, visit, wait=True)
         mine = part(ring.position, item, visit.index, ring.numels[item][visit.index], scale=scale)
@@ -81,15 +81,17 @@ def backward(ring, item, *, fetch=True, stop=None, scale=1.0, wait=True):
         if number == stop:
             raise Abandoned
         ring.pass_on(item, visit)
-        check_visit(ring, item, visit, backward=True, number=number, fetch=fetch)
+        check_visit(ring, item, visit, backward=True, number=number, fetch=fetch, changed=changed)
 
 
-def check_visit(ring, item, visit, *, backward, number, fetch=True):
+def check_visit(ring, item, visit, *, backward, number, fetch=True, changed=0.0):
+    """Holds a visit against what is due; `changed` is what was added to all weights."""
     n, r = ring.size, ring.position
     assert visit.index == ((r + 1 + number) % n if backward else (r - number) % n)
     assert visit.step == number
     if fetch:
-        assert torch.equal(visit.weights.double(), values(item, visit.index, ring.numels[item][visit.index]))
+        expected = values(item, visit.index, ring.numels[item][visit.index]) + changed
+        assert torch.equal(visit.weights.double(), expected)
     else:
         assert visit.weights is None
 
@@ -186,6 +188,24 @@ def unused_items(ring):
     assert torch.equal(ring.home_gradients(1), summed(ring, 1))
 
 
+def changing_weights(ring):
+    """As an optimizer changes them: nothing that was made of the values before is used after."""
+    for items in ([0], [0], [2, 0], [0, 2]):  # one is the last of a step and the first of the next
+        for changed in (0.0, 8.0, -8.0):
+            for item in range(3):
+                ring.home_weights(item).copy_(values(item, ring.position, ring.numels[item][ring.position]) + changed)
+            dist.barrier()
+            ring.start(fresh=[True] * 3)
+            for item in items:
+                forward(ring, item, changed=changed)
+            for item in reversed(items):
+                backward(ring, item, changed=changed)
+            ring.finish()
+            dist.barrier()
+    for item in range(3):
+        ring.home_weights(item).add_(8.0)
+
+
 def changing_programs(ring):
     """The order of passes that the last step had is a guess only (see [Note: one ahead])."""
     steps = [
@@ -230,6 +250,23 @@ def left_behind(ring):
 @pytest.mark.parametrize("n", [2, 3, 4])
 def test_nobody_waits_for_a_rank_that_has_left_the_step(n, ring):
     on_ranks(left_behind, "shared_memory", n, ring)
+
+
+def at_different_places(make):
+    """Rank 1 is one slice further than the others when an exception is raised on all."""
+    ring = make("send_receive+in_place", numels=numels_of(3))
+    train(ring, [0, 1, 2])
+    dist.barrier()
+    ring.start(fresh=[True] * 3)
+    with pytest.raises(Abandoned):
+        forward(ring, 0, stop=2 if ring.position == 1 else 1)
+    for go_on in (lambda: ring.come_home(after=Abandoned()), lambda: ring.start(fresh=[True] * 3)):
+        with pytest.raises(RankFailure, match="ranks left the step at different places: they cannot return"):
+            go_on()
+
+
+def test_weights_that_left_home_do_not_return_if_ranks_disagree_where_they_are(ring):
+    run_ranks(at_different_places, ring, num_ranks=3)
 
 
 def somebody_ends(ring, *, ended):
@@ -370,6 +407,7 @@ def abandoned_steps(ring):
         one_item_twice,
         without_weights,
         unused_items,
+        changing_weights,
         changing_programs,
         evaluation_inside_a_step,
         abandoned_steps,

@@ -183,6 +183,38 @@ def test_logits_of_minus_infinity(keep, chain, rotating):
     run_ranks(impossible, rotating, keep, chain, num_ranks=3)
 
 
+def hopeless(make, keep, sign):
+    """Targets, and whole slices, whose probability is no number: the gradients of their logits are -1 and 0."""
+    rotating = head_of(make)
+    whole = [w.clone().requires_grad_() for w in rotating.whole]
+    hidden = sign * 2000.0 * F.normalize(whole[0].detach()[:1]).repeat(3, 1)
+    targets = F.linear(hidden, whole[0].detach())[0].argsort()[[0, 1, -1]]
+    theirs, mine = (hidden.clone().requires_grad_() for _ in range(2))
+    expected = F.cross_entropy(F.linear(theirs, *whole), targets, reduction="sum")
+    expected.backward()
+    for weight in whole:
+        weight.grad *= dist.get_world_size()
+
+    def run():
+        return F.cross_entropy(DeferredLogits(mine, RotatingHead(rotating.unit, keep)), targets, reduction="sum")
+
+    got = rotating.step(run)
+    assert expected > 1000
+    torch.testing.assert_close(got.detach(), expected.detach(), **EXACT)
+    torch.testing.assert_close(mine.grad, theirs.grad, **EXACT)
+    rotating.check_gradients(whole, **EXACT)
+
+
+def all_hopeless(make):
+    for keep in (False, True):
+        for sign in (1, -1):
+            hopeless(make, keep, sign)
+
+
+def test_targets_without_a_chance(rotating):
+    run_ranks(all_hopeless, rotating, num_ranks=3)
+
+
 def all_in_bfloat16(make, keep):
     """A model of which everything is bfloat16, without autocast: torch computes its loss in float32 and rounds that."""
     rotating = head_of(make, dtype=torch.bfloat16)
