@@ -6,6 +6,7 @@ from collections import namedtuple
 
 import numpy as np
 import pytest
+from disk import Disk
 
 from rotorch.core.errors import ConfigError
 from rotorch.train import corpus as corpus_module
@@ -152,6 +153,12 @@ def test_a_killed_build_leaves_nothing_that_looks_whole(folder, cache):
     assert process.exitcode == 9 and not source.path.exists()
     assert prepare_corpus(source).header.num_documents == 2  # the dead process' lock and partial file are no obstacle
     assert names(cache) == [source.path.name]
+
+
+def test_a_cache_is_on_the_disk_before_it_has_its_name(folder, cache, monkeypatch):
+    disk, source = Disk(monkeypatch), checked(folder, cache)
+    prepare_corpus(source)
+    disk.check(source.path)
 
 
 def test_an_interrupted_build_leaves_nothing(folder, cache):

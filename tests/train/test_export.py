@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from disk import Disk
 from safetensors import safe_open
 from safetensors.torch import load_file
 from stores import url_of
@@ -110,6 +111,14 @@ def test_the_tokenizer_comes_along_from_a_step_saved_again_in_a_store(tokenizer_
     export_checkpoint(run, tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer_json.read_bytes()
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
+
+
+def test_what_is_written_is_on_the_disk_before_it_has_its_name(run_dir, tmp_path, monkeypatch):
+    disk, out = Disk(monkeypatch), tmp_path / "new" / "out"
+    for _ in range(2):
+        export_checkpoint(run_dir, out, force=True)
+        disk.check(out)
+    disk.check_made_directories()
 
 
 def test_what_is_there_is_replaced_only_by_force(run_dir, tmp_path):

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from rotorch.core.errors import ConfigError
@@ -146,6 +147,15 @@ def fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def make_directory(directory: Path) -> None:
+    """Makes a directory, and those above it; when it returns, the names of those that were missing are on the disk."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        with suppress(PermissionError):  # what may be written to need not be readable, and so cannot be synced
+            fsync(path.parent)
 
 
 def replace_directory(temporary: Path, final: Path) -> None:

@@ -33,7 +33,7 @@ from rotorch.models.lora import (
 from rotorch.models.published import Published, as_published
 from rotorch.shard.materialize import on_meta
 from rotorch.train.companions import COMPANIONS
-from rotorch.train.directories import check, find_checkpoint, fsync
+from rotorch.train.directories import check, find_checkpoint, fsync, make_directory
 from rotorch.train.manifest import BUFFER, MODEL, Manifest
 from rotorch.train.places import Place, creating
 from rotorch.train.storage import (
@@ -103,7 +103,7 @@ def export_checkpoint(
         raise ConfigError(f"export: {checkpoint}: has no adapters to merge. Leave --merge out")
     temporary = out_dir.parent / f".{out_dir.name}.tmp-{os.getpid()}"
     try:
-        out_dir.parent.mkdir(parents=True, exist_ok=True)
+        make_directory(out_dir.parent)
         temporary.mkdir()
         entries = _entries(CheckpointReader(checkpoint, manifest=manifest), manifest, dtype=target, merged=merge)
         if manifest.model.adapters is not None and not merge:

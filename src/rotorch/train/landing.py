@@ -19,7 +19,14 @@ from typing import Protocol
 
 from rotorch.core.errors import RankFailure
 from rotorch.core.quantities import format_bytes
-from rotorch.train.directories import candidates, fsync, remove_leftovers, remove_unlisted, replace_directory
+from rotorch.train.directories import (
+    candidates,
+    fsync,
+    make_directory,
+    remove_leftovers,
+    remove_unlisted,
+    replace_directory,
+)
 from rotorch.train.manifest import MANIFEST
 from rotorch.train.places import Place, StorePath
 
@@ -60,7 +67,7 @@ class _OnDisk:
 
     def begin(self, needed_bytes: int) -> Path:
         parent = self._directory.parent
-        parent.mkdir(parents=True, exist_ok=True)
+        make_directory(parent)
         remove_leftovers(parent)
         free = shutil.disk_usage(parent).free
         if needed_bytes > free:

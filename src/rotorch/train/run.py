@@ -48,7 +48,7 @@ from rotorch.strategies import format_parallel
 from rotorch.train.checkpoint import load_newest
 from rotorch.train.companions import companions
 from rotorch.train.data import BYTES, TokenFile, prepare_corpus, train_and_held_out
-from rotorch.train.directories import checkpoints_of
+from rotorch.train.directories import checkpoints_of, make_directory
 from rotorch.train.display import make_display
 from rotorch.train.dry_run import dry_run, show_dry_run
 from rotorch.train.joining import JobRank, job_rank, telling, what_was_found, what_was_told
@@ -415,7 +415,7 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
     if state.rank != 0:
         yield ()
         return
-    run.out.mkdir(parents=True, exist_ok=True)
+    make_directory(run.out)
     about = {
         "command": run.command,
         "job": os.environ.get(ELASTIC_RUN),

@@ -30,7 +30,7 @@ from rotorch.comm.shared_file import has_ended, own_prefix
 from rotorch.core.errors import ConfigError
 from rotorch.core.small_files import read_small
 from rotorch.run_config import RunConfig
-from rotorch.train.directories import checkpoints_of
+from rotorch.train.directories import checkpoints_of, make_directory
 from rotorch.train.places import is_url
 
 _LOG = logging.getLogger(__name__)
@@ -138,7 +138,7 @@ def check_not_in_use(directories: dict[str, Path]) -> None:
 @contextmanager
 def _locked(directory: Path, *, key: str) -> Iterator[None]:
     existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directory(directory)
     file, launcher = directory / LOCK, os.getpid()
     descriptor = _open_locked(file, directory=directory, key=key)
     try:
