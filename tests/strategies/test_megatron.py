@@ -123,13 +123,14 @@ class Classifier(nn.Module):
         self.norm = nn.LayerNorm(12)
         self.up, self.down = nn.Linear(12, 20), nn.Linear(20, 12)
         self.dropout = nn.Dropout(dropout)
+        self.end = nn.LayerNorm(12)  # whole on every rank, and after the dropout
         self.classes = nn.Linear(12, 5)
 
     def forward(self, x):
         h = self.patches(x).flatten(2).transpose(1, 2)
         h = h + self.attention(h, h, h)[0]
         h = h + self.dropout(self.down(F.gelu(self.up(self.norm(h)))))
-        return self.classes(h.mean(1))
+        return self.classes(self.end(h.mean(1)))
 
 
 def class_loss(module, batch, num_targets):
@@ -169,12 +170,32 @@ def test_a_plain_module_is_exact(layout):
             assert torch.allclose(grads[name], parameter.grad, rtol=1e-10, atol=1e-12), name
 
 
+class WithSpares(Classifier):
+    """Has a layer that is cut, and a norm, which no pass uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare, self.spare_norm = nn.Linear(12, 20), nn.LayerNorm(12)
+
+
+def spare_gradients():
+    model = rotorch.parallelize(WithSpares().double(), "megatron=2", device="cpu", loss=class_loss)
+    model.forward_backward(images())
+    found = {name: held.local_grad for name, held in model.weights.items() if name.startswith("spare")}
+    return {name: None if grad is None else bool(grad.any()) for name, grad in found.items()}
+
+
+def test_weights_that_no_pass_uses_have_gradients_of_zeros():
+    names = ("spare.weight", "spare.bias", "spare_norm.weight", "spare_norm.bias")
+    assert run_ranks(spare_gradients, num_ranks=2) == [dict.fromkeys(names, False)] * 2
+
+
 def test_ranks_that_share_a_batch_drop_alike():
     """Outside of what is cut; else their losses and their copies of norms would part."""
     first, second = run_ranks(classified, "megatron=2", 0.5, 4, num_ranks=2)
     assert first[0] == second[0]
     assert len(set(first[0])) == 4
-    assert first[2].keys() == second[2].keys() >= {"norm.weight", "norm.bias"}
+    assert first[2].keys() == second[2].keys() >= {"norm.weight", "end.weight"}
     assert all(torch.equal(first[2][name], second[2][name]) for name in first[2])
 
 
