@@ -428,17 +428,12 @@ class ParallelModel:
         Every rank gives equally many.
         """
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
-        training = self.module.training
-        self.module.eval()
         self._place.now = at(Operation.COUNT_TARGETS)
         num_targets = int(self._sum_over_batch_ranks(float(sum(self._count_targets(b) for b in micro_batches))))
         loss = self._loss_over(1)
-        try:
-            with self._holding.lend() as callee:
-                self._holding.start()
-                loss_sum = sum(self._holding.forward(callee, micro_batches, lambda *a: float(loss(*a))))
-        finally:
-            self.module.train(training)
+        with _evaluating(self.module), self._holding.lend() as callee:
+            self._holding.start()
+            loss_sum = sum(self._holding.forward(callee, micro_batches, lambda *a: float(loss(*a))))
         self._place.now = 0
         return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets)
 
@@ -449,15 +444,10 @@ class ParallelModel:
         Args:
             batch: what the module's forward takes, by name; without labels no loss is computed.
         """
-        training = self.module.training
-        self.module.eval()
         barrier(mesh=self.mesh)  # weights are as the optimizer left them
-        try:
-            with self._holding.lend() as callee, self._forward_pass():
-                self._holding.start()
-                (output,) = self._holding.forward(callee, [batch], _with_real_logits)
-        finally:
-            self.module.train(training)
+        with _evaluating(self.module), self._holding.lend() as callee, self._forward_pass():
+            self._holding.start()
+            (output,) = self._holding.forward(callee, [batch], _with_real_logits)
         barrier(mesh=self.mesh)  # and may change again
         return output
 
@@ -468,15 +458,10 @@ class ParallelModel:
         All ranks give the same input.
         """
         self._place.passes += 1
-        training = self.module.training
-        self.module.eval()
         barrier(mesh=self.mesh)  # weights are as the optimizer left them
-        try:
-            with self._holding.lend() as callee, self._forward_pass():
-                self._holding.start()
-                (logits,) = self._holding.forward(callee, [{"input_ids": input_ids}], _last_logits)
-        finally:
-            self.module.train(training)
+        with _evaluating(self.module), self._holding.lend() as callee, self._forward_pass():
+            self._holding.start()
+            (logits,) = self._holding.forward(callee, [{"input_ids": input_ids}], _last_logits)
         barrier(mesh=self.mesh)  # and may change again
         return logits.float()
 
@@ -530,6 +515,19 @@ class ParallelModel:
         total = torch.tensor([value], dtype=torch.float64)
         all_reduce_sum(total, mesh=self.mesh)
         return float(total) * self.num_batch_ranks / self.mesh.size()
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a while; then each part has its own mode again: some may be in evaluation mode for good."""
+    training, parts = module.training, [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        module.train(training)  # a class may do more there than set a flag
+        for part, was_training in parts:
+            part.training = was_training
 
 
 def _with_real_logits(callee: nn.Module, batch: Batch) -> Any:

@@ -418,3 +418,49 @@ class LeavesBiasesOut(nn.Module):
 @pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "megatron=2"])
 def test_layers_without_their_biases(layout):
     check(LeavesBiasesOut, layout, shape=(12,))
+
+
+class Modes(nn.Module):
+    """Drops in training; one part is in evaluation mode for good; says what it was told, and may fail."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.frozen = nn.Linear(6, 5), nn.Sequential(nn.Dropout(0.5)).eval()
+        self.told, self.fails = [], False
+
+    def train(self, mode=True):
+        self.told.append(mode)
+        return super().train(mode)
+
+    def forward(self, x):
+        if self.fails:
+            raise ValueError("on purpose")
+        return self.frozen(F.dropout(self.up(x), 0.5, self.training))
+
+
+def modes_after_passes():
+    module = Modes()
+    model = rotorch.parallelize(module, "single", device="cpu", loss=class_loss)
+    batch = batch_of(0, shape=(6,), dtype=torch.float32, rank=0, num_ranks=1)
+    passes = {
+        "evaluate": lambda: float(model.evaluate(batch).loss),
+        "predict": lambda: model.predict({"x": batch["x"]}),
+    }
+    found = {}
+    for name, run in passes.items():
+        module.told.clear()
+        first, again = run(), run()
+        module.fails = True
+        with pytest.raises(ValueError, match="on purpose"):
+            run()
+        module.fails = False
+        same = torch.equal(torch.as_tensor(first), torch.as_tensor(again))
+        found[name] = same, module.told, [part.training for part in (module, module.up, *module.frozen.modules())]
+    model.close()
+    return found
+
+
+def test_passes_without_gradients_drop_nothing_and_leave_every_part_in_its_mode():
+    (found,) = run_ranks(modes_after_passes, num_ranks=1)
+    expected = True, [False, True] * 3, [True, True, False, False]
+    assert found == {"evaluate": expected, "predict": expected}
