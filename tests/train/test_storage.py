@@ -81,3 +81,14 @@ def test_no_manifest_is_written_that_could_not_be_read_again(tmp_path, monkeypat
     assert latest(tmp_path) == path and not leftovers(path.parent)
     save(tmp_path, state, keep=1)
     assert check(latest(tmp_path)).step == 1
+
+
+def test_a_chunk_ends_with_its_file_or_before(tmp_path):
+    written = manifest.read_manifest(save(tmp_path, make(), keep=1))
+    entry = written.tensors["model/norm"]
+    (chunk,) = entry.chunks
+    last = written.files[chunk.file].num_bytes - 4 * math.prod(entry.shape)
+    for start, problem in ((last, None), (last + 1, f"tensor 'model/norm' lies past the end of {chunk.file!r}")):
+        moved = entry.model_copy(update={"chunks": (chunk.model_copy(update={"start": start}),)})
+        changed = written.model_copy(update={"tensors": {**written.tensors, "model/norm": moved}})
+        assert manifest._nonsense(changed) == problem
