@@ -4,9 +4,11 @@ import contextlib
 import gc
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rotorch.bench.rank as bench_rank
 from rotorch.bench.ranks import RowRanks
 from rotorch.bench.task import Task
-from rotorch.forking import forking, start_autograd, why_no_ranks, why_no_ranks_on_cpu
+from rotorch.core.errors import ConfigError
+from rotorch.forking import check_semaphores, forking, start_autograd, why_no_ranks, why_no_ranks_on_cpu
 from rotorch.parallelize import load_step_code
 from rotorch.run_config import OptimizerSection
 from rotorch.testing.ranks import run_ranks
@@ -231,3 +234,17 @@ def test_autograd_starts_no_threads_without_a_gpu_whatever_computed_before():
     start_autograd()
     assert in_a_fork(gradients_after_fake_tensors) == "([], 'True')"
     assert in_a_fork(a_gradient) == "True"
+
+
+def test_without_room_for_locks_shared_memory_is_named(monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(16 << 10, 0, 16 << 10))
+    check_semaphores(-2)
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("locks lie elsewhere")
+    with pytest.raises(
+        ConfigError,
+        match=r"^shared memory: to start 2 ranks takes 48\.0 KiB in /dev/shm \(16\.0 KiB free of 16\.0 KiB\)\. "
+        r"Make it larger \(docker run --shm-size=1g, or mount -o remount,size=1g /dev/shm\), or remove what fills it$",
+    ):
+        check_semaphores(2)

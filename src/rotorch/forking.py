@@ -21,7 +21,9 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,8 +33,12 @@ import torch
 import torch.distributed as dist
 
 from rotorch._torch_private import AUTOGRAD_THREADS, lost_gpu_by_fork
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
+from rotorch.host_memory import SHARED_MEMORY, room_in
 
 _OMP_PAUSE_HARD = 2
+_LOCKS, _LOCKS_PER_RANK = 8, 2  # of torch's elastic launcher, which takes 5 and 2
 _COMPUTED = "it has computed gradients with a GPU in sight"
 _ALL_IS_WELL, _NO_GPU, _NO_GRADIENTS = 0, 1, 2
 
@@ -70,6 +76,21 @@ def start_autograd() -> None:
     """Keeps autograd from ever starting threads where no GPU is in sight (see [Note: autograd's threads])."""
     if not (gpu_in_sight() or torch.accelerator.is_available()):
         torch.ones(1, requires_grad=True).sum().backward()
+
+
+def check_semaphores(num_ranks: int) -> None:
+    """Raises ConfigError if there is no room for the locks by which the launcher and its ranks talk.
+
+    Each is a page of `/dev/shm`, wherever else shared memory may lie, and all that the system says is "No space left on
+    device".
+    """
+    if not SHARED_MEMORY.is_dir():
+        return
+    needed = mmap.PAGESIZE * (_LOCKS + _LOCKS_PER_RANK * num_ranks)
+    if needed > shutil.disk_usage(SHARED_MEMORY).free:
+        raise ConfigError(
+            f"shared memory: to start {num_ranks} ranks takes {format_bytes(needed)} in {room_in(SHARED_MEMORY)}"
+        )
 
 
 def why_no_ranks(*, on_gpu: bool) -> str:

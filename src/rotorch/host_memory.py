@@ -11,11 +11,17 @@ import ctypes
 import gc
 import linecache
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+
+from rotorch.core.quantities import format_bytes
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Where Linux keeps memory that processes share by name, locks included."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of mallopt(3)
 _LARGEST_ON_HEAP = 32 << 20  # the largest that glibc takes; larger blocks have pages of their own, as ever
@@ -42,6 +48,18 @@ def give_back_freed_memory() -> None:
     trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)
+
+
+def room_in(directory: Path) -> str:
+    """A memory file system such as `/dev/shm`, its room, and how there would be more, for the end of a message."""
+    while not os.path.ismount(directory):
+        directory = directory.parent
+    room = shutil.disk_usage(directory)
+    larger = f"docker run --shm-size=1g, or mount -o remount,size=1g {directory}"
+    return (
+        f"{directory} ({format_bytes(room.free)} free of {format_bytes(room.total)}). "
+        f"Make it larger{f' ({larger})' if directory == SHARED_MEMORY else ''}, or remove what fills it"
+    )
 
 
 def make_room() -> None:

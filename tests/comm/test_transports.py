@@ -3,8 +3,10 @@
 import errno
 import logging
 import os
+import platform
 import re
 import signal
+import tempfile
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import rotorch
+from rotorch.comm import shared_file
 from rotorch.comm.shared_file import SharedMemoryUnavailable
 from rotorch.comm.transports import make_ring, peer_memory
 from rotorch.comm.transports.send_receive import SendReceiveRing
@@ -71,7 +74,7 @@ def test_full_shared_memory_falls_back_with_one_warning(full, monkeypatch, tmp_p
     (name, first), (other, second) = run_ranks(choose, "auto", num_ranks=2)
     assert name == other == "send_receive"
     assert len(first) == 1 and second == []
-    assert "No space left" in first[0] and "send and receive" in first[0]
+    assert "do not fit into" in first[0] and "free of" in first[0] and "send and receive" in first[0]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -81,7 +84,7 @@ def test_shared_memory_that_was_asked_for_and_is_full_is_an_error_alike_on_all_r
     monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
     (first, _), (second, _) = run_ranks(choose, "shared_memory", num_ranks=2)
     assert first == second
-    assert "No space left" in first and "Write transport=auto" in first
+    assert "do not fit into" in first and "free of" in first and "Write transport=auto" in first
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,17 +95,47 @@ def test_a_missing_directory_falls_back(monkeypatch, tmp_path):
     assert "No such file" in warnings[0]
 
 
-def on_other_host():
-    import rotorch.comm.shared_file as module
+def where(names, blind=None, copies=None):
+    """What `auto` takes on ranks whose hosts have these names, one of which sees no file, or one of its own."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "node", lambda: names[rank])
+        if rank == blind:
+            patch.setattr(shared_file, "open", no_such_file, raising=False)
+        if rank == copies:
+            patch.setattr(shared_file, "open", own_copy, raising=False)
+        return choose("auto")
 
-    module._host = lambda: f"host-{dist.get_rank()}"
-    return choose("auto")
+
+def no_such_file(path, mode):
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
-def test_several_hosts_send_messages():
-    (name, warnings), _ = run_ranks(on_other_host, num_ranks=2)
+def own_copy(path, mode):
+    """The same name, and pages of its own: as on a network file system."""
+    file = tempfile.TemporaryFile()  # noqa: SIM115, as its user closes it
+    file.truncate(os.stat(path).st_size)
+    return file
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "b")], ids=["one name", "two names"])
+def test_what_ranks_can_write_and_read_is_shared_whatever_they_are_called(names):
+    assert run_ranks(where, names, num_ranks=2) == [("shared_memory", [])] * 2
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "b")], ids=["one name", "two names"])
+def test_a_rank_that_does_not_see_the_file_makes_them_send_messages(names):
+    (name, warnings), (other, more) = run_ranks(where, names, 1, num_ranks=2)
+    assert name == other == "send_receive" and not more
+    assert "several hosts, or in containers that share no memory: rank 1 on" in warnings[0]
+    assert f"does not see {shared_file.shared_memory_directory()}" in warnings[0]
+
+
+def test_a_file_of_that_name_that_is_another_one_is_noticed():
+    (name, warnings), _ = run_ranks(where, ("a", "a"), None, 1, num_ranks=2)
     assert name == "send_receive"
-    assert "several hosts" in warnings[0]
+    assert "several hosts, or in containers that share no memory: rank" in warnings[0]
+    assert "does not see what others write" in warnings[0]
 
 
 def test_shared_memory_is_not_for_other_devices():
@@ -193,7 +226,7 @@ def test_files_are_gone_while_memory_is_in_use(monkeypatch, tmp_path):
 def unmappable(directory):
     import rotorch.comm.shared_file as module
 
-    def fail(*_):
+    def fail(*_, **__):
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     if dist.get_rank() == 1:

@@ -1,8 +1,9 @@
-"""Two hosts: network namespaces with addresses of their own, torchrun on each, and a link between them that is cut.
+"""Two hosts: namespaces with a network, a name and shared memory of their own, torchrun on each, and a link between.
 
-Rings stay within a host and gradients are summed across, as on a cluster of several nodes.
+Rings stay within a host and gradients are summed across, as on a cluster of several nodes; or a ring spans both.
 """
 
+import json
 import os
 import re
 import shutil
@@ -14,13 +15,34 @@ import pytest
 from commands import DEADLINE_S, rotorch, wait_until, write_run
 
 from rotorch.train.directories import latest
+from rotorch.train.manifest import MODEL, read_manifest
 from rotorch.train.metrics import read_metrics
 
 LAYOUT = "ddp=2,rtp=2"
 
+ALONE = """
+set -e
+echo "$1" > /proc/sys/kernel/hostname
+mount -t tmpfs -o size=64m tmpfs /dev/shm
+shift
+exec "$@"
+"""
+"""Runs a command as on a host of that name: nothing but the network reaches the other one."""
+
 
 def ip(*words):
     return subprocess.run(["ip", *words], capture_output=True, text=True, timeout=20)
+
+
+def as_host(name, *command):
+    return ["ip", "netns", "exec", name, "unshare", "--uts", "--mount", "sh", "-c", ALONE, "sh", name, *command]
+
+
+def sent_bytes(host):
+    """What has left a host by its cable."""
+    name, interface, _ = host
+    (found,) = json.loads(ip("-n", name, "-s", "-j", "link", "show", "dev", interface).stdout)
+    return found["stats64"]["tx"]["bytes"]
 
 
 @pytest.fixture
@@ -38,6 +60,9 @@ def hosts():
         made = ip("link", "add", first, "netns", names[0], "type", "veth", "peer", "name", second, "netns", names[1])
         if made.returncode:
             pytest.skip(f"network namespaces cannot be joined here: {made.stderr.strip()}")
+        tried = subprocess.run(as_host(names[0], "true"), capture_output=True, text=True, timeout=60)
+        if tried.returncode:
+            pytest.skip(f"hosts cannot be told apart here: {tried.stderr.strip()}")
         for name, interface, address in found:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", interface)
             ip("-n", name, "link", "set", interface, "up")
@@ -55,11 +80,11 @@ def start(hosts, tmp_path):
 
     def start(*arguments):
         for name, interface, address in hosts:
-            command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run"]
-            command += ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=two-hosts"]
-            # Both have this machine's name, so which of them is the endpoint has to be said.
+            command = ["--nnodes=2", "--nproc-per-node=2", "--rdzv-backend=c10d", "--rdzv-id=two-hosts"]
+            # Addresses of other namespaces resolve to no name, so which of them is the endpoint has to be said.
             command += [f"--rdzv-endpoint={hosts[0][2]}:29513", f"--rdzv-conf=is_host={int(address == hosts[0][2])}"]
             command += [f"--local-addr={address}", "-m", "rotorch", *arguments]
+            command = as_host(name, sys.executable, "-m", "torch.distributed.run", *command)
             with (tmp_path / f"{interface}.log").open("w") as log:
                 environment = {**os.environ, "GLOO_SOCKET_IFNAME": interface}
                 jobs.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True))
@@ -90,6 +115,12 @@ def test_training_across_two_hosts_until_the_link_is_cut(hosts, start, tmp_path,
 
     wait_until(ended_or_got_on, what="six steps", deadline_s=2 * DEADLINE_S)
     assert all(job.poll() is None for job in jobs), [log.read_text() for log in logs]
+    # Gradients are whole on each host, so each sends the other what adds up to all of them, step by step.
+    begun, sent = len(read_metrics(tmp_path / "run")), [sent_bytes(host) for host in hosts]
+    wait_until(lambda: len(read_metrics(tmp_path / "run")) >= begun + 10, what="ten more steps")
+    weight_bytes = sum(entry.num_bytes for entry in read_manifest(latest(tmp_path / "run")).names(MODEL).values())
+    assert min(sent_bytes(host) - before for host, before in zip(hosts, sent, strict=True)) > 8 * weight_bytes
+    assert not any("no shared memory" in log.read_text() for log in logs)  # rings have it, within each host
     # The first two steps warm up alike, whatever the schedule does later.
     assert [line["loss"] for line in read_metrics(tmp_path / "run")[:3]] == pytest.approx(expected[:3], rel=1e-5)
 
@@ -104,3 +135,19 @@ def test_training_across_two_hosts_until_the_link_is_cut(hosts, start, tmp_path,
     wait_until(lambda: jobs[0].poll() is not None, what="the end of the first host's torchrun")
     assert jobs[0].returncode != 0
     assert latest(tmp_path / "run") is not None  # whole: nothing was damaged
+
+
+@pytest.mark.slow
+def test_a_ring_across_hosts_says_that_it_sends_messages(hosts, start, tmp_path):
+    before = [sent_bytes(host) for host in hosts]
+    jobs = start("train", str(write_run(tmp_path)), "--parallel", "rtp=4", "train.steps=4")
+    wait_until(lambda: all(job.poll() is not None for job in jobs), what="the end of both", deadline_s=2 * DEADLINE_S)
+    logs = [(tmp_path / f"{interface}.log").read_text() for _, interface, _ in hosts]
+    assert [job.returncode for job in jobs] == [0, 0], logs
+    (warning,) = re.findall("rtp: no shared memory .*", "".join(logs))
+    second = hosts[1][0]
+    assert "the ranks are on several hosts, or in containers that share no memory: rank 2 on " + second in warning
+    assert "slices travel by send and receive instead" in warning
+    weight_bytes = sum(entry.num_bytes for entry in read_manifest(latest(tmp_path / "run")).names(MODEL).values())
+    # Each slice passes from host to host in every pass: three times what a rank holds, and more.
+    assert min(sent_bytes(host) - sent for host, sent in zip(hosts, before, strict=True)) > 4 * 3 * weight_bytes / 4

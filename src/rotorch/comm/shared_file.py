@@ -6,6 +6,12 @@
     the memory. Should the process be killed before that, the next one to make such a file on this host removes it: its
     name tells the process, and in which space of process ids it has this number (containers may share the file
     system only). The same goes for the directory that a launcher makes for the files of its ranks.
+
+[Note: the same memory]
+    Names do not tell who shares memory: containers have host names of their own or one in common, with one `/dev/shm`
+    or several, and a copied virtual machine has its original's names. A file that opens on both sides does not
+    tell either: on a network file system each host maps pages of its own. So every rank writes a random number
+    into the file through its own map, behind what others use, and looks for everybody's there once all have written.
 """
 
 from __future__ import annotations
@@ -14,6 +20,7 @@ import errno
 import mmap
 import os
 import platform
+import secrets
 import shutil
 import tempfile
 import threading
@@ -29,11 +36,14 @@ import torch.distributed as dist
 
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.core.quantities import format_bytes
+from rotorch.host_memory import SHARED_MEMORY, room_in
 
 _YIELDS = 2000  # then sleep: a rank that waits long must not take cycles from the one it waits for
 _SLEEP_S, _SLEEPS = 1e-4, 5000  # about a second; whoever waits longer need not be the first to know
 _LONG_SLEEP_S = 1e-3
 _YIELDS_CROWDED = 20  # where ranks exceed cores, and so the one that is waited for may have none
+_MARK_BYTES = 16  # of a random number per rank
+_SEVERAL_HOSTS = "the ranks are on several hosts, or in containers that share no memory"
 _LOOK_EVERY_S = 0.25  # whether the one that is waited for still runs
 
 
@@ -63,15 +73,25 @@ def share_file(num_bytes: int, *, group: dist.ProcessGroup | None, owned: Sequen
     if group is None:
         return mmap.mmap(-1, num_bytes)
     position = group.rank()
-    path, reason = _create(num_bytes) if position == 0 else (None, "")
+    marks = Extent(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, _MARK_BYTES * group.size())
+    path, reason = _create(marks.start + marks.num_bytes) if position == 0 else (None, "")
     try:
-        first, *_ = offers = _gathered((_host(), path, reason), group=group)
-        if first[2]:
-            raise SharedMemoryUnavailable(first[2])
-        if len({host for host, _, _ in offers}) > 1:
-            raise SharedMemoryUnavailable("the ranks are on several hosts")
-        mapped, reason = _open(first[1], num_bytes, position=position, owned=owned)
-        reasons = [why for why in _gathered(reason, group=group) if why]
+        offers = _gathered((platform.node(), path, reason), group=group)
+        hosts, (_, shown, reason) = [host for host, _, _ in offers], offers[0]
+        if reason:
+            raise SharedMemoryUnavailable(reason)
+        mapped, marked, reason = _open(
+            shown, num_bytes, position=position, hosts=hosts, owned=[*owned, marks], marks=marks
+        )
+        mark = secrets.token_bytes(_MARK_BYTES)
+        if marked is not None:
+            marked[position * _MARK_BYTES :][:_MARK_BYTES] = np.frombuffer(mark, dtype=np.uint8)
+        told = _gathered((mark, reason), group=group)  # all have written
+        reasons = [why for _, why in told if why]
+        if not reasons:
+            sees_all = marked is not None and marked.tobytes() == b"".join(written for written, _ in told)
+            unseen = f"rank {position} on {hosts[position]} does not see what others write"
+            reasons = [why for why in _gathered("" if sees_all else f"{_SEVERAL_HOSTS}: {unseen}", group=group) if why]
         if reasons or mapped is None:
             raise SharedMemoryUnavailable(reasons[0])
         return mapped
@@ -86,7 +106,7 @@ def shared_memory_directory() -> Path:
     A launcher gives its ranks a directory that goes once all of them have built what they begin with. What they make
     later lies in `ROTORCH_SHARED_MEMORY_LATER`.
     """
-    directory = Path(os.environ.get("ROTORCH_SHARED_MEMORY_DIR", "/dev/shm"))
+    directory = Path(os.environ.get("ROTORCH_SHARED_MEMORY_DIR", SHARED_MEMORY))
     later = os.environ.get("ROTORCH_SHARED_MEMORY_LATER")
     return Path(later) if later is not None and not directory.is_dir() else directory
 
@@ -183,28 +203,30 @@ def _create(num_bytes: int) -> tuple[str | None, str]:
     except OSError as error:
         if path is not None:
             Path(path).unlink(missing_ok=True)
+        if error.errno == errno.ENOSPC:
+            return None, f"{format_bytes(num_bytes)} do not fit into {room_in(directory)}"
         return None, f"{format_bytes(num_bytes)} cannot be made in {directory}: {error.strerror}"
     return path, ""
 
 
-def _open(path: str, num_bytes: int, *, position: int, owned: Sequence[Extent]) -> tuple[mmap.mmap | None, str]:
-    """Allocates what is this rank's own, and maps the file. Returns the map, or why there is none."""
+def _open(
+    path: str, num_bytes: int, *, position: int, hosts: Sequence[str], owned: Sequence[Extent], marks: Extent
+) -> tuple[mmap.mmap | None, np.ndarray | None, str]:
+    """Allocates what is this rank's own, and maps the file. Returns the map and that of all marks, or why not."""
     try:
         with open(path, "r+b") as file:
             for extent in owned:
                 if extent.num_bytes:
                     os.posix_fallocate(file.fileno(), extent.start, extent.num_bytes)
-            return mmap.mmap(file.fileno(), num_bytes), ""
+            marked = mmap.mmap(file.fileno(), marks.num_bytes, offset=marks.start)
+            return mmap.mmap(file.fileno(), num_bytes), np.frombuffer(marked, dtype=np.uint8), ""
     except OSError as error:
         if error.errno == errno.ENOSPC:
-            return None, f"{format_bytes(num_bytes)} do not fit into {shared_memory_directory()}: {error.strerror}"
-        return None, f"rank {position} cannot map {format_bytes(num_bytes)}: {error.strerror}"
-
-
-def _host() -> str:
-    """Names this running host; containers that share a kernel differ in their host name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return f"{platform.node()}:{boot.read_text().strip() if boot.exists() else ''}"
+            return None, None, f"{format_bytes(num_bytes)} do not fit into {room_in(Path(path).parent)}"
+        if error.errno == errno.ENOENT and position > 0:
+            seen = f"rank {position} on {hosts[position]} does not see {path} of rank 0 on {hosts[0]}"
+            return None, None, f"{_SEVERAL_HOSTS}: {seen}"
+        return None, None, f"rank {position} cannot map {format_bytes(num_bytes)}: {error.strerror}"
 
 
 def own_prefix() -> str:
