@@ -137,6 +137,20 @@ def told(layout="ddp=2", *, asked, activations=0):
     return cheapest_change(share, alive, asked=asked)
 
 
+@pytest.mark.parametrize("saving", [False, True])
+def test_what_saves_nothing_is_never_proposed(saving):
+    """As where Python cannot allocate, which does not say how much it wanted, and all else is there."""
+    whole = {**dict.fromkeys(CATEGORIES, 0), "weights": WHOLE, "gradients": WHOLE, "optimizer": 3 * WHOLE}
+    alive = {**whole, "activations": 10 * MIB if saving else 0}  # of a forward that is over
+    share = Share(SPEC, parse_parallel("ddp=2"), BatchSizes(2, 1, 2), rank=0, num_layers=4)
+    text = cheapest_change(share, alive, asked=None, saving=saving)
+    assert text.startswith("How much is missing is not known. Most is saved by parallel.layout=rtp=4 train."), text
+    alone = replace(share, strategies=parse_parallel("single"), sizes=BatchSizes(1, 1, 1))
+    offered = [change.write for change in changes(alone, alive, asked=0, saving=saving)]
+    assert any("recompute" in write for write in offered) is not saving
+    assert " 0 B" not in text
+
+
 def test_what_is_still_to_come_has_to_fit_too():
     """AdamW's moments are not there before its first step: twice the weights, and two numbers of steps."""
     text = told(asked=100, activations=10 * MIB)
@@ -182,6 +196,17 @@ def test_the_rank_without_memory_for_a_save_is_the_one_that_is_named(tmp_path, w
     done = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--parallel=rtp=2", "train.checkpoint_every=2")
     assert done.code == 3
     assert done.stderr.startswith("rotorch: rank 1 failed ") and "Alive in tensors" in done.stderr, done.stderr
+    assert "more were asked for by a save, and" in done.stderr
+    assert "micro_batch" not in done.stderr and "recompute" not in done.stderr and "about 0 B" not in done.stderr
+
+
+def test_a_save_behind_the_run_says_what_its_copies_take(tmp_path, warm, monkeypatch):
+    without_memory(monkeypatch)
+    settings = ["--parallel=rtp=2", "train.checkpoint_every=2", "train.async_save=true"]
+    done = rotorch(tmp_path / "log", "train", write_run(tmp_path), *settings)
+    assert done.code == 3
+    assert "more were asked for by a save, and" in done.stderr, done.stderr
+    assert "Cheapest change that fits: train.async_save=false (saves about " in done.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of the address space are Linux's")

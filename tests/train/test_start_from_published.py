@@ -118,6 +118,19 @@ def truncate_file(published):
     file.write_bytes(file.read_bytes()[:-8])
 
 
+def lose_blob(published):
+    """As where a cache of downloads has lost what its links lead to."""
+    file = next(published.glob("*.safetensors"))
+    file.unlink()
+    file.symlink_to("../blobs/gone")
+
+
+def link_to_itself(published):
+    file = next(published.glob("*.safetensors"))
+    file.unlink()
+    file.symlink_to(file.name)
+
+
 def spoil_shape(published):
     file = next(published.glob("*.safetensors"))
     values = load_file(file)
@@ -158,6 +171,8 @@ def make_it_an_encoder(published):
         (spoil_config, "Write the path of a Hugging Face config.json"),
         (spoil_file, "is no safetensors file, or a corrupt or truncated one"),
         (truncate_file, "is no safetensors file, or a corrupt or truncated one"),
+        (lose_blob, "No such file or directory (it is a link to ../blobs/gone)"),
+        (link_to_itself, "Too many levels of symbolic links (it is a link to "),
         (spoil_shape, "(3, 3) in the file"),
         (spoil_dtype, "of a dtype that is not converted: "),
         (lose_tensor, "missing: model.norm.weight; unknown: surplus"),

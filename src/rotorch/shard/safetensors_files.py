@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,7 +92,7 @@ def _indexed(directory: Path) -> dict[Path, list[str]]:
                 f"load: cannot read {str(index)!r}: it names {file!r}, which is not a file of this directory"
             )
         files.setdefault(directory / file, []).append(name)
-    missing = sorted(path.name for path in files if not path.is_file())
+    missing = sorted(path.name for path in files if not os.path.lexists(path))
     if missing:
         raise ConfigError(
             f"load: cannot read {str(directory)!r}: {', '.join(missing)} missing, which {INDEX} names. "
@@ -142,6 +143,11 @@ class _File:
     def _open(self) -> None:
         self.close()
         self._mapped_bytes = 0
+        try:
+            self.path.open("rb").close()  # safetensors says of any file that does not open that it is missing
+        except OSError as error:
+            where = f" (it is a link to {self.path.readlink()})" if self.path.is_symlink() else ""
+            raise ConfigError(f"load: cannot read {str(self.path)!r}: {error.strerror}{where}") from None
         try:
             self._opened = safe_open(self.path, framework="pt").__enter__()
         except (SafetensorError, OSError) as error:

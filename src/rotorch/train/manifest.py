@@ -311,12 +311,19 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
 
 
 def check_sizes(path: Place, manifest: Manifest) -> None:
-    """Raises `DamagedCheckpoint` unless every file is there with the size that the manifest says. Reads no contents."""
+    """Holds every file against the size that the manifest says. Reads no contents.
+
+    Raises:
+        DamagedCheckpoint: if one is missing, or of another size.
+        ConfigError: if one cannot be looked at; says which and why.
+    """
     for name, entry in manifest.files.items():
         try:
             num_bytes = (path / name).stat().st_size
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             raise DamagedCheckpoint(f"checkpoint: {path / name}: missing") from None
+        except OSError as error:
+            raise ConfigError(f"checkpoint: {path / name}: cannot be read: {error.strerror or error}") from error
         if num_bytes != entry.num_bytes:
             what = "truncated" if num_bytes < entry.num_bytes else "changed"
             raise DamagedCheckpoint(
@@ -346,7 +353,7 @@ def file_digest(file: Place) -> str:
             while block := stream.read(_READ_BYTES):
                 digest.update(block)
     except OSError as error:
-        raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror or error}") from error
     return digest.hexdigest()
 
 

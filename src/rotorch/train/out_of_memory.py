@@ -10,7 +10,8 @@
     Needed is what was asked for, and what is not there yet but will be: gradients, and the optimizer's state before
     its first step. What layouts save at rest are the Layouts' formulas; what smaller micro-batches and computing again
     save are shares of the activations that are alive. Changes are tried from the cheapest on: the same numbers in more
-    passes, then a third more to compute, then another layout, then more ranks.
+    passes, then a third more to compute, then another layout, then more ranks. In a save nothing of a batch is alive,
+    so only what is held at rest counts, and the copy that a save behind the run writes from.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, SLOTS, LOGITS, OTHER = CATEGORIES = 
 """As in the ledger of `rotorch bench`."""
 
 _RESERVE_BYTES = 16 << 20
+_SAVES = "rotorch.train.background"  # its functions save, and do nothing else; it cannot be imported from here
 _UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 _ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|B)")
 _ALLOCATORS = re.compile(r"can't allocate memory|not enough memory|out of memory|std::bad_alloc", re.IGNORECASE)
@@ -84,6 +86,7 @@ class Share:
         sizes: of the batch.
         rank: this one.
         num_layers: repeated blocks of the model, of which activation checkpointing keeps the inputs; 0 if unknown.
+        copies_to_save: whether a save behind the run has copies of all that it writes (`train.async_save`).
     """
 
     spec: ModelSpec
@@ -91,6 +94,7 @@ class Share:
     sizes: BatchSizes
     rank: int
     num_layers: int
+    copies_to_save: bool = False
 
 
 @contextmanager
@@ -110,8 +114,9 @@ def explained_out_of_memory(share: Share) -> Iterator[Running]:
         with suppress(Exception):
             alive = bytes_alive(running.state, vocab_sizes=_vocab_sizes(share.spec))
             place = _innermost_module(error.__traceback__, running.state)
-            text = describe(alive, asked=asked, place=place, device=_device(running.state))
-            text = f"{text}. {cheapest_change(share, alive, asked=asked or 0)}"
+            saving = _is_saving(error.__traceback__)
+            text = describe(alive, asked=asked, place="a save" if saving else place, device=_device(running.state))
+            text = f"{text}. {cheapest_change(share, alive, asked=asked, saving=saving)}"
         raise FinalFailure(text) from error
     finally:
         del reserve
@@ -192,6 +197,16 @@ def _innermost_module(traceback: TracebackType | None, state: TrainState | None)
     return f"{name!r} ({type(found).__name__})" if name else ""
 
 
+def _is_saving(traceback: TracebackType | None) -> bool:
+    """Whether an error arose where a checkpoint is written, perhaps by the thread of a save behind the run."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_globals.get("__name__") == _SAVES:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
 # ---------------------------------------------------------------- what is said
 
 
@@ -228,30 +243,37 @@ class Change:
     saves_bytes: int
 
 
-def cheapest_change(share: Share, alive: Mapping[str, int], *, asked: int) -> str:
+def cheapest_change(share: Share, alive: Mapping[str, int], *, asked: int | None, saving: bool = False) -> str:
     """Says what to write instead, as a sentence without its end (see [Note: what would fit])."""
     ledger = predict(share.spec, strategies=share.strategies, rank=share.rank).ledger
-    needed = asked + sum(max(0, (ledger[name] or 0) - alive[name]) for name in (GRADIENTS, OPTIMIZER))
-    found = list(changes(share, alive, asked=asked))
+    needed = (asked or 0) + sum(max(0, (ledger[name] or 0) - alive[name]) for name in (GRADIENTS, OPTIMIZER))
+    found = [change for change in changes(share, alive, asked=asked or 0, saving=saving) if change.saves_bytes > 0]
+    missing = f"{format_bytes(needed)} are missing with what is to come"
+    if not needed:
+        missing = "How much is missing is not known"
+    if not found:
+        return f"{missing}, and no setting saves any: more memory is needed"
+    most = max(found, key=lambda change: change.saves_bytes)
+    if not needed:
+        return f"{missing}. Most is saved by {most.write} (about {format_bytes(most.saves_bytes)} here)"
     for change in found:
         if change.saves_bytes >= needed:
             return (
-                f"{format_bytes(needed)} are missing with what is to come. Cheapest change that fits: {change.write} "
+                f"{missing}. Cheapest change that fits: {change.write} "
                 f"(saves about {format_bytes(change.saves_bytes)} here)"
             )
-    if not found:
-        return f"{format_bytes(needed)} are missing with what is to come, and no setting saves any"
-    most = max(found, key=lambda change: change.saves_bytes)
     return (
-        f"{format_bytes(needed)} are missing with what is to come, and no single change saves that much. Most is saved "
+        f"{missing}, and no single change saves that much. Most is saved "
         f"by {most.write} (about {format_bytes(most.saves_bytes)} here)"
     )
 
 
-def changes(share: Share, alive: Mapping[str, int], *, asked: int) -> Iterator[Change]:
+def changes(share: Share, alive: Mapping[str, int], *, asked: int, saving: bool = False) -> Iterator[Change]:
     """Changes of the run that save memory on a rank, the cheapest first (see [Note: what would fit])."""
-    passing = alive[ACTIVATIONS] + alive[LOGITS] + asked
-    for micro_batch in range(share.sizes.micro_batch - 1, 0, -1):
+    passing = 0 if saving else alive[ACTIVATIONS] + alive[LOGITS] + asked
+    if saving and share.copies_to_save:
+        yield Change("train.async_save=false", alive[WEIGHTS] + alive[OPTIMIZER])
+    for micro_batch in range(share.sizes.micro_batch - 1 if passing else 0, 0, -1):
         if share.sizes.micro_batch % micro_batch == 0:
             accumulation = share.sizes.accumulation * share.sizes.micro_batch // micro_batch
             yield Change(
@@ -262,7 +284,7 @@ def changes(share: Share, alive: Mapping[str, int], *, asked: int) -> Iterator[C
     *outer, innermost = strategies
     option = {"rtp": "slice"}.get(innermost.kind, "block")
     num_layers = _num_layers(share)
-    if num_layers > 1 and getattr(innermost, "recompute", option) != option:
+    if not saving and num_layers > 1 and getattr(innermost, "recompute", option) != option:
         again = type(innermost).model_validate({**innermost.model_dump(), "recompute": option})
         saved = alive[ACTIVATIONS] - alive[ACTIVATIONS] // num_layers
         yield Change(f"parallel.layout={format_parallel((*outer, again))}", saved)
