@@ -10,6 +10,9 @@ from rotorch.train.metrics import METRICS, MetricsFile, StepRecord, read_metrics
 
 
 class Full:
+    def __init__(self, stream):
+        self.fileno = stream.fileno
+
     def write(self, text):
         return len(text)
 
@@ -21,12 +24,11 @@ class Full:
 
 def test_a_full_disk_is_said_with_the_files_name(tmp_path):
     file = MetricsFile(tmp_path, after_step=0)
-    file.close()
-    file._stream = Full()
+    stream, file._stream = file._stream, Full(file._stream)
     record = StepRecord(step=1, loss=1.0, tokens=1, tokens_per_s=1.0, grad_norm=1.0, lr=1.0, peak_bytes=1, step_s=1.0)
     with pytest.raises(RankFailure, match=rf"{METRICS}: No space left on device"):
         file.on_step(record)
-    file.close()
+    stream.close()
 
 
 LINES = b'{"step": 1, "loss": 2.5}\n', b'{"step": 2, "loss": 2.4}\n'

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import signal
 import socket
 
@@ -10,7 +11,7 @@ import pytest
 from commands import Command, rotorch, wait_until, write_run
 
 from rotorch.train import run_lock
-from rotorch.train.metrics import METRICS, read_metrics
+from rotorch.train.metrics import METRICS, MetricsFile, StepRecord, read_metrics
 from rotorch.train.run_lock import LOCK, DirectoryInUse, check_not_in_use, contents, lock_directories
 
 ENDLESS = ["train.steps=1000000", "optimizer.schedule=constant", "train.checkpoint_every=1"]
@@ -164,3 +165,79 @@ def test_a_run_that_has_done_nothing_yet_begins(tmp_path, warm):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     done = rotorch(tmp_path / "log", "train", write_run(tmp_path), "--resume")
     assert done.code == 0, done.stderr
+
+
+# ---------------------------------------------------------------- removed while running
+
+
+def test_a_directory_that_is_removed_while_a_run_writes_there_is_made_again(tmp_path, warm, monkeypatch):
+    out, on_step = tmp_path / "run", MetricsFile.on_step
+
+    def removed(self, record):
+        if record.step == 4:
+            shutil.rmtree(out)
+        on_step(self, record)
+
+    monkeypatch.setattr(MetricsFile, "on_step", removed)
+    done = rotorch(tmp_path / "log", "train", write_run(tmp_path), "train.checkpoint_every=2")
+    assert done.code == 0, done.stderr
+    assert [record["step"] for record in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
+    assert {path.name for path in out.iterdir()} == {METRICS, "checkpoints", "run.json"}
+    assert len(list((out / "checkpoints").iterdir())) == 2
+
+
+def test_a_directory_that_became_another_run_s_is_left_alone(tmp_path, warm, monkeypatch):
+    out, on_step, started = tmp_path / "run", MetricsFile.on_step, []
+
+    def replaced(self, record):
+        if record.step == 4:
+            shutil.rmtree(out)
+            started.append(lock_directories({"train.out": out}, seen_with=frozenset()))
+            started[0].__enter__()  # as of a run that starts there
+            monkeypatch.setattr(os, "getppid", lambda: 1)  # and in another process
+            (out / LOCK).write_text("{}")
+        on_step(self, record)
+
+    monkeypatch.setattr(MetricsFile, "on_step", replaced)
+    done = rotorch(tmp_path / "log", "train", write_run(tmp_path))
+    assert done.code == 3, done.stderr
+    assert "somebody has removed this run's directory while it ran" in done.stderr
+    assert "run is used by another run" in done.stderr
+    assert not (out / METRICS).exists()
+
+
+def record(step):
+    return StepRecord(step=step, loss=1.0, tokens=1, tokens_per_s=1.0, grad_norm=1.0, lr=1.0, peak_bytes=1, step_s=1.0)
+
+
+def test_metrics_that_were_removed_are_written_again_with_a_word_and_locked(tmp_path, caplog):
+    out = tmp_path / "run"
+    with hold(out):
+        file = MetricsFile(out, after_step=0, beside={"run.json": "{}"})
+        file.on_step(record(1))
+        shutil.rmtree(out)
+        for step in (2, 3):
+            file.on_step(record(step))
+        assert [line["step"] for line in read_metrics(out)] == [1, 2, 3]
+        assert (out / "run.json").read_text() == "{}"
+        with pytest.raises(DirectoryInUse), hold(out):
+            pass
+        file.close()
+        with hold(out):
+            pass
+    assert caplog.text.count("somebody has removed it while the run was writing there; it is written again, but") == 1
+    assert (out / METRICS).exists() and not (out / LOCK).exists()
+
+
+def test_metrics_that_an_editor_replaced_go_on_in_the_new_file(tmp_path, caplog):
+    with hold(tmp_path):
+        file = MetricsFile(tmp_path, after_step=0)
+        file.on_step(record(1))
+        (tmp_path / "edited").write_text('{"step": 0}\n')
+        os.replace(tmp_path / "edited", tmp_path / METRICS)
+        file.on_step(record(2))
+        file.on_rolled_back(1)
+        file.on_step(record(2))
+        file.close()
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 2]
+    assert "somebody has replaced it while the run was writing there; it goes on in the new file" in caplog.text

@@ -6,15 +6,20 @@ A resumed run goes on in the same files: what was written after the step that it
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.errors import ConfigError, FinalFailure, RankFailure
+from rotorch.train.run_lock import DirectoryInUse, lock_again, release
+
+_LOG = logging.getLogger(__name__)
 
 METRICS = "metrics.jsonl"
 
@@ -90,15 +95,26 @@ class Listener(Protocol):
 
 
 class MetricsFile:
-    """`metrics.jsonl`: every line is on disk, whole, when `on_step` returns."""
+    """`metrics.jsonl`: every line is on disk, whole, when `on_step` returns.
 
-    def __init__(self, run_dir: Path, *, after_step: int) -> None:
+    Where somebody has removed it, or the whole directory, it is made again with all that it held, which the open file
+    still has: the run is worth more than its directory's place.
+    """
+
+    def __init__(self, run_dir: Path, *, after_step: int, beside: Mapping[str, str] | None = None) -> None:
         """Opens the file and drops what was written after step `after_step`.
+
+        Args:
+            run_dir: where it lies.
+            after_step: the last step that stays.
+            beside: other files that the run has written there, by name, to be made again with it.
 
         Raises:
             ConfigError: a line of it is none that a run has written.
         """
         self.path = run_dir / METRICS
+        self._beside = dict(beside or {})
+        self._locks: list[int] = []
         self._stream = self._without_steps_after(after_step)
 
     def _without_steps_after(self, step: int) -> TextIO:
@@ -106,10 +122,52 @@ class MetricsFile:
         temporary = self.path.with_suffix(".partial")
         temporary.write_text("".join(kept), "utf-8")
         os.replace(temporary, self.path)
-        return self.path.open("a", encoding="utf-8")
+        return self.path.open("a+", encoding="utf-8")
+
+    def _put_back(self) -> None:
+        """Where the name means another file now, or none: writes all of it again, or goes on in the other one.
+
+        Raises:
+            FinalFailure: the directory is another run's now.
+        """
+        try:
+            is_other = not os.path.samestat(self.path.stat(), os.fstat(self._stream.fileno()))
+        except FileNotFoundError:
+            is_other = False
+        else:
+            if not is_other:
+                return
+        try:
+            lock = lock_again(self.path.parent)
+        except DirectoryInUse as error:
+            raise FinalFailure(f"somebody has removed this run's directory while it ran. {error}") from None
+        if lock is not None:
+            self._locks.append(lock)
+            if is_other:
+                raise FinalFailure(
+                    f"{self.path}: written by another run after somebody had removed this run's directory. Nothing was "
+                    "written into it; this run's metrics and checkpoints are gone"
+                )
+        before, self._stream = self._stream, self.path.open("a+", encoding="utf-8")
+        with before:
+            before.seek(0)
+            text = "" if is_other else before.read()
+            self._stream.write(text)
+        for name, content in self._beside.items():
+            if not (self.path.parent / name).exists():
+                (self.path.parent / name).write_text(content, "utf-8")
+        _LOG.warning(
+            "%s: somebody has %s it while the run was writing there; %s",
+            self.path,
+            "replaced" if is_other else "removed",
+            "it goes on in the new file"
+            if is_other
+            else "it is written again, but checkpoints that were removed are gone until the next one",
+        )
 
     def on_step(self, record: StepRecord) -> None:
         try:
+            self._put_back()
             self._stream.write(json.dumps(record.to_json()) + "\n")
             self._stream.flush()
         except OSError as error:  # which does not say which file it is
@@ -125,6 +183,8 @@ class MetricsFile:
     def close(self) -> None:
         with suppress(OSError):  # what could not be written then cannot be now
             self._stream.close()
+        for lock in self._locks:
+            release(lock, directory=self.path.parent)
 
 
 class TensorBoard:

@@ -36,7 +36,7 @@ from rich.text import Text
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError, StoppedEarly
 from rotorch.core.quantities import format_bytes, format_count
-from rotorch.forking import why_no_ranks
+from rotorch.forking import check_semaphores, why_no_ranks
 from rotorch.fresh_process import call_fresh
 from rotorch.mesh import join_process_group, pick_device
 from rotorch.models.lora import ADAPTERS
@@ -149,6 +149,8 @@ def _start(
     run = check_run(config, nproc=nproc, resume=resume, command=command, only_plan=only_plan)
     if asked_to_resume:
         check_nothing_is_lost(run)
+    if not (only_plan or is_rank()):
+        check_semaphores(run.num_ranks)
     console = Console(soft_wrap=True)
     if is_first:
         _introduce(run, console)
@@ -233,6 +235,7 @@ def train(
         run.sizes,
         rank=int(os.environ.get("RANK", "0")),
         num_layers=getattr(run.model_config.get_text_config(), "num_hidden_layers", 0),
+        copies_to_save=run.config.train.async_save,
     )
     with explained_out_of_memory(share) as running:
         return _train(board, run=run, tokens_path=tokens_path, summary=summary, running=running, store=store)
@@ -423,9 +426,10 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
         "config": run.config.model_dump(mode="json"),
         "model_config": model_config(state.model.module),
     }
-    (run.out / RUN_FILE).write_text(json.dumps(about, indent=2) + "\n", "utf-8")
+    text = json.dumps(about, indent=2) + "\n"
+    (run.out / RUN_FILE).write_text(text, "utf-8")
     with ExitStack() as stack:
-        listeners: list[Listener] = [MetricsFile(run.out, after_step=state.step)]
+        listeners: list[Listener] = [MetricsFile(run.out, after_step=state.step, beside={RUN_FILE: text})]
         stack.callback(listeners[0].close)
         if run.config.train.tensorboard:
             listeners.append(TensorBoard(run.out, after_step=state.step))

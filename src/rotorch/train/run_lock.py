@@ -138,21 +138,46 @@ def check_not_in_use(directories: dict[str, Path]) -> None:
 @contextmanager
 def _locked(directory: Path, *, key: str) -> Iterator[None]:
     existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
-    make_directory(directory)
-    file, launcher = directory / LOCK, os.getpid()
-    descriptor = _open_locked(file, directory=directory, key=key)
+    launcher, descriptor = os.getpid(), _take(directory, key=key)
     try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(asdict(Holder.this())).encode(), 0)
         yield
     finally:
-        if os.getpid() == launcher and _is_named(file, descriptor):  # else somebody has removed it, or a rank ends
-            file.unlink(missing_ok=True)
+        if os.getpid() == launcher:  # else a rank ends
+            release(descriptor, directory=directory)
             with suppress(OSError):  # there is something in it, as there should be
                 while directory != existing:
                     directory.rmdir()
                     directory = directory.parent
-        os.close(descriptor)
+
+
+def lock_again(directory: Path, *, key: str = "train.out") -> int | None:
+    """The lock of a directory that somebody has removed while the run that this process belongs to had it.
+
+    Returns:
+        The open file, for `release`; None if the run still has the lock.
+
+    Raises:
+        DirectoryInUse: another run has it now.
+    """
+    holder = _holder(directory)
+    if holder is not None and holder.host == platform.node() and holder.pid in (os.getpid(), os.getppid()):
+        return None
+    return _take(directory, key=key)
+
+
+def release(descriptor: int, *, directory: Path) -> None:
+    """Gives a lock up, with its file; leaves a file of that name alone that is another one."""
+    if _is_named(directory / LOCK, descriptor):
+        (directory / LOCK).unlink(missing_ok=True)
+    os.close(descriptor)
+
+
+def _take(directory: Path, *, key: str) -> int:
+    make_directory(directory)
+    descriptor = _open_locked(directory / LOCK, directory=directory, key=key)
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(asdict(Holder.this())).encode(), 0)
+    return descriptor
 
 
 def _open_locked(file: Path, *, directory: Path, key: str) -> int:
