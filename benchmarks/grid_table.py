@@ -20,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import rotorch
 from rotorch.bench.contender import UnderLayout
@@ -160,8 +161,8 @@ def measure(task: Task, parallel: str) -> dict[str, Any]:
     else:
         found = []
         for rank in (0, ranks - 1):
-            os.environ["RANK"] = str(rank)
-            with as_rank(rank, num_ranks=ranks):
+            # What runs in this process later is no rank.
+            with patch.dict(os.environ, {"RANK": str(rank)}), as_rank(rank, num_ranks=ranks):
                 found.append(measured(task, parallel))
     most = max(found, key=lambda of_rank: of_rank["peak"])
     sent = {name: max(of_rank["sent"].get(name, 0) for of_rank in found) for name in most["sent"]}
