@@ -15,7 +15,7 @@ OLDEST = torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 
 # Ranks of tests are forked from a process that computes, which with a GPU in sight does not work.
-test test-all test-peers failures checkpoints chaos zoo: export CUDA_VISIBLE_DEVICES =
+test test-all test-peers failures checkpoints chaos mutants zoo: export CUDA_VISIBLE_DEVICES =
 
 # The torch-free layers, which mypy holds to its strict rules.
 PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner src/rotorch/run_config.py \
@@ -23,7 +23,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner sr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all test-oldest test-peers failures checkpoints chaos test-gpu check zoo bench bars pages bench-gpu clean
+.PHONY: help setup train test test-all test-oldest test-peers failures checkpoints chaos mutants test-gpu check zoo bench bars pages bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -82,6 +82,9 @@ checkpoints: setup ## write the tables of docs/checkpoints.md: every layout goin
 
 chaos: setup ## hurt 100 runs in ways that follow from a seed, and write docs/chaos.md (40 minutes; goes on where it was)
 	@PYTHONPATH=tests/train $(BIN)/python tests/chaos/make_chaos.py $(ARGS)
+
+mutants: setup ## see whether tests notice 200 changed lines, one at a time: docs/mutants.md (hours; goes on where it was)
+	@nice -n 5 $(BIN)/python tests/mutants/make_mutants.py $(ARGS)
 
 test-gpu: setup ## run the tests that need a GPU, which ranks share
 	@$(BIN)/python -m pytest tests/gpu $(ARGS)

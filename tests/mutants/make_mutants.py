@@ -1,0 +1,230 @@
+"""`make mutants`: shows a sample of mutants to the tests, and writes the page about them. Goes on where it was."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Generator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from mutant_changes import Mutant, sample, subjects
+from mutant_page import Outcome, page
+from mutant_runs import Report, Request, Run, copy_tree, merged, preload
+from mutant_tests import Baseline, candidates
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache"
+RESULTS, BASELINES = CACHE / "mutants.jsonl", CACHE / "mutants-baseline.jsonl"
+PAGE, REASONS = ROOT / "docs" / "mutants.md", Path(__file__).with_name("reasons.toml")
+
+FILE_LIMIT_S = 600.0  # for a test file as it is; what it has not done by then is not asked
+SLACK_S, SLOWER = 60.0, 10.0  # a mutant's tests may take so many times what they took, and so much more
+MAX_TESTS, MAX_SECONDS, TESTS_PER_FILE = 80, 120.0, 20  # that a mutant is shown to
+
+Step = Generator[Request | None, Report, Outcome]
+
+
+class Sample:
+    """The mutants of a seed, what is known of them, and the tests on the source as it is."""
+
+    def __init__(self, *, count: int, seed: int, older: bool, levels: int) -> None:
+        self.texts = {_below(path): path.read_text("utf-8") for path in subjects(ROOT)}
+        tests = {_below(path): path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py")}
+        source = {_below(path): path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py")}
+        self.test_files = {path: text for path, text in tests.items() if path.rsplit("/", 1)[1].startswith("test_")}
+        support = [text for path, text in tests.items() if path not in self.test_files and "mutants/" not in path]
+        self.source_state = _digest(*sorted([*source.values(), *support]))
+        self.state = _digest(self.source_state, *sorted(self.test_files.values()))
+        self.commit = _commit()
+        self.mutants = sample(self.texts, count=count, seed=seed)
+        self.levels = levels
+        self.known = self._read_results(older=older)
+        self.baselines = self._read_baselines()
+        self.begun: set[str] = set()
+
+    def examine(self, mutant: Mutant) -> Step:
+        """Asks tests, one run at a time, until one notices the mutant."""
+        changed = mutant.path, mutant.applied_to(self.texts[mutant.path])
+        waiting: list[str] = []
+        asked: list[str] = []
+        seconds = 0.0
+        levels = candidates(mutant.path, self.test_files)[: self.levels]
+        files = [f for files in levels for f in sorted(files, key=lambda f: f not in self.baselines)]
+        for file in [*files, None]:
+            if file is not None:
+                baseline = yield from self._baseline(file)
+                found = baseline.reaching(mutant.path, first=mutant.first, last=mutant.last)[:TESTS_PER_FILE]
+                cost = sum(baseline.seconds[test] for test in found)
+                waiting, seconds = [*waiting, *found], seconds + cost
+            total = len(waiting) + len(asked)
+            enough = total >= MAX_TESTS or seconds >= MAX_SECONDS
+            if waiting and (not asked or len(waiting) >= 8 or enough or file is None):
+                limit_s = SLACK_S + SLOWER * seconds
+                report = yield Request(tuple(waiting), limit_s=limit_s, mutated=changed)
+                asked, waiting = [*asked, *waiting], []
+                if report.killed in ("late", "memory"):
+                    return self._outcome(mutant, report.killed, by=report.running, asked=asked)
+                if report.failed or report.code is None:
+                    return self._outcome(mutant, "killed", by=(report.failed or [report.running])[0], asked=asked)
+            if enough:
+                break
+        return self._outcome(mutant, "survived" if asked else "unreached", by="", asked=asked)
+
+    def _baseline(self, file: str) -> Generator[Request | None, Report, Baseline]:
+        while file not in self.baselines and file in self.begun:
+            yield None  # another mutant waits for it already
+        if file not in self.baselines:
+            self.begun.add(file)
+            report = yield Request((file,), limit_s=FILE_LIMIT_S, lines=True, goes_on=True)
+            lines = {test: found for test, found in report.reached.items() if test in report.passed}
+            shared = merged([report.reached.get("", {})])
+            found = Baseline(report.passed, lines, shared, report.failed)
+            self.baselines[file] = found
+            kept = {"file": file, "state": self._state_of(file), **asdict(found)}
+            _append(BASELINES, {**kept, "said": report.said if report.failed or report.killed else ""})
+        return self.baselines[file]
+
+    def _outcome(self, mutant: Mutant, verdict: str, *, by: str, asked: list[str]) -> Outcome:
+        digest = _digest(self.texts[mutant.path])
+        what = mutant.key, mutant.path, mutant.line, mutant.before, mutant.after, mutant.package
+        outcome = Outcome(*what, verdict, by, len(asked), asked[-20:], digest, self.state, self.commit, self.levels)
+        self.known[mutant.key] = outcome
+        _append(RESULTS, asdict(outcome))
+        return outcome
+
+    def _read_results(self, *, older: bool) -> dict[str, Outcome]:
+        """Mutants that tests noticed while the file was as it is, and survivors of this very state."""
+        drawn = {mutant.key: mutant for mutant in self.mutants}
+        known = {}
+        for fields in _lines_of(RESULTS):
+            outcome = Outcome(**fields)
+            if outcome.key in drawn:
+                same = outcome.file_digest == _digest(self.texts[outcome.path])
+                if older or outcome.state == self.state or (outcome.is_killed and same):
+                    known[outcome.key] = outcome
+        return known
+
+    def _read_baselines(self) -> dict[str, Baseline]:
+        found = {}
+        for fields in _lines_of(BASELINES):
+            file, state = fields.pop("file"), fields.pop("state")
+            del fields["said"]
+            if file in self.test_files and state == self._state_of(file):
+                found[file] = Baseline(**fields)
+        return found
+
+    def _state_of(self, file: str) -> str:
+        return _digest(self.source_state, self.test_files[file])
+
+
+def main() -> int:
+    """Returns 1 if some of the sample have not been run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=200, help="how many mutants")
+    parser.add_argument("--seed", type=int, default=0, help="which mutants")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many runs of pytest at a time")
+    parser.add_argument("--levels", type=int, default=5, help="how far from the changed file tests are asked, 1 to 5")
+    parser.add_argument("--older", action="store_true", help="take over what other states of the source gave")
+    parser.add_argument("--survivors", action="store_true", help="run again what survived; implies --older")
+    parser.add_argument("--only-page", action="store_true", help="run nothing, write the page of what is known")
+    options = parser.parse_args()
+    CACHE.mkdir(exist_ok=True)
+    drawn = Sample(
+        count=options.count, seed=options.seed, older=options.older or options.survivors, levels=options.levels
+    )
+    known = drawn.known
+    todo = [m for m in drawn.mutants if m.key not in known or (options.survivors and not known[m.key].is_killed)]
+    if todo and not options.only_page:
+        preload()
+        _run_all(drawn, todo, jobs=options.jobs)
+    found = [known[mutant.key] for mutant in drawn.mutants if mutant.key in known]
+    to_come = len(drawn.mutants) - len(found)
+    PAGE.write_text(page(found, seed=options.seed, reasons=_reasons(), to_come=to_come), "utf-8")
+    print(f"{sum(o.is_killed for o in found)} of {len(found)} killed: {PAGE.relative_to(ROOT)}")
+    return 1 if to_come else 0
+
+
+def _run_all(drawn: Sample, todo: list[Mutant], *, jobs: int) -> None:
+    """Examines mutants, several at a time, each in runs of its own."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    scratch = Path(tempfile.mkdtemp(prefix="rotorch-mutants-"))
+    runs: dict[Mutant, tuple[Step, Run | None]] = {}
+    waiting = list(reversed(todo))
+    try:
+        tree = scratch / "as-it-is"
+        copy_tree(ROOT, tree)
+        with Progress(*columns, console=Console()) as progress:
+            task = progress.add_task("mutants", total=len(drawn.mutants), completed=len(drawn.mutants) - len(todo))
+            while waiting or runs:
+                while waiting and len(runs) < jobs:
+                    runs[waiting[-1]] = drawn.examine(waiting[-1]), None
+                    waiting.pop()
+                for mutant, (step, run) in list(runs.items()):
+                    report = None if run is None else run.report()
+                    if run is not None and report is None:
+                        continue
+                    try:
+                        request = next(step) if report is None else step.send(report)
+                        runs[mutant] = step, None if request is None else Run(request, tree=tree, scratch=scratch)
+                    except StopIteration as ended:
+                        del runs[mutant]
+                        outcome = ended.value
+                        told = f"{outcome.verdict} {outcome.by or f'({outcome.num_tests} tests)'}"
+                        at = f"{mutant.path}:{mutant.line}"
+                        progress.console.print(f"{at}: {mutant.after}: {told}", markup=False, highlight=False)
+                        progress.advance(task)
+                time.sleep(0.05)
+    finally:
+        for _, run in runs.values():
+            if run is not None:
+                run.end()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _reasons() -> Mapping[str, str]:
+    """Why mutants survive, by their keys."""
+    found = tomllib.loads(REASONS.read_text("utf-8")) if REASONS.exists() else {}
+    return {f"src/rotorch/{r['path']}|{r['before']}|{r['after']}": r["why"] for r in found.get("survivor", ())}
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False).stdout
+
+    changed = git("status", "--porcelain", "src", "tests", ":!tests/mutants").strip()
+    return git("rev-parse", "--short", "HEAD").strip() + (" with changes" if changed else "")
+
+
+def _below(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def _digest(*texts: str) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for text in texts:
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def _lines_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
+
+
+def _append(path: Path, fields: Mapping[str, object]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(fields) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

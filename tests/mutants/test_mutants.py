@@ -1,0 +1,224 @@
+"""Mutants: what is changed and what is left alone, who is asked, and the page."""
+
+import json
+import os
+from dataclasses import replace
+
+import pytest
+from mutant_changes import SUBJECTS, Mutant, mutants_of, sample, subjects
+from mutant_page import Outcome, page
+from mutant_tests import Baseline, candidates
+
+PATH = "src/rotorch/core/x.py"
+
+
+def afters(text):
+    return {m.after for m in mutants_of(text, path=PATH)}
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("x = a < b", {"x = a <= b", "x = a >= b"}),
+        ("x = a is not None", {"x = a is None"}),
+        ("x = a not in b", {"x = a in b"}),
+        ("x = (a) + (b)", {"x = (a) - (b)"}),
+        ("x = 'ä' if a and b else c", {"x = 'ä' if a or b else c", "x = 'ä' if (not (a and b)) else c"}),
+        ("x = not a", {"x = a"}),
+        ("x = f(a, keep=True)", {"x = f(a, keep=False)"}),
+        ("x = 7", {"x = 8"}),
+        ("x = 0.5", {"x = 1.0"}),
+        ("x = -a", {"x = a"}),
+        ("x = min(a, b)", {"x = max(a, b)"}),
+        ("x = a.clone()", {"x = a"}),
+        ("x += a", {"x -= a", "pass"}),
+        ("x.y = a", {"pass"}),
+        ("os.fsync(a)", {"pass"}),
+        ("def f(a=1): return a", {"def f(a=2): return a", "def f(a=1): return None"}),
+        ("x = [a for a in b if a]", {"x = [a for a in b if (not (a))]"}),
+    ],
+)
+def test_a_line_is_changed_in_each_of_its_ways(line, changed):
+    assert afters(line) == changed
+
+
+def test_steps_backward_and_blocks_are_taken_out():
+    assert "x = a" in afters("x = a[::-1]")
+    assert afters("with lock:\n    f()") == {"if True:", "pass"}
+    assert afters("for a in b:\n    continue") == {"break"}
+    assert afters("with open(a) as b:\n    pass") == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"""Says 1 < 2."""',
+        "def f(a: int | None) -> A | B: pass",
+        "class A:\n    def __repr__(self):\n        return f(self.a + 1)",
+        "assert a < b",
+        "@dataclass(frozen=True)\nclass A: pass",
+        "x = f'{a + 1}'",
+        "logger.info(a + 1)",
+        "x = zip(a, b, strict=True)",
+        "x = a + 'text'",
+        "def f():\n    if TYPE_CHECKING:\n        a = 1",
+    ],
+)
+def test_text_annotations_and_assertions_are_left_alone(text):
+    assert {after for after in afters(text) if after != "pass"} == set()
+
+
+def test_a_mutant_changes_its_line_only():
+    text = "def f(a):\n    if a < 1:\n        return a\n    return 0\n"
+    for mutant in mutants_of(text, path=PATH):
+        new = mutant.applied_to(text).splitlines()
+        assert [i for i, (a, b) in enumerate(zip(text.splitlines(), new, strict=True), 1) if a != b] == [mutant.line]
+        assert mutant.first <= mutant.line <= mutant.last
+
+
+def test_what_runs_at_import_is_seen_by_all_that_use_the_function_or_the_file():
+    (default,) = [m for m in mutants_of("import os\ndef f(a=1):\n    b\n    return 2\n", path=PATH) if m.line == 2]
+    assert (default.first, default.last) == (2, 4)
+    (constant,) = mutants_of("import os\nA = 3\ndef f(): ...\n", path=PATH)
+    assert (constant.first, constant.last) == (1, 3)
+
+
+def test_a_sample_follows_from_its_seed_and_stays_when_other_lines_change():
+    text = "".join(f"x{i} = a{i} < {i}\n" for i in range(200))
+    drawn = sample({PATH: text}, count=20, seed=1)
+    assert drawn == sample({PATH: text}, count=20, seed=1) != sample({PATH: text}, count=20, seed=2)
+    assert len({m.line for m in drawn}) == 20
+    moved = sample({PATH: "import os\n" + text}, count=20, seed=1)
+    assert [m.key for m in moved] == [m.key for m in drawn]
+
+
+def test_a_change_that_is_no_python_is_not_drawn():
+    text = "def f():\n    for a in b: break\nraise Wrong(\n    1\n)\nwith a: f()\n"
+    assert {m.after for m in sample({PATH: text}, count=99, seed=0)} <= afters(text)
+    for mutant in sample({PATH: text}, count=99, seed=0):
+        compile(mutant.applied_to(text), PATH, "exec")
+
+
+def test_every_subject_is_there(pytestconfig):
+    found = {
+        path.relative_to(pytestconfig.rootpath / "src" / "rotorch").as_posix()
+        for path in subjects(pytestconfig.rootpath)
+    }
+    assert {name for name in SUBJECTS if name.endswith(".py")} <= found
+    assert {path.split("/")[0] for path in found} >= {name for name in SUBJECTS if not name.endswith(".py")}
+
+
+def test_files_are_asked_from_the_most_specific_to_the_widest():
+    texts = {
+        "tests/comm/test_ring.py": "",
+        "tests/ops/test_linear.py": "from rotorch.comm.ring import Ring",
+        "tests/comm/test_line.py": "from rotorch.comm.line import Line",
+        "tests/conformance/test_invariants.py": "",
+        "tests/test_cli.py": "",
+        "tests/gpu/test_ring_on_gpu.py": "from rotorch.comm.ring import Ring",
+    }
+    levels = candidates("src/rotorch/comm/ring.py", texts)
+    assert [file for level in levels for file in level] == list(texts)[:-1]
+    assert len(levels) == 5
+    apply = candidates("src/rotorch/strategies/rtp/apply.py", {"tests/strategies/test_rtp_models.py": ""})
+    assert apply[0] == ["tests/strategies/test_rtp_models.py"]
+
+
+def test_tests_that_reach_a_line_are_asked_and_the_quickest_first():
+    baseline = Baseline({"slow": 2.0, "quick": 0.1, "other": 0.1}, {"slow": {PATH: [5]}, "quick": {PATH: [4, 5]}})
+    assert baseline.reaching(PATH, first=5, last=6) == ["quick", "slow"]
+    assert baseline.reaching("src/rotorch/core/y.py", first=5, last=6) == []
+    fixtures = replace(baseline, shared={PATH: [9]})
+    assert set(fixtures.reaching(PATH, first=9, last=9)) == {"slow", "quick", "other"}
+
+
+def test_the_page_says_score_survivors_and_why():
+    mutant = Mutant(PATH, 7, "a < b | c", "a <= b | c", 0, 7, 7)
+    about = mutant.key, PATH, 7, mutant.before, mutant.after, mutant.package
+    lived = Outcome(*about, "survived", "", 3, ["t"], "f", "s", "abc")
+    rows = [lived, *(replace(lived, key=str(n), verdict=v) for n, v in enumerate(["killed", "killed", "late"]))]
+    text = page(rows, seed=5, reasons={mutant.key: "Equivalent: b is never a"}, to_come=2)
+    assert "**4 mutants (seed 5), 3 killed: 75.0 %.**" in text
+    assert "1 survive, 1 of them equivalent. 2 of the sample have not been run." in text
+    assert "Of these 1 by the limit of time" in text
+    assert "| `core/x.py:7` | `a < b \\| c` | `a <= b \\| c` | 3 | Equivalent: b is never a |" in text
+    assert "near the changed file" not in text
+    assert "1 of the survivors were shown only" in page([replace(lived, levels=3)], seed=5, reasons={})
+    assert "TODO" not in text and "TODO" in page(rows, seed=5, reasons={})
+
+
+SUM = "def add(a, b):\n    return a + b\n"
+TESTS = """
+import os, signal, sys, time
+sys.path.insert(0, "src")
+from subject import add
+
+def test_in_a_rank():
+    pid = os.fork()
+    if pid == 0:
+        os._exit(add(1, 2))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 3
+
+def test_that_leaves_a_process(tmp_path):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        print(os.getpid(), file=open(os.environ["LEFT"], "w"))
+        time.sleep(600)
+    while not os.path.exists(os.environ["LEFT"]) or not open(os.environ["LEFT"]).read():
+        time.sleep(0.01)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs in a fork of a new, small process: in this one rotorch is loaded."""
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    tree, scratch = tmp_path / "tree", tmp_path / "scratch"
+    (tree / "src").mkdir(parents=True)
+    scratch.mkdir()
+    (tree / "src" / "subject.py").write_text(SUM)
+    (tree / "test_subject.py").write_text(TESTS)
+    left = tmp_path / "left"
+    code = (
+        "import sys, json, time, dataclasses, pathlib\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from mutant_runs import Request, Run\n"
+        "tree, scratch, request = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), json.loads(sys.argv[3])\n"
+        "run = Run(Request(**request), tree=tree, scratch=scratch)\n"
+        "while (report := run.report()) is None: time.sleep(0.02)\n"
+        "print(json.dumps(dataclasses.asdict(report)))\n"
+    )
+
+    def run(**request):
+        request = {"tests": ["test_subject.py"], "limit_s": 120.0, **request}
+        environment = {**os.environ, "LEFT": str(left)}
+        command = [sys.executable, "-c", code, str(tree), str(scratch), json.dumps(request)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert list(scratch.iterdir()) == []
+        assert (tree / "src" / "subject.py").read_text() == SUM
+        return json.loads(done.stdout), left
+
+    return run
+
+
+def test_lines_of_ranks_are_noted_and_nothing_is_left_behind(run):
+    report, left = run(lines=True, goes_on=True)
+    assert (report["code"], report["failed"], len(report["passed"])) == (0, [], 2), report["said"]
+    assert report["reached"]["test_subject.py::test_in_a_rank"] == {"src/subject.py": [1, 2]}
+    assert not os.path.exists(f"/proc/{left.read_text().strip()}")
+
+
+def test_a_mutant_is_noticed_and_one_that_hangs_is_late(run):
+    report, _ = run(mutated=["src/subject.py", SUM.replace("+", "-")])
+    assert report["failed"] == ["test_subject.py::test_in_a_rank"]
+    report, _ = run(
+        limit_s=3.0, mutated=["src/subject.py", SUM.replace("return", "while True: ").replace("a + b", "a")]
+    )
+    assert (report["killed"], report["code"]) == ("late", None)
+    report, _ = run(mutated=["src/subject.py", "import nowhere_to_be_found"])
+    assert report["failed"] == ["collecting"]
