@@ -32,6 +32,8 @@ def started(*arguments, out=None, err=None):
         try:
             cli.main([str(argument) for argument in arguments])
         except SystemExit as error:
+            sys.stdout.flush()  # as the end of an interpreter does
+            sys.stderr.flush()
             os._exit(error.code or 0)
         finally:
             os._exit(99)
@@ -92,7 +94,7 @@ def broken(*_, **__):
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        (["doctor"], "rotorch.cli.doctor.examine"),
+        (["export", "x", "y"], "rotorch.train.export.export_checkpoint"),
         (["inspect", "x"], "rotorch.train.checkpoint.inspect_checkpoint"),
         (["train", "{run}"], "rotorch.train.run.check_run"),
     ],
