@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ PAGE, REASONS = ROOT / "docs" / "mutants.md", Path(__file__).with_name("reasons.
 FILE_LIMIT_S = 600.0  # for a test file as it is; what it has not done by then is not asked
 SLACK_S, SLOWER = 60.0, 10.0  # a mutant's tests may take so many times what they took, and so much more
 MAX_TESTS, MAX_SECONDS, TESTS_PER_FILE = 80, 120.0, 20  # that a mutant is shown to
+SLOW_S = 20.0  # a test that takes longer is asked after all others
 
 Step = Generator[Request | None, Report, Outcome]
 
@@ -58,6 +60,7 @@ class Sample:
         changed = mutant.path, mutant.applied_to(self.texts[mutant.path])
         waiting: list[str] = []
         asked: list[str] = []
+        slow: list[tuple[str, float]] = []
         seconds = 0.0
         levels = candidates(mutant.path, self.test_files)[: self.levels]
         files = [f for files in levels for f in sorted(files, key=lambda f: f not in self.baselines)]
@@ -65,10 +68,14 @@ class Sample:
             if file is not None:
                 baseline = yield from self._baseline(file)
                 found = baseline.reaching(mutant.path, first=mutant.first, last=mutant.last)[:TESTS_PER_FILE]
-                cost = sum(baseline.seconds[test] for test in found)
-                waiting, seconds = [*waiting, *found], seconds + cost
-            total = len(waiting) + len(asked)
-            enough = total >= MAX_TESTS or seconds >= MAX_SECONDS
+                slow += [(test, baseline.seconds[test]) for test in found if baseline.seconds[test] > SLOW_S]
+                quick = [test for test in found if baseline.seconds[test] <= SLOW_S]
+                waiting, seconds = [*waiting, *quick], seconds + sum(baseline.seconds[test] for test in quick)
+            else:
+                for test, cost in slow:  # one of them is asked whatever it takes if there are no others
+                    if seconds + cost < MAX_SECONDS or not (asked or waiting):
+                        waiting, seconds = [*waiting, test], seconds + cost
+            enough = len(waiting) + len(asked) >= MAX_TESTS or seconds >= MAX_SECONDS
             if waiting and (not asked or len(waiting) >= 8 or enough or file is None):
                 limit_s = SLACK_S + SLOWER * seconds
                 report = yield Request(tuple(waiting), limit_s=limit_s, mutated=changed)
@@ -137,6 +144,9 @@ def main() -> int:
     parser.add_argument("--levels", type=int, default=5, help="how far from the changed file tests are asked, 1 to 5")
     parser.add_argument("--older", action="store_true", help="take over what other states of the source gave")
     parser.add_argument("--survivors", action="store_true", help="run again what survived; implies --older")
+    parser.add_argument(
+        "--only", nargs="*", default=(), metavar="PATH", help="only changes of files with this in their path"
+    )
     parser.add_argument("--only-page", action="store_true", help="run nothing, write the page of what is known")
     options = parser.parse_args()
     CACHE.mkdir(exist_ok=True)
@@ -145,6 +155,7 @@ def main() -> int:
     )
     known = drawn.known
     todo = [m for m in drawn.mutants if m.key not in known or (options.survivors and not known[m.key].is_killed)]
+    todo = [m for m in todo if not options.only or any(part in m.path for part in options.only)]
     if todo and not options.only_page:
         preload()
         _run_all(drawn, todo, jobs=options.jobs)
@@ -161,6 +172,7 @@ def _run_all(drawn: Sample, todo: list[Mutant], *, jobs: int) -> None:
     scratch = Path(tempfile.mkdtemp(prefix="rotorch-mutants-"))
     runs: dict[Mutant, tuple[Step, Run | None]] = {}
     waiting = list(reversed(todo))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # what is under way is ended, as by Ctrl-C
     try:
         tree = scratch / "as-it-is"
         copy_tree(ROOT, tree)
