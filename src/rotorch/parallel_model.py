@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_meetings
 from rotorch.comm.observe import Observer
+from rotorch.comm.one_error import one_error
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
@@ -323,7 +324,7 @@ class ParallelModel:
         return self
 
     def load(self, path: str, *, may_lack: Sequence[str] = (), may_have: Sequence[str] = ()) -> ParallelModel:
-        """Reads weights and buffers of a published model; each rank reads only its slices. Returns self.
+        """Reads weights and buffers of a published model; each rank reads only its slices. Returns self. All ranks.
 
         Names are followed as transformers does: renamed modules, a base model's weights for a task's model and the
         other way round, experts stored one by one. Values are converted to the dtype of the model's weights.
@@ -336,12 +337,12 @@ class ParallelModel:
 
         Raises:
             ConfigError: nothing there, a damaged file, or names or shapes that do not match: all of them in one line,
-                before anything is read.
+                before anything is read; or values that are not finite. The same on all ranks.
         """
         make_room()  # only now are most of the weights' pages taken
         buffers = persistent_buffers(self.module)
         names = {n for held in self.weights.values() for n in (held.name, *held.weight.aliases)} | set(buffers)
-        with open_pretrained(path, module=self.module, names=names) as found:
+        with one_error(self.mesh), open_pretrained(path, module=self.module, names=names) as found:
             load_stored(
                 found.tensors,
                 weights=self.weights,

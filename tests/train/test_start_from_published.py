@@ -193,3 +193,33 @@ def test_what_does_not_fit_is_said_before_a_rank_starts(published, tmp_path, war
     line = capsys.readouterr().err
     assert code == 2 and line.count("\n") == 1 and words in line, line
     assert not (tmp_path / "run").exists()
+
+
+def spoilt_by(published, value):
+    """Puts a value into the second half of a matrix: under rtp=2 that is on rank 1 alone."""
+    for file in published.glob("*.safetensors"):
+        values = load_file(file)
+        if (name := "model.layers.1.mlp.up_proj.weight") in values:
+            values[name][-1, 3] = value
+            save_file(values, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("value", "code", "words"),
+    [
+        (float("nan"), 2, ["load: ", "model.layers.1.mlp.up_proj.weight[19, 3] is nan in the file"]),
+        (3e38, 3, ["No step was taken yet: these are the numbers of the given weights. Check that model.init"]),
+    ],
+    ids=["nan", "too large"],
+)
+def test_given_weights_that_give_no_loss(published, tmp_path, warm, value, code, words):
+    from commands import rotorch as command
+
+    write_run(tmp_path)
+    spoilt_by(published, value)
+    given = (f"model.config={published}", f"model.init={published}")
+    done = command(tmp_path / "log", "train", tmp_path / "run.toml", "--parallel", "rtp=2", *given)
+    assert done.code == code, done.stderr
+    assert len(done.stderr.splitlines()) == 1 and all(word in done.stderr for word in words), done.stderr
+    assert "optimizer.lr" not in done.stderr
+    assert (tmp_path / "run").exists() == (code == 3)  # wrong input leaves no run behind, on whichever rank it is found

@@ -18,6 +18,16 @@ _NUM_TOKENS = 8
 _ROUNDING = 1e-5
 
 
+def why_not_trained(config: Any) -> str:
+    """Why a model of this kind is not trained for the next token, in a sentence; "" if nothing is wrong."""
+    if not reads_ahead(config):
+        return ""
+    return (
+        f"{config.model_type!r} reads in both directions: its tokens see the next one. "
+        "Write is_decoder = true in its configuration, or a decoder's"
+    )
+
+
 def reads_ahead(config: Any) -> bool:
     """Whether tokens of a causal language model see later ones: tried on a tiny model of this kind.
 

@@ -8,9 +8,9 @@
 `manifest.py` describes what lies on disk, `storage.py` moves the bytes, `state.py` says what is saved.
 
 [Note: checked before changed]
-    `load` first reads the manifest, holds every byte against its digests (each rank a share of the files) and compares
-    names, shapes and dtypes with the model. All ranks then agree on the outcome, and only if nobody objects is the
-    first weight overwritten.
+    `load` first reads the manifest, holds every byte against its digests (each rank a share of the files), looks for
+    numbers that are not finite, and compares names, shapes and dtypes with the model. All ranks then agree on the
+    outcome, and only if nobody objects is the first weight overwritten.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import all_reduce_max, all_reduce_min, all_reduce_sum
+from rotorch.comm.collectives import all_reduce_max, all_reduce_min
+from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError, HeardFailure, RankFailure, RotorchError
 from rotorch.models.lora import adapter_config, adapter_scale
 from rotorch.shard.held import Pieces
@@ -88,11 +89,11 @@ from rotorch.train.storage import (
     PiecesSavePlanner,
     without_dcp_notices,
 )
+from rotorch.train.stored_values import StoredValues
 
 __all__ = ["check", "inspect_checkpoint", "latest", "load", "load_newest", "save", "take", "write"]
 
 _LOG = logging.getLogger(__name__)
-_MESSAGE_CHARS = 1000
 
 
 def save(run_dir: Place | str, state: TrainState, *, keep: int) -> Place:
@@ -190,16 +191,18 @@ def load(path: Place | str, state: TrainState) -> Manifest:
         What the checkpoint says of itself.
 
     Raises:
-        DamagedCheckpoint: if bytes of it are missing or have changed, or a disk cannot read them; nothing is changed,
-            unless that began after all of them had been read once.
+        DamagedCheckpoint: if bytes of it are missing or have changed, a disk cannot read them, or weights or moments in
+            it are not finite; nothing is changed, unless that began after all of them had been read once.
         ConfigError: if it is foreign, or of another model or optimizer; nothing is changed.
         RankFailure: if reading failed after that; values are then partly overwritten.
     """
     path, mesh = as_place(path), state.model.mesh
     with _agreed(mesh):
         manifest = read_manifest(path)
-        check_contents(path, manifest, share=state.rank, num_shares=state.num_ranks)
+        values = StoredValues(path, manifest, names=_trained_on(manifest, state))
+        check_contents(path, manifest, share=state.rank, num_shares=state.num_ranks, look=values.look)
         _check_same_model(path, manifest, state)
+        values.check()
     number = float(int(manifest.digest[:12], 16))
     if all_reduce_max(number, mesh=mesh) != all_reduce_min(number, mesh=mesh):
         raise ConfigError(f"checkpoint: {path}: ranks see different contents. Write a directory that all of them share")
@@ -247,7 +250,7 @@ def load(path: Place | str, state: TrainState) -> Manifest:
 
 
 def load_newest(path: Place, state: TrainState) -> Place:
-    """Loads the checkpoint `path` of a run, or the newest one before it whose bytes are those written. All ranks.
+    """Loads the checkpoint `path` of a run, or the newest one before it that is not damaged. All ranks.
 
     Returns:
         The directory that was loaded.
@@ -335,6 +338,13 @@ def _versions() -> dict[str, str]:
 # ---------------------------------------------------------------- checking
 
 
+def _trained_on(manifest: Manifest, state: TrainState) -> list[str]:
+    """Names of the tensors from whose values training goes on."""
+    kinds = manifest.optimizer.kinds if state.optimizer is not None and manifest.optimizer is not None else {}
+    like_weights = [f"{OPTIMIZER}{key}/" for key, kind in kinds.items() if kind == WEIGHT]
+    return [name for prefix in (MODEL, *like_weights) for name in manifest.tensors if name.startswith(prefix)]
+
+
 def _check_same_model(path: Place, manifest: Manifest, state: TrainState) -> None:
     """Raises `ConfigError` unless the checkpoint is one of this model and this optimizer."""
     where = f"checkpoint: {path}"
@@ -420,30 +430,15 @@ def _schedule_changes(*, saved: dict[str, Any], ours: dict[str, Any]) -> list[st
 @contextmanager
 def _agreed(mesh: DeviceMesh) -> Iterator[None]:
     """All ranks: an error inside on any rank becomes the same error on every rank (that of the first such rank)."""
-    error: Exception | None = None
-    try:
-        yield
-    except RotorchError as caught:
-        error = caught
-    except OSError as caught:
-        error = RankFailure(f"checkpoint: {caught.filename or ''}: {caught.strerror or caught}")
-    except Exception as caught:  # a rank that left now would leave the others waiting
-        error = RankFailure(f"checkpoint: {type(caught).__name__}: {caught}")
-        error.__cause__ = caught
-    rank = mesh.get_rank() if mesh.size() > 1 else 0
-    first = int(all_reduce_min(float(rank if error else mesh.size()), mesh=mesh))
-    if first == mesh.size():
-        return
-    kinds = (DamagedCheckpoint, ConfigError, RankFailure)
-    text = torch.zeros(1 + _MESSAGE_CHARS, dtype=torch.int64)
-    if rank == first:
-        assert error is not None, "the first rank with an error has one"
-        codes = [ord(char) for char in str(error)[:_MESSAGE_CHARS]]
-        text[0] = next(number for number, kind in enumerate(kinds) if isinstance(error, kind))
-        text[1 : 1 + len(codes)] = torch.tensor(codes, dtype=torch.int64)
-    all_reduce_sum(text, mesh=mesh)
-    message = "".join(chr(code) for code in text[1:].tolist() if code)
-    raise kinds[int(text[0])](message) from error
+    with one_error(mesh, kinds=(DamagedCheckpoint, ConfigError, RankFailure)):
+        try:
+            yield
+        except RotorchError:
+            raise
+        except OSError as caught:
+            raise RankFailure(f"checkpoint: {caught.filename or ''}: {caught.strerror or caught}") from caught
+        except Exception as caught:
+            raise RankFailure(f"checkpoint: {type(caught).__name__}: {caught}") from caught
 
 
 def _as_ours(error: CheckpointException, *, rank: int, what: str, after: str = "") -> BaseException:

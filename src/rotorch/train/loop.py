@@ -112,6 +112,7 @@ def run_loop(
                 if _went_back(
                     state,
                     result,
+                    config=config,
                     guard=guard,
                     step=step,
                     lr=lr,
@@ -165,6 +166,7 @@ def _went_back(
     state: TrainState,
     result: StepResult,
     *,
+    config: RunConfig,
     guard: DivergenceGuard,
     step: int,
     lr: float,
@@ -184,8 +186,7 @@ def _went_back(
     action = guard.action(result, what=what)
     if action == "stop":
         raise FinalFailure(
-            f"{what}. Nothing was updated, and earlier checkpoints are untouched. Lower optimizer.lr (it is {lr:.3g} "
-            "here), lengthen optimizer.warmup_steps, or write train.on_nonfinite=skip or roll_back"
+            f"{what}. Nothing was updated, and earlier checkpoints are untouched. {_advice(config, step=step, lr=lr)}"
         )
     if action == "skip":
         _tell(listeners, f"step {step} is skipped: {what}")
@@ -198,6 +199,21 @@ def _went_back(
         listeners, f"step {step}: {what}. Back to {path}, to read on behind what steps {state.step + 1} to {step} read"
     )
     return True
+
+
+def _advice(config: RunConfig, *, step: int, lr: float) -> str:
+    """What to change when numbers are not finite: before the first update no learning rate is to blame."""
+    if step > 1:
+        return (
+            f"Lower optimizer.lr (it is {lr:.3g} here), lengthen optimizer.warmup_steps, or write "
+            "train.on_nonfinite=skip or roll_back"
+        )
+    if config.model.init != "random":
+        return (
+            f"No step was taken yet: these are the numbers of the given weights. Check that model.init = "
+            f"{config.model.init!r} is whole, and gives a finite loss in transformers"
+        )
+    return "No step was taken yet: look at what model.config says of first values and sizes"
 
 
 def read_batches(windows: TokenWindows, model: ParallelModel, *, step: int, sizes: BatchSizes) -> list[Batch]:

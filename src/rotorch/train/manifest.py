@@ -16,7 +16,7 @@ import errno
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,10 @@ ITEM_BYTES = {
 """Bytes per element of each dtype, by the names that safetensors gives them."""
 
 _READ_BYTES = 1 << 22
+
+LookAt = Callable[[str, int, memoryview], None]
+"""Is given a file's name, the place of a block's first byte in it, and the block."""
+
 # Six million chunks of some 180 bytes. A model of 405 billion weights has 1,100 tensors; with two moments, each in
 # slices on a thousand ranks, that is 3.4 million. 100,000 tensors that are not cut, with moments, take a tenth of it.
 _MOST_BYTES = 1 << 30
@@ -331,27 +335,36 @@ def check_sizes(path: Place, manifest: Manifest) -> None:
             )
 
 
-def check_contents(path: Place, manifest: Manifest, *, share: int = 0, num_shares: int = 1) -> None:
-    """Reads every `num_shares`-th file from `share` on; raises `DamagedCheckpoint` unless each has its digest."""
+def check_contents(
+    path: Place, manifest: Manifest, *, share: int = 0, num_shares: int = 1, look: LookAt | None = None
+) -> None:
+    """Reads every `num_shares`-th file from `share` on; raises `DamagedCheckpoint` unless each has its digest.
+
+    What is read is also given to `look`: the file's name, the block's first byte, and the block.
+    """
     check_sizes(path, manifest)
     for name in sorted(manifest.files)[share::num_shares]:
-        if file_digest(path / name) != manifest.files[name].sha256:
+        if file_digest(path / name, look=look) != manifest.files[name].sha256:
             raise DamagedCheckpoint(
                 f"checkpoint: {path / name}: damaged (its contents do not match the digest in {MANIFEST})"
             )
 
 
-def file_digest(file: Place) -> str:
-    """The sha256 of a file's contents, in hex.
+def file_digest(file: Place, *, look: LookAt | None = None) -> str:
+    """The sha256 of a file's contents, in hex; `look` is given them as in `check_contents`.
 
     Raises:
         DamagedCheckpoint: if a disk cannot give it back. ConfigError: if it cannot be read for another reason.
     """
-    digest = hashlib.sha256()
+    digest, start = hashlib.sha256(), 0
+    buffer = memoryview(bytearray(_READ_BYTES))
     try:
         with told_as_damage(file), file.open("rb") as stream:
-            while block := stream.read(_READ_BYTES):
-                digest.update(block)
+            while num_bytes := stream.readinto(buffer):
+                digest.update(buffer[:num_bytes])
+                if look is not None:
+                    look(file.name, start, buffer[:num_bytes])
+                start += num_bytes
     except OSError as error:
         raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror or error}") from error
     return digest.hexdigest()

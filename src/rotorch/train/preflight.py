@@ -381,7 +381,7 @@ def check_model(
     Returns:
         The strategies, as they are for this batch, and the model's units.
     """
-    from rotorch.models.causality import reads_ahead
+    from rotorch.models.causality import why_not_trained
     from rotorch.models.describe import describe
     from rotorch.models.lora import ADAPTERS
     from rotorch.models.pretrained import open_pretrained
@@ -392,11 +392,8 @@ def check_model(
 
     with on_meta():
         module = make_module(model_config, lora=lora)
-    if reads_ahead(model_config):
-        raise ConfigError(
-            f"model: {model_config.model_type!r} reads in both directions: its tokens see the next one. "
-            "Write is_decoder = true in its configuration, or a decoder's"
-        )
+    if why := why_not_trained(model_config):
+        raise ConfigError(f"model: {why}")
     spec = describe(module, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
     strategies = for_batch(strategies, spec, batch=batch, num_micro_batches=num_micro_batches)
     for strategy in strategies:
