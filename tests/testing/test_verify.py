@@ -170,6 +170,39 @@ def test_a_wrong_backward_is_named_where_it_begins(tiny, plant):
     assert report.first_divergent_module == "model.layers.1.self_attn.o_proj"
 
 
+def test_a_wrong_step_of_the_optimizer_is_named(tiny, plant):
+    """Loss and gradients are right in both steps: weights alone differ after the second."""
+
+    def mistake(model):
+        original, steps = torch.optim.AdamW.step, []
+
+        def step(self, *args):
+            steps.append(None)
+            if len(steps) == 2:
+                model.weights["model.layers.0.mlp.up_proj.weight"].local_parameter.grad.mul_(2)
+            return original(self, *args)
+
+        torch.optim.AdamW.step = step  # in this rank's process
+
+    plant(mistake)
+    report = verify(tiny("llama"), parallel="rtp=2", steps=2)
+    assert not report.ok and report.max_rel_err_grad <= BAR
+    assert report.first_divergent_module == "model.layers.0.mlp.up_proj"
+    assert (report.first_divergence.what, report.first_divergence.step) == ("weight after the optimizer's step", 2)
+    assert report.max_rel_err_weights > 1e-4
+
+
+def test_where_a_true_gradient_is_zero_weights_are_set_aside(tmp_path):
+    """A soft-max is blind to the bias of BERT's keys; and it is no model to be trained for the next token."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = {"model_type": "bert", "num_attention_heads": 4, "max_position_embeddings": 32, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": ["BertLMHeadModel"]}))
+    report = verify(str(tmp_path / "config.json"), parallel="rtp=2")
+    assert report.ok and report.max_rel_err_weights < 1e-9, report
+    assert report.num_elements_set_aside == 2 * sizes["hidden_size"]
+    assert report.note.startswith("rotorch train refuses this model: 'bert' reads in both directions")
+
+
 def test_a_wrong_initial_weight_is_named(tiny, plant):
     def mistake(model):
         materialize = model.materialize

@@ -204,7 +204,8 @@ def verify(
         layers=layers,
         micro_batches=micro_batches,
     )
-    show(report.to_json(), hidden=("per_step", "worst_weights", "first_divergence"))
+    empty = () if report.note else ("note",)
+    show(report.to_json(), hidden=("per_step", "worst_weights", "first_divergence", *empty))
     write_json(json_file, report.to_json())
     return DONE if report.ok else CHECK_FAILED
 

@@ -30,9 +30,26 @@ def relative_error(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float
     return error if error == error else float("inf")
 
 
-def value_errors(weights: Mapping[str, HeldWeight], theirs: Mapping[str, Tensor]) -> dict[str, float]:
-    """Relative error of this rank's pieces of every weight against whole tensors."""
-    return {name: _piece_error(held, held.local, theirs[name]) for name, held in weights.items()}
+def value_errors(
+    weights: Mapping[str, HeldWeight],
+    theirs: Mapping[str, Tensor],
+    *,
+    floor: float = 0.0,
+    set_aside: Mapping[str, Tensor] | None = None,
+) -> dict[str, float]:
+    """Relative error of this rank's pieces of every weight against whole tensors.
+
+    Args:
+        weights: this rank's.
+        theirs: whole.
+        floor: the least that an error is measured against.
+        set_aside: which elements do not count, as whole masks; None: all count.
+    """
+    aside = set_aside or {}
+    return {
+        name: _piece_error(held, held.local, theirs[name], floor=floor, set_aside=aside.get(name))
+        for name, held in weights.items()
+    }
 
 
 def gradient_errors(weights: Mapping[str, HeldWeight], theirs: Mapping[str, Tensor | None]) -> dict[str, float]:
@@ -62,8 +79,15 @@ def _gradients(held: HeldWeight, whole: Tensor | None) -> tuple[Tensor, Tensor]:
     return ours, ours.new_zeros(held.weight.shape) if whole is None else whole
 
 
-def _piece_error(held: HeldWeight, ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float:
+def _piece_error(
+    held: HeldWeight, ours: Tensor, theirs: Tensor, *, floor: float = 0.0, set_aside: Tensor | None = None
+) -> float:
     """Error of this rank's pieces, relative to the whole weight's largest element, so that all ranks measure alike."""
     scale = max(float(theirs.abs().max()), floor, torch.finfo(theirs.dtype).tiny)
-    pairs = ((piece.of_local(ours), piece.of_whole(theirs)) for piece in held.pieces)
-    return max((relative_error(a / scale, b / scale, floor=1.0) for a, b in pairs), default=0.0)
+    errors = [0.0]
+    for piece in held.pieces:
+        own, whole = piece.of_local(ours), piece.of_whole(theirs)
+        if set_aside is not None:
+            own = torch.where(piece.of_whole(set_aside), whole, own)
+        errors.append(relative_error(own / scale, whole / scale, floor=1.0))
+    return max(errors)

@@ -6,14 +6,21 @@
     them, the loss, gradients, and the weights after the optimizer. Backward runs the other way: it is the LAST module
     in forward order with a wrong gradient where it went wrong first. A module of a unit that runs on slices counts
     only if the unit's own output is wrong too.
+
+[Note: weights after a step]
+    AdamW divides a gradient by its own size. Where the true gradient is 0 (the bias of keys without rotary embeddings)
+    rounding is all there is, and the two runs walk apart at random. So an element is set aside while its reference
+    gradient has been, in every step, 0 or below `_NOISE` of the model's largest one, and not 0 in all of them. How many
+    there are is told, and the verdict depends on the rest. Errors are measured against a weight's largest element, or
+    one full step (the learning rate) where that is larger: a bias that begins at 0 has no scale of its own.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +32,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.forking import gpu_in_sight, start_autograd
 from rotorch.fresh_process import call_fresh
 from rotorch.mesh import check_world_size
+from rotorch.models.causality import why_not_trained
 from rotorch.models.describe import describe
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import load_step_code, parallelize
@@ -47,6 +55,9 @@ _ROUNDING = 1e-5
 _VALUES_BAR = 1e-7
 """Of weights after a step: where a gradient is as small as its epsilon, AdamW divides rounding by next to nothing."""
 
+_NOISE = 1e4 * torch.finfo(torch.float64).eps
+"""Of the model's largest gradient; below lies what may be rounding alone (see [Note: weights after a step])."""
+
 _LEARNING_RATE = 1e-3
 
 
@@ -60,6 +71,7 @@ class StepErrors:
         gradients: per weight.
         along: per weight: sums over its elements of ours * theirs, and theirs * theirs, to recognise a wrong factor.
         values: of weights after the optimizer's step.
+        num_set_aside: elements of weights that `values` leaves out (see [Note: weights after a step]).
     """
 
     loss: tuple[float, float]
@@ -67,6 +79,7 @@ class StepErrors:
     gradients: dict[str, float]
     along: dict[str, tuple[float, float]]
     values: dict[str, float]
+    num_set_aside: int = 0
 
 
 @dataclass
@@ -81,18 +94,20 @@ class Divergence:
 
 @dataclass
 class VerifyReport:
-    """What `rotorch verify` found. `ok` says whether loss and gradients agree to `BAR` in all steps.
+    """What `rotorch verify` found. `ok`: loss and gradients agree to `BAR` in all steps, and weights after them.
 
     Attributes:
         max_rel_err_loss: over all steps.
         max_rel_err_grad: over all steps and weights (see testing/compare.py, [Note: errors]).
-        max_rel_err_weights: after the optimizer's steps.
+        max_rel_err_weights: after the optimizer's steps, of the elements that count.
         first_divergent_module: name of the module to look at, or None.
         first_divergence: the same with step, kind and size.
         verdict: one sentence.
         worst_weights: the five with the largest gradient error: name, error.
         per_step: loss and errors of every step.
         num_modules_compared: how many modules' outputs were compared.
+        num_elements_set_aside: of weights, whose gradient was rounding alone (see [Note: weights after a step]).
+        note: why `rotorch train` refuses this model though the two runs agree; "" if it does not.
     """
 
     model: str
@@ -111,6 +126,8 @@ class VerifyReport:
     worst_weights: list[tuple[str, float]] = field(default_factory=list)
     per_step: list[dict[str, float]] = field(default_factory=list)
     num_modules_compared: int = 0
+    num_elements_set_aside: int = 0
+    note: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -164,8 +181,9 @@ def verify(
     strategies = parse_parallel(parallel)
     check_world_size(strategies, world_size=num_ranks(strategies) if nproc is None else nproc)
     config = plain_config(model_path, layers=layers)
+    why = why_not_trained(config)
     compute_exactly(config)
-    return verify_subject(
+    report = verify_subject(
         CausalLM(config, micro_batches),
         name=model_path,
         parallel=parallel,
@@ -175,6 +193,7 @@ def verify(
         device=device,
         directory=model_path if has_weights(model_path) and layers is None else None,
     )
+    return replace(report, note=f"rotorch train refuses this model: {why}" if why else "")
 
 
 def verify_subject(
@@ -251,12 +270,14 @@ class _Expected:
         loss: per target.
         outputs: of all modules.
         gradients: per weight; None of one that takes no part.
+        set_aside: which elements of weights do not count after the step (see [Note: weights after a step]).
     """
 
     values: dict[str, Tensor]
     loss: float = 0.0
     outputs: Calls = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    set_aside: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -276,12 +297,15 @@ class _Comparison:
         optimizer = torch.optim.AdamW(reference.parameters(), lr=_LEARNING_RATE)
         num_parts = batch_ranks(self.strategies) * self.subject.num_micro_batches
         yield _Expected(_values(reference))
+        largest: dict[str, Tensor] = {}  # of each element's gradients so far, relative to the model's largest
         for step in range(self.steps):
             with exact_arithmetic(), recorded(reference) as whole:
                 loss = reference_step(reference, self._batch(step), loss=self.subject.loss, num_parts=num_parts)
             gradients = {name: None if p.grad is None else p.grad.clone() for name, p in reference.named_parameters()}
             optimizer.step()
-            yield _Expected(_values(reference), float(loss), whole[0], gradients)
+            _raise_to(largest, gradients)
+            set_aside = {name: (part > 0) & (part < _NOISE) for name, part in largest.items()}
+            yield _Expected(_values(reference), float(loss), whole[0], gradients, set_aside)
 
     def run(self, module: nn.Module, expected: Iterable[_Expected]) -> list[StepErrors]:
         """Runs the parallel side on this rank; the first entry of the result is the state before the first step."""
@@ -300,7 +324,10 @@ class _Comparison:
             with exact_arithmetic():
                 found.append(self._passes(model, theirs, step=number - 1))
             optimizer.step()
-            found[-1].values = value_errors(model.weights, theirs.values)
+            found[-1].values = value_errors(
+                model.weights, theirs.values, floor=_LEARNING_RATE, set_aside=theirs.set_aside
+            )
+            found[-1].num_set_aside = sum(int(mask.sum()) for mask in theirs.set_aside.values())
             optimizer.zero_grad()
         model.close()
         return found
@@ -337,6 +364,15 @@ def _values(module: nn.Module) -> dict[str, Tensor]:
     return {name: p.detach().clone() for name, p in module.named_parameters()}
 
 
+def _raise_to(largest: dict[str, Tensor], gradients: Mapping[str, Tensor | None]) -> None:
+    """Keeps the largest magnitude of each element's gradients, each relative to the model's largest of its step."""
+    known = {name: gradient.abs() for name, gradient in gradients.items() if gradient is not None}
+    scale = max((float(gradient.max()) for gradient in known.values() if gradient.numel()), default=0.0) or 1.0
+    for name, gradient in known.items():
+        part = gradient / scale
+        largest[name] = torch.maximum(largest[name], part) if name in largest else part
+
+
 # ---- in the parent: from what the ranks found to one report -------------------------------------------------------
 
 
@@ -359,7 +395,8 @@ def _report(by_rank: list[list[StepErrors]], *, spec: ModelSpec, model: str, par
             worst[name] = max(worst.get(name, 0.0), error)
     max_loss = max(row["rel_err_loss"] for row in per_step)
     max_grad = max(worst.values(), default=0.0)
-    ok = max_loss <= BAR and max_grad <= BAR
+    max_values = max(row["rel_err_weights"] for row in per_step)
+    ok = max_loss <= BAR and max_grad <= BAR and max_values <= _VALUES_BAR
     return VerifyReport(
         model=model,
         parallel=parallel,
@@ -367,14 +404,15 @@ def _report(by_rank: list[list[StepErrors]], *, spec: ModelSpec, model: str, par
         steps=len(steps) - 1,
         max_rel_err_loss=max_loss,
         max_rel_err_grad=max_grad,
-        max_rel_err_weights=max(row["rel_err_weights"] for row in per_step),
+        max_rel_err_weights=max_values,
         first_divergent_module=None if ok or first is None else first.module,
         ok=ok,
-        verdict=_verdict(first, steps, ok=ok, max_error=max(max_loss, max_grad)),
+        verdict=_verdict(first, steps, ok=ok, max_error=max(max_loss, max_grad, max_values)),
         first_divergence=None if ok else first,
         worst_weights=sorted(worst.items(), key=lambda item: -item[1])[:5],
         per_step=per_step[1:],
         num_modules_compared=len(steps[-1].outputs),
+        num_elements_set_aside=max(step.num_set_aside for step in steps),
     )
 
 
@@ -390,7 +428,7 @@ def _merge(found: list[StepErrors]) -> StepErrors:
         name: (sum(f.along[name][0] for f in found), sum(f.along[name][1] for f in found)) for name in found[0].along
     }
     loss = max((f.loss for f in found), key=_loss_error)
-    return StepErrors(loss, worst("outputs"), worst("gradients"), along, worst("values"))
+    return StepErrors(loss, worst("outputs"), worst("gradients"), along, worst("values"), found[0].num_set_aside)
 
 
 def _loss_error(loss: tuple[float, float]) -> float:
