@@ -161,6 +161,24 @@ def test_a_truncated_file(written, tmp_path, kept):
         load_config(file)
 
 
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (gguf.GGMLQuantizationType.I32, "of a dtype that is not converted: model.norm.weight (torch.int32 in the file"),
+        (gguf.GGMLQuantizationType.Q8_K, "cannot read output_norm.weight in "),
+    ],
+)
+def test_kinds_that_are_no_weights_are_refused_by_name(written, tmp_path, kind, said):
+    content, name = bytearray(written[0].read_bytes()), b"output_norm.weight"
+    at = content.index(name) + len(name) + 4 + 8  # behind the number of dims, and its one size
+    assert content[at : at + 4] == bytes(4)  # F32
+    content[at : at + 4] = int(kind).to_bytes(4, "little")
+    (tmp_path / "wrong.gguf").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load_whole(tmp_path / "wrong.gguf", "single")
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
 def test_several_files_in_one_directory(tmp_path):
     for name in ("a.gguf", "b.gguf"):
         (tmp_path / name).touch()

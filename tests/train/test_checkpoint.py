@@ -207,6 +207,41 @@ def test_changed_hyperparameters_and_schedule_are_said_once(tmp_path):
     assert (manifest.data, manifest.run) == ({"position": 4}, {"model": "x"})
 
 
+def grouped(*groups):
+    """A state whose optimizer has its weights in two groups, of which the first is decayed."""
+    state = by_hand(2)
+    names = list(state.model.weights)
+    made = [{"params": [state.model.weights[names[k]].parameter for k in group]} for group in groups]
+    state.optimizer = torch.optim.AdamW(made, lr=0.1)
+    state.optimizer.param_groups[1]["weight_decay"] = 0.0
+    return state
+
+
+def save_in_groups(run_dir):
+    state = grouped([0, 1], range(2, 3))
+    fill(state)
+    return str(save(run_dir, state, keep=1)), list(state.model.weights)
+
+
+def load_in_groups(path, groups):
+    lines, handler = [], logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("rotorch").addHandler(handler)
+    load(path, grouped(*groups))
+    return [line.removeprefix(f"checkpoint: {path}: ") for line in lines]
+
+
+def test_weights_that_are_decayed_from_here_on_are_said(tmp_path):
+    path, names = run_ranks(save_in_groups, tmp_path, num_ranks=2)[0]
+    assert run_ranks(load_in_groups, path, [[0, 1], [2]], num_ranks=2) == [[], []]
+    assert run_ranks(load_in_groups, path, [[0, 1, 2], []], num_ranks=2)[0] == [
+        f"optimizer group 0 (weight_decay 0.01) has {names[2]!r} from here on, which group 1 had"
+    ]
+    assert run_ranks(load_in_groups, path, [[2], [0, 1]], num_ranks=2)[0][1] == (
+        f"optimizer group 1 (weight_decay 0.0) has {min(names[:2])!r} and 1 more from here on, which group 0 had"
+    )
+
+
 # ---------------------------------------------------------------- real models
 
 HAVE_RTP = importlib.util.find_spec("rotorch.strategies.rtp.apply") is not None

@@ -37,9 +37,14 @@ def test_each_rank_reads_what_was_said(run_toml, tmp_path, monkeypatch):
         done = rotorch(tmp_path / "log", "train", run_toml, *settings, "--dry-run", "--json", said)
         assert (done.code, done.stderr) == (0, "")
         assert "fits: " in done.stdout and "nothing was started" in done.stdout
+        assert re.search(r"weight decay: on 10\.\d k of 10\.6 k trained parameters", done.stdout)
         assert len(read_metrics(tmp_path / "run")) == steps - 1
         assert rotorch(tmp_path / "log", "train", run_toml, *settings).code == 0
-        for plan in json.loads(said.read_text())["ranks"]:
+        told, about = json.loads(said.read_text()), json.loads((tmp_path / "run" / "run.json").read_text())
+        # The norms of one layer and of the end are not decayed.
+        assert told["num_trained_parameters"] - told["num_decayed_parameters"] == 3 * 16
+        assert about["num_decayed_parameters"] == told["num_decayed_parameters"]
+        for plan in told["ranks"]:
             counts = tmp_path / f"read-{plan['rank']}"
             assert plan["reads_bytes"] == sum(map(int, counts.read_text().split())), (layout, plan["rank"])
             counts.unlink()

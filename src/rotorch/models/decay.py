@@ -18,9 +18,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
+
+from rotorch.core.spec import Weight
 
 _LAYERS = (
     nn.Linear,
@@ -52,3 +54,8 @@ def is_decayed(module: nn.Module, name: str, *, shape: Sequence[int]) -> bool:
         return False
     is_vector = sum(size > 1 for size in shape) < 2
     return isinstance(holder, _LAYERS) or not is_vector
+
+
+def num_decayed_parameters(module: nn.Module, weights: Iterable[Weight]) -> int:
+    """How many of a model's trained parameters weight decay acts on (see [Note: what is decayed])."""
+    return sum(w.numel for w in weights if w.trained and is_decayed(module, w.name, shape=w.shape))

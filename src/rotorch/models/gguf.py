@@ -357,6 +357,10 @@ def _parse(cursor: _Cursor, *, package: Any, size: int) -> _Header:
     return _Header(str(values["general.architecture"]), tensors)
 
 
+_WHOLE_NUMBERS = {"I8": torch.int8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}
+"""Kinds that are no weights: named as what they are, so that they are refused in their place."""
+
+
 @final
 class _Tensor(Stored):
     """One tensor of the file, as transformers orders its rows (see [Note: rows in another order])."""
@@ -365,8 +369,8 @@ class _Tensor(Stored):
         self._entry, self._stream, self._package, self._processor = entry, stream, package, processor
         self._length = entry.shape[-1] if entry.shape else 1
         self._row_bytes = entry.num_bytes // max(math.prod(entry.shape[:-1]), 1)
+        self.dtype = _WHOLE_NUMBERS.get(entry.kind.name, torch.float32)
         self._order = self._order_of_rows()
-        self.dtype = torch.float32
         self.shape = entry.shape if self._order is not None else self._make_whole().shape
 
     def read(self, box: Box, *, out: Tensor) -> None:
@@ -393,7 +397,11 @@ class _Tensor(Stored):
             self._stream.fileno(), (stop - first) * self._row_bytes, self._entry.start + first * self._row_bytes
         )
         raw = np.frombuffer(data, np.uint8).reshape(stop - first, self._row_bytes)[rows - first]
-        made = self._package.quants.dequantize(raw, self._entry.kind)
+        try:
+            made = self._package.quants.dequantize(raw, self._entry.kind)
+        except NotImplementedError as error:
+            where = f"{self._entry.name} in {self._stream.name!r}"
+            raise ConfigError(f"load: cannot read {where}: {error}. Write a file of other kinds, e.g. Q8_0") from None
         return np.asarray(made, np.float32).reshape(len(rows), self._length)
 
     def _make_whole(self) -> npt.NDArray[np.float32]:

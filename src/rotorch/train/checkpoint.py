@@ -74,6 +74,7 @@ from rotorch.train.state import (
     loading_tensors,
     model_entry,
     model_tensors,
+    moved_between_groups,
     optimizer_entry,
     optimizer_tensors,
     restore_groups,
@@ -231,6 +232,7 @@ def load(path: Place | str, state: TrainState) -> Manifest:
     notes = _schedule_changes(saved=dict(manifest.schedule), ours=state.schedule)
     if state.optimizer is not None and manifest.optimizer is not None:
         notes += restore_groups(state.optimizer, manifest.optimizer)
+        notes += moved_between_groups(state, manifest.optimizer)
         attach_optimizer_state(state, made, kinds=manifest.optimizer.kinds)
     state.step, state.tokens, state.seed = manifest.step, manifest.tokens, manifest.seed
     state.data = dict(manifest.data)

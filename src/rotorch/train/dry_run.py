@@ -16,14 +16,17 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from rotorch.core.quantities import format_bytes
+from rotorch.core.quantities import format_bytes, format_count
 from rotorch.core.stage_balance import layer_costs
 from rotorch.host_memory import address_space_left_bytes, available_bytes
 from rotorch.mesh import device_type
+from rotorch.models.decay import num_decayed_parameters
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.prediction import Prediction, predict
+from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel
 from rotorch.train.manifest import BUFFER, MODEL, OPTIMIZER, Manifest
+from rotorch.train.module import make_module
 from rotorch.train.preflight import CheckedRun, micro_batch_of
 from rotorch.train.state import WEIGHT, rng_name
 
@@ -76,8 +79,12 @@ def dry_run(run: CheckedRun) -> dict[str, Any]:
         limits.append(("machine", together, available_bytes()))
         if (left := address_space_left_bytes()) is not None:
             limits.append(("rank's address space (ulimit -v)", max(on_host), left))
+    with on_meta():
+        module = make_module(run.model_config, lora=run.config.lora)
     return {
         "parallel": format_parallel(run.strategies),
+        "num_trained_parameters": run.spec.num_trained_parameters,
+        "num_decayed_parameters": num_decayed_parameters(module, run.spec.weights),
         "resume": None if run.resume is None else str(run.resume.checkpoint),
         "step": 0 if run.resume is None else run.resume.manifest.step,
         "stages": _stages(run),
@@ -151,6 +158,8 @@ def show_dry_run(found: dict[str, Any], *, console: Console) -> None:
     for plan in found["ranks"]:
         table.add_row(str(plan["rank"]), *(format_bytes(plan[key]) for key in shown.values()))
     console.print(table)
+    decayed, trained = (format_count(found[f"num_{which}_parameters"]) for which in ("decayed", "trained"))
+    console.print(f"weight decay: on {decayed} of {trained} trained parameters", highlight=False)
     for limit in found["limits"]:
         needed, there = limit["needed_bytes"], limit["available_bytes"]
         verdict = "fits" if needed <= there else "does not fit"

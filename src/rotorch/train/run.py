@@ -39,6 +39,7 @@ from rotorch.core.quantities import format_bytes, format_count
 from rotorch.forking import check_semaphores, why_no_ranks
 from rotorch.fresh_process import call_fresh
 from rotorch.mesh import join_process_group, pick_device
+from rotorch.models.decay import num_decayed_parameters
 from rotorch.models.lora import ADAPTERS
 from rotorch.orphans import die_with_torchrun
 from rotorch.parallelize import load_step_code, parallelize
@@ -425,6 +426,7 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
         "parallel": format_parallel(run.strategies),
         "config": run.config.model_dump(mode="json"),
         "model_config": model_config(state.model.module),
+        "num_decayed_parameters": num_decayed_parameters(state.model.module, run.spec.weights),
     }
     text = json.dumps(about, indent=2) + "\n"
     (run.out / RUN_FILE).write_text(text, "utf-8")

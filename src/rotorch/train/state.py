@@ -18,13 +18,14 @@ import base64
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from pydantic import JsonValue
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -37,6 +38,9 @@ from rotorch.train.manifest import BUFFER, MODEL, OPTIMIZER, RNG, ModelEntry, Op
 from rotorch.train.storage import DTYPES
 
 WEIGHT, TENSOR, NUMBER = "weight", "tensor", "number"
+
+_MEMBERS = "weights"
+"""The entry of a saved group that names its weights."""
 
 _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "use_cache", "dtype", "torch_dtype", "architectures"}
 """Entries of a Hugging Face config that may differ between two runs of one model."""
@@ -155,7 +159,10 @@ def optimizer_entry(state: TrainState) -> OptimizerEntry | None:
     kinds: dict[str, str] = {}
     for held, key, value in optimizer_values(state):
         kinds[key] = _merge_kind(optimizer, key, kinds.get(key), _kind(optimizer, held, key, value))
-    groups = [_plain_group(optimizer, group) for group in optimizer.param_groups]
+    groups = [
+        {**_plain_group(optimizer, group), _MEMBERS: names}
+        for group, names in zip(optimizer.param_groups, _members(state), strict=True)
+    ]
     return OptimizerEntry(name=type(optimizer).__name__, groups=groups, kinds=kinds)
 
 
@@ -240,12 +247,43 @@ def _plain_group(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
     return plain
 
 
+def _members(state: TrainState) -> list[list[JsonValue]]:
+    """The names of the weights in each of the optimizer's groups."""
+    assert state.optimizer is not None, "who asks has one"
+    stepped = _stepped(state.optimizer)
+    name_of = {id(stepped(held)): name for name, held in state.model.weights.items()}
+    return [sorted(name_of[id(p)] for p in g["params"] if id(p) in name_of) for g in state.optimizer.param_groups]
+
+
+def moved_between_groups(state: TrainState, entry: OptimizerEntry) -> list[str]:
+    """A line for each group that has weights now which were in another one when the state was saved."""
+    saved = {name: number for number, group in enumerate(entry.groups) for name in _names_in(group)}
+    lines = []
+    for number, names in enumerate(_members(state)):
+        moved = [name for name in names if saved.get(str(name), number) != number]
+        if moved:
+            more = f" and {len(moved) - 1} more" if moved[1:] else ""
+            decay = entry.groups[number].get("weight_decay")
+            lines.append(
+                f"optimizer group {number} (weight_decay {decay}) has {moved[0]!r}{more} from here on, which "
+                f"group {saved[str(moved[0])]} had"
+            )
+    return lines
+
+
+def _names_in(group: Mapping[str, JsonValue]) -> list[str]:
+    names = group.get(_MEMBERS, [])
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
 def restore_groups(optimizer: torch.optim.Optimizer, entry: OptimizerEntry) -> list[str]:
     """Gives the optimizer the saved hyperparameters; returns a line for each that this run had set otherwise."""
     changed = []
     for number, (group, saved) in enumerate(zip(optimizer.param_groups, entry.groups, strict=True)):
         ours = _plain_group(optimizer, group)
         for key, value in saved.items():
+            if key == _MEMBERS:
+                continue
             if key in ours and ours[key] != value and key != "lr":
                 changed.append(f"optimizer group {number}: {key} stays {value!r} as saved, not {ours[key]!r}")
             if isinstance(group.get(key), Tensor):
