@@ -11,7 +11,10 @@ import rotorch
 from rotorch.core.spec import UnitKind
 from rotorch.models import probe
 from rotorch.models.describe import describe
+from rotorch.testing.batches import global_batch
 from rotorch.testing.conformance import INVARIANTS, examine, make_case
+from rotorch.testing.fake import as_rank
+from rotorch.testing.traffic import sent_and_said
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 64}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
@@ -149,3 +152,16 @@ def test_all_invariants_of_weights_inside_a_module(warm, tmp_path):
     problems = examine(case, parallel="rtp=2[recompute=slice,transport=send_receive]", scratch=tmp_path / "scratch")
     assert {name: found for name, found in problems.items() if found} == {}
     assert set(problems) == set(INVARIANTS) and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bytes_of_transposed_weights_are_the_layouts_to_the_byte(bias, num_ranks):
+    """Falcon multiplies with `weight.T` and adds the bias apart."""
+    with rotorch.on_meta():
+        model = transformers.AutoModelForCausalLM.from_config(transformers.FalconConfig(**SIZES, bias=bias))
+    shape = {"num_shares": 1, "num_micro_batches": 1, "num_rows": 2, "num_tokens": 8}
+    batch = global_batch(seed=0, step=0, vocab_size=64, **shape)
+    with as_rank(1, num_ranks=num_ranks):
+        sent, said = sent_and_said(model, f"rtp={num_ranks}[transport=send_receive]", batch=batch)
+    assert sent == said and sent

@@ -41,9 +41,27 @@ def test_uses_are_counted_by_what_they_do():
     found = uses(Model(), FEW, MANY)
     assert found["embed.weight"] == Use(lookups=1)
     assert found["layers.*.weight"] == found["layers.*.bias"] == Use(products=2)
-    assert found["conv.weight"] == Use(products=1, others=("sum",))
-    assert found["table"] == Use(others=("T",))  # to ask for its shape is no use
+    assert found["conv.weight"] == Use(products=1, others=("sum",), alone=1)
+    assert found["table"] == Use(products=1, alone=1)  # to ask for its shape is no use
     assert "unused.weight" not in found
+
+
+def test_transposes_are_followed_to_what_takes_them():
+    class Transposes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, ids):
+            x = torch.ones(ids.numel(), 4)
+            x = x @ self.a.weight.T + torch.addmm(self.a.bias, x, self.a.weight.transpose(0, 1)) + self.a.bias
+            x = F.linear(x, self.b.weight.mT.mT) + torch.einsum("bi,io->bo", x, self.b.weight.t())
+            return x + self.b.weight.T.sum() + self.b(x) + 0 * self.a.weight.T.shape[0]
+
+    found = uses(Transposes(), FEW, MANY)
+    assert found["a.weight"] == Use(products=2, alone=1)
+    assert found["a.bias"] == Use(products=1, others=("add",))
+    assert found["b.weight"] == Use(products=2, others=("t", "t"), alone=1)
 
 
 @pytest.mark.parametrize("inputs", [(FEW, MANY), (MANY, FEW)])

@@ -13,6 +13,7 @@ from torch import nn
 
 import rotorch
 from rotorch.core.errors import ConfigError
+from rotorch.models.describe import describe
 from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
 
@@ -345,7 +346,7 @@ def warnings_of(build, layout, shape):
 def test_the_log_says_once_what_is_made_whole():
     for lines in run_ranks(warnings_of, UsesWeights, MESSAGES, (6,), num_ranks=2):
         made = sorted(line.split("'")[1] for line in lines if "takes no slices" in line)
-        assert made == ["bilinear.bias", "bilinear.weight", "conv.weight", "down.weight", "up.weight"]
+        assert made == ["bilinear.bias", "bilinear.weight", "conv.weight", "up.weight"]  # `down.weight.t()` is followed
 
 
 def test_the_log_says_what_is_kept_whole():
@@ -464,3 +465,47 @@ def test_passes_without_gradients_drop_nothing_and_leave_every_part_in_its_mode(
     (found,) = run_ranks(modes_after_passes, num_ranks=1)
     expected = True, [False, True] * 3, [True, True, False, False]
     assert found == {"evaluate": expected, "predict": expected}
+
+
+class AddsItself(nn.Linear):
+    """As Falcon's layers: the bias is added apart."""
+
+    def forward(self, x):
+        return x @ self.weight.T if self.bias is None else x @ self.weight.T + self.bias
+
+
+class OfOwnLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = AddsItself(12, 16), AddsItself(16, 12, bias=False), nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
+
+
+@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "megatron=2"])
+def test_layers_of_an_own_kind_that_add_their_bias_apart(layout):
+    check(OfOwnLayers, layout, shape=(12,))
+    units = {unit.name: len(unit.weights) for unit in describe(OfOwnLayers()).cut_units}
+    assert units == {"a.weight": 1, "b.weight": 1, "c.weight": 2}
+
+
+class Head(nn.Linear):
+    """A head that is used without its bias, which it has all the same."""
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class ModelWithHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.head = nn.Linear(12, 12), Head(12, 12)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.inner(x))) + 0 * self.head.bias.sum()
+
+
+@pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "megatron=2"])
+def test_a_head_whose_bias_is_not_asked_for(layout):
+    check(ModelWithHead, layout, shape=(12,))

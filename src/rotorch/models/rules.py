@@ -102,7 +102,8 @@ def cut_what_is_left(
         elif weight.name in of_one_dtype:
             free[weight.name] = weight
             bias = of_one_dtype.get(f"{weight.name.removesuffix('weight')}bias")
-            by_layers = weight.name not in inside and not _use_of(weight, uses).others
+            use = _use_of(weight, uses)
+            by_layers = weight.name not in inside and not use.others and not use.alone
             if bias is not None and bias.name not in travelling and by_layers:
                 free[bias.name] = bias
     by_rule = _units(module, free)
@@ -223,6 +224,11 @@ def _is_linear_transposed(layer: nn.Module) -> bool:
     return weight is not None and tuple(weight.shape) == (inputs, outputs)
 
 
+def _adds_its_bias(layer: nn.Module) -> bool:
+    """Whether a layer's forward, torch's own or that of transformers' `Conv1D`, adds the bias with the product."""
+    return type(layer).forward.__module__.startswith("torch.") or _is_linear_transposed(layer)
+
+
 def _layers(weight: Weight, module: nn.Module) -> Iterator[nn.Module]:
     for name in (weight.name, *weight.aliases):
         yield module.get_submodule(name.rpartition(".")[0])
@@ -247,8 +253,10 @@ def _layer(weight: Weight, *, module: nn.Module, weights: Mapping[str, Weight]) 
     groups = weight.shape[use.dim]
     parts = [replace(weight, cut=Cut(use.dim, groups))]
     bias = weights.get(f"{weight.name.removesuffix('weight')}bias")
-    # A bias goes round with its rows. Of a tied weight it stays whole: other uses of the weight do without it.
-    if bias is not None and not weight.aliases and not bias.aliases and bias.trained == weight.trained:
+    # A bias goes round with its rows. Of a tied weight it stays whole: other uses of the weight do without it. So does
+    # one that a forward of the user's own may add by itself, as Falcon's layers do after `input @ self.weight.T`.
+    of_one_layer = bias is not None and not weight.aliases and not bias.aliases and bias.trained == weight.trained
+    if bias is not None and of_one_layer and _adds_its_bias(layers[0]):
         parts.append(replace(bias, cut=Cut(0, groups)))
     looked_up = [isinstance(layer, nn.Embedding) for layer in layers]
     return Unit(

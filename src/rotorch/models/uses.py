@@ -7,6 +7,9 @@
     runs only for some tokens (an expert in a list of its own) breaks that, and its code does not say so. So a tiny
     model runs on several inputs, down to a single token, and every function that a weight is given to is written down.
     What differs between inputs depends on the data.
+
+    A product with a weight's transpose is one with the weight. Without the layer's bias a product is one of the matrix
+    alone, and the bias must not travel with it.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from rotorch._torch_private import tree_flatten
+from rotorch.models.products import as_linear, is_transpose
 
 _PRODUCTS = {
     F.linear,
@@ -65,6 +69,7 @@ class Use:
         others: names of other functions, for which it must be whole.
         varies: between inputs.
         obstacle: why it cannot go round; "" if nothing speaks against it.
+        alone: how many of the products add no bias.
     """
 
     products: int = 0
@@ -72,6 +77,7 @@ class Use:
     others: tuple[str, ...] = ()
     varies: bool = False
     obstacle: str = ""
+    alone: int = 0
 
 
 def uses_in_passes(module: nn.Module, passes: Iterable[Callable[[], Any]]) -> dict[str, Use]:
@@ -84,9 +90,9 @@ def uses_in_passes(module: nn.Module, passes: Iterable[Callable[[], Any]]) -> di
     if isinstance(first, Exception):
         raise first
     compared = [trace for trace in others if not isinstance(trace, Exception)]
-    by_name: dict[str, list[Any]] = {name: [] for name, _ in first}
-    for name, func in first:
-        by_name[name].append(func)
+    by_name: dict[str, list[_Call]] = {name: [] for name, _ in first}
+    for name, call in first:
+        by_name[name].append(call)
     varying = _that_differ(first, compared) if compared else set(by_name)
     varying |= {name for trace in compared for name, _ in trace} - set(by_name)
     found: dict[str, Use] = {}
@@ -110,11 +116,21 @@ def _of_both(one: Use, other: Use) -> Use:
         max(one.others, other.others, key=len),
         one.varies or other.varies,
         one.obstacle or other.obstacle,
+        max(one.alone, other.alone),
     )
 
 
-Trace = list[tuple[str, Any]]
-"""(name of a weight, function that it was given to), in order."""
+@dataclass(frozen=True)
+class _Call:
+    """A function that a weight was given to; a product is one of a layer, or of the matrix `alone`."""
+
+    func: Any
+    is_product: bool = False
+    alone: bool = False
+
+
+Trace = list[tuple[str, _Call]]
+"""(name of a weight, what it was given to), in order."""
 
 
 def _traced(run: Callable[[], Any], names: Mapping[int, str]) -> Trace | Exception:
@@ -128,18 +144,40 @@ def _traced(run: Callable[[], Any], names: Mapping[int, str]) -> Trace | Excepti
 
 
 class _Watch(TorchFunctionMode):
-    """Writes down which functions are given one of some tensors, by id."""
+    """Writes down which functions are given one of some tensors, by id. The transposes of matrices are followed."""
 
     def __init__(self, names: Mapping[int, str]) -> None:
         super().__init__()
         self._names = names
+        self._transposes: dict[int, tuple[Tensor, Tensor]] = {}  # with what each is of; alive, so that ids stay theirs
         self.trace: Trace = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and self._is_known(args[0]) and is_transpose(func, args, kwargs):
+            return self._transpose(args[0], func(*args))
         if not _only_asks(func):
-            given = {id(leaf): self._names.get(id(leaf)) for leaf in tree_flatten((args, kwargs))[0]}
-            self.trace += [(name, func) for name in given.values() if name is not None]
-        return func(*args, **(kwargs or {}))
+            given = [leaf for leaf in tree_flatten((args, kwargs))[0] if self._is_known(leaf)]
+            found = as_linear(func, args, kwargs, is_transposed=lambda leaf: id(leaf) in self._transposes)
+            for leaf in {id(leaf): leaf for leaf in given}.values():
+                call = _Call(func, found is not None) if func not in _PRODUCTS else _Call(func, True)
+                if call.is_product:
+                    bias = found[2] if found is not None else kwargs.get("bias", args[2] if len(args) > 2 else None)
+                    call = _Call(func, True, alone=bias is None)
+                elif id(leaf) in self._transposes:
+                    call = _Call(Tensor.t)  # as a stand-in has it: whole for that time
+                whole = self._transposes[id(leaf)][1] if id(leaf) in self._transposes else leaf
+                self.trace.append((self._names[id(whole)], call))
+        return func(*args, **kwargs)
+
+    def _is_known(self, leaf: Any) -> bool:
+        return id(leaf) in self._names or id(leaf) in self._transposes
+
+    def _transpose(self, of: Tensor, made: Tensor) -> Tensor:
+        if id(of) in self._transposes:
+            return self._transposes[id(of)][1]
+        self._transposes[id(made)] = (made, of)
+        return made
 
 
 def _name(func: Any) -> str:
@@ -164,12 +202,13 @@ def _that_differ(first: Trace, others: Sequence[Trace]) -> set[str]:
     return different if all(trace == alike[0] for trace in alike) else {name for name, _ in first}
 
 
-def _use(funcs: Sequence[Any], *, varying: bool) -> Use:
-    products = sum(func in _PRODUCTS for func in funcs)
-    lookups = sum(func is F.embedding for func in funcs)
-    others = [func for func in funcs if func not in _PRODUCTS and func is not F.embedding]
+def _use(calls: Sequence[_Call], *, varying: bool) -> Use:
+    products = [call for call in calls if call.is_product]
+    lookups = sum(call.func is F.embedding for call in calls)
+    others = [call.func for call in calls if not call.is_product and call.func is not F.embedding]
     named = tuple(_name(func) for func in others)
-    return Use(products, lookups, named, varying, _obstacle(others, named, varying=varying))
+    obstacle = _obstacle(others, named, varying=varying)
+    return Use(len(products), lookups, named, varying, obstacle, alone=sum(call.alone for call in products))
 
 
 def _obstacle(others: Sequence[Any], named: Sequence[str], *, varying: bool) -> str:

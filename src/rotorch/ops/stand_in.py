@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from rotorch._torch_private import tree_flatten, tree_unflatten, wrapper_tensor
 from rotorch.core.errors import ConfigError
+from rotorch.models.products import as_linear, is_transpose
 
 _ABOUT = {
     "dim",
@@ -61,7 +61,7 @@ class StandInWeight(StandIn):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], StandInWeight) and _transposes(func, args, kwargs or {}):
+        if args and isinstance(args[0], StandInWeight) and is_transpose(func, args, kwargs or {}):
             return Transposed(args[0])
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -84,41 +84,18 @@ class Transposed(StandIn):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if args and isinstance(args[0], Transposed) and _transposes(func, args, kwargs or {}):
+        if args and isinstance(args[0], Transposed) and is_transpose(func, args, kwargs or {}):
             return args[0].of
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def answer(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Multiplies as a linear layer does; other functions get what its weight answers to `t`, or refuses."""
-        if func in _PRODUCTS and len(args) == 2 and not kwargs and _is_right_of(*args):
-            return F.linear(args[0], args[1].of)
-        if func in _SUMS and len(args) == 3 and not kwargs and _is_right_of(*args[1:]) and len(args[0].shape) == 1:
-            return F.linear(args[1], args[2].of, args[0])
+        found = as_linear(func, args, kwargs, is_transposed=lambda x: isinstance(x, Transposed))
+        if found is not None and not isinstance(found[0], StandIn):
+            input, matrix, bias = found
+            return F.linear(input, matrix.of, bias)
         leaves, tree = tree_flatten((args, kwargs))
         given = [type(x.of).answer(Tensor.t, (x.of,), {}) if isinstance(x, Transposed) else x for x in leaves]
         args, kwargs = tree_unflatten(given, tree)
         return func(*args, **kwargs)
-
-
-_PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-_SUMS = {torch.addmm, Tensor.addmm}
-
-
-def _is_right_of(input: Any, matrix: Any) -> bool:
-    """Whether a plain tensor is multiplied with a transposed matrix to its right."""
-    return isinstance(matrix, Transposed) and not isinstance(input, StandIn)
-
-
-def _transposes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a function gives the transpose of its first argument, a matrix."""
-    dims = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
-    if getattr(func, "__name__", "") == "__get__":
-        found = getattr(getattr(func, "__self__", None), "__name__", "") in ("T", "mT", "H", "mH")
-    elif func in (torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes):
-        found = sorted(dim % 2 for dim in dims) == [0, 1]
-    elif func in (torch.permute, Tensor.permute):
-        found = [dim % 2 for dim in dims] == [1, 0]
-    else:
-        found = func in (torch.t, Tensor.t)
-    return found and not kwargs and len(args[0].shape) == 2
