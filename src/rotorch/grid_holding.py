@@ -101,7 +101,13 @@ class GridHolding(Holding):
         self.weights = self._blocks.held
         heads = {w.name for u in spec.units if u.logits for w in u.weights}
         self._stand_ins = {
-            w.name: BlockWeight(w, self._blocks.twins[w.name], grid=self.grid, head=w.name in heads)
+            w.name: BlockWeight(
+                w,
+                self._blocks.twins[w.name],
+                grid=self.grid,
+                head=w.name in heads,
+                biased=f"{w.name.removesuffix('weight')}bias" in parameters,
+            )
             for w in spec.weights
             if w.grid is not None and (w.grid.rows is not None or w.grid.whole_output)
         }

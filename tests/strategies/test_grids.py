@@ -166,6 +166,27 @@ def test_a_plain_module_with_a_plan_is_exact(layout):
             assert torch.allclose(grads[name], grad, rtol=1e-10, atol=1e-12), name
 
 
+class AddsItsBiasApart(Mixer):
+    def forward(self, x):
+        h = self.patches(x) + self.places
+        h = h + self.mlp(self.norm(h))
+        return h.mean(1) @ self.classes.weight.T + self.classes.bias
+
+
+def refused_apart(layout):
+    def loss(module, batch, num_targets):
+        return module(batch["x"]).sum() / num_targets
+
+    model = rotorch.parallelize(AddsItsBiasApart().double(), layout, device="cpu", plan=PLAN, loss=loss)
+    batch = {"x": torch.randn(8, 5, 6, dtype=torch.float64), "labels": torch.zeros(8, dtype=torch.int64)}
+    with pytest.raises(ConfigError, match=r"'classes\.weight' is used without its layer's bias, whose gradient"):
+        model.forward_backward(batch)
+
+
+def test_whole_outputs_whose_bias_is_added_apart_are_refused():
+    run_ranks(refused_apart, "summa=2x2", num_ranks=4)
+
+
 def test_compiled_blocks_are_refused(tiny):
     with pytest.raises(ConfigError, match="tesseract=1x1x1: its blocks travel in the middle of layers"):
         rotorch.parallelize(llama(tiny), "tesseract=1x1x1", device="cpu", compile=True)

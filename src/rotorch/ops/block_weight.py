@@ -30,18 +30,20 @@ class BlockWeight(StandInWeight):
         block: this rank's part of it.
         grid: this rank's place.
         head: whether products with it are logits.
+        biased: whether its layer has a bias.
     """
 
     weight: Weight
     block: Tensor
     grid: Grid
     head: bool
+    biased: bool
 
     @staticmethod
-    def __new__(cls, weight: Weight, block: Tensor, *, grid: Grid, head: bool) -> BlockWeight:
+    def __new__(cls, weight: Weight, block: Tensor, *, grid: Grid, head: bool, biased: bool = False) -> BlockWeight:
         """Makes the stand-in for `weight`, with the dtype and device of its `block`."""
         self = wrapper_tensor(cls, weight.shape, like=block)
-        self.weight, self.block, self.grid, self.head = weight, block, grid, head
+        self.weight, self.block, self.grid, self.head, self.biased = weight, block, grid, head, biased
         return self
 
     @classmethod
@@ -82,6 +84,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         raise ConfigError("a bias lies in blocks on a grid of ranks, but its weight does not. Write rtp or fsdp")
     grid, block = weight.grid, weight.block
     if weight.weight.grid is not None and weight.weight.grid.whole_output:
+        if bias is None and weight.biased and grid.across.size > 1:
+            raise ConfigError(
+                f"{weight.weight.name!r} is used without its layer's bias, whose gradient would be counted "
+                f"{grid.across.size} times where that is added apart. Call the layer itself, or write rtp or fsdp"
+            )
         # The bias is whole on every rank and its gradients are summed over them: so one of each row adds it.
         mine = F.linear(input, block, bias if grid.across.position == 0 else None)
         return leave(mine, line=grid.across)
