@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 from rotorch.comm.observe import Doing, Observer
 from rotorch.comm.stage_messages import StageMessages
@@ -35,7 +35,7 @@ from rotorch.pipeline_step import PipelineStep, Watch
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind, Schedule
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.held import HeldWeight, cut_pieces, dtensor_at_rest, dtensor_like
 from rotorch.shard.sites import find_sites
 from rotorch.shard.twins import Part, Twins
 
@@ -148,9 +148,7 @@ class PipelineHolding(OuterHolding):
         else:
             local = inner.local
         placements = [Shard(0), *[Replicate() if whole else Shard(0)] * (self._inside.ndim - 1)]
-        shape = torch.Size(weight.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        at_rest = DTensor.from_local(local, self._inside, placements, run_check=False, shape=shape, stride=stride)
+        at_rest = dtensor_at_rest(local, shape=weight.shape, mesh=self._inside, placements=placements)
         parameter = nn.Parameter(at_rest, requires_grad=source.requires_grad)
         if inner is None:
             return HeldWeight(weight, local, (), parameter)
@@ -193,7 +191,7 @@ class PipelineHolding(OuterHolding):
             if before is None:
                 inner.parameter.grad = None
             elif inner.local_grad is None or inner.local_grad.data_ptr() != before.data_ptr():
-                inner.parameter.grad = _at_rest_like(inner.parameter, before)
+                inner.parameter.grad = dtensor_like(inner.parameter, before)
         self._values_to_guests()
         self._inner.start()
 
@@ -227,7 +225,7 @@ class PipelineHolding(OuterHolding):
         for name, (_, gradient) in zip(home, incoming, strict=True):
             inner = self._inner.weights[name]
             if inner.local_grad is None:
-                inner.parameter.grad = _at_rest_like(inner.parameter, gradient)
+                inner.parameter.grad = dtensor_like(inner.parameter, gradient)
             else:
                 inner.local_grad.add_(gradient)
 
@@ -239,7 +237,7 @@ class PipelineHolding(OuterHolding):
                 found = self._inner.weights[name].local_grad if name in self._homes else None
                 # What no pass used counts as zeros: no rank knows what those of other stages have used.
                 gradient = torch.zeros_like(held.local) if found is None else found
-                held.parameter.grad = _at_rest_like(held.parameter, gradient)
+                held.parameter.grad = dtensor_like(held.parameter, gradient)
 
     # ---------------------------------------------------------------- running
 
@@ -347,15 +345,6 @@ def hold_stages(
             recompute_blocks(module, strategy=strategy.kind)
         inner = alone(strategy.part_of(spec, position=mesh.get_local_rank() * strategy.ranks_per_stage))
     return PipelineHolding(inner, module=module, spec=spec, strategy=strategy, mesh=mesh, inside=inside, device=device)
-
-
-def _at_rest_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
-    """A DTensor over `local` with the mesh and placements of a parameter's."""
-    like = parameter.data
-    assert isinstance(like, DTensor)
-    return DTensor.from_local(
-        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
 
 
 def _forwards(strategy: StageStrategy, *, num_micro_batches: int) -> Schedule:

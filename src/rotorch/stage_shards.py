@@ -28,12 +28,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 
 from rotorch.comm.line import Line, Wait
 from rotorch.core.spec import ModelSpec, Weight
 from rotorch.parallel_model import Holding
-from rotorch.shard.held import HeldWeight, Piece, refuse_unfrozen
+from rotorch.shard.held import (
+    EarlierGradients,
+    HeldWeight,
+    Piece,
+    dtensor_at_rest,
+    dtensor_like,
+    refuse_unfrozen,
+)
 from rotorch.shard.sites import Site, find_sites
 
 
@@ -108,7 +115,7 @@ class StageShards(Holding):
                 groups.setdefault((unit.stages, source.dtype), _Group()).shards.append(shard)
                 self.weights[weight.name] = shard.held
         self._groups = groups
-        self._carried: dict[str, Tensor] = {}
+        self._earlier = EarlierGradients()
         self._sums_end: Wait | None = None
         """Ends the one sum of gradients that is under way."""
         self._left_behind: list[Wait] = []
@@ -125,11 +132,11 @@ class StageShards(Holding):
         if not source.is_meta:
             for piece in pieces:
                 piece.of_local(local).copy_(piece.of_whole(source.detach()))
-        shape = torch.Size(weight.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        at_rest = DTensor.from_local(local, self._mesh, (Shard(0),), run_check=False, shape=shape, stride=stride)
+        at_rest = dtensor_at_rest(local, shape=weight.shape, mesh=self._mesh, placements=(Shard(0),))
         parameter = nn.Parameter(at_rest, requires_grad=source.requires_grad)
-        whole = nn.Parameter(torch.empty(shape, dtype=source.dtype, device=device), requires_grad=source.requires_grad)
+        whole = nn.Parameter(
+            torch.empty(weight.shape, dtype=source.dtype, device=device), requires_grad=source.requires_grad
+        )
         whole.untyped_storage().resize_(0)
         return _Shard(HeldWeight(weight, local, pieces, parameter), whole, each, sites)
 
@@ -234,14 +241,12 @@ class StageShards(Holding):
     # ---------------------------------------------------------------- gradients
 
     def start(self) -> None:
-        self._carried = {}
+        self._earlier.set_aside(self.weights)
         for group in self._groups.values():
             for shard in group.shards:
                 shard.whole.grad = None
                 if not shard.whole.requires_grad:
                     refuse_unfrozen(shard.held)
-                if shard.held.local_grad is not None and torch.is_grad_enabled():
-                    self._carried[shard.held.name] = shard.held.local_grad.clone()
 
     def sum_gradients(self, stage: int) -> None:
         """Sums a stage's gradients so far, adds this rank's part to those of the step. All ranks that share it."""
@@ -293,10 +298,5 @@ class StageShards(Holding):
             for shard, part in zip(trained, group.sums.split([s.padded for s in trained]), strict=True):
                 held = shard.held
                 gradient = part[: held.local.numel()].view(held.local.shape)
-                if held.name in self._carried:
-                    gradient.add_(self._carried.pop(held.name))
-                at_rest = held.parameter.data
-                assert isinstance(at_rest, DTensor)
-                held.parameter.grad = DTensor.from_local(
-                    gradient, self._mesh, (Shard(0),), run_check=False, shape=at_rest.shape, stride=at_rest.stride()
-                )
+                self._earlier.add_to(gradient, name=held.name)
+                held.parameter.grad = dtensor_like(held.parameter, gradient)

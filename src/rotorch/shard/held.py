@@ -6,7 +6,7 @@ DTensor), checkpoints and loading (through the pieces), verification (both).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
@@ -84,6 +85,27 @@ def box_pieces(boxes: Sequence[Sequence[Range]]) -> tuple[Piece, ...]:
             pieces.append(Piece(tuple(r.start for r in ranges), tuple(r.length for r in ranges), along, local_start))
         local_start += part.length
     return tuple(pieces) if boxes else (Piece((), ()),)
+
+
+def dtensor_at_rest(
+    local: Tensor, *, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> DTensor:
+    """A DTensor of `shape` over `local`, this rank's part of it; sends nothing.
+
+    Uneven and fused cuts are Shard in name only: see `HeldWeight.pieces` for what is where.
+    """
+    if all(isinstance(placement, Replicate) for placement in placements):
+        return DTensor.from_local(local, mesh, placements, run_check=False)
+    whole = torch.Size(shape)
+    stride = torch.empty(whole, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole, stride=stride)
+
+
+def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
+    """A DTensor over `local` with the shape, mesh and placements of a parameter at rest: its gradient."""
+    like = parameter.data
+    assert isinstance(like, DTensor)
+    return dtensor_at_rest(local, shape=like.shape, mesh=like.device_mesh, placements=like.placements)
 
 
 class LocalParameter(nn.Parameter):
@@ -173,6 +195,40 @@ def refuse_unfrozen(held: HeldWeight) -> None:
             f"{held.name!r} was frozen when the model was parallelized, and has requires_grad=True now: it would get "
             "no gradient. Unfreeze weights before parallelize"
         )
+
+
+class EarlierGradients:
+    """Copies of the gradients that were there before a step, because the user had not cleared them.
+
+    A step computes its own gradients, often in the same memory; what was there before is added at its end, or put back
+    if it breaks off.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[str, Tensor] = {}
+
+    def set_aside(self, weights: Mapping[str, HeldWeight]) -> list[str]:
+        """Copies the gradients that there are, before a step; returns whose. An evaluation leaves all as they are."""
+        with_gradient = [name for name, held in weights.items() if held.parameter.grad is not None]
+        names = with_gradient if torch.is_grad_enabled() else []
+        self._copies = {name: weights[name].local_grad.clone() for name in names}  # type: ignore[union-attr]
+        return names
+
+    def add_to(self, gradient: Tensor, *, name: str) -> None:
+        """Adds what a weight had before to its gradient of this step."""
+        if (before := self._copies.pop(name, None)) is not None:
+            gradient.add_(before)
+
+    def put_back(self, weights: Mapping[str, HeldWeight]) -> None:
+        """Writes the copies that were not added where they came from: this step's gradients may lie there."""
+        for name, before in self._copies.items():
+            if (grad := weights[name].local_grad) is not None:
+                grad.copy_(before)
+        self._copies = {}
+
+    def forget(self) -> None:
+        """Drops the copies that were not added."""
+        self._copies = {}
 
 
 class Pieces(Tensor):

@@ -17,7 +17,15 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.spec import Weight
-from rotorch.shard.held import HeldWeight, Piece, cut_pieces, refuse_unfrozen
+from rotorch.shard.held import (
+    EarlierGradients,
+    HeldWeight,
+    Piece,
+    cut_pieces,
+    dtensor_at_rest,
+    dtensor_like,
+    refuse_unfrozen,
+)
 from rotorch.shard.sites import Site
 
 
@@ -97,7 +105,7 @@ class Twins:
         self._sites = {name: sites[name] for name in self._parts}
         self.twins: dict[str, nn.Parameter] = {}
         self.held: dict[str, HeldWeight] = {}
-        self._carried: dict[str, Tensor] = {}
+        self._earlier = EarlierGradients()
         self._at_rest: dict[str, tuple[int, DTensor]] = {}
         self._sums: dict[tuple[torch.dtype, tuple[str, ...]], Tensor] = {}
         for name, part in self._parts.items():
@@ -111,7 +119,10 @@ class Twins:
             else:
                 value = part.of_whole(source.detach(), device=device)
             twin = nn.Parameter(value, requires_grad=source.requires_grad)
-            at_rest = nn.Parameter(self._as_dtensor(name, twin.detach()), requires_grad=source.requires_grad)
+            at_rest = nn.Parameter(
+                dtensor_at_rest(twin.detach(), shape=part.weight.shape, mesh=mesh, placements=part.placements),
+                requires_grad=source.requires_grad,
+            )
             self.twins[name] = twin
             self.held[name] = HeldWeight(
                 part.weight,
@@ -137,10 +148,7 @@ class Twins:
     def take_back(self, name: str | None = None) -> None:
         """Puts the DTensors back: all, or one. A step that broke off leaves the gradients that were there before it."""
         if name is None:
-            for broken, before in self._carried.items():  # the new ones may lie in the same memory
-                if (grad := self.held[broken].local_grad) is not None:
-                    grad.copy_(before)
-            self._carried = {}
+            self._earlier.put_back(self.held)
         for each in self._sites if name is None else (name,):
             for site in self._sites[each]:
                 site.put(self.held[each].parameter)
@@ -165,11 +173,7 @@ class Twins:
         for name, twin in self.twins.items():
             if not twin.requires_grad:
                 refuse_unfrozen(self.held[name])
-        self._carried = {
-            name: held.local_grad.clone()  # type: ignore[union-attr]
-            for name, held in self.held.items()
-            if held.parameter.grad is not None and torch.is_grad_enabled()  # an evaluation adds nothing to them
-        }
+        self._earlier.set_aside(self.held)
         for twin in self.twins.values():
             twin.grad = None
         if not self._gradients_stay:
@@ -216,19 +220,10 @@ class Twins:
             if twin.grad is None:
                 continue
             grad = twin.grad.detach()
-            if name in self._carried:
-                grad.add_(self._carried.pop(name))
+            self._earlier.add_to(grad, name=name)
             pointer, known = self._at_rest.get(name, (None, None))
             if known is None or pointer != grad.data_ptr():  # mostly the same memory as in the step before
-                known = self._as_dtensor(name, grad)
+                known = dtensor_like(self.held[name].parameter, grad)
                 self._at_rest[name] = (grad.data_ptr(), known)
             self.held[name].parameter.grad = known
-        self._carried = {}
-
-    def _as_dtensor(self, name: str, local: Tensor) -> DTensor:
-        part = self._parts[name]
-        if all(isinstance(p, Replicate) for p in part.placements):
-            return DTensor.from_local(local, self._mesh, part.placements, run_check=False)
-        shape = torch.Size(part.weight.shape)
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, self._mesh, part.placements, run_check=False, shape=shape, stride=stride)
+        self._earlier.forget()

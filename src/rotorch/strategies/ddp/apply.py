@@ -19,6 +19,7 @@ from rotorch.models.blocks import recompute_blocks
 from rotorch.models.compiled import compile_blocks
 from rotorch.models.losses import Batch
 from rotorch.parallel_model import Holding, OuterHolding, Result
+from rotorch.shard.held import EarlierGradients
 from rotorch.shard.replicas import Replicas
 from rotorch.strategies.ddp.plan import DDP
 
@@ -73,8 +74,9 @@ class ReplicatedHolding(OuterHolding):
     def __init__(self, inner: Holding, *, mesh: DeviceMesh) -> None:
         super().__init__(inner)
         self._mesh = mesh
-        self._carried: dict[str, tuple[Tensor, Tensor]] = {}
-        """Per weight: the gradient it had before this step, and a copy of this rank's part of it."""
+        self._earlier = EarlierGradients()
+        self._before: dict[str, Tensor | None] = {}
+        """The DTensors of those gradients, whose memory a step's own gradients may lie in."""
         self.weights = inner.weights
         self.loss_scale = inner.loss_scale
         for held in self.weights.values():
@@ -86,11 +88,10 @@ class ReplicatedHolding(OuterHolding):
 
     def start(self) -> None:
         # Gradients that the user has not cleared are summed over the replicas already: set aside, added at the end.
-        self._carried = {}
-        for name, held in self.weights.items():
-            if held.local_grad is not None and torch.is_grad_enabled():  # an evaluation leaves them where they are
-                self._carried[name] = (held.parameter.grad, held.local_grad.clone())
-                held.parameter.grad = None
+        names = self._earlier.set_aside(self.weights)
+        self._before = {name: self.weights[name].parameter.grad for name in names}
+        for name in names:
+            self.weights[name].parameter.grad = None
         self._inner.start()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -109,14 +110,14 @@ class ReplicatedHolding(OuterHolding):
     def finish(self) -> None:
         self._inner.finish()
         all_reduce_each(self._inner.gradients(), mesh=self._mesh)
-        for name, (before, carried) in self._carried.items():
+        for name, before in self._before.items():
             held = self.weights[name]
-            if held.parameter.grad is None:  # this step did not use it; its buffer was summed all the same
+            if held.parameter.grad is None:
                 held.parameter.grad = before
-                held.local_grad.copy_(carried)
             else:
-                held.local_grad.add_(carried)
-        self._carried = {}
+                self._earlier.add_to(held.local_grad, name=name)
+        self._earlier.put_back(self.weights)  # where this step used no weight; its buffer was summed all the same
+        self._before = {}
 
     def gradients(self) -> list[Tensor]:
         return self._inner.gradients()

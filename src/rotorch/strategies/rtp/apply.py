@@ -48,7 +48,7 @@ from rotorch.ops.slice_linear import slice_linear
 from rotorch.parallel_model import Holding
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
-from rotorch.shard.held import HeldWeight, cut_pieces, refuse_unfrozen
+from rotorch.shard.held import HeldWeight, cut_pieces, dtensor_at_rest, dtensor_like, refuse_unfrozen
 from rotorch.shard.replicas import Replicas
 from rotorch.shard.sites import Site, find_sites
 from rotorch.strategies.rtp.plan import RTP
@@ -176,9 +176,13 @@ class RTPHolding(Holding):
             if not source.is_meta:
                 for piece in pieces:
                     piece.of_local(local).copy_(piece.of_whole(source.detach()))
-            at_rest = nn.Parameter(_sharded(local, weight, mesh=self._mesh), requires_grad=source.requires_grad)
+            placements = [Shard(weight.cut.dim if weight.cut is not None else 0)]
+            at_rest = nn.Parameter(
+                dtensor_at_rest(local, shape=weight.shape, mesh=self._mesh, placements=placements),
+                requires_grad=source.requires_grad,
+            )
             self._home[weight.name] = HeldWeight(weight, local, pieces, at_rest)
-            self._home_gradients[weight.name] = _sharded(grad, weight, mesh=self._mesh)
+            self._home_gradients[weight.name] = dtensor_like(at_rest, grad)
             for site in sites[weight.name]:
                 site.put(at_rest)
                 self._home_sites.append((site, weight.name))
@@ -481,16 +485,6 @@ def _attend(attention: nn.MultiheadAttention, rotating: RotatingUnit, *args: Any
     num_heads, num_slices = attention.num_heads, rotating.slices.num_slices
     (heads,) = Cut(0, num_heads).ranges(num_heads, num_slices=num_slices, index=rotating.visiting)
     return multihead_on_slice(attention, heads, *args, **kwargs)
-
-
-def _sharded(local: Tensor, weight: Weight, *, mesh: DeviceMesh) -> DTensor:
-    """A DTensor over a home slice.
-
-    Uneven and fused cuts are Shard in name only: see `HeldWeight.pieces` for what is where.
-    """
-    dim = weight.cut.dim if weight.cut is not None else 0
-    stride = torch.empty(weight.shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(weight.shape), stride=stride)
 
 
 def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> torch.dtype:
