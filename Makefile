@@ -73,8 +73,8 @@ $(PEERS)/.installed: pyproject.toml constraints.txt constraints-peers.txt
 test-oldest: ## the same tests with the oldest torch that is supported, in .venv-oldest
 	@$(MAKE) --no-print-directory test VENV=.venv-oldest TORCH=$(OLDEST)
 
-failures: setup ## write docs/failures.md: what a user sees of each failure, as its test sees it
-	@ROTORCH_WRITE_FAILURES=1 $(BIN)/python -m pytest -q $$(grep -l "failures import" tests/train/test_*.py)
+failures: setup ## write docs/failures.md and docs/bad_inputs.md: what a user sees of each, as its test sees it
+	@ROTORCH_WRITE_FAILURES=1 $(BIN)/python -m pytest -q $$(grep -l "failures import\|import bad_inputs" tests/train/test_*.py)
 	@$(BIN)/python -m pytest -q tests/train/test_failure_page.py
 
 checkpoints: setup ## write the tables of docs/checkpoints.md: every layout going on from every other (15 minutes)

@@ -88,7 +88,8 @@ def test_what_is_left_in_cgroups(own, files, left, tmp_path):
     for name, text in {"own": own, **files}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text + "\n")
-    assert list(host_memory._left_in_cgroups(tmp_path, tmp_path / "own")) == left
+    limits = host_memory._limits_of_cgroups(tmp_path, tmp_path / "own")
+    assert [limit - used for limit, used in limits] == left
 
 
 def test_some_memory_is_left():

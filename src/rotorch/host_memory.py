@@ -78,7 +78,13 @@ def make_room() -> None:
 
 def available_bytes() -> int:
     """How much more memory the processes of this machine may take together: of what is free, and of cgroups' limits."""
-    return max(0, min([psutil.virtual_memory().available, *_left_in_cgroups()]))
+    return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits_of_cgroups())]))
+
+
+def most_bytes() -> int:
+    """How much memory the processes of this machine may ever take together: what there is, or cgroups allow."""
+    there = psutil.virtual_memory().total + psutil.swap_memory().total
+    return min([there, *(limit for limit, _ in _limits_of_cgroups())])
 
 
 def address_space_left_bytes() -> int | None:
@@ -91,8 +97,10 @@ def address_space_left_bytes() -> int | None:
     return None if limit == resource.RLIM_INFINITY else max(0, limit - psutil.Process().memory_info().vms)
 
 
-def _left_in_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> Iterator[int]:
-    """What is left in each cgroup that this process is in, of those with a limit: version 2, and version 1's memory."""
+def _limits_of_cgroups(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> Iterator[tuple[int, int]]:
+    """Limit and use of each cgroup that this process is in and that has a limit: version 2, and version 1's memory."""
     for line in _text(own).splitlines():
         _, controllers, name = line.split(":", 2)
         if controllers not in ("", "memory"):
@@ -105,7 +113,7 @@ def _left_in_cgroups(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/pro
         for group in (place, *place.parents):
             figures = [_text(top / group / file).strip() for file in (limit, used)]
             if all(figure.isdigit() for figure in figures):  # "max": no limit
-                yield int(figures[0]) - int(figures[1])
+                yield int(figures[0]), int(figures[1])
 
 
 def _text(path: Path) -> str:

@@ -479,7 +479,7 @@ def _explain(error: ValidationError, *, path: Path) -> str:
     """One line for the first of a validation's errors; unknown keys first, since a misspelt key also goes missing."""
     found = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first = found[0]
-    where = [str(part) for part in first["loc"] if part not in ("str", "dict[str,any]")]
+    where = [str(part) for part in first["loc"] if part not in ("str", "constrained-str", "dict[str,any]")]
     key = ".".join(where)
     if first["type"] == "extra_forbidden":
         return f"{path}: unknown key {key!r}{_suggest(where)}"

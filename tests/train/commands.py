@@ -5,7 +5,9 @@ import faulthandler
 import os
 import signal
 import sys
+import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -56,9 +58,22 @@ def write_run(directory: Path) -> Path:
 
 
 class Command:
-    """A forked `rotorch` command in a session of its own; what it prints goes to files."""
+    """A forked `rotorch` command in a session of its own; what it prints goes to files.
 
-    def __init__(self, directory: Path, *arguments: object) -> None:
+    Args:
+        directory: of these files.
+        arguments: of the command.
+        cwd: where it runs; by default where the test does.
+        environment: variables that it has beside those of the test.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: object,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._out, self._err = directory / "stdout.txt", directory / "stderr.txt"
         self.code: int | None = None
@@ -75,6 +90,9 @@ class Command:
             code = 70
             try:
                 torch.set_num_threads(1)
+                os.chdir(cwd or ".")
+                os.environ.update(environment or {})
+                tempfile.tempdir = None  # found again, by the new environment
                 code = cli.run([str(argument) for argument in arguments])
             finally:
                 sys.stdout.flush()

@@ -63,7 +63,7 @@ def seen(title: str, message: str, *, instead: dict[str, str] | None = None) -> 
     if os.environ.get(WRITES):
         PAGE.write_text(render({**page, title: message}))
     else:
-        assert _words(message) == _words(page.get(title, "")), f"{PAGE.name}: {title!r} has changed: run make failures"
+        assert words(message) == words(page.get(title, "")), f"{PAGE.name}: {title!r} has changed: run make failures"
 
 
 _EVERYWHERE = {
@@ -72,9 +72,9 @@ _EVERYWHERE = {
 }
 
 
-def _words(message: str) -> str:
+def words(message: str) -> str:
     """A message without its numbers."""
-    return re.sub(r"\d[\d.]*(e[+-]?\d+)?( (B|KiB|MiB|GiB)\b)?|\bnan\b|\binf\b", "#", message)
+    return re.sub(r"\d[\d.]*(e[+-]?\d+)?( (B|KiB|MiB|GiB|TiB|PiB)\b)?|\bnan\b|\binf\b", "#", message)
 
 
 def parse(text: str) -> dict[str, str]:

@@ -70,7 +70,7 @@ def load_config(path: str | Path) -> Any:
         return config_from_dict(config_of_gguf(gguf), source=str(gguf), known=CONFIG_MAPPING, checks_keys=False)
     if file.is_dir():
         file = file / "config.json"
-    if not file.is_file():
+    if not file.exists():
         raise ConfigError(f"model: no {str(file)!r}. Write the path of a Hugging Face config.json or of its directory")
     try:
         values = json.loads(read_small(file, most_bytes=_MOST_BYTES, what="a model's config.json"))

@@ -267,6 +267,8 @@ def _check_room(corpus: Corpus, *, tokens: Tokens, directory: Path) -> None:
     num_tokens = corpus.text_bytes // bytes_per_token + sum(file.num_documents for file in corpus.files)
     needed_bytes = HEADER_BYTES + num_tokens * tokens.dtype.itemsize
     existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"token cache '{directory}': '{existing}' is a file. Write cache_dir=... with a directory")
     if not os.access(existing, os.W_OK):
         raise ConfigError(
             f"token cache '{directory}': no permission to write to '{existing}'. "

@@ -22,6 +22,12 @@ from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
 from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, for_batch, num_ranks, parse_parallel
+from rotorch.train.checks.capacity import (
+    check_batch_fits,
+    check_number_of_ranks,
+    check_text_lasts,
+    check_weights_fit,
+)
 from rotorch.train.data import BYTES, CheckedSource, check_source, default_cache_dir
 from rotorch.train.directories import candidates, check, checkpoints_of, latest
 from rotorch.train.failure_report import REPORT
@@ -109,8 +115,13 @@ def check_run(
     config = with_published_files(config)
     model_config = read_model_config(config)
     check_sequence(config, model_config=model_config)
+    on_this_machine = not only_plan and "RANK" not in os.environ and not _on_gpu(config)
+    if on_this_machine:
+        check_number_of_ranks(strategies)
+        check_batch_fits(config, strategies=strategies, sizes=sizes, model_config=model_config)
     check_init(config)
     source = check_data(config, model_config=model_config)
+    check_text_lasts(sizes, config=config, source=source)
     strategies, spec = check_model(
         model_config,
         strategies=strategies,
@@ -119,11 +130,19 @@ def check_run(
         batch=micro_batch_of(config),
         num_micro_batches=sizes.accumulation,
     )
+    if on_this_machine:
+        check_weights_fit(spec)
     going_on = (
         find_resume(saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec) if resume else None
     )
     check_room(saves_in, spec=spec, keep=config.train.keep)
     return CheckedRun(config, strategies, sizes, model_config, spec, source, out, saves_in, going_on, command)
+
+
+def _on_gpu(config: RunConfig) -> bool:
+    from rotorch.mesh import device_type
+
+    return device_type(config.train.device) == "cuda"
 
 
 def with_published_files(config: RunConfig) -> RunConfig:

@@ -1,0 +1,1 @@
+"""Checks of a run, by subject, that `preflight.check_run` calls before anything starts."""

@@ -1,0 +1,81 @@
+"""A run is refused if this machine could not hold it whatever else it did: by bounds from below, without a trial.
+
+What fits more narrowly than that is for `--dry-run`, which has each rank's bytes, and for the report of a rank that
+runs out of memory. Ranks that another launcher started may lie on other machines, and GPUs have memory of their own:
+these are not judged here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
+from rotorch.core.spec import ModelSpec
+from rotorch.core.strategy import Strategy
+from rotorch.host_memory import most_bytes
+from rotorch.run_config import BatchSizes, RunConfig
+from rotorch.strategies import batch_ranks, num_ranks
+from rotorch.train.data import CheckedSource
+
+_RANK_BYTES = 8 << 20  # of a forked rank that shares all it can: page tables, its heap, buffers of messages
+_TOKEN_BYTES = 2 * 8  # its id and its label, int64
+_OPTIMIZER_STATES = 2  # AdamW: two moments, each as large as the weights
+_MOST_READINGS = 10
+
+
+def check_number_of_ranks(strategies: Sequence[Strategy]) -> None:
+    """So many processes have room on this machine."""
+    asked, has = num_ranks(strategies), most_bytes()
+    if asked * _RANK_BYTES > has:
+        raise ConfigError(
+            f"parallel: {asked} ranks on one machine would take {format_bytes(asked * _RANK_BYTES)} or more, and it "
+            f"has {format_bytes(has)}. Write a smaller layout, or start ranks on several machines with torchrun"
+        )
+
+
+def check_weights_fit(spec: ModelSpec) -> None:
+    """All ranks together hold weights, gradients and the optimizer's state at least once."""
+    needed, has = spec.num_bytes + (1 + _OPTIMIZER_STATES) * spec.trained_bytes, most_bytes()
+    if needed > has:
+        raise ConfigError(
+            f"model: weights, gradients and AdamW's state of its {spec.num_parameters} parameters take "
+            f"{format_bytes(needed)}, and this machine has {format_bytes(has)}. Write a smaller model, or start ranks "
+            "on several machines with torchrun"
+        )
+
+
+def check_batch_fits(
+    config: RunConfig, *, strategies: Sequence[Strategy], sizes: BatchSizes, model_config: Any
+) -> None:
+    """Tokens of a micro-batch, and the input of every layer that backward needs, have room: once per batch rank."""
+    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    width, layers = (getattr(text_config, name, None) or 1 for name in ("hidden_size", "num_hidden_layers"))
+    itemsize = 2 if config.train.precision == "bfloat16" else 4
+    per_token = _TOKEN_BYTES + width * layers * itemsize
+    per_sample = per_token * config.data.sequence_length * batch_ranks(strategies)
+    has = most_bytes()
+    if sizes.micro_batch * per_sample <= has:
+        return
+    fits = has // per_sample
+    write = f"train.micro_batch={fits} or less" if fits else "a smaller data.sequence_length"
+    raise ConfigError(
+        f"train.micro_batch = {sizes.micro_batch} samples of data.sequence_length = {config.data.sequence_length} "
+        f"tokens take {format_bytes(sizes.micro_batch * per_sample)} or more in a pass, and this machine has "
+        f"{format_bytes(has)}. Write {write}"
+    )
+
+
+def check_text_lasts(sizes: BatchSizes, *, config: RunConfig, source: CheckedSource) -> None:
+    """One step does not read the text over and over. Known before tokenising for bytes only."""
+    if config.data.tokenizer != "bytes" or source.instructions is not None or not source.corpus.is_exact:
+        return
+    windows = max(1, source.corpus.text_bytes // (config.data.sequence_length + 1))
+    if sizes.global_batch > _MOST_READINGS * windows:
+        raise ConfigError(
+            f"train.global_batch = {sizes.global_batch} (micro_batch {sizes.micro_batch} x accumulation "
+            f"{sizes.accumulation} x {sizes.batch_ranks} batch ranks) reads the {windows} samples of "
+            f"{config.data.source} {sizes.global_batch // windows} times in one step. Write a smaller batch, or a "
+            "longer data.source"
+        )
