@@ -57,6 +57,51 @@ def test_scaled_gradients(broken):
     assert broken(mistake, *names) == {names[1]}
 
 
+def test_gradients_that_somebody_replaced_are_forgotten(broken):
+    def mistake(model):
+        step, ours = model.forward_backward, {}
+
+        def wrong(batch):
+            for name, held in model.weights.items():
+                if held.local_grad is not None and held.local_grad.data_ptr() != ours[name]:
+                    held.parameter.grad = None
+            loss = step(batch)
+            ours.update({name: held.local_grad.data_ptr() for name, held in model.weights.items()})
+            return loss
+
+        model.forward_backward = wrong
+
+    names = ("gradients_add_up_until_cleared", "weights_are_home_after_a_step")
+    assert broken(mistake, *names, parallel="single") == {names[0]}
+
+
+def all_in_training_mode_after(model, evaluate):
+    def wrong(batch):
+        found = evaluate(batch)
+        model.module.train()
+        return found
+
+    return wrong
+
+
+def without_evaluation_mode(model, evaluate):
+    def wrong(batch):
+        model.module.eval = lambda: model.module
+        model.module.train()
+        return evaluate(batch)
+
+    return wrong
+
+
+@pytest.mark.parametrize("wrongly", [all_in_training_mode_after, without_evaluation_mode])
+def test_evaluation_in_another_mode(wrongly, broken):
+    def mistake(model):
+        model.evaluate = wrongly(model, model.evaluate)
+
+    names = ("evaluation_is_that_of_one_process", "weights_are_home_after_a_step")
+    assert broken(mistake, *names, parallel="single") == {names[0]}
+
+
 def test_weights_left_lent(broken):
     def mistake(model):
         model.holding._replicas.take_back = lambda: None

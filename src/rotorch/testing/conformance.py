@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from rotorch.comm.meter import Meter
 from rotorch.core.errors import RankFailure
@@ -130,7 +131,10 @@ class Examination:
         return my_micro_batches(self.model, self.case.first_batch)
 
     def reset(self) -> None:
-        """Initial values, no gradients. They are computed once, which takes longer than a step does."""
+        """Initial values, no gradients. They are computed once, which takes longer than a step does.
+
+        What gradients lay in holds no numbers from here on: whoever takes cleared gradients for zeros is found out.
+        """
         if self._initial is None or self._initial[0] is not self.model:
             self.model.materialize(seed=SEED)
             self._initial = self.model, {name: held.local.clone() for name, held in self.model.weights.items()}
@@ -138,8 +142,14 @@ class Examination:
             for name, value in self._initial[1].items():
                 self.model.weights[name].local.copy_(value)
             self.model.values_changed()
-        for parameter in self.model.parameters():
-            parameter.grad = None
+        self.clear_gradients()
+
+    def clear_gradients(self, *, every: int = 1) -> None:
+        """Clears every so many of the gradients, and overwrites the memory that they had."""
+        for held in list(self.model.weights.values())[::every]:
+            if held.local_grad is not None:
+                held.local_grad.fill_(torch.nan)
+            held.parameter.grad = None
 
     def first_step_problems(self, when: str) -> Iterator[str]:
         """Computes the first step and says what differs from one process."""
@@ -264,31 +274,52 @@ def gradients_add_up_until_cleared(e: Examination) -> Iterator[str]:
         parameter.grad.zero_()
     e.model.forward_backward(e.micro_batches)
     yield from e.gradient_problems("zeroed in place")
-    for number, parameter in enumerate(e.model.parameters()):
-        if number % 2:
-            parameter.grad = None
-        else:
-            parameter.grad.zero_()
+    for parameter in e.model.parameters():
+        parameter.grad.zero_()
+    e.clear_gradients(every=2)
     e.model.forward_backward(e.micro_batches)
     yield from e.gradient_problems("some cleared, some zeroed")
+    for parameter in e.model.parameters():
+        parameter.grad = parameter.grad * 0.5  # as one that clips or scales out of place
+    e.model.forward_backward(e.micro_batches)
+    yield from e.gradient_problems("others in their place", times=1.5)
 
 
 def evaluation_is_that_of_one_process(e: Examination) -> Iterator[str]:
-    """Loss and number of targets over all ranks, the next token's logits on every rank; the module's mode returns."""
+    """Loss and number of targets over all ranks, the next token's logits on every rank; each module's mode returns."""
     before = _State(e.model)
-    found = e.model.evaluate(e.micro_batches)
+    modules = dict(e.model.module.named_modules())
+    for number, module in enumerate(modules.values()):
+        module.training = number % 3 != 2  # parts of a model may be in evaluation mode for good
+    modes = {name: module.training for name, module in modules.items()}
+    with _modes_in_passes() as seen:
+        found = e.model.evaluate(e.micro_batches)
+        logits = e.model.next_token_logits(e.case.first_batch["input_ids"][:1])
+    if True in seen:
+        yield "a module was evaluated in training mode"
+    if changed := [name for name, module in modules.items() if module.training != modes[name]]:
+        yield f"another mode than before the evaluation: {', '.join(changed)}"
+    e.model.module.train()
     num_targets = int((e.case.first_batch["labels"][:, 1:] != -100).sum())
     if found.num_targets != num_targets:
         yield f"{found.num_targets} targets, not {num_targets}"
     if not abs(found.loss - e.case.losses[0]) <= LOSS_BAR * e.case.losses[0]:
         yield f"loss {found.loss}, on one process {e.case.losses[0]}"
-    logits = e.model.next_token_logits(e.case.first_batch["input_ids"][:1])
     if logits.shape != e.case.logits.shape or relative_error(logits, e.case.logits) > GRADIENT_BAR:
         yield "logits of the next token differ"
-    if not e.model.module.training:
-        yield "the module was left in evaluation mode"
     yield from before.problems("after evaluation")
     yield from e.first_step_problems("the step after evaluation")
+
+
+@contextmanager
+def _modes_in_passes() -> Iterator[set[bool]]:
+    """Collects `training` of all modules that are called."""
+    seen: set[bool] = set()
+    handle = register_module_forward_pre_hook(lambda module, _: seen.add(module.training))
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 class _State:
