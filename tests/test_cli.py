@@ -119,14 +119,22 @@ def test_a_run_that_cannot_work_is_refused(capsys, directory, monkeypatch, argum
     assert words in refused(capsys, directory, "train", "run.toml", *arguments)
 
 
-def test_a_process_whose_ranks_could_not_work_starts_none(capsys, directory, monkeypatch):
-    command = ["train", directory / "run.toml"]
+def test_a_process_whose_ranks_could_not_work_has_a_new_one_start_them(directory, monkeypatch):
+    reasons = []
+    monkeypatch.setattr("rotorch.train.run.call_fresh", lambda *_, why, **__: reasons.append(why) or True)
+    command = ["train", str(directory / "run.toml")]
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert "it is rank 0 of 1 of a process group already" in refused(capsys, directory, *command)
-    dist.destroy_process_group()
+    try:
+        assert cli.run(command) == 0
+    finally:
+        dist.destroy_process_group()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
-    assert "it has used a GPU, or asked torch for one" in refused(capsys, directory, *command)
+    assert cli.run(command) == 0
+    assert reasons == [
+        "it is rank 0 of 1 of a process group already",
+        "it has used a GPU, or asked torch for one",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,10 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import pytest
 import torch
 
-from rotorch import cli
+from rotorch import cli, run_config
 from rotorch.forking import forking
 
 # Deadlines are counted in polls, not by the clock: a machine may sleep in between.
@@ -55,6 +56,18 @@ def write_run(directory: Path) -> Path:
     (directory / "text.txt").write_text("Slices go round; weights stay at home, and so does this ring. " * 60)
     (directory / "run.toml").write_text(CONFIG)
     return directory / "run.toml"
+
+
+def diverge(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gives the runs of commands forked from now on a learning rate that no run file may have."""
+    real = run_config.load_run_config
+
+    def with_such_a_rate(*arguments, **options):
+        config = real(*arguments, **options)
+        optimizer = config.optimizer.model_copy(update={"lr": 1e30, "clip_norm": 0.0})
+        return config.model_copy(update={"optimizer": optimizer})
+
+    monkeypatch.setattr(run_config, "load_run_config", with_such_a_rate)
 
 
 class Command:
