@@ -132,7 +132,7 @@ def test_ranks_start_from_a_process_that_is_in_a_group(in_a_group):
 
 
 def test_a_run_starts_from_a_process_that_is_in_a_group(in_a_group, tmp_path):
-    config = load_run_config(write_run(tmp_path), overrides=["train.steps=1", "parallel.layout=rtp=2"])
+    config = load_run_config(write_run(tmp_path), overrides=["train.steps=2", "parallel.layout=rtp=2"])
     assert start(config, nproc=2)
     assert [*(tmp_path / "run" / "checkpoints").iterdir()]
 

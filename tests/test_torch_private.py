@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from rotorch import _torch_private
 from rotorch._torch_private import (
@@ -26,6 +28,7 @@ from rotorch._torch_private import (
     fake_store,
     flat_group,
     flight_record,
+    forget_meshes,
     functional_collectives,
     group_size,
     group_timeout,
@@ -45,6 +48,7 @@ from rotorch._torch_private import (
 from rotorch.comm.line import Line
 from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind
+from rotorch.testing.fake import as_rank
 from rotorch.testing.ranks import run_ranks
 
 
@@ -279,6 +283,23 @@ def test_a_handle_of_symmetric_memory_has_what_rings_call():
     assert "rank: " in documented["get_buffer"] and "storage_offset: " in documented["get_buffer"]
     assert documented["get_signal_pad"].index("dtype: ") < documented["get_signal_pad"].index("storage_offset: ")
     assert documented["put_signal"].index("dst_rank: ") < documented["put_signal"].index("channel: ")
+
+
+def norm_of_ones():
+    """Of a DTensor over a grid of four ranks that have a one each."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("x", "y"))
+    ones = DTensor.from_local(torch.ones(1, 1), mesh, [Shard(0), Shard(1)], run_check=False)
+    return float(torch.linalg.vector_norm(ones).full_tensor())
+
+
+def test_meshes_are_forgotten_over_which_dtensors_were_computed_with():
+    """The groups of an equal mesh had other names, which ranks would look for."""
+    with as_rank(0, num_ranks=4):
+        for _ in range(3):
+            dist.new_group([0, 1])
+        norm_of_ones()
+    forget_meshes()
+    assert run_ranks(norm_of_ones, num_ranks=4) == [2.0] * 4
 
 
 def test_a_mesh_made_flat_has_a_group_of_all_its_ranks():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -219,6 +220,19 @@ def import_what_steps_need() -> None:
     sight, wherever its parameters lie, and no process forked after that could use it.
     """
     importlib.import_module("torch._dynamo")
+
+
+def forget_meshes() -> None:
+    """Forgets how DTensors of this process were computed with, and over which meshes.
+
+    Reason: DTensor takes two meshes of one shape for the same, and then sends by the names of the first one's groups,
+    which may be gone; no public name empties that cache.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
 
 
 def lost_gpu_by_fork() -> bool:

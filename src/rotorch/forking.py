@@ -4,6 +4,7 @@
     Ranks are forked: torch and transformers are imported once, and a rank starts in a fraction of a second. A rank has
     all of the memory of the process that forked it, and of its threads only the one that did. So
     - garbage is left alone: a process group in it would wait for its threads to end, which are not there;
+    - meshes are forgotten, whose groups ranks do not have: DTensor would take theirs for the same;
     - OpenMP's threads are ended before, and start again when they are needed: a rank would hand them work, and wait;
     - no rank is forked from a process that is in a process group, or has used a GPU that ranks are to use, or has
       computed gradients with a GPU in sight: torch refuses to do that in a forked process. Such a process has a new one
@@ -32,7 +33,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from rotorch._torch_private import AUTOGRAD_THREADS, lost_gpu_by_fork
+from rotorch._torch_private import AUTOGRAD_THREADS, forget_meshes, lost_gpu_by_fork
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
 from rotorch.host_memory import SHARED_MEMORY, room_in
@@ -54,6 +55,7 @@ def forking() -> Iterator[None]:
     global _forking
     before, _forking = _forking, os.getpid()
     _end_openmp_threads()
+    forget_meshes()
     if before not in (None, _forking):
         gc.collect()  # in a process that was forked itself, what is frozen stays so
     gc.freeze()

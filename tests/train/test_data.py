@@ -275,8 +275,11 @@ def test_a_disk_that_fills_up_leaves_nothing(tmp_path):
 
 def test_a_cache_directory_that_cannot_be_written(folder, tmp_path):
     (tmp_path / "file").write_text("in the way")
-    source = checked(folder, tmp_path / "file" / "cache")
-    with pytest.raises(ConfigError, match=r"file/cache': cannot write: .*cache_dir="):
+    with pytest.raises(ConfigError, match=r"file/cache': '.*file' is a file\. Write cache_dir="):
+        checked(folder, tmp_path / "file" / "cache")
+    source = checked(folder, tmp_path / "later" / "cache")
+    (tmp_path / "later").write_text("in the way")
+    with pytest.raises(ConfigError, match=r"later/cache': cannot write: .*cache_dir="):
         prepare_corpus(source)
 
 

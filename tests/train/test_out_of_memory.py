@@ -197,7 +197,9 @@ def test_the_rank_without_memory_for_a_save_is_the_one_that_is_named(tmp_path, w
     assert done.code == 3
     assert done.stderr.startswith("rotorch: rank 1 failed ") and "Alive in tensors" in done.stderr, done.stderr
     assert "more were asked for by a save, and" in done.stderr
-    assert "micro_batch" not in done.stderr and "recompute" not in done.stderr and "about 0 B" not in done.stderr
+    # A layout of more ranks may ask for another micro-batch, to keep the global one; by itself that saves nothing here.
+    assert not re.search(r"(fits: |saved by )train\.micro_batch", done.stderr)
+    assert "recompute" not in done.stderr and "about 0 B" not in done.stderr
 
 
 def test_a_save_behind_the_run_says_what_its_copies_take(tmp_path, warm, monkeypatch):

@@ -149,15 +149,19 @@ def test_a_holder_on_another_host_is_never_taken_for_ended():
 # ---------------------------------------------------------------- nothing is overwritten
 
 
-def test_a_run_without_its_checkpoints_is_not_begun_anew_over_its_metrics(tmp_path, warm):
+def test_a_run_without_checkpoints_begins_anew_and_keeps_its_earlier_metrics(tmp_path, warm):
     run, out = write_run(tmp_path), tmp_path / "run"
     (out / "checkpoints").mkdir(parents=True)
     content = b'{"step": 1, "loss": 2.5}\n{"step": 2, "loss": 2.4}\n'
     (out / METRICS).write_bytes(content)
-    done = rotorch(tmp_path / "log", "train", run, "--resume")
-    assert done.code == 2 and len(done.stderr.strip().splitlines()) == 1, done.stderr
-    assert "has no checkpoint to go on from, and to begin anew would overwrite the metrics of 2 steps in" in done.stderr
-    assert (out / METRICS).read_bytes() == content and not list((out / "checkpoints").iterdir())
+    for number in (1, 2):
+        done = rotorch(tmp_path / f"log-{number}", "train", run, "--resume")
+        assert done.code == 0, done.stderr
+        (told,) = done.stderr.strip().splitlines()
+        assert "has no checkpoint to go on from, so the run begins anew" in told and f"metrics-{number}.jsonl" in told
+        shutil.rmtree(out / "checkpoints")
+    assert (out / "metrics-1.jsonl").read_bytes() == content
+    assert [r["step"] for r in read_metrics(out)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_run_that_has_done_nothing_yet_begins(tmp_path, warm):

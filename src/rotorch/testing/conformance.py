@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -292,7 +292,7 @@ def evaluation_is_that_of_one_process(e: Examination) -> Iterator[str]:
     for number, module in enumerate(modules.values()):
         module.training = number % 3 != 2  # parts of a model may be in evaluation mode for good
     modes = {name: module.training for name, module in modules.items()}
-    with _modes_in_passes() as seen:
+    with _modes_in_passes(set(modules.values())) as seen:
         found = e.model.evaluate(e.micro_batches)
         logits = e.model.next_token_logits(e.case.first_batch["input_ids"][:1])
     if True in seen:
@@ -312,10 +312,15 @@ def evaluation_is_that_of_one_process(e: Examination) -> Iterator[str]:
 
 
 @contextmanager
-def _modes_in_passes() -> Iterator[set[bool]]:
-    """Collects `training` of all modules that are called."""
+def _modes_in_passes(modules: Set[nn.Module]) -> Iterator[set[bool]]:
+    """Collects `training` of those of a model's modules that are called; a strategy may put others in their places."""
     seen: set[bool] = set()
-    handle = register_module_forward_pre_hook(lambda module, _: seen.add(module.training))
+
+    def look(module: nn.Module, _: Any) -> None:
+        if module in modules:
+            seen.add(module.training)
+
+    handle = register_module_forward_pre_hook(look)
     try:
         yield seen
     finally:

@@ -5,6 +5,7 @@ A resumed run goes on in the same files: what was written after the step that it
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -212,6 +213,17 @@ class TensorBoard:
 
     def close(self) -> None:
         self._writer.close()
+
+
+def set_aside(run_dir: Path) -> Path | None:
+    """Gives the metrics of an earlier run another name in its directory, and returns it; None if there are none."""
+    path = run_dir / METRICS
+    if not path.exists() or not path.stat().st_size:
+        return None
+    names = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count(1))
+    kept = next(name for name in names if not name.exists())
+    path.rename(kept)
+    return kept
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

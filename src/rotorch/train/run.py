@@ -22,7 +22,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -55,11 +55,11 @@ from rotorch.train.dry_run import dry_run, show_dry_run
 from rotorch.train.joining import JobRank, job_rank, telling, what_was_found, what_was_told
 from rotorch.train.launch import is_rank, launch, run_as_rank
 from rotorch.train.loop import LoopEnd, run_loop
-from rotorch.train.metrics import Listener, MetricsFile, TensorBoard, read_metrics
+from rotorch.train.metrics import Listener, MetricsFile, TensorBoard, set_aside
 from rotorch.train.module import make_module
 from rotorch.train.optim import make_optimizer, schedule_numbers
 from rotorch.train.out_of_memory import Running, Share, explained_out_of_memory
-from rotorch.train.preflight import RUN_FILE, CheckedRun, begun_by, check_run, data_position
+from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
 from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
 from rotorch.train.run_lock import check_not_in_use, contents, directories_of, lock_directories
 from rotorch.train.sample import write_sample
@@ -148,8 +148,6 @@ def _start(
         check_not_in_use(written)
     seen_with = contents(written)
     run = check_run(config, nproc=nproc, resume=resume, command=command, only_plan=only_plan)
-    if asked_to_resume:
-        check_nothing_is_lost(run)
     if not (only_plan or is_rank()):
         check_semaphores(run.num_ranks)
     console = Console(soft_wrap=True)
@@ -164,6 +162,8 @@ def _start(
         return bool(found["fits"])
     if is_first:
         held.enter_context(lock_directories(written, seen_with=seen_with))
+        if asked_to_resume:
+            keep_earlier_metrics(run, tell=_tell)
     tokens = prepare_corpus(run.source)
     check_same_corpus(run, tokens)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
@@ -191,8 +191,7 @@ def _start(
         finally:
             console.show_cursor()  # a rank that was killed could not
 
-    tell = partial(print, file=sys.stderr, flush=True)
-    number = launch_again(run, launch=launch_once, tell=lambda text: tell(f"rotorch: {text}"))
+    number = launch_again(run, launch=launch_once, tell=_tell)
     if number:
         raise StoppedEarly(f"the run was asked to stop by {signal.Signals(number).name}", exit_code=128 + number)
     return True
@@ -210,19 +209,15 @@ def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:
         )
 
 
-def check_nothing_is_lost(run: CheckedRun) -> None:
-    """A run that was asked to go on, and has no checkpoint, would begin anew over what it has written.
+def keep_earlier_metrics(run: CheckedRun, *, tell: Callable[[str], None]) -> None:
+    """A run that was asked to go on, and has no checkpoint, begins anew: what it measured before stays beside.
 
-    One that its own job starts again does so (see `restart.py`): it has said why.
+    A run may be killed before its first checkpoint, and whoever starts it again by the same command wants it to begin.
     """
-    is_own = is_rank() and begun_by(run.out) == os.environ.get(ELASTIC_RUN, "none") != "none"
-    if run.resume is not None or is_own:
-        return
-    if records := read_metrics(run.out):
-        raise ConfigError(
-            f"--resume: {checkpoints_of(run.saves_in)} has no checkpoint to go on from, and to begin anew would "
-            f"overwrite the metrics of {len(records)} steps in {run.out}. Put its checkpoints back, or begin anew with "
-            "another train.out=..."
+    if run.resume is None and (kept := set_aside(run.out)) is not None:
+        tell(
+            f"--resume: {checkpoints_of(run.saves_in)} has no checkpoint to go on from, so the run begins anew; the "
+            f"metrics that were in {run.out} are in {kept.name} now"
         )
 
 
@@ -364,6 +359,10 @@ def summarise(run: CheckedRun, state: TrainState, *, end: LoopEnd, sample: str) 
 
 
 # ---------------------------------------------------------------- what a person sees
+
+
+def _tell(text: str) -> None:
+    print(f"rotorch: {text}", file=sys.stderr, flush=True)
 
 
 def _introduce(run: CheckedRun, console: Console) -> None:
