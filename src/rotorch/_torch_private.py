@@ -64,6 +64,7 @@ __all__ = [
     "fake_store",
     "flat_group",
     "flight_record",
+    "forget_meshes",
     "functional_collectives",
     "group_size",
     "group_timeout",
