@@ -43,7 +43,7 @@ Reason: torch gives no other way to tell them from a process's other threads.
 """
 
 AUTOGRAD_THREADS = "pt_autograd_"
-"""How the names of the threads begin that autograd starts for devices other than the CPU.
+"""Prefix of the names of the threads that autograd starts for devices other than the CPU.
 
 Reason: a process that has them cannot fork ranks that compute gradients, and torch tells only the forked process.
 """

@@ -69,7 +69,7 @@ def forking() -> Iterator[None]:
 
 
 def gpu_in_sight() -> bool:
-    """Whether there is a GPU that CUDA_VISIBLE_DEVICES does not hide. Processes forked after that can use it."""
+    """True if there is a GPU that CUDA_VISIBLE_DEVICES does not hide. Processes forked after this call can use it."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask in the usual way would spoil CUDA for ranks
     return torch.cuda.is_available()
 
@@ -96,7 +96,7 @@ def check_semaphores(num_ranks: int) -> None:
 
 
 def why_no_ranks(*, on_gpu: bool) -> str:
-    """What this process has that no rank forked from it could live with; empty if there is nothing."""
+    """Reason why no rank forked from this process could work; empty if there is none."""
     if why := why_no_ranks_on_cpu():
         return why
     found = _try_in_a_fork(on_gpu=on_gpu)

@@ -21,7 +21,7 @@ import psutil
 from rotorch.core.quantities import format_bytes
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where Linux keeps memory that processes share by name, locks included."""
+"""Directory in which Linux keeps memory that processes share by name, locks included."""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # numbers of mallopt(3)
 _LARGEST_ON_HEAP = 32 << 20  # the largest that glibc takes; larger blocks have pages of their own, as ever
@@ -82,7 +82,7 @@ def available_bytes() -> int:
 
 
 def most_bytes() -> int:
-    """How much memory the processes of this machine may ever take together: what there is, or cgroups allow."""
+    """Upper bound of the memory of all processes together: that of the machine, or of its cgroup."""
     there = psutil.virtual_memory().total + psutil.swap_memory().total
     return min([there, *(limit for limit, _ in _limits_of_cgroups())])
 

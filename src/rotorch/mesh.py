@@ -18,7 +18,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.strategies import format_parallel, num_ranks
 
 _LEAVES_WITHIN_S = 30.0
-"""How long a rank that differs from others stays for all of them to hear of it."""
+"""Seconds that a rank which differs from others waits for all of them to read the verdict."""
 
 
 def device_type(name: str = "auto") -> str:

@@ -134,7 +134,7 @@ def parallelize(
 
 
 def _described(module: nn.Module, spec: ModelSpec) -> dict[str, str]:
-    """What ranks must have alike of a model: its weights, and how each may be cut; not their values."""
+    """Description of a model that must be equal on all ranks: its weights and their cuts, not their values."""
     dtypes = {name: str(weight.dtype) for name, weight in module.named_parameters()}
     return {
         "the model": spec.name,

@@ -508,7 +508,7 @@ _WRITE = {
     "finite_number": ". Write a number",
     "model_type": ". Write a table of keys: [section], and key = value below it",
 }
-"""What to write instead of a value of another type."""
+"""Advice per type for a value of another type."""
 
 _HINTS = {
     "model": 'Write [model] with config = "config.json"',

@@ -1,4 +1,4 @@
-"""What `parallelize` gives a process on CPU, for the processes of every row: so that only layouts differ.
+"""Process settings of `parallelize` on CPU, for the ranks of every row: so that only layouts differ.
 
 [Note: equal processes]
     `parallelize` makes two settings of a process that are no part of any layout: what a step frees stays with the
@@ -19,7 +19,7 @@ from rotorch.mesh import pick_device
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """What was set for one process.
+    """The settings of one process.
 
     Attributes:
         keeps_freed_memory: that the allocator keeps what a step frees.
@@ -43,5 +43,5 @@ class ProcessSetter:
         self._keeps = keep_freed_memory() if self._sets else False
 
     def settings(self) -> ProcessSettings:
-        """What is set now. Threads that were started since the last call are set, too."""
+        """Returns the settings in force, and applies them to threads started since the last call."""
         return ProcessSettings(self._keeps, let_computing_go_first() if self._sets else 0)

@@ -176,7 +176,7 @@ class _Rank:
         )
 
     def loopback_bytes(self) -> int | None:
-        """What ranks have sent so far, by the interface's counter; between questions none sends."""
+        """Bytes sent by the ranks so far, by the interface's counter; between questions no rank sends."""
         return loopback_bytes()
 
     def process_memory(self) -> tuple[ProcessMemory, ProcessMemory]:

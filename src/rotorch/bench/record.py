@@ -255,7 +255,7 @@ def make_record(
 
 
 def describe_origin() -> dict[str, Any]:
-    """Where figures come from, for every record: call it before they are measured, while the load is that of others."""
+    """Origin of a record's figures. Call it before measuring, while the load is that of other processes."""
     return {
         "machine": describe_machine(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -266,7 +266,7 @@ def describe_origin() -> dict[str, Any]:
 
 
 def load_average() -> list[float]:
-    """How many processes wanted to run at once, over the last minute, five and fifteen."""
+    """Load averages of the machine over one, five and fifteen minutes."""
     return [round(load, 2) for load in os.getloadavg()]
 
 

@@ -68,7 +68,7 @@ def to_markdown(records: Mapping[str, Mapping[str, Any]], *, missing: Sequence[s
 
 
 def _origins(records: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What is to be known of all cases before any is compared: commits, and processes that were not set alike."""
+    """Caveats that hold for all cases: several commits, and processes with unequal settings."""
     commits = {str(record.get("commit") or "?")[:10] for record in records.values()}
     unlike = [
         case for case, record in records.items() if any("process_settings" not in row for row in _measured(record))

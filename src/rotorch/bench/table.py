@@ -81,7 +81,7 @@ def _speed(rows: Sequence[Mapping[str, Any]], *, record: Mapping[str, Any]) -> T
 
 
 def wire_bytes_per_rank(row: Mapping[str, Any]) -> float | None:
-    """What the interface counted in a step, a rank's mean; None if nobody counted."""
+    """Bytes on the interface per step, the mean over ranks; None if they were not counted."""
     return row["wire_bytes_all_ranks"] / row["nproc"] if "wire_bytes_all_ranks" in row else None
 
 

@@ -36,7 +36,7 @@ _LOOPBACK = "lo"
 
 @dataclass(frozen=True)
 class WireBytes:
-    """What went over the interface in one step.
+    """Bytes that went over the interface in one step.
 
     Attributes:
         total: of all ranks together, with headers and acknowledgements.

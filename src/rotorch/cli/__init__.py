@@ -80,7 +80,7 @@ def run(arguments: Sequence[str]) -> int:
 
 @dataclass
 class _Invocation:
-    """What is known of a command by the time that it fails: its place in a job, and its run's directory."""
+    """Facts for reporting a command that fails: its place in a job, and its run's directory."""
 
     job: JobRank | None = None
     run_directory: Path | None = None

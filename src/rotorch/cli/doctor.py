@@ -52,7 +52,7 @@ def _version(name: str) -> str:
 
 
 def _tested(name: str) -> str:
-    """Where the version that is there lies among those that the tests run with."""
+    """Compares the installed version with the range that the tests run with."""
     oldest, newest = TESTED[name]
     tested = oldest if oldest == newest else f"{oldest} to {newest}"
     there = _version(name)

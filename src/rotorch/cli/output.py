@@ -1,4 +1,4 @@
-"""What a command says when that is hard: output that nobody reads any more, and errors that nobody foresaw.
+"""Output of a command in two hard cases: nobody reads it any more, or the error was not foreseen.
 
 Standard output and standard error may close while a command runs: `| head -1`, `>&-`, a terminal that is gone. What a
 command prints is never what it is for: a run goes on, with its metrics and checkpoints, and its exit code says how it

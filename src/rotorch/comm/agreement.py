@@ -28,7 +28,7 @@ Table = Mapping[str, Any]
 """Names and values, both as plain JSON, that have to be the same on all ranks."""
 
 ROUNDS = 2
-"""How often the ranks of one agreement compare at most: what they were told, then what they found."""
+"""Largest number of comparisons per agreement: first the command, then the files it names."""
 
 _AGREED, _REFUSED = "agreed", "refused"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.25

@@ -25,7 +25,7 @@ _EXITING = 0x4  # PF_EXITING of the kernel's task flags, the ninth field of /pro
 
 
 class Evidence(IntEnum):
-    """How much a rank's end says of the cause; less is more."""
+    """Rank of a failure as evidence of the cause; the lowest value is the strongest."""
 
     DIED = 0
     RAISED = 1
@@ -34,7 +34,7 @@ class Evidence(IntEnum):
 
 @dataclass(frozen=True, order=True)
 class Failure:
-    """How one rank ended; the least of several is the cause (see [Note: the cause]).
+    """The end of one rank; the least of several is the cause (see [Note: the cause]).
 
     Attributes:
         evidence: in which way.
@@ -56,12 +56,12 @@ def evidence_of(error: BaseException) -> Evidence:
 
 
 def is_hearsay(failures: Iterable[Failure]) -> bool:
-    """Whether the cause of these failures is yet to come, if any rank is left."""
+    """True if the cause of these failures may still come from a rank that has not ended."""
     return all(failure.evidence is Evidence.HEARD for failure in failures)
 
 
 def is_ending(pid: int) -> bool:
-    """Whether a process is on its way out, or has ended and was not reaped yet; False where nobody can tell (macOS)."""
+    """True if a process is exiting, or has ended and is not reaped; False where the system does not tell (macOS)."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
         return fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)

@@ -1,4 +1,4 @@
-"""Which weights an optimizer with weight decay pulls towards zero: matrices, by what a weight is.
+"""Selection of the weights that weight decay acts on: matrices, by the kind of weight.
 
 [Note: what is decayed]
     The number of dims does not tell: GPT-OSS has its experts' biases in matrices, Cohere a norm's scales per head. A
@@ -39,7 +39,7 @@ _NAMED_SO = re.compile(r"(\w+_)?(bias|biases|scale|scales)|bias_\w+|A_log|D|dt_b
 
 
 def is_decayed(module: nn.Module, name: str, *, shape: Sequence[int]) -> bool:
-    """Whether weight decay acts on a weight (see [Note: what is decayed]). Every rank alone; all find the same.
+    """True if weight decay acts on a weight (see [Note: what is decayed]). Local; the same on every rank.
 
     Args:
         module: the model, under any layout.
@@ -57,5 +57,5 @@ def is_decayed(module: nn.Module, name: str, *, shape: Sequence[int]) -> bool:
 
 
 def num_decayed_parameters(module: nn.Module, weights: Iterable[Weight]) -> int:
-    """How many of a model's trained parameters weight decay acts on (see [Note: what is decayed])."""
+    """Number of a model's trained parameters that weight decay acts on (see [Note: what is decayed])."""
     return sum(w.numel for w in weights if w.trained and is_decayed(module, w.name, shape=w.shape))

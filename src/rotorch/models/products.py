@@ -13,7 +13,7 @@ _SUMS = {torch.addmm, Tensor.addmm}
 
 
 def is_transpose(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function gives the transpose of its first argument, a matrix."""
+    """True if a function returns the transpose of its first argument, a matrix."""
     dims = args[1] if len(args) == 2 and isinstance(args[1], tuple | list) else args[1:]
     if getattr(func, "__name__", "") == "__get__":
         found = getattr(getattr(func, "__self__", None), "__name__", "") in ("T", "mT", "H", "mH")

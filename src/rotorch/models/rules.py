@@ -225,7 +225,7 @@ def _is_linear_transposed(layer: nn.Module) -> bool:
 
 
 def _adds_its_bias(layer: nn.Module) -> bool:
-    """Whether a layer's forward, torch's own or that of transformers' `Conv1D`, adds the bias with the product."""
+    """True if a layer's forward, torch's own or that of transformers' `Conv1D`, adds the bias with the product."""
     return type(layer).forward.__module__.startswith("torch.") or _is_linear_transposed(layer)
 
 

@@ -128,7 +128,7 @@ def check_fit(
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether a tensor has neither NaN nor infinity. Takes no memory for an answer per element."""
+    """True if a tensor has neither NaN nor infinity. Allocates no mask of its size."""
     if not tensor.numel() or not tensor.is_floating_point():
         return True
     least, most = torch.aminmax(tensor)

@@ -94,7 +94,7 @@ class Divergence:
 
 @dataclass
 class VerifyReport:
-    """What `rotorch verify` found. `ok`: loss and gradients agree to `BAR` in all steps, and weights after them.
+    """Result of `rotorch verify`. `ok`: loss and gradients agree to `BAR` in all steps, and weights after them.
 
     Attributes:
         max_rel_err_loss: over all steps.

@@ -19,9 +19,9 @@ from rotorch.train.watchdog import Progress, explain_hang
 
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 1.0
-"""How long ranks that outlive a failed one may take to note what they saw, for the report: the cause is known then."""
+"""Seconds for the surviving ranks to write their state for the report, once the cause is known."""
 _LONGEST_POST_MORTEM_S = 600.0
-"""How long all that ended may have only heard of a failure: who knows why may look for the place where it began."""
+"""Seconds to wait for the rank that knows the cause while every rank that has ended only heard of a failure."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Watch:
         return all(self.board.read(rank).failure is FailureKind.HEARD for rank in self.deaths)
 
     def _are_ending(self) -> bool:
-        """Whether a rank is on its way out, and how it ended cannot be seen yet ([Note: the cause])."""
+        """True while a rank is exiting and its exit status is not known yet ([Note: the cause])."""
         return any(is_ending(pid) for rank, pid in self.pids.items() if rank not in self._ended)
 
     def _look_for_a_hang(self) -> None:

@@ -201,7 +201,7 @@ def what_was_told(config: Mapping[str, Any], *, resume: bool, num_ranks: int) ->
 
 
 def what_was_found(run: CheckedRun, *, corpus: str) -> dict[str, Any]:
-    """What a rank has read from files, and what follows from it; as plain JSON.
+    """Contents of the files that a rank has read, and values derived from them; as plain JSON.
 
     Of published weights it is names and sizes: to read all bytes of them would take each rank as long as the run needs
     to load its part.
@@ -220,7 +220,7 @@ def what_was_found(run: CheckedRun, *, corpus: str) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """What two ranks could compute differently with. Python's own patch releases may differ."""
+    """Versions that could make two ranks compute differently. Python's patch releases may differ."""
     found = {"version of python": ".".join(platform.python_version_tuple()[:2])}
     for package in ("rotorch", "torch", "transformers"):
         try:

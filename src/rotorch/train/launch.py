@@ -62,7 +62,7 @@ _STOPPING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def _stopping_signals() -> list[signal.Signals]:
-    """What asks this process to save a checkpoint and leave; not SIGHUP where nohup has had it ignored."""
+    """Signals that ask this process to save a checkpoint and leave; without SIGHUP where nohup ignores it."""
     return [s for s in _STOPPING_SIGNALS if s is not signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
 
 

@@ -202,7 +202,7 @@ def _went_back(
 
 
 def _advice(config: RunConfig, *, step: int, lr: float) -> str:
-    """What to change when numbers are not finite: before the first update no learning rate is to blame."""
+    """Advice for numbers that are not finite: before the first update no learning rate is to blame."""
     if step > 1:
         return (
             f"Lower optimizer.lr (it is {lr:.3g} here), lengthen optimizer.warmup_steps, or write "

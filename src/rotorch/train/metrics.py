@@ -126,7 +126,7 @@ class MetricsFile:
         return self.path.open("a+", encoding="utf-8")
 
     def _put_back(self) -> None:
-        """Where the name means another file now, or none: writes all of it again, or goes on in the other one.
+        """Restores a file that was removed or replaced: writes all of it again, or goes on in the other one.
 
         Raises:
             FinalFailure: the directory is another run's now.

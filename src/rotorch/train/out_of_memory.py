@@ -198,7 +198,7 @@ def _innermost_module(traceback: TracebackType | None, state: TrainState | None)
 
 
 def _is_saving(traceback: TracebackType | None) -> bool:
-    """Whether an error arose where a checkpoint is written, perhaps by the thread of a save behind the run."""
+    """True if an error arose where a checkpoint is written, perhaps by the thread of an async save."""
     while traceback is not None:
         frame = traceback.tb_frame
         if frame.f_globals.get("__name__") == _SAVES:

@@ -130,7 +130,7 @@ def _start(
     job: JobRank | None,
     held: ExitStack,
 ) -> bool:
-    """What `start` does; `held` has the locks of the run's directories, until it is over."""
+    """The body of `start`; `held` keeps the locks of the run's directories until it returns."""
     # Asking for GPUs in the usual way would spoil CUDA for forked ranks.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     torch.set_num_threads(1)

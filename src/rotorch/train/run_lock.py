@@ -47,7 +47,7 @@ _LOOKS_AT_ENDED = 400  # ranks of a launcher that was killed take a while to giv
 
 @dataclass(frozen=True)
 class Holder:
-    """Who uses a directory.
+    """The process that uses a directory.
 
     Attributes:
         pid: the process that took the lock: a launcher, or rank 0 under torchrun.
@@ -69,7 +69,7 @@ class Holder:
 
     @property
     def has_ended(self) -> bool:
-        """Whether it runs no more, as far as can be known here."""
+        """True if it is known here to have ended."""
         return self.host == platform.node() and has_ended(self.process)
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ def lock_directories(directories: dict[str, Path], *, seen_with: frozenset[Path]
 
 
 def contents(directories: dict[str, Path]) -> frozenset[Path]:
-    """What lies in directories and in their checkpoints', by name; not the locks."""
+    """Paths in the directories and in their `checkpoints/`, without the locks."""
     found: set[Path] = set()
     for directory in directories.values():
         for parent in (directory, checkpoints_of(directory)):
