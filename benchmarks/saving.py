@@ -43,8 +43,8 @@ from rotorch.parallelize import load_step_code, parallelize
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
-from rotorch.train.background import Saver
-from rotorch.train.checkpoint import save
+from rotorch.train.checkpoint.async_save import Saver
+from rotorch.train.checkpoint.saving import save
 from rotorch.train.state import TrainState
 
 SMOLLM2_135M = {

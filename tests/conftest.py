@@ -76,9 +76,9 @@ def no_group_is_left():
 
 @pytest.fixture(autouse=True)
 def no_autograd_threads():
-    """Tests compute what ranks forked later are held to, and some compile (see `forking.py`)."""
+    """Tests compute what ranks forked later are held to, and some compile (see `process/forking.py`)."""
     if "torch" in sys.modules:
-        from rotorch.forking import start_autograd
+        from rotorch.process.forking import start_autograd
 
         start_autograd()
 

@@ -22,22 +22,17 @@ LAYERS = {
     "strategies": 1,  # the dict of all, each plan.py, and pure schedules
     "planner": 2,
     "run_config": 2,
+    "process.parent_death": 2,
     "mesh": 3,
     "source": 2,
-    "host_memory": 3,
-    "forking": 3,
-    "fresh_process": 3,
-    "orphans": 2,
+    "process": 3,
     "comm": 3,
     "_torch_private": 3,
     "shard": 4,
     "models": 4,
     "ops": 5,
     "parallel_model": 5,
-    "grid_holding": 5,
-    "stage_shards": 5,
-    "pipeline_step": 5,
-    "pipeline_holding": 5,
+    "hold": 5,
     "parallelize": 6,
     "testing": 6.5,  # public, for tests and `rotorch verify`; IMPORTED_ONLY_BY keeps layer 7 out of it
     "train": 7,
@@ -54,11 +49,11 @@ OPERATIONS = re.compile(
     r"|i?send|i?recv|batch_isend_irecv|P2POp|barrier|monitored_barrier|nn\b|_functional_collectives)"
 )
 STATE_OF_A_PROCESS = {
-    "forking": "a fork must know of the process before it, and only the process itself can tell it",
+    "process.forking": "a fork must know of the process before it, and only the process itself can tell it",
     "comm.meeting": "memory that ranks share goes with a process group, which is torch's",
-    "models.probe": "a trial of a kind of model is made once per process",
-    "models.feature_probe": "the same",
-    "models.token_probe": "the same",
+    "models.trial.slices": "a trial of a kind of model is made once per process",
+    "models.trial.features": "the same",
+    "models.trial.sequence": "the same",
 }
 """Modules whose functions change what the module itself holds, and why they may."""
 BAD_FILES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}

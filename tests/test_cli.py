@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rotorch import cli
 from rotorch.core.errors import ConfigError
-from rotorch.train.joining import JobRank
+from rotorch.train.launch.joining import JobRank
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
 from commands import rotorch, write_run
@@ -283,7 +283,7 @@ def test_inspect_and_export_a_run(capsys, finished, tmp_path):
 
 def test_the_demo_is_a_run_of_three_million_parameters_on_two_ranks(tmp_path, warm):
     from rotorch.run_config import load_run_config
-    from rotorch.train.preflight import check_run
+    from rotorch.train.checks.preflight import check_run
 
     overrides = [f"train.out={tmp_path / 'demo'}", f"data.cache_dir={tmp_path / 'cache'}"]
     checked = check_run(load_run_config(ROOT / "configs" / "demo.toml", overrides=overrides), nproc=2)

@@ -20,11 +20,11 @@ import rotorch.bench.rank as bench_rank
 from rotorch.bench.ranks import RowRanks
 from rotorch.bench.task import Task
 from rotorch.core.errors import ConfigError
-from rotorch.forking import check_semaphores, forking, start_autograd, why_no_ranks, why_no_ranks_on_cpu
 from rotorch.parallelize import load_step_code
+from rotorch.process.forking import check_semaphores, forking, start_autograd, why_no_ranks, why_no_ranks_on_cpu
 from rotorch.run_config import OptimizerSection
 from rotorch.testing.ranks import run_ranks
-from rotorch.train.launch import launch
+from rotorch.train.launch.elastic import launch
 
 TINY = Path(__file__).parents[1] / "configs" / "tiny" / "llama.json"
 

@@ -20,8 +20,8 @@ import rotorch.testing.verify as verify_module
 from rotorch.bench.process_memory import MALLOC_ENVIRONMENT
 from rotorch.bench.ranks import RowRanks
 from rotorch.core.errors import ConfigError, RankFailure
-from rotorch.forking import forking
-from rotorch.fresh_process import call_fresh
+from rotorch.process.forking import forking
+from rotorch.process.new_interpreter import call_fresh
 from rotorch.run_config import load_run_config
 from rotorch.strategies import parse_parallel
 from rotorch.testing.ranks import run_ranks

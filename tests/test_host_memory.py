@@ -7,14 +7,14 @@ import weakref
 
 import pytest
 
-from rotorch import host_memory
-from rotorch.host_memory import available_bytes, give_back_freed_memory, keep_freed_memory, make_room
+from rotorch.process import host_memory
+from rotorch.process.host_memory import available_bytes, give_back_freed_memory, keep_freed_memory, make_room
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 STEPS = """
 import resource, sys
 import torch
-from rotorch.host_memory import keep_freed_memory
+from rotorch.process.host_memory import keep_freed_memory
 if sys.argv[1] == "keep":
     assert keep_freed_memory()
 for _ in range(6):
@@ -99,7 +99,7 @@ def test_some_memory_is_left():
 @linux
 def test_what_is_left_of_the_address_space():
     code = (
-        "import resource; from rotorch.host_memory import address_space_left_bytes as left; print(left());"
+        "import resource; from rotorch.process.host_memory import address_space_left_bytes as left; print(left());"
         "resource.setrlimit(resource.RLIMIT_AS, (1 << 31, resource.RLIM_INFINITY)); print(left())"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

@@ -10,12 +10,12 @@ import pytest
 
 from rotorch import cli
 from rotorch.cli.output import leave_traceback
-from rotorch.forking import forking
+from rotorch.process.forking import forking
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
 from commands import rotorch, wait_until, write_run
 
-from rotorch.train.directories import latest
+from rotorch.train.checkpoint.directories import latest
 from rotorch.train.metrics import read_metrics
 
 
@@ -94,8 +94,8 @@ def broken(*_, **__):
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        (["export", "x", "y"], "rotorch.train.export.export_checkpoint"),
-        (["inspect", "x"], "rotorch.train.checkpoint.inspect_checkpoint"),
+        (["export", "x", "y"], "rotorch.train.checkpoint.export.export_checkpoint"),
+        (["inspect", "x"], "rotorch.train.checkpoint.saving.inspect_checkpoint"),
         (["train", "{run}"], "rotorch.train.run.check_run"),
     ],
 )

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rotorch import cli
 from rotorch.models.gguf import open_gguf, read_gguf_metadata
 from rotorch.models.hf import causal_lm, load_config
-from rotorch.train.companions import COMPANIONS
+from rotorch.train.checkpoint.tokenizer_files import COMPANIONS
 
 HERE = Path(__file__).parent
 PROMPT = "Go on with this State of the Union address ({year}, {name}): {start}"

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 import rotorch
 from rotorch.models.gguf import read_gguf_metadata
 from rotorch.models.hf import causal_lm, load_config
-from rotorch.train.checkpoint import save
-from rotorch.train.export import export_checkpoint
+from rotorch.train.checkpoint.export import export_checkpoint
+from rotorch.train.checkpoint.saving import save
 from rotorch.train.state import TrainState
 
 

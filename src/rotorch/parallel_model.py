@@ -31,12 +31,12 @@ from rotorch.comm.one_error import one_error
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
-from rotorch.host_memory import make_room
 from rotorch.models.blocks import mark_blocks
 from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.pretrained import open_pretrained
 from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.process.host_memory import make_room
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.held import HeldWeight, Pieces
 from rotorch.shard.load import load_stored

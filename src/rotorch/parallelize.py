@@ -10,11 +10,8 @@ from torch import nn
 
 from rotorch._torch_private import import_what_steps_need
 from rotorch.comm.collectives import open_meetings
-from rotorch.comm.message_threads import let_computing_go_first
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
-from rotorch.forking import start_autograd
-from rotorch.host_memory import keep_freed_memory
 from rotorch.mesh import compare_over_ranks, flat_position, join_process_group, make_mesh, pick_device
 from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
@@ -22,6 +19,9 @@ from rotorch.models.hf import Plan
 from rotorch.models.losses import LossFn, loss_of
 from rotorch.models.traps import make_stateless
 from rotorch.parallel_model import Holding, ParallelModel
+from rotorch.process.forking import start_autograd
+from rotorch.process.gloo_threads import let_computing_go_first
+from rotorch.process.host_memory import keep_freed_memory
 from rotorch.shard.materialize import take_recipes
 from rotorch.strategies import (
     check_composition,
@@ -63,9 +63,9 @@ def parallelize(
         compile: run blocks (under rtp: attentions and MLPs, a slice at a time) by torch.compile, one graph for all of
             a kind. The first step takes long.
 
-    On CPU, the process keeps from now on what it frees (`host_memory.py`), unless its allocator is set up by
+    On CPU, the process keeps from now on what it frees (`process/host_memory.py`), unless its allocator is set up by
     environment variables, and the threads that carry gloo's messages no longer push computing aside
-    (`comm/message_threads.py`).
+    (`process/gloo_threads.py`).
 
     Raises:
         ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that
@@ -150,7 +150,8 @@ def _described(module: nn.Module, spec: ModelSpec) -> dict[str, str]:
 def load_step_code(kinds: Iterable[str]) -> None:
     """Imports what a step under these strategies needs, once, before ranks are forked: each would import it for itself.
 
-    Computes nothing with a GPU in sight: ranks forked from a process that has could not use it (see `forking.py`).
+    Computes nothing with a GPU in sight: ranks forked from a process that has could not use it
+    (see `process/forking.py`).
     """
     start_autograd()
     for kind in kinds:

@@ -24,9 +24,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rotorch.comm import shared_file
-from rotorch.train import restart, storage
-from rotorch.train.directories import latest, one_before
-from rotorch.train.status import Phase, StatusBoard
+from rotorch.train.checkpoint import storage
+from rotorch.train.checkpoint.directories import latest, one_before
+from rotorch.train.launch import restart
+from rotorch.train.launch.status import Phase, StatusBoard
 
 TOLD = "a fault of this test"
 """What a rank says that raises."""

@@ -61,7 +61,7 @@ class Plan:
         harm: what happens.
         victim: to which rank.
         step: in which step of the run, from 1.
-        phase: name of what the rank is beginning then (`train/status.py`).
+        phase: name of what the rank is beginning then (`train/launch/status.py`).
         delay_s: how long after that, if it `is_delayed`.
         after: which of several alike: the module that raises, by its turn in a pass; before (even) or behind (odd) the
             update; of a disk, before (even) or after (odd) a save has looked whether there is room; of memory, before

@@ -26,9 +26,9 @@ from chaos_plan import EVERY, STEPS, Harm, Plan, num_ranks
 from commands import CONFIG, Command, wait_until, write_run
 
 from rotorch.core.errors import ConfigError
-from rotorch.train.directories import check, checkpoints_of, latest, leftovers
+from rotorch.train.checkpoint.directories import check, checkpoints_of, latest, leftovers
+from rotorch.train.checks.preflight import holds_run
 from rotorch.train.metrics import METRICS, read_metrics
-from rotorch.train.preflight import holds_run
 
 _CLOSE = 1e-5
 _DEADLINE_S = 240.0

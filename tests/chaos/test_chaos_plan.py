@@ -7,7 +7,7 @@ from chaos_plan import EVERY, LAYOUTS, OTHER_LAYOUTS, STEPS, Harm, describe, mak
 from rotorch.strategies import num_ranks as ranks_of
 from rotorch.strategies import parse_parallel
 from rotorch.strategies.resize import resized
-from rotorch.train.status import Phase
+from rotorch.train.launch.status import Phase
 
 
 def test_a_seed_says_it_all():

@@ -10,7 +10,7 @@ from torch import nn
 
 import rotorch
 from rotorch._torch_private import GLOO_THREADS
-from rotorch.comm.message_threads import let_computing_go_first
+from rotorch.process.gloo_threads import let_computing_go_first
 from rotorch.testing.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="SCHED_BATCH is Linux's")

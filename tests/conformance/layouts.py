@@ -26,7 +26,7 @@ PIPELINES = {
     ("zeropp=2x1,rtp=2", "qwen3"),
     ("ddp=2,zeropp=2x1", "gpt_neox"),
 }
-"""Of pipelines, what says most: most of them is one code, `pipeline_holding.py`, on four ranks."""
+"""Of pipelines, what says most: most of them is one code, `hold/pipeline.py`, on four ranks."""
 
 
 def of_size(kind: str, size: int) -> str | None:

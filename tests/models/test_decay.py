@@ -8,7 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rotorch.models.decay import is_decayed
-from rotorch.models.tiny import shrunk
+from rotorch.models.trial.tiny import shrunk
 from rotorch.parallelize import parallelize
 from rotorch.run_config import OptimizerSection
 from rotorch.shard.materialize import on_meta

@@ -9,8 +9,8 @@ from transformers.models.phimoe import modeling_phimoe
 
 import rotorch
 from rotorch.core.spec import UnitKind
-from rotorch.models import probe
 from rotorch.models.describe import describe
+from rotorch.models.trial import slices as probe
 from rotorch.testing.batches import global_batch
 from rotorch.testing.conformance import INVARIANTS, examine, make_case
 from rotorch.testing.fake import as_rank

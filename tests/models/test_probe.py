@@ -14,8 +14,8 @@ from transformers.models.t5gemma.configuration_t5gemma import T5GemmaModuleConfi
 import rotorch
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import UnitKind
-from rotorch.models import probe
 from rotorch.models.describe import describe
+from rotorch.models.trial import slices as probe
 from rotorch.shard.materialize import on_meta
 from rotorch.testing.subjects import tiny_subject
 

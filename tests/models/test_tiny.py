@@ -4,7 +4,15 @@ import transformers
 from torch import nn
 from transformers.models.qwen3_omni_moe.configuration_qwen3_omni_moe import Qwen3OmniMoeTalkerTextConfig
 
-from rotorch.models.tiny import NUM_DRAWN_TOKENS, inputs_for, never_set, number_for, shrunk, shrunk_like, with_values
+from rotorch.models.trial.tiny import (
+    NUM_DRAWN_TOKENS,
+    inputs_for,
+    never_set,
+    number_for,
+    shrunk,
+    shrunk_like,
+    with_values,
+)
 from rotorch.testing.subjects import tiny_subject
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rotorch.models.uses import Use, pattern_of, uses_in_passes
+from rotorch.models.trial.uses import Use, pattern_of, uses_in_passes
 
 
 class Model(nn.Module):

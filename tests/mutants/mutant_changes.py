@@ -23,10 +23,11 @@ SUBJECTS = (
     "ops",
     "comm",
     "shard",
+    "hold",
     "strategies",
     "pipelining",
     "parallel_model.py",
-    *(f"train/{name}.py" for name in ("checkpoint", "manifest", "windows", "step", "state")),
+    *(f"train/{name}.py" for name in ("checkpoint/saving", "checkpoint/manifest", "data/windows", "step", "state")),
 )
 """What is changed, below `src/rotorch`."""
 

@@ -4,10 +4,10 @@ import torch
 from torch import nn
 
 from rotorch.core.spec import Weight
+from rotorch.hold.depth_shards import DepthShards
+from rotorch.hold.twins import whole_part
 from rotorch.mesh import make_mesh
-from rotorch.shard.depth_shards import DepthShards
 from rotorch.shard.sites import find_sites
-from rotorch.shard.twins import whole_part
 from rotorch.strategies import parse_parallel
 from rotorch.testing.fake import as_rank
 

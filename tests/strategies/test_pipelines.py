@@ -15,10 +15,10 @@ from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.meter import Meter
 from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
 from rotorch.core.traffic import Kind
+from rotorch.hold.pipeline_step import PipelineStep
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.ops.later_gradients import LaterGradients
-from rotorch.pipeline_step import PipelineStep
 from rotorch.planner.prediction import predict
 from rotorch.shard.materialize import take_recipes
 from rotorch.shard.storages import owned_bytes
@@ -28,7 +28,7 @@ from rotorch.testing.compare import gradient_errors
 from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import fill, reference_step
 from rotorch.testing.verify import verify
-from rotorch.train.checkpoint import load, save
+from rotorch.train.checkpoint.saving import load, save
 from rotorch.train.optim import clip_gradients, squared_norm_share
 from rotorch.train.state import TrainState
 

@@ -12,7 +12,7 @@ from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict, load_config
-from rotorch.models.token_probe import why_not_in_stretches
+from rotorch.models.trial.sequence import why_not_in_stretches
 from rotorch.strategies import parse_parallel
 from rotorch.testing.batches import global_batch
 from rotorch.testing.fake import as_rank

@@ -11,7 +11,7 @@ from rotorch.mesh import make_mesh
 from rotorch.parallel_model import Holding, ParallelModel
 from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.strategies import parse_parallel
-from rotorch.train.checkpoint import latest, load
+from rotorch.train.checkpoint.saving import latest, load
 from rotorch.train.state import TrainState
 
 WEIGHTS = (Weight("up", (64, 16), 4, Cut(0, 64)), Weight("down", (16, 64), 4, Cut(1, 64)), Weight("norm", (16,), 4))

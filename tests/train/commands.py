@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from rotorch import cli, run_config
-from rotorch.forking import forking
+from rotorch.process.forking import forking
 
 # Deadlines are counted in polls, not by the clock: a machine may sleep in between.
 DEADLINE_S, POLL_S = 120.0, 0.02

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from rotorch.forking import forking
+from rotorch.process.forking import forking
 
 
 def result_of(work, *arguments):

@@ -25,7 +25,7 @@ from rotorch.testing.batches import share_of
 from rotorch.testing.ranks import run_ranks
 from rotorch.testing.reference import plain_config
 from rotorch.testing.subjects import CausalLM, compute_exactly
-from rotorch.train.checkpoint import load, save
+from rotorch.train.checkpoint.saving import load, save
 from rotorch.train.optim import make_optimizer
 from rotorch.train.state import TrainState
 

@@ -13,9 +13,9 @@ from failures import seen
 
 from rotorch.core.errors import RankFailure
 from rotorch.testing.ranks import run_ranks
-from rotorch.train import storage
-from rotorch.train.background import Saver
-from rotorch.train.checkpoint import check, latest
+from rotorch.train.checkpoint import storage
+from rotorch.train.checkpoint.async_save import Saver
+from rotorch.train.checkpoint.saving import check, latest
 from rotorch.train.metrics import read_metrics
 
 

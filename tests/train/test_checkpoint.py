@@ -20,7 +20,7 @@ from rotorch.parallel_model import Holding, ParallelModel
 from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.strategies import parse_parallel
 from rotorch.testing.ranks import run_ranks
-from rotorch.train.checkpoint import check, inspect_checkpoint, latest, load, save
+from rotorch.train.checkpoint.saving import check, inspect_checkpoint, latest, load, save
 from rotorch.train.state import TrainState
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "tiny"

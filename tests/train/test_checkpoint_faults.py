@@ -22,10 +22,9 @@ from torch import nn
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import Weight
 from rotorch.testing.ranks import run_ranks
-from rotorch.train import storage
-from rotorch.train.checkpoint import check, latest, load, load_newest, save
-from rotorch.train.directories import leftovers
-from rotorch.train.manifest import (
+from rotorch.train.checkpoint import storage
+from rotorch.train.checkpoint.directories import leftovers
+from rotorch.train.checkpoint.manifest import (
     DamagedCheckpoint,
     NewerFormat,
     json_digest,
@@ -33,7 +32,8 @@ from rotorch.train.manifest import (
     read_manifest,
     told_as_damage,
 )
-from rotorch.train.places import StorePath
+from rotorch.train.checkpoint.saving import check, latest, load, load_newest, save
+from rotorch.train.checkpoint.store import StorePath
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rotorch.core.errors import ConfigError
-from rotorch.train import corpus as corpus_module
-from rotorch.train.corpus import find_corpus
+from rotorch.train.data import corpus as corpus_module
+from rotorch.train.data.corpus import find_corpus
 
 
 def documents(corpus):

@@ -9,9 +9,9 @@ import pytest
 from disk import Disk
 
 from rotorch.core.errors import ConfigError
-from rotorch.train import corpus as corpus_module
-from rotorch.train import data
-from rotorch.train.data import (
+from rotorch.train.data import batches as data
+from rotorch.train.data import corpus as corpus_module
+from rotorch.train.data.batches import (
     TokenFile,
     check_source,
     default_cache_dir,
@@ -19,7 +19,7 @@ from rotorch.train.data import (
     prepare_corpus,
     train_and_held_out,
 )
-from rotorch.train.token_file import HEADER_BYTES, DamagedTokenFile, building, write_token_file
+from rotorch.train.data.token_file import HEADER_BYTES, DamagedTokenFile, building, write_token_file
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def test_a_waiting_process_says_so(cache, caplog):
         def emit(self, record):
             release.set()
 
-    logger = logging.getLogger("rotorch.train.token_file")
+    logger = logging.getLogger("rotorch.train.data.token_file")
     handler = Releasing()
     logger.addHandler(handler)
     try:

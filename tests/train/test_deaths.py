@@ -7,9 +7,9 @@ import time
 import pytest
 
 from rotorch.core.errors import ConfigError, FinalFailure, HeardFailure, RankFailure
-from rotorch.train.deaths import Watch, explain
-from rotorch.train.launch import _kind_of
-from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
+from rotorch.train.launch.elastic import _kind_of
+from rotorch.train.launch.exit_status import Watch, explain
+from rotorch.train.launch.status import FailureKind, Phase, RankStatus, StatusBoard
 
 
 def failed(rank, *, kind, at_s, message):

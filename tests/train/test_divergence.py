@@ -15,13 +15,13 @@ from rotorch.parallelize import parallelize
 from rotorch.run_config import RunConfig, TrainSection
 from rotorch.testing.ranks import run_ranks
 from rotorch.train import loop
-from rotorch.train.checkpoint import check
-from rotorch.train.directories import latest
-from rotorch.train.divergence import DivergenceGuard
+from rotorch.train.checkpoint.directories import latest
+from rotorch.train.checkpoint.saving import check
+from rotorch.train.checks.divergence import DivergenceGuard
+from rotorch.train.checks.nonfinite import first_nonfinite
+from rotorch.train.checks.preflight import check_roll_back
+from rotorch.train.checks.replicas import byte_sum, check_replicas, check_unchanged
 from rotorch.train.metrics import read_metrics
-from rotorch.train.nonfinite import first_nonfinite
-from rotorch.train.preflight import check_roll_back
-from rotorch.train.replicas import byte_sum, check_replicas, check_unchanged
 from rotorch.train.state import TrainState
 from rotorch.train.step import StepResult
 

@@ -11,9 +11,10 @@ from stores import Objects, url_of
 
 from rotorch.core.errors import ConfigError
 from rotorch.run_config import load_run_config
-from rotorch.train import dry_run, storage
+from rotorch.train.checkpoint import storage
+from rotorch.train.checks import dry_run
+from rotorch.train.checks.preflight import check_run
 from rotorch.train.metrics import read_metrics
-from rotorch.train.preflight import check_run
 
 
 @pytest.fixture

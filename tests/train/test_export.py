@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import rotorch
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.testing.ranks import run_ranks
-from rotorch.train.checkpoint import save
-from rotorch.train.export import export_checkpoint
+from rotorch.train.checkpoint.export import export_checkpoint
+from rotorch.train.checkpoint.saving import save
 from rotorch.train.state import TrainState
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "tiny"

@@ -12,7 +12,7 @@ from commands import Command, diverge, rotorch, wait_until, write_run
 from failures import seen
 
 from rotorch.comm.shared_file import own_prefix
-from rotorch.train.directories import latest
+from rotorch.train.checkpoint.directories import latest
 from rotorch.train.metrics import read_metrics
 
 EXACT = "rtp=2[transport=send_receive]"

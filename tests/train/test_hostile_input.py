@@ -21,10 +21,10 @@ from rotorch.core.errors import ConfigError, RotorchError
 from rotorch.models.hf import load_config
 from rotorch.run_config import load_run_config
 from rotorch.testing.ranks import run_ranks
-from rotorch.train.checkpoint import inspect_checkpoint, load, save
-from rotorch.train.corpus import find_corpus
-from rotorch.train.manifest import json_digest, manifest_text, read_manifest
-from rotorch.train.token_file import HEADER_BYTES, DamagedTokenFile, TokenFile
+from rotorch.train.checkpoint.manifest import json_digest, manifest_text, read_manifest
+from rotorch.train.checkpoint.saving import inspect_checkpoint, load, save
+from rotorch.train.data.corpus import find_corpus
+from rotorch.train.data.token_file import HEADER_BYTES, DamagedTokenFile, TokenFile
 
 # ---------------------------------------------------------------- configurations
 
@@ -235,7 +235,7 @@ def test_a_parquet_file_with_any_byte_changed_or_cut_off(at, byte, cut, tmp_path
 
 
 def test_a_line_without_an_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("rotorch.train.corpus._MOST_LINE_BYTES", 1 << 10)
+    monkeypatch.setattr("rotorch.train.data.corpus._MOST_LINE_BYTES", 1 << 10)
     (tmp_path / "long.jsonl").write_text('{"text": "' + "x" * 2000)
     with pytest.raises(ConfigError, match=r"line 1: longer than 1.00 KiB\. Write one record a line"):
         find_corpus(tmp_path / "long.jsonl")
@@ -249,4 +249,4 @@ def test_no_file_is_unpickled_and_no_model_s_own_code_runs():
     unpickling = re.compile(r"torch\.load\(|\bpickle\.loads?\(|allow_pickle=True|trust_remote_code=True")
     found = [p.relative_to(source).as_posix() for p in source.rglob("*.py") if unpickling.search(p.read_text())]
     # What a rank of the same run has sent, and what a process has sent to one that it has started.
-    assert sorted(found) == ["comm/stage_messages.py", "fresh_process.py"]
+    assert sorted(found) == ["comm/stage_messages.py", "process/new_interpreter.py"]

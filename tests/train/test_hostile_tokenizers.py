@@ -14,10 +14,10 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from rotorch.core.errors import ConfigError
-from rotorch.train import tokens
-from rotorch.train.data import check_source, prepare_corpus
-from rotorch.train.instructions import open_chat
-from rotorch.train.tokens import _panics_unheard, library_errors, open_tokens
+from rotorch.train.data import tokens
+from rotorch.train.data.batches import check_source, prepare_corpus
+from rotorch.train.data.instructions import open_chat
+from rotorch.train.data.tokens import _panics_unheard, library_errors, open_tokens
 
 
 def whole_tokenizers():

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rotorch.core.errors import ConfigError
 from rotorch.run_config import load_run_config
-from rotorch.train.data import check_source, prepare_corpus, train_and_held_out
+from rotorch.train.data.batches import check_source, prepare_corpus, train_and_held_out
 
 TEMPLATE = (
     "{% for m in messages %}{{ '<|endoftext|>' + m['role'] + ':' + m['content'] }}{% endfor %}"
@@ -36,7 +36,7 @@ def windows(folder, records, *, length=24, **options):
 
 def shown(train, index):
     """Input and labels of a window as lists."""
-    from rotorch.train.windows import _to_batch
+    from rotorch.train.data.windows import _to_batch
 
     batch = _to_batch([train.stored(index)])
     return batch["input_ids"][0].tolist(), batch["shift_labels"][0].tolist()

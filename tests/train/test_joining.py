@@ -12,8 +12,8 @@ from rotorch import cli
 from rotorch.comm.agreement import describe_differences
 from rotorch.core.errors import ConfigError
 from rotorch.run_config import _known_keys, load_run_config
-from rotorch.train import joining
-from rotorch.train.joining import PER_HOST, flat, job_rank, versions, what_was_told
+from rotorch.train.launch import joining
+from rotorch.train.launch.joining import PER_HOST, flat, job_rank, versions, what_was_told
 from rotorch.train.metrics import read_metrics
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -4,8 +4,8 @@ import pytest
 from by_hand import make
 
 from rotorch.core.errors import ConfigError
-from rotorch.train.checkpoint import check, latest, save
-from rotorch.train.manifest import DamagedCheckpoint
+from rotorch.train.checkpoint.manifest import DamagedCheckpoint
+from rotorch.train.checkpoint.saving import check, latest, save
 
 
 def test_a_file_that_cannot_be_looked_at_is_not_called_missing(tmp_path):

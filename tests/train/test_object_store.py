@@ -9,8 +9,8 @@ from by_hand import make, read_back, step
 from commands import rotorch, write_run
 
 from rotorch.testing.ranks import run_ranks
-from rotorch.train.checkpoint import check, latest, load, save
-from rotorch.train.directories import candidates, checkpoints_of
+from rotorch.train.checkpoint.directories import candidates, checkpoints_of
+from rotorch.train.checkpoint.saving import check, latest, load, save
 
 pytestmark = [
     pytest.mark.skipif(

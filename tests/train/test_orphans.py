@@ -9,7 +9,7 @@ import pytest
 from commands import wait_until, write_run
 
 from rotorch import cli, run_config
-from rotorch.forking import forking
+from rotorch.process.forking import forking
 from rotorch.run_config import load_run_config
 from rotorch.train import run
 

@@ -18,9 +18,10 @@ from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKin
 from rotorch.run_config import BatchSizes
 from rotorch.strategies import batch_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
-from rotorch.train import loop, storage
-from rotorch.train.checkpoint import save
-from rotorch.train.out_of_memory import (
+from rotorch.train import loop
+from rotorch.train.checkpoint import storage
+from rotorch.train.checkpoint.saving import save
+from rotorch.train.checks.out_of_memory import (
     ACTIVATIONS,
     CATEGORIES,
     LOGITS,

@@ -6,7 +6,7 @@ from by_hand import make, step
 from disk import Disk
 
 from rotorch.testing.ranks import run_ranks
-from rotorch.train.checkpoint import save
+from rotorch.train.checkpoint.saving import save
 
 
 @pytest.fixture(scope="module", autouse=True)

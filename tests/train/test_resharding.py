@@ -7,7 +7,7 @@ import pytest
 from commands import rotorch, write_run
 from resharding import BAR, matrix
 
-from rotorch.train.directories import checkpoints_of, step_name
+from rotorch.train.checkpoint.directories import checkpoints_of, step_name
 from rotorch.train.metrics import read_metrics
 
 LAYOUTS = (

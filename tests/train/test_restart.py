@@ -15,11 +15,11 @@ from commands import Command, diverge, rotorch, wait_until, write_run
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.run_config import load_run_config
 from rotorch.strategies import parse_parallel
-from rotorch.train import restart
-from rotorch.train.directories import latest
+from rotorch.train.checkpoint.directories import latest
+from rotorch.train.checks.preflight import RUN_FILE
+from rotorch.train.launch import restart
+from rotorch.train.launch.restart import ELASTIC_RUN, as_started, launch_again
 from rotorch.train.metrics import read_metrics
-from rotorch.train.preflight import RUN_FILE
-from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
 
 EXACT = "rtp=2[transport=send_receive]"
 """Over shared memory the last bits of a gradient depend on which rank comes first."""

@@ -10,9 +10,9 @@ import socket
 import pytest
 from commands import Command, rotorch, wait_until, write_run
 
-from rotorch.train import run_lock
+from rotorch.train.launch import run_lock
+from rotorch.train.launch.run_lock import LOCK, DirectoryInUse, check_not_in_use, contents, lock_directories
 from rotorch.train.metrics import METRICS, MetricsFile, StepRecord, read_metrics
-from rotorch.train.run_lock import LOCK, DirectoryInUse, check_not_in_use, contents, lock_directories
 
 ENDLESS = ["train.steps=1000000", "optimizer.schedule=constant", "train.checkpoint_every=1"]
 

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import rotorch
 from rotorch import cli
 from rotorch.testing.ranks import run_ranks
-from rotorch.train.checkpoint import save
-from rotorch.train.companions import companions
-from rotorch.train.export import export_checkpoint
+from rotorch.train.checkpoint.export import export_checkpoint
+from rotorch.train.checkpoint.saving import save
+from rotorch.train.checkpoint.tokenizer_files import companions
 from rotorch.train.state import TrainState
 
 sys.path.insert(0, str(Path(__file__).parent))

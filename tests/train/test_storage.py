@@ -10,11 +10,11 @@ import torch
 from by_hand import make
 
 from rotorch.core.errors import FinalFailure
-from rotorch.train import manifest, storage
-from rotorch.train.checkpoint import check, latest, save
-from rotorch.train.directories import leftovers
-from rotorch.train.manifest import Chunk
-from rotorch.train.storage import Entry, _read_box, write_safetensors
+from rotorch.train.checkpoint import manifest, storage
+from rotorch.train.checkpoint.directories import leftovers
+from rotorch.train.checkpoint.manifest import Chunk
+from rotorch.train.checkpoint.saving import check, latest, save
+from rotorch.train.checkpoint.storage import Entry, _read_box, write_safetensors
 
 BUFFER_BYTES = 24  # six float32
 

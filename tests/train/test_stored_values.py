@@ -11,11 +11,11 @@ from by_hand import make, step
 
 from rotorch.core.errors import ConfigError
 from rotorch.testing.ranks import run_ranks
-from rotorch.train import manifest
-from rotorch.train.checkpoint import latest, load_newest, save
-from rotorch.train.manifest import DamagedCheckpoint, Manifest, ModelEntry, TensorEntry, check_contents
-from rotorch.train.storage import DTYPE_NAMES, Entry, write_safetensors
-from rotorch.train.stored_values import StoredValues
+from rotorch.train.checkpoint import manifest
+from rotorch.train.checkpoint.manifest import DamagedCheckpoint, Manifest, ModelEntry, TensorEntry, check_contents
+from rotorch.train.checkpoint.saving import latest, load_newest, save
+from rotorch.train.checkpoint.storage import DTYPE_NAMES, Entry, write_safetensors
+from rotorch.train.checkpoint.stored_values import StoredValues
 
 
 def stored(path, tensors):

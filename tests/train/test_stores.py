@@ -16,13 +16,13 @@ from stores import Objects, url_of
 
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.testing.ranks import run_ranks
-from rotorch.train.checkpoint import check, inspect_checkpoint, latest, load, load_newest, save
-from rotorch.train.directories import candidates, checkpoints_of, prune, remove_leftovers
-from rotorch.train.export import export_checkpoint
-from rotorch.train.manifest import DamagedCheckpoint
+from rotorch.train.checkpoint.directories import candidates, checkpoints_of, prune, remove_leftovers
+from rotorch.train.checkpoint.export import export_checkpoint
+from rotorch.train.checkpoint.manifest import DamagedCheckpoint
+from rotorch.train.checkpoint.saving import check, inspect_checkpoint, latest, load, load_newest, save
+from rotorch.train.checkpoint.store import StorePath, as_place, check_writable, creating
+from rotorch.train.checks.out_of_memory import is_out_of_memory
 from rotorch.train.metrics import read_metrics
-from rotorch.train.out_of_memory import is_out_of_memory
-from rotorch.train.places import StorePath, as_place, check_writable, creating
 
 
 @pytest.fixture

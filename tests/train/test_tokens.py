@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from rotorch.core.errors import ConfigError
-from rotorch.train.tokens import ByteTokens, VocabularyTokens, check_vocabulary, open_tokens
+from rotorch.train.data.tokens import ByteTokens, VocabularyTokens, check_vocabulary, open_tokens
 
 
 def saved(tokenizer, folder):

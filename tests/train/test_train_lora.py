@@ -15,11 +15,11 @@ from rotorch import cli
 from rotorch.core.errors import ConfigError
 from rotorch.models.lora import add_lora
 from rotorch.run_config import load_run_config
-from rotorch.train import checkpoint
-from rotorch.train.directories import latest
-from rotorch.train.export import export_checkpoint
-from rotorch.train.manifest import MODEL, read_manifest
-from rotorch.train.preflight import check_run
+from rotorch.train.checkpoint import saving as checkpoint
+from rotorch.train.checkpoint.directories import latest
+from rotorch.train.checkpoint.export import export_checkpoint
+from rotorch.train.checkpoint.manifest import MODEL, read_manifest
+from rotorch.train.checks.preflight import check_run
 from rotorch.train.state import TrainState
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -14,8 +14,8 @@ import sys
 import pytest
 from commands import DEADLINE_S, rotorch, wait_until, write_run
 
-from rotorch.train.directories import latest
-from rotorch.train.manifest import MODEL, read_manifest
+from rotorch.train.checkpoint.directories import latest
+from rotorch.train.checkpoint.manifest import MODEL, read_manifest
 from rotorch.train.metrics import read_metrics
 
 LAYOUT = "ddp=2,rtp=2"

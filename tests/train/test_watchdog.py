@@ -17,12 +17,13 @@ from commands import rotorch, write_run
 from rotorch.comm.transports import send_receive
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import RankFailure
-from rotorch.forking import forking
 from rotorch.parallelize import parallelize
-from rotorch.train import loop, watchdog
-from rotorch.train.launch import launch, run_as_rank
-from rotorch.train.status import FailureKind, Phase, RankStatus, StatusBoard
-from rotorch.train.watchdog import OwnWatch, Progress, explain_hang, format_record
+from rotorch.process.forking import forking
+from rotorch.train import loop
+from rotorch.train.launch import watchdog
+from rotorch.train.launch.elastic import launch, run_as_rank
+from rotorch.train.launch.status import FailureKind, Phase, RankStatus, StatusBoard
+from rotorch.train.launch.watchdog import OwnWatch, Progress, explain_hang, format_record
 
 
 def status(rank, step, phase=Phase.FORWARD_BACKWARD, place=""):

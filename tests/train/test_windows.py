@@ -7,9 +7,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rotorch.core.errors import ConfigError
-from rotorch.train.permutation import Permutation
-from rotorch.train.tokens import ByteTokens
-from rotorch.train.windows import (
+from rotorch.train.data.shuffle import Permutation
+from rotorch.train.data.tokens import ByteTokens
+from rotorch.train.data.windows import (
     IGNORED_LABEL,
     TokenWindows,
     bits_per_byte,

@@ -2,9 +2,9 @@
 
 [Note: equal processes]
     `parallelize` makes two settings of a process that are no part of any layout: what a step frees stays with the
-    process (`host_memory.py`), and gloo's threads wait for their turn (`comm/message_threads.py`). Any library gains by
-    them, so a comparison in which only one side has them compares processes. The bench's ranks make them for every
-    row, the limit and other libraries included. Peers "as torch leaves them" do without: beside their twins they
+    process (`process/host_memory.py`), and gloo's threads wait for their turn (`process/gloo_threads.py`). Any library
+    gains by them, so a comparison in which only one side has them compares processes. The bench's ranks make them for
+    every row, the limit and other libraries included. Peers "as torch leaves them" do without: beside their twins they
     show what the settings are worth.
 """
 
@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rotorch.comm.message_threads import let_computing_go_first
-from rotorch.host_memory import keep_freed_memory
 from rotorch.mesh import pick_device
+from rotorch.process.gloo_threads import let_computing_go_first
+from rotorch.process.host_memory import keep_freed_memory
 
 
 @dataclass(frozen=True)

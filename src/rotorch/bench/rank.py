@@ -33,8 +33,8 @@ from rotorch.bench.trace import RankTrace, trace_steps
 from rotorch.bench.wire import loopback_bytes
 from rotorch.comm.meter import Meter
 from rotorch.core.first_failure import evidence_of
-from rotorch.host_memory import give_back_freed_memory
 from rotorch.parallelize import load_step_code
+from rotorch.process.host_memory import give_back_freed_memory
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import STRATEGIES
 

@@ -2,7 +2,7 @@
 
 Ranks that are timed are forked: what the bench has imported is there at once. Ranks whose process memory is measured
 are started afresh, since the allocator's settings are read when a process starts; so are those of a process that ranks
-cannot be forked from (`forking.py`).
+cannot be forked from (`process/forking.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from rotorch.bench.task import Task
 from rotorch.bench.wire import HOST, OWN, WireBytes, network_of_its_own
 from rotorch.core.errors import RankFailure
 from rotorch.core.first_failure import Evidence, Failure, is_ending, is_hearsay
-from rotorch.forking import forking, why_no_ranks_on_cpu
-from rotorch.fresh_process import start_fresh
+from rotorch.process.forking import forking, why_no_ranks_on_cpu
+from rotorch.process.new_interpreter import start_fresh
 
 _STOP_S = 10.0
 _LOOK_EVERY_S = 0.02

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from rotorch.bench.contender import UnderLayout
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import OPTIMIZER, WEIGHTS, LiveStorages, measure_tensors
+from rotorch.hold.pipeline import PipelineHolding
+from rotorch.hold.stage_shards import hides_sums
 from rotorch.models.losses import Batch
 from rotorch.parallel_model import ParallelModel
-from rotorch.pipeline_holding import PipelineHolding
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind
 from rotorch.pipelining.simulate import StageCosts, simulate
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.shard.storages import owned_bytes
-from rotorch.stage_shards import hides_sums
 from rotorch.strategies import parse_parallel
 
 

@@ -25,7 +25,7 @@ from rotorch import __version__
 from rotorch.bench import peers
 from rotorch.cli.output import leave_traceback, outlive_closed_output
 from rotorch.core.errors import ConfigError, RankFailure, StoppedEarly
-from rotorch.train.joining import JobRank, job_rank
+from rotorch.train.launch.joining import JobRank, job_rank
 
 DONE, CHECK_FAILED, WRONG_INPUT, RANK_FAILED, UNFORESEEN, INTERRUPTED = 0, 1, 2, 3, 70, 130
 
@@ -105,7 +105,7 @@ def _refuse(message: str, *, job: JobRank | None, code: int = WRONG_INPUT) -> in
 
 
 def _hide_gpus() -> None:
-    """For what computes on CPU and then forks ranks that do: with a GPU in sight these could not (see `forking.py`)."""
+    """Keeps GPUs out of sight of commands that fork ranks on CPU: they could not start (see `process/forking.py`)."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -150,7 +150,7 @@ def train(
     json_file: Json = None,
 ) -> int:
     """Trains a model on ranks of this machine, or as one rank under torchrun."""
-    from rotorch.orphans import die_with_torchrun
+    from rotorch.process.parent_death import die_with_torchrun
     from rotorch.run_config import load_run_config
     from rotorch.strategies import parse_parallel
 
@@ -360,7 +360,7 @@ def export(
 ) -> None:
     """Writes a checkpoint as a Hugging Face directory of safetensors; of adapters as a directory of peft's."""
     check_json(json_file)
-    from rotorch.train.export import export_checkpoint
+    from rotorch.train.checkpoint.export import export_checkpoint
 
     written = export_checkpoint(
         checkpoint, directory, dtype=dtype, max_shard_bytes=max_shard_bytes, merge=merge, force=force
@@ -377,7 +377,7 @@ def inspect(
 ) -> None:
     """Shows what a checkpoint holds."""
     check_json(json_file)
-    from rotorch.train.checkpoint import inspect_checkpoint
+    from rotorch.train.checkpoint.saving import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint, contents=contents)
     show(found, hidden=("tensors",))

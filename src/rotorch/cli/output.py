@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
-_RUN_FILE = "run.json"  # marks a directory as a run's (`train/preflight.py`, which would load numpy)
+_RUN_FILE = "run.json"  # marks a directory as a run's (`train/checks/preflight.py`, which would load numpy)
 _STANDARD = (0, 1, 2)
 
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.core.quantities import format_bytes
-from rotorch.host_memory import SHARED_MEMORY, room_in
+from rotorch.process.host_memory import SHARED_MEMORY, room_in
 
 _YIELDS = 2000  # then sleep: a rank that waits long must not take cycles from the one it waits for
 _SLEEP_S, _SLEEPS = 1e-4, 5000  # about a second; whoever waits longer need not be the first to know

@@ -26,14 +26,14 @@ from torch import nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
-from rotorch.models.feature_probe import is_from_config, last_linear, why_not_in_halves
 from rotorch.models.features import with_features_cut
 from rotorch.models.heads import GROUP_COUNTS, HEAD_SIZES
 from rotorch.models.hf import Plan, head_weights, tensor_parallel_plan
-from rotorch.models.probe import Trial, try_tiny
 from rotorch.models.rules import cut_what_is_left, large_and_left, spec_by_rule
 from rotorch.models.stages import layer_order
-from rotorch.models.token_probe import why_not_in_stretches
+from rotorch.models.trial.features import is_from_config, last_linear, why_not_in_halves
+from rotorch.models.trial.sequence import why_not_in_stretches
+from rotorch.models.trial.slices import Trial, try_tiny
 
 _log = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@
     Every rank of a row of the grid has the same tokens and its own part of their features, everywhere: of the residual
     stream, of heads, of the columns of an MLP. A linear layer takes parts of its inputs and gives parts of its outputs,
     whatever its role (`ops/summa.py`); the role says how parts of its interior must be made: by whole heads, by halves
-    that are fused. Attentions and MLPs that run on slices of their weights (`models/probe.py`) therefore run on their
-    part of the interior. Norms have their sums over features completed (`models/feature_sums.py`). What adds, scales or
-    drops single features needs nothing.
+    that are fused. Attentions and MLPs that run on slices of their weights (`models/trial/slices.py`) therefore run on
+    their part of the interior. Norms have their sums over features completed (`models/feature_sums.py`). What adds,
+    scales or drops single features needs nothing.
 
     Tokens come in through tables, images through convolutions whose output channels are the features; a linear layer
     that is given whole patches takes its part of them. What comes out is a language model's head, whose logits are cut
@@ -15,7 +15,7 @@
 [Note: without a plan]
     Models of Hugging Face that declare no plan have linear layers without a role, all of which are cut evenly along
     inputs and outputs: where heads divide, between heads. Whether that is how their forward takes them apart, only the
-    trial says (`models/feature_probe.py`).
+    trial says (`models/trial/features.py`).
 
 [Note: what is not known is refused]
     A model is refused by the name of its first part for which there is no rule: a matrix that no linear layer,

@@ -14,10 +14,10 @@
 [Note: what a plan leaves out]
     Plans of transformers are written for speed, and leave whole what is awkward to cut: latent attention, state spaces,
     per-layer embeddings. Here that costs memory on every rank, so the same rules cut it, with two provisos. Ranks must
-    agree on which weights a pass uses; a trial on a tiny model shows that (`models/uses.py`), and what it does not show
-    stays whole. And what is small stays whole, all of it together less than a thousandth of the model: a message for
-    each router costs more than its memory. Inside a module that runs on slices such a weight is needed by every slice
-    (`ModelSpec.inside`); rtp makes it whole once for all of them, other strategies have it whole.
+    agree on which weights a pass uses; a trial on a tiny model shows that (`models/trial/uses.py`), and what it does
+    not show stays whole. And what is small stays whole, all of it together less than a thousandth of the model: a
+    message for each router costs more than its memory. Inside a module that runs on slices such a weight is needed by
+    every slice (`ModelSpec.inside`); rtp makes it whole once for all of them, other strategies have it whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import nn
 
 from rotorch.core.spec import Combine, Cut, KeptWhole, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.lora import is_adapter, without_adapters
-from rotorch.models.uses import Use, pattern_of
+from rotorch.models.trial.uses import Use, pattern_of
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Weight
-from rotorch.host_memory import give_back_freed_memory
+from rotorch.process.host_memory import give_back_freed_memory
 from rotorch.shard.held import HeldWeight, Piece
 from rotorch.shard.safetensors_files import open_safetensors
 from rotorch.shard.stored import Stored, kind_of

@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from rotorch.core.errors import RankFailure
 from rotorch.core.first_failure import Evidence, Failure, evidence_of, is_ending, is_hearsay
-from rotorch.forking import forking, why_no_ranks_on_cpu
-from rotorch.fresh_process import call_fresh
+from rotorch.process.forking import forking, why_no_ranks_on_cpu
+from rotorch.process.new_interpreter import call_fresh
 
 _TICK_S = 0.5
 _LOOK_EVERY_S = 0.02

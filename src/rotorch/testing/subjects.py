@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from rotorch.core.errors import ConfigError
 from rotorch.models.hf import causal_lm, longest_sequence
 from rotorch.models.losses import Batch, LossFn, count_targets, loss_of
-from rotorch.models.tiny import NUM_DRAWN_TOKENS, inputs_for, never_set, number_for, shrunk, with_values
+from rotorch.models.trial.tiny import NUM_DRAWN_TOKENS, inputs_for, never_set, number_for, shrunk, with_values
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.batches import Rows, global_batch, share_of
 

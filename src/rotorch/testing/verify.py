@@ -29,13 +29,13 @@ from torch import Tensor, nn
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.core.strategy import Strategy
-from rotorch.forking import gpu_in_sight, start_autograd
-from rotorch.fresh_process import call_fresh
 from rotorch.mesh import check_world_size
-from rotorch.models.causality import why_not_trained
 from rotorch.models.describe import describe
+from rotorch.models.trial.causality import why_not_trained
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import load_step_code, parallelize
+from rotorch.process.forking import gpu_in_sight, start_autograd
+from rotorch.process.new_interpreter import call_fresh
 from rotorch.shard.materialize import on_meta, take_recipes
 from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, format_parallel, num_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic, widen

@@ -29,10 +29,10 @@ import torch
 
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.spec import NO_ORDER, ModelSpec, UnitKind
-from rotorch.forking import forking
 from rotorch.models.describe import describe
 from rotorch.parallelize import load_step_code
 from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.process.forking import forking
 from rotorch.source import source_commit
 from rotorch.strategies import parse_parallel
 from rotorch.testing.subjects import TinySubject, configurations, model_classes, tiny_subject
@@ -261,7 +261,7 @@ def _about(spec: ModelSpec, *, parallel: str) -> dict[str, Any]:
 def _why_not_built(config_class: type, said: str) -> str:
     """Whose part it is that no tiny model runs: theirs if there is no model of it.
 
-    Defaults that make no model say what a rule of `models/tiny.py` would have to fill in.
+    Defaults that make no model say what a rule of `models/trial/tiny.py` would have to fill in.
     """
     classes = model_classes(config_class)
     if not classes:
@@ -311,10 +311,10 @@ def table(
         f"Every configuration class of transformers {transformers.__version__} that declares a tensor-parallel plan: a",
         "tiny random model of it (few layers, small widths, optional features on), forward and backward in float64",
         "under each layout, against the same model on one process. *Exact* means that loss and gradients of all",
-        "weights agree to 1e-10. The rules that make models tiny (`models/tiny.py`) name no architecture.",
+        "weights agree to 1e-10. The rules that make models tiny (`models/trial/tiny.py`) name no architecture.",
         "",
         "*Modules* run their own forward on slices of their weights; *weights* go round one by one: embeddings, heads,",
-        "and layers of modules that cannot run on slices (found by a probe, `models/probe.py`). *Cut* is what these",
+        "and layers of modules that cannot run on slices (a trial, `models/trial/slices.py`). *Cut* is what these",
         f"are of all bytes under `{layouts[0]}`: what the plan names, and what is large (`models/rules.py`). The rest",
         "is whole on every rank, its gradients summed: norms, biases, what is small, towers of images or sound that",
         "a pass on text does not use. Over shared memory `rtp=2` multiplies with whole weights where they lie;",

@@ -10,17 +10,17 @@ from dataclasses import dataclass
 from rotorch.core.errors import FinalFailure
 from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.run_config import BatchSizes, RunConfig
-from rotorch.train.background import Saver
-from rotorch.train.data import TokenWindows, bits_per_byte
-from rotorch.train.divergence import DivergenceGuard, read_ahead, recent_losses
-from rotorch.train.memory import PeakMeter, TensorBytes, tensor_bytes
+from rotorch.train.checkpoint.async_save import Saver
+from rotorch.train.checkpoint.store import Place
+from rotorch.train.checks.divergence import DivergenceGuard, read_ahead, recent_losses
+from rotorch.train.checks.memory import PeakMeter, TensorBytes, tensor_bytes
+from rotorch.train.checks.nonfinite import first_nonfinite
+from rotorch.train.checks.replicas import Sums, check_replicas, check_unchanged
+from rotorch.train.data.batches import TokenWindows, bits_per_byte
+from rotorch.train.launch.status import Phase, StatusBoard
 from rotorch.train.metrics import HeldOut, Listener, StepRecord
-from rotorch.train.nonfinite import first_nonfinite
 from rotorch.train.optim import learning_rate
-from rotorch.train.places import Place
-from rotorch.train.replicas import Sums, check_replicas, check_unchanged
 from rotorch.train.state import TrainState
-from rotorch.train.status import Phase, StatusBoard
 from rotorch.train.step import StepResult, train_step
 
 

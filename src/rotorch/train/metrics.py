@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from rotorch.core.errors import ConfigError, FinalFailure, RankFailure
-from rotorch.train.run_lock import DirectoryInUse, lock_again, release
+from rotorch.train.launch.run_lock import DirectoryInUse, lock_again, release
 
 _LOG = logging.getLogger(__name__)
 

@@ -36,36 +36,36 @@ from rich.text import Text
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError, StoppedEarly
 from rotorch.core.quantities import format_bytes, format_count
-from rotorch.forking import check_semaphores, why_no_ranks
-from rotorch.fresh_process import call_fresh
 from rotorch.mesh import join_process_group, pick_device
 from rotorch.models.decay import num_decayed_parameters
 from rotorch.models.lora import ADAPTERS
-from rotorch.orphans import die_with_torchrun
 from rotorch.parallelize import load_step_code, parallelize
+from rotorch.process.forking import check_semaphores, why_no_ranks
+from rotorch.process.new_interpreter import call_fresh
+from rotorch.process.parent_death import die_with_torchrun
 from rotorch.run_config import RunConfig
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel
-from rotorch.train.checkpoint import load_newest
-from rotorch.train.companions import companions
-from rotorch.train.data import BYTES, TokenFile, prepare_corpus, train_and_held_out
-from rotorch.train.directories import checkpoints_of, make_directory
+from rotorch.train.checkpoint.directories import checkpoints_of, make_directory
+from rotorch.train.checkpoint.saving import load_newest
+from rotorch.train.checkpoint.tokenizer_files import companions
+from rotorch.train.checks.dry_run import dry_run, show_dry_run
+from rotorch.train.checks.out_of_memory import Running, Share, explained_out_of_memory
+from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run, data_position
+from rotorch.train.data.batches import BYTES, TokenFile, prepare_corpus, train_and_held_out
 from rotorch.train.display import make_display
-from rotorch.train.dry_run import dry_run, show_dry_run
-from rotorch.train.joining import JobRank, job_rank, telling, what_was_found, what_was_told
-from rotorch.train.launch import is_rank, launch, run_as_rank
+from rotorch.train.launch.elastic import is_rank, launch, run_as_rank
+from rotorch.train.launch.joining import JobRank, job_rank, telling, what_was_found, what_was_told
+from rotorch.train.launch.restart import ELASTIC_RUN, as_started, launch_again
+from rotorch.train.launch.run_lock import check_not_in_use, contents, directories_of, lock_directories
+from rotorch.train.launch.status import Phase, StatusBoard
+from rotorch.train.launch.watchdog import BACKSTOP_S
 from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard, set_aside
 from rotorch.train.module import make_module
 from rotorch.train.optim import make_optimizer, schedule_numbers
-from rotorch.train.out_of_memory import Running, Share, explained_out_of_memory
-from rotorch.train.preflight import RUN_FILE, CheckedRun, check_run, data_position
-from rotorch.train.restart import ELASTIC_RUN, as_started, launch_again
-from rotorch.train.run_lock import check_not_in_use, contents, directories_of, lock_directories
 from rotorch.train.sample import write_sample
 from rotorch.train.state import TrainState, derive_rng, model_config
-from rotorch.train.status import Phase, StatusBoard
-from rotorch.train.watchdog import BACKSTOP_S
 
 STOPPED_EARLY = 75
 """A rank's exit code after the job was asked to stop (EX_TEMPFAIL): with 0 what has started it would take the job for

@@ -7,7 +7,7 @@ import torch
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.parallel_model import ParallelModel
 from rotorch.run_config import SampleSection
-from rotorch.train.data import Tokens
+from rotorch.train.data.batches import Tokens
 
 
 def write_sample(

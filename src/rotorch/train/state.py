@@ -34,8 +34,17 @@ from rotorch.models.lora import adapter_config
 from rotorch.parallel_model import ParallelModel
 from rotorch.shard.held import HeldWeight, Pieces
 from rotorch.shard.sites import persistent_buffers
-from rotorch.train.manifest import BUFFER, MODEL, OPTIMIZER, RNG, ModelEntry, OptimizerEntry, TensorEntry, json_digest
-from rotorch.train.storage import DTYPES
+from rotorch.train.checkpoint.manifest import (
+    BUFFER,
+    MODEL,
+    OPTIMIZER,
+    RNG,
+    ModelEntry,
+    OptimizerEntry,
+    TensorEntry,
+    json_digest,
+)
+from rotorch.train.checkpoint.storage import DTYPES
 
 WEIGHT, TENSOR, NUMBER = "weight", "tensor", "number"
 

@@ -10,9 +10,9 @@ import torch
 
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.parallel_model import Batch, ParallelModel
-from rotorch.train.memory import PeakMeter
+from rotorch.train.checks.memory import PeakMeter
+from rotorch.train.launch.status import Phase, StatusBoard
 from rotorch.train.optim import clip_gradients, set_learning_rate, squared_norm_share
-from rotorch.train.status import Phase, StatusBoard
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, GridCut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.hold.twins import Part, Twins
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import Boundary, sum_of_parts
 from rotorch.ops.cut_module import CutModule
@@ -28,7 +29,6 @@ from rotorch.ops.random_state import drawn_alike
 from rotorch.parallel_model import Holding
 from rotorch.shard.held import box_pieces
 from rotorch.shard.sites import find_sites
-from rotorch.shard.twins import Part, Twins
 from rotorch.strategies.atp.plan import ATP, AtpPlace, is_column
 
 

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.comm.collectives import all_reduce_each
 from rotorch.core.spec import ModelSpec
+from rotorch.hold.replicas import Replicas
 from rotorch.models.blocks import recompute_blocks
 from rotorch.models.compiled import compile_blocks
 from rotorch.models.losses import Batch
 from rotorch.parallel_model import Holding, OuterHolding, Result
 from rotorch.shard.held import EarlierGradients
-from rotorch.shard.replicas import Replicas
 from rotorch.strategies.ddp.plan import DDP
 
 

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.spec import ModelSpec, Weight
+from rotorch.hold.stage_shards import StageShards
 from rotorch.models.blocks import recompute_blocks, repeated_blocks
 from rotorch.models.compiled import compile_blocks
 from rotorch.parallel_model import Holding
 from rotorch.shard.held import HeldWeight, Piece
 from rotorch.shard.sites import find_sites
-from rotorch.stage_shards import StageShards
 from rotorch.strategies.fsdp.plan import FSDP
 
 

@@ -1,7 +1,7 @@
 """Which modules of a model's layers want all tokens, where activations between them are cut along the sequence.
 
 A layer's children that have matrices (attentions, MLPs) do; what else a layer has (norms) works on every token alone,
-which a tiny model has shown (`models/token_probe.py`). So each rank has a part of the gradient of such a weight.
+which a tiny model has shown (`models/trial/sequence.py`). So each rank has a part of the gradient of such a weight.
 """
 
 from __future__ import annotations

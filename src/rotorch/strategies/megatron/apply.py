@@ -19,6 +19,7 @@ from rotorch.comm.collectives import common_seed
 from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
+from rotorch.hold.twins import Twins, slice_part, whole_part
 from rotorch.models.describe import module_declares
 from rotorch.ops.along_tokens import OnAllTokens, StretchBoundary, TokenStretch, refuse_hidden_states
 from rotorch.ops.conjugates import Boundary, PartlySynced
@@ -27,7 +28,6 @@ from rotorch.ops.cut_weight import CutUse, CutWeight
 from rotorch.ops.random_state import drawn_alike
 from rotorch.parallel_model import Holding
 from rotorch.shard.sites import find_sites
-from rotorch.shard.twins import Twins, slice_part, whole_part
 from rotorch.strategies.megatron.along_tokens import children
 from rotorch.strategies.megatron.plan import Megatron
 

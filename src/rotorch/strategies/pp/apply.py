@@ -1,4 +1,4 @@
-"""How `pp` holds a model: another strategy, or nothing, holds this rank's stages (see `pipeline_holding.py`)."""
+"""How `pp` holds a model: another strategy, or nothing, holds this rank's stages (see `hold/pipeline.py`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.core.spec import ModelSpec
+from rotorch.hold.pipeline import WholeStages, hold_stages
 from rotorch.parallel_model import Holding
-from rotorch.pipeline_holding import WholeStages, hold_stages
 from rotorch.strategies.pp.plan import PP
 
 

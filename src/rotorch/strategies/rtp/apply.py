@@ -36,6 +36,7 @@ from rotorch.comm.transports import make_ring
 from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.hold.replicas import Replicas
 from rotorch.models.compiled import compiled_forward
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
@@ -49,7 +50,6 @@ from rotorch.parallel_model import Holding
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
 from rotorch.shard.held import HeldWeight, cut_pieces, dtensor_at_rest, dtensor_like, refuse_unfrozen
-from rotorch.shard.replicas import Replicas
 from rotorch.shard.sites import Site, find_sites
 from rotorch.strategies.rtp.plan import RTP
 

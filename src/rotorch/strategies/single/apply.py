@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.core.spec import ModelSpec
+from rotorch.hold.replicas import Replicas
 from rotorch.models.blocks import recompute_blocks
 from rotorch.models.compiled import compile_blocks
 from rotorch.parallel_model import Holding
-from rotorch.shard.replicas import Replicas
 from rotorch.strategies.single.plan import Single
 
 

@@ -1,5 +1,5 @@
-"""How `tesseract` holds a model: blocks of its weights, on this rank's place of the grid (`grid_holding.py`)."""
+"""How `tesseract` holds a model: blocks of its weights, on this rank's place of the grid (`hold/grid.py`)."""
 
-from rotorch.grid_holding import apply
+from rotorch.hold.grid import apply
 
 __all__ = ["apply"]

@@ -1,6 +1,6 @@
-"""How `zeropp` holds a model: its stages in shards (`stage_shards.py`), or in another strategy's parts.
+"""How `zeropp` holds a model: its stages in shards (`hold/stage_shards.py`), or in another strategy's parts.
 
-`pipeline_holding.py` runs them.
+`hold/pipeline.py` runs them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.core.spec import ModelSpec
+from rotorch.hold.pipeline import hold_stages
+from rotorch.hold.stage_shards import StageShards
 from rotorch.parallel_model import Holding
-from rotorch.pipeline_holding import hold_stages
-from rotorch.stage_shards import StageShards
 from rotorch.strategies.zeropp.plan import SHARDS, STAGES, ZeroPP
 
 

@@ -14,10 +14,10 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
-from rotorch.host_memory import most_bytes
+from rotorch.process.host_memory import most_bytes
 from rotorch.run_config import BatchSizes, RunConfig
 from rotorch.strategies import batch_ranks, num_ranks
-from rotorch.train.data import CheckedSource
+from rotorch.train.data.batches import CheckedSource
 
 _RANK_BYTES = 8 << 20  # of a forked rank that shares all it can: page tables, its heap, buffers of messages
 _TOKEN_BYTES = 2 * 8  # its id and its label, int64

@@ -1,0 +1,205 @@
+"""How strategies on a grid of ranks hold a model: blocks of matrices, parts of vectors (`tesseract`, `summa`).
+
+At rest each parameter is a DTensor over this rank's block. For a pass matrices are replaced by stand-ins that multiply
+block by block (`ops/block_weight.py`), vectors by this rank's part. Activations are cut along their features from the
+embedding to the loss, or to a classifier, which gives whole outputs; so norms have their sums over features completed
+(`models/feature_sums.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from rotorch.comm.collectives import common_seed
+from rotorch.comm.line import Line
+from rotorch.comm.shared_line import make_line
+from rotorch.comm.whereabouts import Whereabouts
+from rotorch.core.errors import ConfigError
+from rotorch.core.grid import ACROSS, DEPTH, DOWN
+from rotorch.core.grid_memory import products
+from rotorch.core.grid_strategy import GridStrategy
+from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
+from rotorch.hold.blocks import Blocks
+from rotorch.hold.depth_shards import DepthShards
+from rotorch.hold.twins import Part
+from rotorch.models.feature_sums import complete_sums
+from rotorch.ops.block_weight import BlockWeight
+from rotorch.ops.conjugates import sum_of_parts
+from rotorch.ops.random_state import drawn_alike
+from rotorch.ops.summa import Grid
+from rotorch.parallel_model import Holding
+from rotorch.shard.held import Piece, box_pieces
+from rotorch.shard.sites import find_sites
+
+
+def apply(
+    module: nn.Module,
+    *,
+    strategy: GridStrategy,
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compiled: bool = False,
+) -> Holding:
+    """Cuts `module` into blocks over `mesh`, for every strategy on grids."""
+    if compiled:
+        raise ConfigError(f"{strategy}: its blocks travel in the middle of layers, so none is compiled. Leave it out")
+    return GridHolding(
+        module, spec=spec, mesh=mesh, device=device, transport=strategy.transport, in_shards=strategy.in_shards
+    )
+
+
+class GridHolding(Holding):
+    """One rank's blocks on a square grid, which may be several layers deep.
+
+    Args:
+        module: the model.
+        spec: its units, with their cuts on a grid.
+        mesh: with the axes `DOWN`, `ACROSS`, and `DEPTH` if there are several layers.
+        device: of this rank.
+        transport: of blocks: "auto", "shared_memory" or "messages".
+        in_shards: layers share their blocks at rest.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        spec: ModelSpec,
+        mesh: DeviceMesh,
+        device: torch.device,
+        transport: str,
+        in_shards: bool = False,
+    ) -> None:
+        self._module = module
+        self._mesh = mesh
+        axes = mesh.mesh_dim_names or ()
+        make = partial(make_line, mesh, transport=transport, device=device)
+        self._depth = make(DEPTH) if DEPTH in axes else Line(DEPTH, 1, 0, None)
+        self.grid = Grid(make(DOWN), make(ACROSS))
+        self._rank = 0
+        for line in self._all_lines():
+            self._rank = self._rank * line.size + line.position
+        sites, parameters = find_sites(module), dict(module.named_parameters())
+        self._sizes = {"size": self.grid.down.size, "row": self.grid.down.position, "column": self.grid.across.position}
+        parts = [self._part(w, axes=axes) for w in spec.weights]
+        sums = {w.name: self._sums(w) for w in spec.weights}
+        where = {"parameters": parameters, "sites": sites, "mesh": mesh, "device": device}
+        if in_shards and self._depth.size > 1:
+            self._blocks: Blocks | DepthShards = DepthShards(parts, depth=self._depth, sums=sums, **where)
+        else:
+            homes = self._homes(spec, parameters=parameters, device=device)
+            self._blocks = Blocks(parts, sums=sums, **where, memory=homes)
+        self.weights = self._blocks.held
+        heads = {w.name for u in spec.units if u.logits for w in u.weights}
+        self._stand_ins = {
+            w.name: BlockWeight(
+                w,
+                self._blocks.twins[w.name],
+                grid=self.grid,
+                head=w.name in heads,
+                biased=f"{w.name.removesuffix('weight')}bias" in parameters,
+            )
+            for w in spec.weights
+            if w.grid is not None and (w.grid.rows is not None or w.grid.whole_output)
+        }
+        for weight in spec.weights:
+            if weight.grid is not None and weight.grid.sums and self.grid.across.size > 1:
+                for site in sites[weight.name]:
+                    self._complete_sums(site.module, weight)
+
+    def _homes(
+        self, spec: ModelSpec, *, parameters: Mapping[str, nn.Parameter], device: torch.device
+    ) -> dict[str, Tensor]:
+        """Where blocks of matrices lie whose columns ask for them in every product."""
+        matrices = [weight for _, weight in products(spec.units)]
+        rows = range(self.grid.down.size)
+        shapes = {w.name: [w.block_shape(**{**self._sizes, "row": row}) for row in rows] for w in matrices}
+        dtypes = {w.name: parameters[w.name].dtype for w in matrices}
+        return self.grid.down.homes(shapes, dtypes=dtypes, device=device)
+
+    def _lines(self, weight: Weight) -> list[tuple[Line, Cut | None]]:
+        """The lines of ranks that this rank is on, and how a weight is cut among each."""
+        cut = weight.grid or GridCut()
+        return [(self._depth, None), (self.grid.down, cut.rows), (self.grid.across, cut.columns)]
+
+    def _part(self, weight: Weight, *, axes: tuple[str, ...]) -> Part:
+        placements: dict[str, Placement] = {axis: Replicate() for axis in axes}
+        num_holders, holder = 1, 0
+        for line, cut in self._lines(weight):
+            if cut is not None:
+                placements[line.axis] = Shard(cut.dim)
+            else:
+                holder, num_holders = holder * line.size + line.position, num_holders * line.size
+        return Part(
+            weight,
+            block_pieces(weight, **self._sizes),
+            weight.block_shape(**self._sizes),
+            tuple(placements.values()),
+            num_holders=num_holders,
+            holder=holder,
+        )
+
+    def _sums(self, weight: Weight) -> tuple[Line, ...]:
+        return tuple(line for line, cut in self._lines(weight) if cut is None and line.size > 1)
+
+    def _complete_sums(self, norm: nn.Module, weight: Weight) -> None:
+        (total,) = weight.shape
+        (mine,) = weight.block_shape(**self._sizes)
+        complete_sums(norm, mine=mine, total=total, sum_over=partial(sum_of_parts, line=self.grid.across))
+
+    @contextmanager
+    def lend(self) -> Iterator[nn.Module]:
+        # Every rank has tokens or features that no other has, so what is drawn (dropout) must differ from all others'.
+        with drawn_alike(common_seed(mesh=self._mesh) + self._rank), self._blocks.lent(self._stand_ins.items()):
+            yield self._module
+
+    def start(self) -> None:
+        for line in self._all_lines():
+            line.start()
+        self._blocks.start()
+
+    def _all_lines(self) -> tuple[Line, ...]:
+        return (self._depth, self.grid.down, self.grid.across)
+
+    @property
+    def transport(self) -> str | None:
+        found = {line.transport for line in self._all_lines() if line.size > 1}
+        return None if not found else found.pop() if len(found) == 1 else "auto"
+
+    def slots(self) -> list[Tensor]:
+        return [slot for line in self._all_lines() for slot in line.slots()]
+
+    def mark_on(self, place: Whereabouts) -> list[str]:
+        for line in self._all_lines():
+            line.mark_on(place)
+        return super().mark_on(place)
+
+    def finish(self) -> None:
+        self._blocks.sum_gradients()
+        self._blocks.attach()
+
+    def close(self) -> None:
+        for line in self._all_lines():
+            line.close()
+
+    def gradients(self) -> list[Tensor]:
+        return self._blocks.flat_gradients()
+
+
+def block_pieces(weight: Weight, *, size: int, row: int, column: int) -> tuple[Piece, ...]:
+    """Where the block at `row` and `column` of a grid of `size` x `size` sits in the whole weight."""
+    cut = weight.grid or GridCut()
+    boxes: list[tuple[Range, ...]] = [(Range(0, length),) for length in weight.shape]
+    for part, index in ((cut.rows, row), (cut.columns, column)):
+        if part is not None:
+            boxes[part.dim] = part.ranges(weight.shape[part.dim], num_slices=size, index=index)
+    return box_pieces(boxes)

@@ -1,0 +1,1 @@
+"""Facts about a model that are found by trying a tiny model of the same kind."""

@@ -1,0 +1,56 @@
+"""Whether a model that has a head for the next token may see it.
+
+Encoders of transformers may carry such a head, too (`is_decoder` decides on their masks): trained for the next token
+they copy it, the loss falls to nothing, and nothing says why.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rotorch.models.trial.slices import one_thread
+from rotorch.models.trial.tiny import shrunk_like
+
+_NUM_TOKENS = 8
+_ROUNDING = 1e-5
+
+
+def why_not_trained(config: Any) -> str:
+    """Why a model of this kind is not trained for the next token, in a sentence; "" if nothing is wrong."""
+    if not reads_ahead(config):
+        return ""
+    return (
+        f"{config.model_type!r} reads in both directions: its tokens see the next one. "
+        "Write is_decoder = true in its configuration, or a decoder's"
+    )
+
+
+def reads_ahead(config: Any) -> bool:
+    """Whether tokens of a causal language model see later ones: tried on a tiny model of this kind.
+
+    Only for configurations that could be an encoder's, those whose `is_decoder` is false; draws from no generator of
+    the caller's. False where no tiny model runs.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if getattr(config, "is_decoder", True):
+        return False
+    for tiny in shrunk_like(config):
+        try:
+            with torch.random.fork_rng(devices=[]), torch.no_grad(), one_thread():
+                torch.manual_seed(0)
+                model = AutoModelForCausalLM.from_config(tiny).eval()
+                ids = torch.arange(1, _NUM_TOKENS + 1).unsqueeze(0)
+                other = ids.index_fill(1, torch.tensor([_NUM_TOKENS - 1]), _NUM_TOKENS + 1)  # another last token
+                return _differ(model(input_ids=ids).logits, model(input_ids=other).logits)
+        except Exception:
+            continue
+    return False
+
+
+def _differ(logits: Tensor, with_another_end: Tensor) -> bool:
+    before, after = logits[:, :-1], with_another_end[:, :-1]
+    return bool((before - after).abs().max() > _ROUNDING * before.abs().max())

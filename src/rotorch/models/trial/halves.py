@@ -1,0 +1,106 @@
+"""A tiny model of some kind, run twice at once, each time on one half of something: trials of cuts of activations.
+
+Where code needs the other half, the two threads exchange theirs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotorch._torch_private import tree_flatten
+from rotorch.models.trial.slices import one_thread
+from rotorch.models.trial.tiny import inputs_for, shrunk_like, with_values
+from rotorch.shard.materialize import off_meta
+
+_TOLERANCE = 1e-4
+"""Relative, of outputs in float64, where norms and rotary positions may compute in float32."""
+
+_PATIENCE_S = 60.0
+
+
+def key_of(module: nn.Module) -> str:
+    """What models that are alike have in common: class and configuration."""
+    of_config = sorted(module.config.to_dict().items(), key=str)
+    return f"{type(module).__module__}.{type(module).__qualname__} {of_config!r}"
+
+
+@contextmanager
+def trial() -> Iterator[None]:
+    """Around all that is tried: no gradients, no meta tensors, nobody's random numbers, no threads of torch's."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta(), one_thread():
+        yield
+
+
+def tiny_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], Tensor] | str:
+    """A tiny model that runs, its inputs, and what it gives; or why there is none."""
+    why = "there is no tiny one to try it on"
+    for config in shrunk_like(module.config):
+        config.use_cache = False
+        try:
+            torch.manual_seed(0)
+            tiny = with_values(type(module), config).double().eval()
+            inputs = inputs_for(type(tiny), tiny.config, num_rows=2, num_tokens=12)
+            return tiny, inputs, first_tensor(tiny(**inputs))
+        except Exception as error:  # this variant does not run at all
+            why = f"no tiny one runs ({error})"
+    return why
+
+
+def differ(found: Tensor, expected: Tensor) -> bool:
+    """Whether outputs are not the same, but for rounding."""
+    return found.shape != expected.shape or bool((found - expected).abs().max() > _TOLERANCE * expected.abs().max())
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The first floating-point tensor of what a model returns."""
+    return next(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+class Exchange:
+    """Two threads give each other tensors, in turns."""
+
+    def __init__(self) -> None:
+        self._barrier = threading.Barrier(2, timeout=_PATIENCE_S)
+        self._given: list[Tensor | None] = [None, None]
+
+    def both(self, mine: int, tensor: Tensor) -> list[Tensor]:
+        """What both threads gave, the first one's first."""
+        self._given[mine] = tensor
+        self._barrier.wait()
+        found = [given for given in self._given if given is not None]
+        self._barrier.wait()
+        return found
+
+    def give_up(self) -> None:
+        self._barrier.abort()
+
+
+def in_two_threads(run: Callable[[int, Exchange], Tensor]) -> list[Tensor] | Exception:
+    """Calls `run` for the halves 0 and 1 at once; returns what both gave, or the first error that one of them made."""
+    exchange = Exchange()
+    outputs: list[Tensor | Exception | None] = [None, None]
+
+    def half(mine: int) -> None:
+        torch.set_num_threads(1)
+        try:
+            with torch.no_grad():
+                outputs[mine] = run(mine, exchange)
+        except Exception as error:  # whatever the model's code does not like about a half
+            outputs[mine] = error
+            exchange.give_up()
+
+    threads = [threading.Thread(target=half, args=(mine,)) for mine in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [output for output in outputs if isinstance(output, Exception)]
+    if errors:
+        return next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return [output for output in outputs if isinstance(output, Tensor)]

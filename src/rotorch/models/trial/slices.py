@@ -1,0 +1,265 @@
+"""What a model does with slices of its weights: tried on a tiny model of the same kind.
+
+[Note: probe]
+    A plan says how a module's weights may be cut, not that its forward runs on the pieces: it may reshape with the
+    whole number of heads, or normalise over all heads at once. So a model with the same configuration but for its
+    sizes is built and run once, and every module that is to become a unit runs again on two slices of its weights,
+    with the input that it had. If the outputs of the slices do not add up to its own output, no module of its class
+    runs on slices in the real model, and its weights go round one by one, which is right whatever the code does with
+    them. The same holds for classes that the tiny model did not run, and for models of which there is no tiny one.
+
+    The same tiny model shows how the weights are used to which no plan gives a role (`models/trial/uses.py`), and
+    whether it may be cut between layers (`models/trial/stages.py`).
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotorch._torch_private import tree_flatten, tree_unflatten
+from rotorch.core.spec import ModelSpec, Unit, UnitKind
+from rotorch.models.trial.stages import why_not_in_stages
+from rotorch.models.trial.tiny import inputs_for, shrunk_like, with_values
+from rotorch.models.trial.uses import Use, uses_in_passes
+from rotorch.shard.held import cut_pieces
+from rotorch.shard.materialize import off_meta
+from rotorch.shard.sites import find_sites
+
+_log = logging.getLogger(__name__)
+
+_NUM_SLICES = 2
+_TOLERANCE = 1e-4
+"""Relative, of outputs; norms and rotary positions may compute in float32 where all else is float64."""
+
+_ROWS_AND_TOKENS = ((2, 12), (2, 12), (1, 1), (1, 2))
+"""Of the passes in which uses of weights are watched: what depends on values or on their number differs among them."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a tiny model of the same kind did.
+
+    Attributes:
+        on_slices: classes of modules whose forward runs on slices of their weights.
+        uses: of weights in a pass, by `pattern_of` their names; None: no tiny model runs.
+        not_in_stages: why it cannot be cut between layers, in words; "" if it can, or if nobody knows.
+    """
+
+    on_slices: frozenset[type] = frozenset()
+    uses: Mapping[str, Use] | None = field(default=None, hash=False)
+    not_in_stages: str = ""
+
+
+_known: dict[str, Trial] = {}
+
+
+def try_tiny(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Trial:
+    """Tries a tiny model like `module` (see [Note: probe]); once per class and configuration in a process.
+
+    Deterministic, the same on all ranks; draws from no random generator of the caller's.
+
+    Args:
+        module: a Hugging Face model.
+        describe: makes the spec of another model alike, with every unit that could run on slices.
+    """
+    key = f"{type(module).__module__}.{type(module).__qualname__} {_text(module.config)}"
+    if key not in _known:
+        _known[key] = _try(module, describe=describe)
+    return _known[key]
+
+
+def _text(config: Any) -> str:
+    return repr(sorted(config.to_dict().items(), key=lambda item: item[0]))
+
+
+def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Trial:
+    error: Exception | None = None
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta(), one_thread():
+        # In float32 as well: some code converts to it and goes on with weights of another dtype.
+        for config, embedded, dtype in product(
+            shrunk_like(module.config), (False, True), (torch.float64, torch.float32)
+        ):
+            config.use_cache = False
+            config._experts_implementation = "eager"  # others know no float64
+            try:
+                torch.manual_seed(0)
+                tiny = with_values(type(module), config).to(dtype).eval()
+                run = partial(_pass, tiny, dtype=dtype, embedded=embedded)
+                short = partial(run, num_rows=2, num_tokens=12)
+                on_slices = _run_on_slices(tiny, describe(tiny), run=short)
+                not_in_stages = _why_not_in_stages(tiny, run=short)
+            except Exception as failed:
+                error = error or failed
+                continue
+            return Trial(frozenset(on_slices), _watched(tiny, run=run), not_in_stages)
+    _log.warning("no tiny %s runs (%s): its weights go round one by one", type(module).__name__, error)
+    return Trial()
+
+
+def _why_not_in_stages(tiny: nn.Module, *, run: Callable[..., Any]) -> str:
+    """Why it cannot be cut between its layers, in words; also where tokens are padding, with a mask and without."""
+    why = why_not_in_stages(tiny, run=run)
+    takes_mask = "attention_mask" in inspect.signature(tiny.forward).parameters
+    for where, tried in {
+        "padding is masked": takes_mask,
+        "padding is not masked": _padding_of(tiny) is not None,
+    }.items():
+        if why or not tried:
+            continue
+        padded = partial(run, padded=True, masked=where == "padding is masked")
+        try:
+            padded()
+        except Exception as error:  # a mask of another form, or for other inputs: nobody knows
+            _log.info("a tiny %s was not tried in stages where %s (%s)", type(tiny).__name__, where, error)
+            continue
+        why = why_not_in_stages(tiny, run=padded)
+        why = why and f"{why} (where {where})"
+    return why
+
+
+def _padding_of(tiny: nn.Module) -> int | None:
+    """The token that stands where there is none, if there is one."""
+    config: Any = tiny.config
+    token = getattr(config.get_text_config(), "pad_token_id", None)
+    return token if isinstance(token, int) and token >= 0 else None
+
+
+def _watched(tiny: nn.Module, *, run: Callable[..., Any]) -> Mapping[str, Use] | None:
+    """How the model uses its weights in training; None if it does not run so."""
+    tiny.train()
+    passes = [
+        partial(run, num_rows=rows, num_tokens=tokens, seed=seed)
+        for seed, (rows, tokens) in enumerate(_ROWS_AND_TOKENS)
+    ]
+    try:
+        return uses_in_passes(tiny, passes)
+    except Exception as error:
+        _log.info("how a tiny %s uses its weights was not seen (%s)", type(tiny).__name__, error)
+        return None
+
+
+def _pass(
+    tiny: nn.Module,
+    *,
+    dtype: torch.dtype,
+    embedded: bool,
+    num_rows: int,
+    num_tokens: int,
+    seed: int = 0,
+    padded: bool = False,
+    masked: bool = False,
+) -> Any:
+    sizes = {"num_rows": num_rows, "num_tokens": num_tokens}
+    made = inputs_for(type(tiny), tiny.config, **sizes, seed=seed, embedded=embedded)
+    end = (0, slice(num_tokens // 2, None))  # of the first row, so that every token still looks at some
+    if padded and "input_ids" in made and (padding := _padding_of(tiny)) is not None:
+        made["input_ids"][end] = padding
+    if masked:
+        made["attention_mask"] = torch.ones(num_rows, num_tokens, dtype=torch.int64)
+        made["attention_mask"][end] = 0
+    return tiny(**{name: x.to(dtype) if x.is_floating_point() else x for name, x in made.items()})
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Starts no threads: a process that has some cannot be forked into ranks, which would wait for them for ever."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _run_on_slices(tiny: nn.Module, spec: ModelSpec, *, run: Callable[[], Any]) -> set[type]:
+    """The classes of units all of whose calls in one pass are sums over slices."""
+    units = {u.name: u for u in spec.units if u.kind is UnitKind.MODULE}
+    calls: list[tuple[str, Any, Any, Any]] = []
+    handles = []
+    for name in units:
+        # Before and after, since a module may change its arguments.
+        given: list[Any] = []
+
+        def before(_: Any, args: Any, kwargs: Any, given: list[Any] = given) -> None:
+            given.append(_copied((args, kwargs)))
+
+        def after(_: Any, args: Any, kwargs: Any, output: Any, name: str = name, given: list[Any] = given) -> None:
+            calls.append((name, *given.pop(), _copied(output)))
+
+        child = tiny.get_submodule(name)
+        handles.append(child.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(child.register_forward_hook(after, with_kwargs=True))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    sites = find_sites(tiny)
+    ran = {type(tiny.get_submodule(name)) for name, *_ in calls}
+    return ran - {
+        type(tiny.get_submodule(name))
+        for name, args, kwargs, output in calls
+        if not _adds_up(tiny.get_submodule(name), units[name], sites, args, kwargs, output)
+    }
+
+
+def _adds_up(module: nn.Module, unit: Unit, sites: Any, args: Any, kwargs: Any, output: Any) -> bool:
+    """Whether a module's outputs on the slices of its weights sum to its output on all of them.
+
+    Of a tuple the first element does. What else it holds must be maps of single heads, as many as a slice has: such
+    are left out, while anything else may be what later layers ask for.
+    """
+    whole = {w.name: sites[w.name][0].module._parameters[sites[w.name][0].attribute] for w in unit.weights}
+    once = {name: sites[name][0].module._parameters[sites[name][0].attribute] for name in unit.added_once}
+    try:
+        first, *others = _tensors(output)
+        total = torch.zeros_like(first)
+        for name in once:
+            for site in sites[name]:
+                site.put(None)
+        for index in range(_NUM_SLICES):
+            for weight in unit.weights:
+                pieces = cut_pieces(weight, num_slices=_NUM_SLICES, index=index)
+                if not pieces:
+                    continue
+                part = torch.cat([piece.of_whole(whole[weight.name]) for piece in pieces], dim=pieces[0].dim)
+                for site in sites[weight.name]:
+                    site.put(nn.Parameter(part))
+            again, kwargs_again = _copied((args, kwargs))
+            part, *more = _tensors(module(*again, **kwargs_again))
+            if part.shape != total.shape or any(a.shape == b.shape for a, b in zip(others, more, strict=True)):
+                return False
+            total += part
+        for bias in once.values():
+            total += bias
+    except Exception:  # whatever its code does not like about slices
+        return False
+    finally:
+        for name, tensor in (whole | once).items():
+            for site in sites[name]:
+                site.put(tensor)
+    return bool((total - first).norm() <= _TOLERANCE * first.norm())
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The output, or the tensors in the tuple that it is, which must begin with one."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    if not isinstance(outputs[0], Tensor):
+        raise TypeError(f"returns a {type(outputs[0]).__name__}")
+    return [each for each in outputs if isinstance(each, Tensor)]
+
+
+def _copied(values: Any) -> Any:
+    leaves, tree = tree_flatten(values)
+    return tree_unflatten([copy.copy(leaf) if not isinstance(leaf, Tensor) else leaf.clone() for leaf in leaves], tree)

@@ -1,0 +1,151 @@
+"""Forking ranks from a process that may have computed before.
+
+[Note: fork]
+    Ranks are forked: torch and transformers are imported once, and a rank starts in a fraction of a second. A rank has
+    all of the memory of the process that forked it, and of its threads only the one that did. So
+    - garbage is left alone: a process group in it would wait for its threads to end, which are not there;
+    - meshes are forgotten, whose groups ranks do not have: DTensor would take theirs for the same;
+    - OpenMP's threads are ended before, and start again when they are needed: a rank would hand them work, and wait;
+    - no rank is forked from a process that is in a process group, or has used a GPU that ranks are to use, or has
+      computed gradients with a GPU in sight: torch refuses to do that in a forked process. Such a process has a new one
+      start its ranks (`process/new_interpreter.py`);
+    - a lock that another thread holds at that moment stays locked. So there should be few threads
+      (`train/launch/elastic.py`).
+
+[Note: autograd's threads]
+    The first backward pass of a process starts one thread per device other than the CPU, and no process forked after
+    that may compute gradients. Builds for CUDA do so without a GPU, too, once a `FakeTensorMode` was entered (by
+    torch.compile, or by what DTensor asks of shapes): it puts a stand-in with eight devices in place of the driver. A
+    backward pass before all others finds no device, and starts no threads: for good, in this process and its forks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import mmap
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from rotorch._torch_private import AUTOGRAD_THREADS, forget_meshes, lost_gpu_by_fork
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
+from rotorch.process.host_memory import SHARED_MEMORY, room_in
+
+_OMP_PAUSE_HARD = 2
+_LOCKS, _LOCKS_PER_RANK = 8, 2  # of torch's elastic launcher, which takes 5 and 2
+_COMPUTED = "it has computed gradients with a GPU in sight"
+_ALL_IS_WELL, _NO_GPU, _NO_GRADIENTS = 0, 1, 2
+
+_forking: int | None = None
+"""The process that is in a `forking` block: this one, or the one that forked it there."""
+_has_lost_threads = False
+"""Whether this process was forked elsewhere, so that OpenMP may count on threads that are not there."""
+
+
+@contextmanager
+def forking() -> Iterator[None]:
+    """Processes forked within it compute and collect garbage as if this one had done nothing before."""
+    global _forking
+    before, _forking = _forking, os.getpid()
+    _end_openmp_threads()
+    forget_meshes()
+    if before not in (None, _forking):
+        gc.collect()  # in a process that was forked itself, what is frozen stays so
+    gc.freeze()
+    try:
+        yield
+    finally:
+        if _forking == os.getpid():
+            _forking = before
+            if before is None:
+                gc.unfreeze()
+
+
+def gpu_in_sight() -> bool:
+    """True if there is a GPU that CUDA_VISIBLE_DEVICES does not hide. Processes forked after this call can use it."""
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # to ask in the usual way would spoil CUDA for ranks
+    return torch.cuda.is_available()
+
+
+def start_autograd() -> None:
+    """Keeps autograd from ever starting threads where no GPU is in sight (see [Note: autograd's threads])."""
+    if not (gpu_in_sight() or torch.accelerator.is_available()):
+        torch.ones(1, requires_grad=True).sum().backward()
+
+
+def check_semaphores(num_ranks: int) -> None:
+    """Raises ConfigError if there is no room for the locks by which the launcher and its ranks talk.
+
+    Each is a page of `/dev/shm`, wherever else shared memory may lie, and all that the system says is "No space left on
+    device".
+    """
+    if not SHARED_MEMORY.is_dir():
+        return
+    needed = mmap.PAGESIZE * (_LOCKS + _LOCKS_PER_RANK * num_ranks)
+    if needed > shutil.disk_usage(SHARED_MEMORY).free:
+        raise ConfigError(
+            f"shared memory: to start {num_ranks} ranks takes {format_bytes(needed)} in {room_in(SHARED_MEMORY)}"
+        )
+
+
+def why_no_ranks(*, on_gpu: bool) -> str:
+    """Reason why no rank forked from this process could work; empty if there is none."""
+    if why := why_no_ranks_on_cpu():
+        return why
+    found = _try_in_a_fork(on_gpu=on_gpu)
+    if found == _NO_GRADIENTS:
+        return _COMPUTED
+    return "" if found == _ALL_IS_WELL else "it has used a GPU, or asked torch for one"
+
+
+def why_no_ranks_on_cpu() -> str:
+    """The same by what can be seen from here, in a millisecond: of a process that was not forked from such a one."""
+    if dist.is_initialized():
+        return f"it is rank {dist.get_rank()} of {dist.get_world_size()} of a process group already"
+    return _COMPUTED if any(name.startswith(AUTOGRAD_THREADS) for name in _threads()) else ""
+
+
+def _threads() -> list[str]:
+    """Names of this process's threads (Linux; elsewhere torch has no devices besides CPUs that ranks could use)."""
+    return [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+
+
+def _try_in_a_fork(*, on_gpu: bool) -> int:
+    """What a forked process can do, as its exit code. Torch tells nobody else."""
+    with forking():
+        pid = os.fork()
+        if pid == 0:
+            code = _NO_GPU
+            try:
+                if not (on_gpu and lost_gpu_by_fork()):
+                    code = _NO_GRADIENTS
+                    torch.ones(1, requires_grad=True).sum().backward()
+                    code = _ALL_IS_WELL
+            finally:
+                os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _end_openmp_threads() -> None:
+    """Ends the threads that help this one; they start again when it computes with several."""
+    if _has_lost_threads or psutil.Process().num_threads() == 1:  # there are none, and who ends them waits for them
+        return
+    pause = getattr(ctypes.CDLL(None), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(_OMP_PAUSE_HARD)
+
+
+def _note_fork() -> None:
+    global _has_lost_threads
+    _has_lost_threads = _has_lost_threads or _forking != os.getppid()
+
+
+os.register_at_fork(after_in_child=_note_fork)

@@ -1,0 +1,135 @@
+"""How a checkpoint comes to be whole at once: on a disk by renaming its directory, in a store by its manifest.
+
+[Note: whole in a store]
+    Stores cannot rename directories. There files are written under the checkpoint's final name, and the manifest last:
+    a directory without one is what a save has left that was cut off. A step that is saved again gets files of other
+    names beside those that are there, the tokenizer's too (the manifest's `renamed` says which); its new manifest,
+    which appears all at once, names these, and then the old ones are removed. So at every moment there is the one whole
+    checkpoint or the other.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+from rotorch.core.errors import RankFailure
+from rotorch.core.quantities import format_bytes
+from rotorch.train.checkpoint.directories import (
+    candidates,
+    fsync,
+    make_directory,
+    remove_leftovers,
+    remove_unlisted,
+    replace_directory,
+)
+from rotorch.train.checkpoint.manifest import MANIFEST
+from rotorch.train.checkpoint.store import Place, StorePath
+
+_LOG = logging.getLogger(__name__)
+
+
+class Landing(Protocol):
+    """Where the files of one checkpoint go until it is whole. Rank 0's."""
+
+    def begin(self, needed_bytes: int) -> Place:
+        """Makes room; returns the directory that all ranks write to.
+
+        Raises:
+            RankFailure: if there is not enough room.
+        """
+
+    def file_suffix(self) -> str:
+        """What goes into the names of files, before their ending; after `begin`."""
+
+    def finish(self) -> None:
+        """When the manifest is written: makes this the checkpoint."""
+
+    def give_up(self) -> None:
+        """After a failure: removes what was written."""
+
+
+def landing(directory: Place) -> Landing:
+    """How a checkpoint lands in `directory`."""
+    return _InStore(directory) if isinstance(directory, StorePath) else _OnDisk(directory)
+
+
+class _OnDisk:
+    """Beside its final name, which it gets when all of it is on the disk."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._temporary: Path | None = None
+
+    def begin(self, needed_bytes: int) -> Path:
+        parent = self._directory.parent
+        make_directory(parent)
+        remove_leftovers(parent)
+        free = shutil.disk_usage(parent).free
+        if needed_bytes > free:
+            raise RankFailure(
+                f"checkpoint: {parent}: {format_bytes(needed_bytes)} needed, {format_bytes(free)} free; nothing was "
+                "written, earlier checkpoints are untouched. Free some room, or keep fewer checkpoints"
+            )
+        self._temporary = parent / f".{self._directory.name}.tmp-{os.getpid()}"
+        self._temporary.mkdir()
+        return self._temporary
+
+    def file_suffix(self) -> str:
+        return ""
+
+    def finish(self) -> None:
+        assert self._temporary is not None, "begin comes first"
+        fsync(self._temporary)
+        replace_directory(self._temporary, self._directory)
+        self._temporary = None
+
+    def give_up(self) -> None:
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary = None
+
+
+class _InStore:
+    """Under its final name; the manifest makes it whole (see [Note: whole in a store])."""
+
+    def __init__(self, directory: StorePath) -> None:
+        self._directory = directory
+        self._suffix: str | None = None
+
+    def begin(self, needed_bytes: int) -> StorePath:
+        parent = self._directory.parent
+        remove_leftovers(parent)
+        for path in candidates(parent):
+            remove_unlisted(path)
+        is_there = (self._directory / MANIFEST).exists()
+        self._suffix = f"-{secrets.token_hex(4)}" if is_there else ""
+        return self._directory
+
+    def file_suffix(self) -> str:
+        assert self._suffix is not None, "begin comes first"
+        return self._suffix
+
+    def finish(self) -> None:
+        self._suffix = None
+        try:
+            remove_unlisted(self._directory)
+        except OSError as error:  # the new checkpoint is whole; the next `begin` removes what is left
+            _LOG.warning(
+                "checkpoint: %s: cannot be removed, left to the next save: %s",
+                error.filename or self._directory,
+                error.strerror or error,
+            )
+
+    def give_up(self) -> None:
+        if self._suffix is None:
+            return
+        self._suffix = None
+        try:
+            remove_unlisted(self._directory)
+        except OSError:  # the store is gone; the next save that reaches it removes what is left
+            return

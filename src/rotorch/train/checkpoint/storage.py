@@ -1,0 +1,456 @@
+"""Checkpoint files under `torch.distributed.checkpoint`: its planners decide who moves what, this moves the bytes.
+
+torch's own file format keeps its index in a pickle and its tensors in zip files of pickles, and a reader needs a whole
+chunk in memory to take a row of it. Here a rank's file is safetensors, the index is our manifest (JSON), and both
+directions go through a buffer of `_BUFFER_BYTES`. Loading runs no foreign code.
+
+[Note: one error for all]
+    Everything that can fail while saving happens inside the steps that `torch.distributed.checkpoint` runs on all
+    ranks, which turns an exception on one rank into one on every rank. Nobody waits for a rank that has given up.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultSavePlanner,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from rotorch.core.errors import ConfigError
+from rotorch.shard.held import Pieces
+from rotorch.train.checkpoint.commit import landing
+from rotorch.train.checkpoint.manifest import (
+    ITEM_BYTES,
+    MANIFEST,
+    Chunk,
+    DamagedCheckpoint,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    told_as_damage,
+)
+from rotorch.train.checkpoint.store import Place, creating
+
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool},
+    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+}
+"""torch's dtypes by the names that safetensors gives them."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+_BUFFER_BYTES = 1 << 24
+
+
+# ---------------------------------------------------------------- safetensors, streamed
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a safetensors file that is being written; `get` is called once, when its turn comes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    get: Callable[[], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it takes in the file."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Written:
+    """A safetensors file as it was written: the first byte of each tensor, in the order given, its size and digest."""
+
+    starts: tuple[int, ...]
+    file: FileEntry
+
+
+def write_safetensors(path: Place, entries: Sequence[Entry]) -> Written:
+    """Writes one safetensors file, tensor by tensor, and returns when it is on the disk, or in the store.
+
+    Holds one tensor at a time as `get` gives it, and a buffer for the part of it that has to be copied.
+
+    Raises:
+        OSError: if the disk is full or fails.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    position, starts = 0, []
+    for entry in entries:
+        header[entry.name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [position, position + entry.num_bytes],
+        }
+        starts.append(position)
+        position += entry.num_bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
+    with creating(path) as stream:
+        for block in _blocks(text, entries):
+            stream.write(block)
+            digest.update(block)
+    first = 8 + len(text)
+    file = FileEntry(num_bytes=first + position, sha256=digest.hexdigest())
+    return Written(tuple(first + start for start in starts), file)
+
+
+def _blocks(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
+    yield len(header).to_bytes(8, "little")
+    yield header
+    for entry in entries:
+        tensor = entry.get().detach()
+        if tuple(tensor.shape) != entry.shape or tensor.dtype != DTYPES[entry.dtype]:
+            raise AssertionError(f"{entry.name}: is {tensor.dtype} {tensor.shape}, not {entry.dtype} {entry.shape}")
+        for rows in _row_blocks(tensor):
+            yield memoryview(rows.contiguous().cpu().view(-1).view(torch.uint8).numpy())
+
+
+def _row_blocks(tensor: Tensor) -> Iterator[Tensor]:
+    """Cuts a tensor into parts of at most about `_BUFFER_BYTES`: rows of dim 0, or rows of a row that is larger."""
+    if not tensor.numel():
+        return
+    if tensor.dim() == 0:
+        tensor = tensor.view(1)
+    row_bytes = tensor[0].numel() * tensor.element_size()
+    if row_bytes <= _BUFFER_BYTES or tensor.dim() == 1:
+        yield from tensor.split(max(1, _BUFFER_BYTES // row_bytes))
+        return
+    for row in range(tensor.shape[0]):
+        yield from _row_blocks(tensor[row])
+
+
+def _read_box(
+    stream: BinaryIO, chunk: Chunk, dtype: torch.dtype, *, offsets: Sequence[int], into: Tensor, file: Place
+) -> None:
+    """Fills `into` with the box of its shape that starts at `offsets` in `chunk`; reads the chunk's rows in blocks."""
+    target = into.view(1) if into.dim() == 0 else into
+    _read_rows(stream, chunk.start, chunk.sizes or (1,), dtype, offsets=offsets or (0,), into=target, file=file)
+
+
+def _read_rows(
+    stream: BinaryIO,
+    start: int,
+    sizes: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    offsets: Sequence[int],
+    into: Tensor,
+    file: Place,
+) -> None:
+    """The same for a tensor of `sizes`, one dim or more, whose bytes begin at `start`."""
+    row_elements = math.prod(sizes[1:])
+    row_bytes = row_elements * dtype.itemsize
+    if row_bytes > _BUFFER_BYTES and len(sizes) > 1:
+        for row in range(into.shape[0]):
+            row_start = start + (offsets[0] + row) * row_bytes
+            _read_rows(stream, row_start, sizes[1:], dtype, offsets=offsets[1:], into=into[row], file=file)
+        return
+    rows = max(1, _BUFFER_BYTES // max(1, row_bytes))
+    buffer = memoryview(bytearray(min(rows, into.shape[0]) * row_bytes))
+    for row in range(0, into.shape[0], rows):
+        count = min(rows, into.shape[0] - row)
+        stream.seek(start + (offsets[0] + row) * row_bytes)
+        if stream.readinto(buffer[: count * row_bytes]) != count * row_bytes:
+            error = DamagedCheckpoint if isinstance(file, Path) else ConfigError
+            raise error(f"checkpoint: {file}: truncated while it was read")
+        block = torch.frombuffer(buffer, dtype=dtype, count=count * row_elements).view(count, *sizes[1:])
+        for dim, begin in enumerate(offsets[1:], start=1):
+            block = block.narrow(dim, begin, into.shape[dim])
+        into.narrow(0, row, count).copy_(block)
+
+
+# ---------------------------------------------------------------- planners
+
+
+class PiecesSavePlanner(DefaultSavePlanner):
+    """torch's planner for a flat dict of `Pieces` and plain tensors; spreads what several ranks hold over them."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        found = self.state_dict[index.fqn]
+        return found.__get_tensor_shard__(index) if isinstance(found, Pieces) else super().lookup_object(index)
+
+
+class PiecesLoadPlanner(LoadPlanner):
+    """Fills a flat dict of `Pieces` and plain tensors in place.
+
+    `DefaultLoadPlanner` would do, but it first walks the dict and puts None for every value that is not a tensor.
+    """
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self._tensors = state_dict
+        self._metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self._metadata is not None, "a CheckpointReader always has metadata"
+        return create_default_local_load_plan(self._tensors, self._metadata)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise AssertionError("a checkpoint holds tensors only")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        found = self._tensors[read_item.dest_index.fqn]
+        tensor = found.__get_tensor_shard__(read_item.dest_index) if isinstance(found, Pieces) else found
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        return None
+
+
+# ---------------------------------------------------------------- writing
+
+
+@dataclass(frozen=True)
+class _Told:
+    """Where a rank writes: told by rank 0 with the plan."""
+
+    file: Place
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where one chunk went, as each rank tells rank 0."""
+
+    entry: tuple[str, tuple[int, ...]]
+    """dtype and whole shape of its tensor."""
+    chunk: Chunk
+    file: FileEntry
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes a checkpoint: whole or not at all (`landing.py` says how).
+
+    Args:
+        directory: the final `.../checkpoints/step-00000100`, the same on all ranks.
+        manifest: everything but tensors and files; only rank 0's is used.
+        copies: further files to take along, by the name they get.
+    """
+
+    def __init__(self, directory: Place, *, manifest: Manifest, copies: dict[str, Path]) -> None:
+        self._landing = landing(directory)
+        self._writes_to: Place = directory
+        self._manifest = manifest
+        self._copies = copies
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        return None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self._writes_to = self._landing.begin(sum(_num_bytes(item) for plan in plans for item in plan.items))
+        suffix = self._landing.file_suffix()
+        names = [f"rank-{rank:05d}{suffix}.safetensors" for rank in range(len(plans))]
+        return [
+            replace(plan, storage_data=_Told(self._writes_to / name)) for plan, name in zip(plans, names, strict=True)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        told: _Told = plan.storage_data
+        # Wide elements first, so that every tensor of the file begins at a multiple of its element size.
+        items = sorted(plan.items, key=lambda i: (-_dtype(i).itemsize, i.index.fqn, _box(i)))
+        done: Future[list[WriteResult]] = Future()
+        if not items:
+            done.set_result([])
+            return done
+        written = write_safetensors(told.file, [_entry(item, planner) for item in items])
+        results = []
+        for item, start in zip(items, written.starts, strict=True):
+            offsets, sizes = _box(item)
+            stored = _Stored(
+                (DTYPE_NAMES[_dtype(item)], tuple(item.tensor_data.size)),
+                Chunk(offsets=offsets, sizes=sizes, file=told.file.name, start=start),
+                written.file,
+            )
+            results.append(WriteResult(item.index, _num_bytes(item), stored))
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        chunks: dict[str, list[Chunk]] = {}
+        kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+        files: dict[str, FileEntry] = {}
+        for result in (r for of_rank in results for r in of_rank):
+            stored: _Stored = result.storage_data
+            chunks.setdefault(result.index.fqn, []).append(stored.chunk)
+            kinds[result.index.fqn] = stored.entry
+            files[stored.chunk.file] = stored.file
+        suffix = self._landing.file_suffix()
+        renamed: dict[str, str] = {}
+        for name, source in self._copies.items():
+            stem, ending = os.path.splitext(name)
+            written_as = f"{stem}{suffix}{ending}"
+            files[written_as] = _copied(source, self._writes_to / written_as)
+            if written_as != name:
+                renamed[name] = written_as
+        tensors = {
+            name: TensorEntry(dtype=kinds[name][0], shape=kinds[name][1], chunks=tuple(chunks[name]))
+            for name in sorted(chunks)
+        }
+        manifest = self._manifest.model_copy(
+            update={"tensors": tensors, "files": dict(sorted(files.items())), "renamed": renamed}
+        )
+        content = manifest.to_bytes()
+        with creating(self._writes_to / MANIFEST) as stream:
+            stream.write(content)
+        self._landing.finish()
+
+    def give_up(self) -> None:
+        """Rank 0, after a failed save: removes what was written of it."""
+        self._landing.give_up()
+
+
+def _copied(source: Path, copy: Place) -> FileEntry:
+    """Copies a file, and says what was written."""
+    digest, num_bytes = hashlib.sha256(), 0
+    with source.open("rb") as stream, creating(copy) as into:
+        while block := stream.read(_BUFFER_BYTES):
+            into.write(block)
+            digest.update(block)
+            num_bytes += len(block)
+    return FileEntry(num_bytes=num_bytes, sha256=digest.hexdigest())
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    assert item.tensor_data is not None, "a checkpoint holds tensors only"
+    return item.tensor_data.properties.dtype
+
+
+def _box(item: WriteItem) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    assert item.tensor_data is not None, "a checkpoint holds tensors only"
+    return tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)
+
+
+def _num_bytes(item: WriteItem) -> int:
+    return math.prod(_box(item)[1]) * _dtype(item).itemsize
+
+
+def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
+    offsets, sizes = _box(item)
+    name = item.index.fqn
+    if sizes != tuple(item.tensor_data.size):
+        name += "[" + ",".join(f"{o}:{o + s}" for o, s in zip(offsets, sizes, strict=True)) + "]"
+
+    def get() -> Tensor:
+        tensor = planner.resolve_data(item)
+        assert isinstance(tensor, Tensor), "a checkpoint holds tensors only"
+        return tensor
+
+    return Entry(name, DTYPE_NAMES[_dtype(item)], sizes, get)
+
+
+# ---------------------------------------------------------------- reading
+
+
+class CheckpointReader(StorageReader):
+    """Reads boxes of a checkpoint's tensors; each rank reads the rows it needs through a buffer."""
+
+    def __init__(self, directory: Place, *, manifest: Manifest) -> None:
+        self._directory = directory
+        self._tensors = manifest.tensors
+        self._chunks = {(name, c.offsets): c for name, entry in self._tensors.items() for c in entry.chunks}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        return None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata({name: _storage_metadata(entry) for name, entry in self._tensors.items()})
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        for item in plan.items:
+            offset = item.storage_index.offset
+            chunk = self._chunks[item.storage_index.fqn, tuple(offset if offset is not None else ())]
+            by_file.setdefault(chunk.file, []).append((chunk, item))
+        for name, reads in by_file.items():
+            path = self._directory / name
+            with told_as_damage(path), path.open("rb") as stream:
+                for chunk, item in sorted(reads, key=lambda read: read[0].start):
+                    target = planner.resolve_tensor(item).detach()
+                    dtype = DTYPES[self._tensors[item.storage_index.fqn].dtype]
+                    _read_box(stream, chunk, dtype, offsets=item.storage_offsets, into=target, file=path)
+                    planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _storage_metadata(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
+    return TensorStorageMetadata(TensorProperties(DTYPES[entry.dtype]), torch.Size(entry.shape), chunks)
+
+
+@contextmanager
+def without_dcp_notices() -> Iterator[None]:
+    """Silences what torch says when one process saves or loads on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        yield

@@ -1,0 +1,177 @@
+"""What each rank of a run would read and hold, by the Layouts' formulas, and whether that fits. Starts nothing.
+
+[Note: what a resume reads]
+    Every file is read once, by one of the ranks, to hold it against its digest. Then each rank reads its pieces of the
+    weights and of what the optimizer keeps beside each element, whole what it keeps once per weight (AdamW's number of
+    steps), the buffers, and its own random states if as many ranks wrote the checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from rotorch.core.quantities import format_bytes, format_count
+from rotorch.core.stage_balance import layer_costs
+from rotorch.mesh import device_type
+from rotorch.models.decay import num_decayed_parameters
+from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.planner.prediction import Prediction, predict
+from rotorch.process.host_memory import address_space_left_bytes, available_bytes
+from rotorch.shard.materialize import on_meta
+from rotorch.strategies import format_parallel
+from rotorch.train.checkpoint.manifest import BUFFER, MODEL, OPTIMIZER, Manifest
+from rotorch.train.checks.preflight import CheckedRun, micro_batch_of
+from rotorch.train.module import make_module
+from rotorch.train.state import WEIGHT, rng_name
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank would do, in bytes.
+
+    Attributes:
+        rank: which.
+        checks_bytes: read from the checkpoint's files to hold them against their digests.
+        reads_bytes: read into tensors.
+        weights_bytes, gradients_bytes, optimizer_bytes: held at rest.
+        passes_bytes: buffers and gathered weights in a pass, at most.
+        copies_bytes: of what is saved while training goes on (`train.async_save`), in host memory.
+    """
+
+    rank: int
+    checks_bytes: int
+    reads_bytes: int
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    passes_bytes: int
+    copies_bytes: int
+
+    @property
+    def needed_bytes(self) -> int:
+        """All that it holds on its device, but for activations and temporaries, for which there is no formula."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.passes_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What it holds in host memory if it trains on the CPU."""
+        return self.needed_bytes + self.copies_bytes
+
+
+def dry_run(run: CheckedRun) -> dict[str, Any]:
+    """Works out what the ranks of a checked run would read and hold; returns plain JSON values."""
+    ranks = [_plan(run, rank=rank) for rank in range(run.num_ranks)]
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
+    on_gpus = device_type(run.config.train.device) == "cuda"
+    on_host = [plan.copies_bytes if on_gpus else plan.host_bytes for plan in ranks]
+    together = max(sum(on_host[first : first + local]) for first in range(0, len(ranks), local))
+    limits: list[tuple[str, int, int]] = []
+    if on_gpus:
+        largest = max(plan.needed_bytes for plan in ranks)
+        limits.append(("rank's GPU", largest, torch.cuda.get_device_properties(0).total_memory))
+    if together:
+        limits.append(("machine", together, available_bytes()))
+        if (left := address_space_left_bytes()) is not None:
+            limits.append(("rank's address space (ulimit -v)", max(on_host), left))
+    with on_meta():
+        module = make_module(run.model_config, lora=run.config.lora)
+    return {
+        "parallel": format_parallel(run.strategies),
+        "num_trained_parameters": run.spec.num_trained_parameters,
+        "num_decayed_parameters": num_decayed_parameters(module, run.spec.weights),
+        "resume": None if run.resume is None else str(run.resume.checkpoint),
+        "step": 0 if run.resume is None else run.resume.manifest.step,
+        "stages": _stages(run),
+        "ranks": [{**asdict(plan), "needed_bytes": plan.needed_bytes, "host_bytes": plan.host_bytes} for plan in ranks],
+        "limits": [{"of": what, "needed_bytes": needed, "available_bytes": there} for what, needed, there in limits],
+        "fits": all(needed <= there for _, needed, there in limits),
+    }
+
+
+def _stages(run: CheckedRun) -> dict[str, Any] | None:
+    """Of a pipeline: how many layers each stage has, and its part of all operations; None if there is none."""
+    for strategy in run.strategies:
+        if isinstance(strategy, StageStrategy):
+            costs = layer_costs(run.spec, batch=micro_batch_of(run.config), recompute=strategy.recomputes_layers)
+            parts, total = strategy.parts_of(run.spec), sum(cost.flops for cost in costs)
+            return {
+                "layers": "-".join(str(len(part)) for part in parts),
+                "parts_of_operations": [sum(costs[layer].flops for layer in part) / total for part in parts],
+            }
+    return None
+
+
+def _plan(run: CheckedRun, *, rank: int) -> RankPlan:
+    found = predict(run.spec, strategies=run.strategies, rank=rank)
+    ledger = found.ledger
+    checks, reads = (0, 0) if run.resume is None else _reading(run, found, run.resume.manifest, rank=rank)
+    return RankPlan(
+        rank=rank,
+        checks_bytes=checks,
+        reads_bytes=reads,
+        weights_bytes=ledger["weights"] or 0,
+        gradients_bytes=ledger["gradients"] or 0,
+        optimizer_bytes=ledger["optimizer"] or 0,
+        passes_bytes=found.transient_bytes,
+        copies_bytes=(ledger["weights"] or 0) + (ledger["optimizer"] or 0) if run.config.train.async_save else 0,
+    )
+
+
+def _reading(run: CheckedRun, found: Prediction, manifest: Manifest, *, rank: int) -> tuple[int, int]:
+    """Bytes that a rank reads to check, and to load (see [Note: what a resume reads])."""
+    checks = sum(manifest.files[name].num_bytes for name in sorted(manifest.files)[rank :: run.num_ranks])
+    reads = found.weights_bytes + sum(entry.num_bytes for entry in manifest.names(BUFFER).values())
+    whole = {MODEL + weight.name: weight for weight in run.spec.weights if weight.trained}
+    whole_bytes = sum(manifest.tensors[name].num_bytes for name in whole if name in manifest.tensors)
+    for key, kind in (manifest.optimizer.kinds if manifest.optimizer is not None else {}).items():
+        of_key = sum(entry.num_bytes for entry in manifest.names(f"{OPTIMIZER}{key}/").values())
+        reads += of_key * found.trained_bytes // max(1, whole_bytes) if kind == WEIGHT else of_key
+    if manifest.num_ranks == run.num_ranks and rng_name(rank) in manifest.tensors:
+        reads += manifest.tensors[rng_name(rank)].num_bytes
+    return checks, reads
+
+
+def show_dry_run(found: dict[str, Any], *, console: Console) -> None:
+    """Prints what `dry_run` found."""
+    columns = {
+        "checks": "checks_bytes",
+        "reads": "reads_bytes",
+        "weights": "weights_bytes",
+        "gradients": "gradients_bytes",
+        "optimizer": "optimizer_bytes",
+        "in a pass": "passes_bytes",
+        "copy to save": "copies_bytes",
+        "together": "host_bytes",
+    }
+    shown = {name: key for name, key in columns.items() if found["resume"] or name not in ("checks", "reads")}
+    if not any(plan["copies_bytes"] for plan in found["ranks"]):
+        del shown["copy to save"]
+    table = Table("rank", *shown, box=None)
+    for column in table.columns:
+        column.justify = "right"
+    for plan in found["ranks"]:
+        table.add_row(str(plan["rank"]), *(format_bytes(plan[key]) for key in shown.values()))
+    console.print(table)
+    decayed, trained = (format_count(found[f"num_{which}_parameters"]) for which in ("decayed", "trained"))
+    console.print(f"weight decay: on {decayed} of {trained} trained parameters", highlight=False)
+    for limit in found["limits"]:
+        needed, there = limit["needed_bytes"], limit["available_bytes"]
+        verdict = "fits" if needed <= there else "does not fit"
+        console.print(
+            f"{verdict}: {format_bytes(needed)} of this {limit['of']}, which has {format_bytes(there)} left",
+            markup=False,
+            highlight=False,
+        )
+    if (stages := found["stages"]) is not None:
+        parts = ", ".join(f"{100 * part:.0f} %" for part in stages["parts_of_operations"])
+        console.print(
+            f"stages: layers={stages['layers']}, by operations {parts} of a step", markup=False, highlight=False
+        )
+    console.print("not counted: activations and temporaries, for which there is no formula")
+    console.print("nothing was started")

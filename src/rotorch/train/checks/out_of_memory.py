@@ -1,0 +1,354 @@
+"""What a rank says when memory runs out: what asked for how much, what is alive, the cheapest change that would fit.
+
+[Note: what is alive]
+    Python knows every tensor that someone holds by name, also in the frames that the error has come through; what
+    autograd keeps for backward it is asked for, node by node. Weights, gradients, optimizer state and slots are known
+    from the model; logits are as wide as the vocabulary; what autograd keeps of the rest are activations. Under
+    activation checkpointing to ask autograd would be to compute again: then activations are among "other".
+
+[Note: what would fit]
+    Needed is what was asked for, and what is not there yet but will be: gradients, and the optimizer's state before
+    its first step. What layouts save at rest are the Layouts' formulas; what smaller micro-batches and computing again
+    save are shares of the activations that are alive. Changes are tried from the cheapest on: the same numbers in more
+    passes, then a third more to compute, then another layout, then more ranks. In a save nothing of a batch is alive,
+    so only what is held at rest counts, and the copy that a save behind the run writes from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotorch._torch_private import storage_key
+from rotorch.core.errors import ConfigError, FinalFailure, RotorchError
+from rotorch.core.quantities import format_bytes
+from rotorch.core.spec import ModelSpec
+from rotorch.core.strategy import Strategy
+from rotorch.planner.prediction import part_of_rank, predict
+from rotorch.process.host_memory import address_space_left_bytes, available_bytes
+from rotorch.run_config import BatchSizes
+from rotorch.shard.storages import PLAIN, SharedMappings, all_tensors, local_part, owned_bytes
+from rotorch.strategies import batch_ranks, format_parallel, num_ranks, parse_parallel
+from rotorch.strategies.resize import resized
+from rotorch.train.state import TrainState
+
+WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, SLOTS, LOGITS, OTHER = CATEGORIES = (
+    *("weights", "gradients", "optimizer", "activations", "slots", "logits", "other"),
+)
+"""As in the ledger of `rotorch bench`."""
+
+_RESERVE_BYTES = 16 << 20
+_SAVES = (
+    "rotorch.train.checkpoint.async_save"  # its functions save, and do nothing else; it cannot be imported from here
+)
+_UNITS = {"bytes": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (bytes|KiB|MiB|GiB|B)")
+_ALLOCATORS = re.compile(r"can't allocate memory|not enough memory|out of memory|std::bad_alloc", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory has run out: Python's, or of one of torch's allocators.
+
+    An error of rotorch's is none, though it may tell in those words what another rank said: memory is that rank's.
+    """
+    if isinstance(error, RotorchError):
+        return False
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _ALLOCATORS.search(str(error)) is not None
+
+
+def asked_bytes(error: BaseException) -> int | None:
+    """How much memory was asked for when there was no more; None if the error does not say."""
+    found = _ASKED.search(str(error))
+    return round(float(found[1]) * _UNITS[found[2]]) if found else None
+
+
+@dataclass
+class Running:
+    """What a post-mortem looks at: filled in by the rank as it gets it."""
+
+    state: TrainState | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's share of a run.
+
+    Attributes:
+        spec: the model.
+        strategies: how it is spread.
+        sizes: of the batch.
+        rank: this one.
+        num_layers: repeated blocks of the model, of which activation checkpointing keeps the inputs; 0 if unknown.
+        copies_to_save: whether a save behind the run has copies of all that it writes (`train.async_save`).
+    """
+
+    spec: ModelSpec
+    strategies: tuple[Strategy, ...]
+    sizes: BatchSizes
+    rank: int
+    num_layers: int
+    copies_to_save: bool = False
+
+
+@contextmanager
+def explained_out_of_memory(share: Share) -> Iterator[Running]:
+    """Turns an error of memory within the block into a `RankFailure` with a post-mortem. This rank only."""
+    running = Running()
+    reserve: bytearray | None = bytearray(_RESERVE_BYTES)  # to have something to say it with; takes no pages
+    try:
+        yield running
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reserve = None
+        asked = asked_bytes(error)
+        text = "out of memory" if asked is None else f"out of memory: {format_bytes(asked)} more were asked for"
+        # What it is explained with may run out of memory itself: then that much is said.
+        with suppress(Exception):
+            alive = bytes_alive(running.state, vocab_sizes=_vocab_sizes(share.spec))
+            place = _innermost_module(error.__traceback__, running.state)
+            saving = _is_saving(error.__traceback__)
+            text = describe(alive, asked=asked, place="a save" if saving else place, device=_device(running.state))
+            text = f"{text}. {cheapest_change(share, alive, asked=asked, saving=saving)}"
+        raise FinalFailure(text) from error
+    finally:
+        del reserve
+
+
+# ---------------------------------------------------------------- what is alive
+
+
+def bytes_alive(state: TrainState | None, *, vocab_sizes: frozenset[int] = frozenset()) -> dict[str, int]:
+    """Bytes of the tensors of this process by category (see [Note: what is alive])."""
+    owned: dict[str, list[Tensor]] = {WEIGHTS: [], GRADIENTS: [], OPTIMIZER: [], SLOTS: []}
+    if state is not None:
+        held = list(state.model.weights.values())
+        owned[WEIGHTS] = [weight.local for weight in held]
+        owned[GRADIENTS] = [grad for weight in held if (grad := weight.local_grad) is not None]
+        kept = state.optimizer.state.values() if state.optimizer is not None else ()
+        owned[OPTIMIZER] = [value for of_weight in kept for value in of_weight.values() if isinstance(value, Tensor)]
+        owned[SLOTS] = list(state.model.holding.slots())
+    alive = dict.fromkeys(CATEGORIES, 0)
+    alive.update((category, owned_bytes(tensors)) for category, tensors in owned.items())
+    seen = {storage_key(local_part(tensor)) for tensors in owned.values() for tensor in tensors}
+    mappings = SharedMappings()
+
+    def count(tensor: Tensor, category: str) -> None:
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        if key in seen or tensor.device.type == "meta" or mappings.contains(storage):
+            return
+        seen.add(key)
+        is_logits = tensor.is_floating_point() and tensor.dim() > 1 and tensor.shape[-1] in vocab_sizes
+        alive[LOGITS if is_logits else category] += storage.nbytes()
+
+    known = [tensor for tensor in all_tensors() if tensor.layout is torch.strided]
+    if not _computes_again(state):
+        for tensor in _kept_for_backward(known):
+            count(tensor, ACTIVATIONS)
+    for tensor in known:
+        count(tensor, OTHER)
+    return alive
+
+
+def _kept_for_backward(tensors: list[Tensor]) -> Iterator[Tensor]:
+    """What autograd keeps for the backward of some tensors."""
+    nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        nodes += [following for following, _ in node.next_functions if following is not None]
+        for name in dir(node):
+            if name.startswith("_saved_") or name == "saved_tensors":
+                try:
+                    found = getattr(node, name)
+                except Exception:  # freed by a backward that has passed here, or kept in a way of its own
+                    continue
+                yield from (t for t in (found if isinstance(found, tuple) else (found,)) if type(t) in PLAIN)
+
+
+def _computes_again(state: TrainState | None) -> bool:
+    return state is not None and any(getattr(s, "recompute", "none") == "block" for s in state.model.strategies)
+
+
+def _vocab_sizes(spec: ModelSpec) -> frozenset[int]:
+    return frozenset(weight.shape[0] for unit in spec.units if unit.logits for weight in unit.weights if weight.shape)
+
+
+def _innermost_module(traceback: TracebackType | None, state: TrainState | None) -> str:
+    """Names the module in whose forward an error arose, if it was one's."""
+    found: nn.Module | None = None
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        found = owner if isinstance(owner, nn.Module) else found
+        traceback = traceback.tb_next
+    if found is None or state is None:
+        return ""
+    name = next((name for name, module in state.model.module.named_modules() if module is found), "")
+    return f"{name!r} ({type(found).__name__})" if name else ""
+
+
+def _is_saving(traceback: TracebackType | None) -> bool:
+    """True if an error arose where a checkpoint is written, perhaps by the thread of an async save."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        if frame.f_globals.get("__name__") == _SAVES:
+            return True
+        traceback = traceback.tb_next
+    return False
+
+
+# ---------------------------------------------------------------- what is said
+
+
+def describe(alive: Mapping[str, int], *, asked: int | None, place: str, device: torch.device) -> str:
+    """Says what asked for memory and what has it, as a sentence without its end."""
+    parts = ", ".join(f"{category} {format_bytes(alive[category])}" for category in CATEGORIES)
+    amount = format_bytes(asked) if asked is not None else "some"
+    text = f"out of memory: {amount} more {'was' if asked is None else 'were'} asked for"
+    text += f" by {place}" if place else ""
+    return f"{text}, and {_left(device)}. Alive in tensors: {parts}"
+
+
+def _left(device: torch.device) -> str:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return f"{format_bytes(free)} of the GPU's {format_bytes(total)} are left"
+    if (left := address_space_left_bytes()) is not None:
+        return f"{format_bytes(left)} of this process's address space (ulimit -v) are left"
+    return f"{format_bytes(available_bytes())} of this machine's memory are left"
+
+
+def _device(state: TrainState | None) -> torch.device:
+    return state.model.device if state is not None else torch.device("cpu")
+
+
+# ---------------------------------------------------------------- what would fit
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something to write in the run's configuration, and about how many bytes that saves on this rank."""
+
+    write: str
+    saves_bytes: int
+
+
+def cheapest_change(share: Share, alive: Mapping[str, int], *, asked: int | None, saving: bool = False) -> str:
+    """Says what to write instead, as a sentence without its end (see [Note: what would fit])."""
+    ledger = predict(share.spec, strategies=share.strategies, rank=share.rank).ledger
+    needed = (asked or 0) + sum(max(0, (ledger[name] or 0) - alive[name]) for name in (GRADIENTS, OPTIMIZER))
+    found = [change for change in changes(share, alive, asked=asked or 0, saving=saving) if change.saves_bytes > 0]
+    missing = f"{format_bytes(needed)} are missing with what is to come"
+    if not needed:
+        missing = "How much is missing is not known"
+    if not found:
+        return f"{missing}, and no setting saves any: more memory is needed"
+    most = max(found, key=lambda change: change.saves_bytes)
+    if not needed:
+        return f"{missing}. Most is saved by {most.write} (about {format_bytes(most.saves_bytes)} here)"
+    for change in found:
+        if change.saves_bytes >= needed:
+            return (
+                f"{missing}. Cheapest change that fits: {change.write} "
+                f"(saves about {format_bytes(change.saves_bytes)} here)"
+            )
+    return (
+        f"{missing}, and no single change saves that much. Most is saved "
+        f"by {most.write} (about {format_bytes(most.saves_bytes)} here)"
+    )
+
+
+def changes(share: Share, alive: Mapping[str, int], *, asked: int, saving: bool = False) -> Iterator[Change]:
+    """Changes of the run that save memory on a rank, the cheapest first (see [Note: what would fit])."""
+    passing = 0 if saving else alive[ACTIVATIONS] + alive[LOGITS] + asked
+    if saving and share.copies_to_save:
+        yield Change("train.async_save=false", alive[WEIGHTS] + alive[OPTIMIZER])
+    for micro_batch in range(share.sizes.micro_batch - 1 if passing else 0, 0, -1):
+        if share.sizes.micro_batch % micro_batch == 0:
+            accumulation = share.sizes.accumulation * share.sizes.micro_batch // micro_batch
+            yield Change(
+                f"train.micro_batch={micro_batch} train.accumulation={accumulation}",
+                passing - passing * micro_batch // share.sizes.micro_batch,
+            )
+    strategies = share.strategies
+    *outer, innermost = strategies
+    option = {"rtp": "slice"}.get(innermost.kind, "block")
+    num_layers = _num_layers(share)
+    if not saving and num_layers > 1 and getattr(innermost, "recompute", option) != option:
+        again = type(innermost).model_validate({**innermost.model_dump(), "recompute": option})
+        saved = alive[ACTIVATIONS] - alive[ACTIVATIONS] // num_layers
+        yield Change(f"parallel.layout={format_parallel((*outer, again))}", saved)
+    here = _at_rest(share)
+    for other in _other_layouts(strategies):
+        try:
+            for strategy in other:
+                strategy.check(share.spec)
+            sizes = _same_global_batch(share, strategies=other)
+            saved = here - _at_rest(replace(share, strategies=other))
+        except ConfigError:
+            continue
+        if saved <= 0:
+            continue
+        write = f"parallel.layout={format_parallel(other)}"
+        if (sizes.micro_batch, sizes.accumulation) != (share.sizes.micro_batch, share.sizes.accumulation):
+            write += f" train.micro_batch={sizes.micro_batch} train.accumulation={sizes.accumulation}"
+            saved += passing - passing * sizes.micro_batch // share.sizes.micro_batch
+        yield Change(
+            write + (f" --nproc {num_ranks(other)}" if num_ranks(other) != num_ranks(strategies) else ""), saved
+        )
+
+
+def _other_layouts(strategies: tuple[Strategy, ...]) -> Iterator[tuple[Strategy, ...]]:
+    """What to try in place of a layout: on its ranks, then on twice as many. Each once."""
+    size = num_ranks(strategies)
+    found = [parse_parallel(f"{kind}={size}") for kind in ("rtp", "fsdp")] if size > 1 else []
+    # Another batch per rank would be another amount of activations, of which nothing is known.
+    found = [other for other in found if batch_ranks(other) == batch_ranks(strategies)]
+    with suppress(ConfigError):  # layers are written for each stage, and there would be another number of them
+        if (larger := resized(strategies, num_ranks=2 * size)) is not None:
+            found.append(larger)
+    found.append(parse_parallel(f"rtp={2 * size}"))
+    yield from dict.fromkeys(found)
+
+
+def _same_global_batch(share: Share, *, strategies: Sequence[Strategy]) -> BatchSizes:
+    """A batch under another layout that is as large over all ranks, since a run goes on with no other.
+
+    Its micro-batches are no larger than now, and as large as that allows.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    per_rank, rest = divmod(share.sizes.global_batch, batch_ranks(strategies))
+    for micro_batch in range(share.sizes.micro_batch, 0, -1):
+        if rest == 0 and per_rank % micro_batch == 0:
+            sizes = BatchSizes(micro_batch, per_rank // micro_batch, batch_ranks(strategies))
+            with suppress(ConfigError):
+                for strategy in strategies:
+                    strategy.check_micro_batches(sizes.accumulation)
+                return sizes
+    raise ConfigError(f"no batch of {share.sizes.global_batch} under {format_parallel(strategies)}")
+
+
+def _num_layers(share: Share) -> int:
+    """Repeated blocks of the model that this rank computes: of a pipeline those of its stages."""
+    spec = part_of_rank(share.spec, strategies=share.strategies, rank=share.rank)
+    places = {spec.order.place_of(weight.name) for weight in spec.weights}
+    return len(places & set(range(len(spec.order.layers)))) or share.num_layers
+
+
+def _at_rest(share: Share) -> int:
+    found = predict(share.spec, strategies=share.strategies, rank=share.rank)
+    return sum(found.ledger[name] or 0 for name in (WEIGHTS, GRADIENTS, OPTIMIZER)) + found.transient_bytes

@@ -1,0 +1,535 @@
+"""All that can be wrong with a run, found before any rank starts and before anything is written.
+
+`check_run` is the list; each check is a small function that raises `ConfigError` with one line that says what to write
+instead.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
+from rotorch.core.small_files import read_small
+from rotorch.core.spec import ModelSpec
+from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch
+from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
+from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, for_batch, num_ranks, parse_parallel
+from rotorch.train.checkpoint.directories import candidates, check, checkpoints_of, latest
+from rotorch.train.checkpoint.manifest import MODEL, Manifest, check_sizes, read_manifest
+from rotorch.train.checkpoint.store import Place, StorePath, as_place, check_no_password, check_writable, is_url
+from rotorch.train.checks.capacity import (
+    check_batch_fits,
+    check_number_of_ranks,
+    check_text_lasts,
+    check_weights_fit,
+)
+from rotorch.train.data.batches import BYTES, CheckedSource, check_source, default_cache_dir
+from rotorch.train.launch.failure_report import REPORT
+from rotorch.train.launch.run_lock import LOCK
+from rotorch.train.metrics import METRICS, read_metrics
+
+RUN_FILE = "run.json"
+"""Marks a directory as a run's, and says which."""
+
+_MOST_BYTES = 1 << 24
+_OPTIMIZER_STATES = 2  # AdamW: two moments, each as large as the weights
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Where a resumed run goes on: a checkpoint, and what it says of itself."""
+
+    checkpoint: Place
+    manifest: Manifest
+
+
+@dataclass(frozen=True)
+class CheckedRun:
+    """A run in which nothing wrong was found.
+
+    Attributes:
+        config: what the user wrote.
+        strategies: `config.parallel`, read, and what follows for this batch.
+        sizes: of the batch, complete.
+        model_config: the Hugging Face configuration.
+        spec: the model's units.
+        source: the corpus and its tokens.
+        out: the run's directory.
+        saves_in: what has its checkpoints: the same, or a store.
+        resume: where it goes on, or None if it begins.
+        command: the command that goes on with this run.
+    """
+
+    config: RunConfig
+    strategies: tuple[Strategy, ...]
+    sizes: BatchSizes
+    model_config: Any
+    spec: ModelSpec
+    source: CheckedSource
+    out: Path
+    saves_in: Place
+    resume: Resume | None
+    command: str
+
+    @property
+    def num_ranks(self) -> int:
+        return num_ranks(self.strategies)
+
+
+def check_run(
+    config: RunConfig, *, nproc: int | None = None, resume: bool = False, command: str = "", only_plan: bool = False
+) -> CheckedRun:
+    """Checks a run from the cheapest check to the dearest. Leaves nothing behind: see `check_checkpoint_dir`.
+
+    Args:
+        config: the run.
+        nproc: how many ranks the user asked for; by default as many as the layout has.
+        resume: go on from the last checkpoint in the run's directory.
+        command: the command that goes on with this run, for messages.
+        only_plan: nothing will be started, so nothing is written to a store to see whether one can.
+
+    Raises:
+        ConfigError: for the first thing that is wrong.
+    """
+    strategies = parse_parallel(config.parallel.layout)
+    check_ranks(strategies, nproc=nproc)
+    check_restarts(config, strategies=strategies)
+    sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
+    for strategy in strategies:
+        strategy.check_micro_batches(sizes.accumulation)
+    saves_in = check_checkpoint_dir(config, probes=not only_plan)
+    out = Path(config.train.out)
+    check_out(out, saves_in=saves_in, resume=resume, command=command)
+    if resume:
+        read_metrics(out)  # a resumed run goes on in it, and rank 0 alone would find what is wrong there
+    check_roll_back(config)
+    check_device(config, strategies=strategies)
+    config = with_published_files(config)
+    model_config = read_model_config(config)
+    check_sequence(config, model_config=model_config)
+    on_this_machine = not only_plan and "RANK" not in os.environ and not _on_gpu(config)
+    if on_this_machine:
+        check_number_of_ranks(strategies)
+        check_batch_fits(config, strategies=strategies, sizes=sizes, model_config=model_config)
+    check_init(config)
+    source = check_data(config, model_config=model_config)
+    check_text_lasts(sizes, config=config, source=source)
+    strategies, spec = check_model(
+        model_config,
+        strategies=strategies,
+        init=config.model.init,
+        lora=config.lora,
+        batch=micro_batch_of(config),
+        num_micro_batches=sizes.accumulation,
+    )
+    if on_this_machine:
+        check_weights_fit(spec)
+    going_on = (
+        find_resume(saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec) if resume else None
+    )
+    check_room(saves_in, spec=spec, keep=config.train.keep)
+    return CheckedRun(config, strategies, sizes, model_config, spec, source, out, saves_in, going_on, command)
+
+
+def _on_gpu(config: RunConfig) -> bool:
+    from rotorch.mesh import device_type
+
+    return device_type(config.train.device) == "cuda"
+
+
+def with_published_files(config: RunConfig) -> RunConfig:
+    """Names the model's own tokenizer where that is asked for, and what GGUF files say by the directories it goes to.
+
+    A GGUF file's configuration and tokenizer are written to the cache, once; its weights are read where they are.
+    """
+    model, data = config.model, config.data
+    tokenizer = data.tokenizer
+    if tokenizer == "model":
+        tokenizer = model.init if model.init != "random" else model.config if isinstance(model.config, str) else ""
+        if not tokenizer:
+            raise ConfigError(
+                "data.tokenizer = 'model', but model.init and model.config name no directory. "
+                "Write the path of a tokenizer.json, or 'bytes'"
+            )
+    directory = Path(data.cache_dir) if data.cache_dir is not None else default_cache_dir()
+    described = model.config if isinstance(model.config, dict) else described_by(model.config, cache=directory)
+    return config.model_copy(
+        update={
+            "model": model.model_copy(update={"config": described}),
+            "data": data.model_copy(
+                update={"tokenizer": tokenizer if tokenizer == BYTES else described_by(tokenizer, cache=directory)}
+            ),
+        }
+    )
+
+
+def described_by(path: str, *, cache: Path) -> str:
+    """`path`, or for a GGUF file the directory of what it says besides weights."""
+    from rotorch.models.gguf import find_gguf, read_gguf_metadata
+
+    gguf = find_gguf(Path(path))
+    return path if gguf is None else str(read_gguf_metadata(gguf, cache / "gguf"))
+
+
+def check_ranks(strategies: Sequence[Strategy], *, nproc: int | None) -> None:
+    """The sizes multiply to the number of ranks that are asked for, or that torchrun started."""
+    from rotorch.mesh import check_world_size
+
+    if nproc is not None and nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: write a positive number of ranks, e.g. --nproc {num_ranks(strategies)}")
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        check_world_size(strategies, world_size=int(os.environ["WORLD_SIZE"]))
+    elif nproc is not None:
+        check_world_size(strategies, world_size=nproc)
+
+
+def check_checkpoint_dir(config: RunConfig, *, probes: bool) -> Place:
+    """What checkpoints lie in is a directory that can be made, or a store that is known and takes a small file.
+
+    Args:
+        config: the run.
+        probes: write that file, and remove it.
+    """
+    out, where = config.train.out, config.train.saves_in
+    try:
+        check_no_password(out)
+    except ConfigError as error:
+        raise ConfigError(f"train.out: {error}") from None
+    if is_url(out):
+        raise ConfigError(
+            f"train.out = {out!r}: metrics and messages go to a directory. Write train.checkpoint_dir={out} for the "
+            "checkpoints, and a directory for train.out"
+        )
+    try:
+        place = as_place(where)
+        if isinstance(place, StorePath):
+            if place.url.startswith("memory://"):
+                raise ConfigError(f"{where}: is in the memory of one process. Write a directory, or a URL of a store")
+            if probes:
+                check_writable(place)
+        elif config.train.checkpoint_dir is not None:
+            _check_can_be_made(place, key="train.checkpoint_dir")
+    except ConfigError as error:
+        raise ConfigError(f"train.checkpoint_dir: {error}" if is_url(where) else str(error)) from error.__cause__
+    return place
+
+
+def _check_can_be_made(directory: Path, *, key: str) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"{key}: {directory} is a file. Write a directory")
+    existing = next(parent for parent in (directory, *directory.parents) if parent.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{key}: {existing} cannot be written. Write {key}=... with a directory that can be")
+
+
+def check_out(out: Path, *, saves_in: Place, resume: bool, command: str) -> None:
+    """The run's directory can be made and is no other run's; a resumed run is there."""
+    _check_can_be_made(out, key="train.out")
+    has_checkpoints = saves_in != out and bool(candidates(checkpoints_of(saves_in)))
+    if resume and not holds_run(out) and not has_checkpoints:
+        raise ConfigError(f"--resume: {out} holds no run to go on with. Leave --resume out, or write its train.out=...")
+    if has_checkpoints and not resume:
+        raise ConfigError(
+            f"train.checkpoint_dir: {saves_in} already holds checkpoints. Write --resume to go on from them, or "
+            "another train.checkpoint_dir=..."
+        )
+    if resume or not out.is_dir():
+        return
+    if holds_run(out):
+        raise ConfigError(
+            f"train.out: {out} already holds a run. Write --resume to go on with it, another train.out=..., "
+            f"or remove it (rm -r {out})"
+        )
+    # What a failure before the first step left says that there was no run.
+    left = (REPORT, LOCK)
+    if any(path.name not in left and not path.name.startswith("traceback-rank") for path in out.iterdir()):
+        raise ConfigError(f"train.out: {out} is not empty, and is no run of rotorch. Write another train.out=...")
+
+
+def check_roll_back(config: RunConfig) -> None:
+    """What goes back to checkpoints has some to go back to, and does not do so for any loss."""
+    train = config.train
+    if 0 < train.spike_factor <= 1:
+        raise ConfigError(
+            f"train.spike_factor = {train.spike_factor:g}: most losses are above that many times their median. "
+            "Write more than 1, e.g. 3, or 0 for never"
+        )
+    wanted = "train.on_nonfinite = 'roll_back'" if train.on_nonfinite == "roll_back" else ""
+    wanted = wanted or (f"train.spike_factor = {train.spike_factor:g}" if train.spike_factor else "")
+    if wanted and not train.checkpoint_every:
+        raise ConfigError(
+            f"{wanted} goes back to checkpoints, and there are none: write train.checkpoint_every=... too"
+        )
+
+
+def holds_run(out: Path) -> bool:
+    """Whether a directory is a run's."""
+    return any((out / name).exists() for name in (RUN_FILE, METRICS)) or checkpoints_of(out).is_dir()
+
+
+def begun_by(out: Path) -> str | None:
+    """The launcher's name for the job that began the run in a directory, if it says."""
+    try:
+        found = json.loads(read_small(out / RUN_FILE, most_bytes=_MOST_BYTES, what="what a run says of itself"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found.get("job") if isinstance(found, dict) else None
+
+
+def check_restarts(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
+    """There will be something to go on from, and the layout is one of those that the run may go on with."""
+    if config.train.max_restarts and not config.train.checkpoint_every:
+        raise ConfigError(
+            f"train.max_restarts = {config.train.max_restarts}: a run goes on from checkpoints, and there are none "
+            "before its end: write train.checkpoint_every=... too"
+        )
+    if config.train.elastic is None:
+        return
+    least, most = config.train.elastic_ranks
+    if not least <= num_ranks(strategies) <= most:
+        raise ConfigError(
+            f"train.elastic = {config.train.elastic!r}, but {config.parallel.layout!r} takes {num_ranks(strategies)} "
+            "ranks. Write the least and the most ranks so that it is among them"
+        )
+
+
+def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
+    """The device is there, and the strategies work on it.
+
+    Does not touch it: forked ranks could not use CUDA any more.
+    """
+    import torch
+
+    from rotorch.mesh import device_type
+
+    autocast = None if config.train.precision == "float32" else config.train.precision
+    for strategy in strategies:
+        strategy.at_precision(autocast).check_device(device_type(config.train.device))
+    if config.train.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("train.device = 'cuda', but torch sees no CUDA device. Write train.device=cpu or auto")
+
+
+def read_model_config(config: RunConfig) -> Any:
+    """Reads the model's Hugging Face configuration; weights are trained in float32, whatever they were published in."""
+    import torch
+
+    from rotorch.models.hf import config_from_dict, load_config
+
+    model = config.model.config
+    found = (
+        load_config(model) if isinstance(model, str) else config_from_dict(model, source="model.config", is_own=True)
+    )
+    found.dtype = torch.float32
+    return found
+
+
+def check_sequence(config: RunConfig, *, model_config: Any) -> None:
+    """Samples are no longer than the model's positions."""
+    from rotorch.models.hf import longest_sequence
+
+    longest, asked = longest_sequence(model_config), config.data.sequence_length
+    if longest is not None and asked > longest:
+        raise ConfigError(
+            f"data.sequence_length = {asked} is longer than the model's max_position_embeddings {longest}. "
+            f"Write data.sequence_length={longest} or less"
+        )
+
+
+def check_init(config: RunConfig) -> None:
+    """The weights to start from are there; `check_model` sees whether they fit."""
+    from rotorch.models.gguf import find_gguf
+
+    init = Path(config.model.init)
+    if config.lora is not None and config.model.init == "random":
+        raise ConfigError(
+            "lora: adapters are trained beside the weights of a published model, and model.init = 'random'. "
+            "Write model.init=... with its directory, or leave [lora] out"
+        )
+    if config.model.init == "random" or find_gguf(init) is not None:
+        return
+    if not init.is_dir():
+        raise ConfigError(f"model.init: no directory {init}. Write a Hugging Face directory, a GGUF file, or 'random'")
+    if not any(init.glob("*.safetensors")):
+        raise ConfigError(f"model.init: {init} holds no *.safetensors. Write a Hugging Face directory, or 'random'")
+
+
+def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
+    """The text and the tokenizer are there, long enough, and fit the model's vocabulary and the disk."""
+    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    data = config.data
+    return check_source(
+        data.source,
+        tokens=data.tokenizer,
+        eos_token=data.eos_token,
+        text_field=data.text_field,
+        suffixes=data.suffixes,
+        sequence_length=data.sequence_length,
+        held_out_fraction=data.held_out_fraction,
+        model_vocab=getattr(text_config, "vocab_size", None),
+        cache_dir=data.cache_dir,
+        instructions=(data.prompt_field, data.response_field) if data.kind == "instructions" else None,
+        pack=data.pack,
+    )
+
+
+def micro_batch_of(config: RunConfig) -> MicroBatch:
+    """What one rank computes on at once."""
+    itemsize = 2 if config.train.precision == "bfloat16" else 4
+    return MicroBatch(config.train.micro_batch, config.data.sequence_length, itemsize=itemsize)
+
+
+def check_model(
+    model_config: Any,
+    *,
+    strategies: Sequence[Strategy],
+    batch: MicroBatch,
+    num_micro_batches: int,
+    init: str = "random",
+    lora: LoraSection | None = None,
+) -> tuple[tuple[Strategy, ...], ModelSpec]:
+    """Every strategy can hold the model, and the weights to start from fit it. Builds it without memory for weights.
+
+    Returns:
+        The strategies, as they are for this batch, and the model's units.
+    """
+    from rotorch.models.describe import describe
+    from rotorch.models.lora import ADAPTERS
+    from rotorch.models.pretrained import open_pretrained
+    from rotorch.models.trial.causality import why_not_trained
+    from rotorch.shard.load import check_fit
+    from rotorch.shard.materialize import on_meta
+    from rotorch.shard.sites import persistent_buffers
+    from rotorch.train.module import make_module
+
+    with on_meta():
+        module = make_module(model_config, lora=lora)
+    if why := why_not_trained(model_config):
+        raise ConfigError(f"model: {why}")
+    spec = describe(module, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
+    strategies = for_batch(strategies, spec, batch=batch, num_micro_batches=num_micro_batches)
+    for strategy in strategies:
+        strategy.check(spec)
+    if init != "random":
+        buffers = persistent_buffers(module)
+        names = {name for weight in spec.weights for name in (weight.name, *weight.aliases)} | set(buffers)
+        with open_pretrained(init, module=module, names=names) as found:
+            check_fit(
+                found.tensors,
+                weights=spec.weights,
+                dtypes={name: parameter.dtype for name, parameter in module.named_parameters()},
+                source=init,
+                buffers=buffers,
+                may_lack=ADAPTERS,
+                may_have=found.ignored,
+            )
+    return strategies, spec
+
+
+def find_resume(
+    saves_in: Place, *, config: RunConfig, sizes: BatchSizes, model_config: Any, spec: ModelSpec
+) -> Resume | None:
+    """The newest whole checkpoint, of this model and this order of data; None if none was written yet."""
+    path = latest(saves_in)
+    if path is None:
+        broken = candidates(checkpoints_of(saves_in))
+        if broken:
+            check(broken[-1])  # says what is wrong with it
+        return None
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    check_same_model(path, manifest, model_config=model_config)
+    check_same_adapters(path, manifest, config=config, spec=spec)
+    check_same_order(path, manifest, config=config, sizes=sizes)
+    if manifest.step >= config.train.steps:  # its bytes, which may be terabytes, are read by who loads them
+        raise ConfigError(
+            f"--resume: {path} is at step {manifest.step} and train.steps = {config.train.steps}: nothing is left to "
+            "do, by the sizes of its files. Write train.steps=... with more steps; or have every byte of it checked by "
+            f"rotorch inspect {path} --contents, and if it is damaged, remove it: --resume then goes on from the one "
+            "before"
+        )
+    return Resume(path, manifest)
+
+
+def check_same_model(path: Place, manifest: Manifest, *, model_config: Any) -> None:
+    """A checkpoint is of the model that is asked for."""
+    from rotorch.train.state import config_difference
+
+    ours = json.loads(model_config.to_json_string(use_diff=False))
+    if difference := config_difference(ours, manifest.model.config):
+        raise ConfigError(f"--resume: {path} is of another model: {difference}. Write the model that it was begun with")
+
+
+def check_same_adapters(path: Place, manifest: Manifest, *, config: RunConfig, spec: ModelSpec) -> None:
+    """A run goes on with its adapters: beside the same layers, as wide, scaled alike, however that is written.
+
+    How many of their inputs are dropped may change.
+    """
+    from rotorch.models.lora import alpha_of, is_adapter
+
+    there = {name for name in manifest.names(MODEL) if is_adapter(name)}
+    here = {weight.name for weight in spec.weights if is_adapter(weight.name)}
+    theirs, lora = manifest.model.adapters, config.lora
+    if theirs is None or lora is None:
+        if bool(there) != bool(here):
+            had, write = ("", "Write its [lora]") if there else ("out", "Leave [lora] out")
+            raise ConfigError(f"--resume: {path} was written by a run with{had} adapters. {write}")
+        return
+    written = manifest.run.get("lora")
+    targets = written.get("targets") if isinstance(written, dict) else None
+    alpha = alpha_of(lora.alpha, rank=lora.rank)
+    for key, was, now, same in (
+        ("rank", theirs["r"], lora.rank, theirs["r"] == lora.rank),
+        ("alpha", theirs["lora_alpha"], alpha, theirs["lora_alpha"] == alpha),
+        ("targets", targets or "all", list(lora.targets or ()) or "all", there == here),
+    ):
+        if not same:
+            raise ConfigError(
+                f"--resume: {path} was written by a run with lora.{key} = {was}, and here it is {now}. "
+                f"Write lora.{key} as it was"
+            )
+
+
+def check_same_order(path: Place, manifest: Manifest, *, config: RunConfig, sizes: BatchSizes) -> None:
+    """A resumed run reads on where it stopped: same seed, same samples, as many of them in a step."""
+    ours = {**data_position(config, sizes=sizes), "train.seed": config.train.seed}
+    theirs = {**manifest.data, "train.seed": manifest.seed}
+    for key, value in ours.items():
+        if theirs.get(key, value) != value:
+            raise ConfigError(
+                f"--resume: {path} was written by a run with {key} = {theirs[key]}, and here it is {value}. "
+                f"Write {key}={theirs[key]}"
+            )
+
+
+def data_position(config: RunConfig, *, sizes: BatchSizes) -> dict[str, Any]:
+    """What, beside the corpus, the seed and the step, decides which tokens a step reads; as plain JSON."""
+    return {
+        "train.global_batch": sizes.global_batch,
+        "data.sequence_length": config.data.sequence_length,
+        "data.held_out_fraction": config.data.held_out_fraction,
+    }
+
+
+def check_room(out: Place, *, spec: ModelSpec, keep: int) -> None:
+    """The disk has room for the checkpoints that are kept, and for one more while it is written. Stores do not tell."""
+    if isinstance(out, StorePath):
+        return
+    each = spec.num_bytes + _OPTIMIZER_STATES * spec.trained_bytes
+    existing = len(list(checkpoints_of(out).glob("step-*")))
+    needed = each * max(1, keep + 1 - existing)
+    place = next(parent for parent in (out, *out.parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ConfigError(
+            f"train.out: {out}: {keep} checkpoints of {format_bytes(each)} and one more while it is written need "
+            f"{format_bytes(needed)}, {format_bytes(free)} are free. Free some, write a smaller train.keep=..., "
+            "or train.out=... on another disk"
+        )

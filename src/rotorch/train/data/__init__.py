@@ -1,0 +1,1 @@
+"""From text on disk to batches: corpus, tokens, windows, order."""

@@ -1,0 +1,1 @@
+"""Ranks: how they start, join, report, fail and start again."""
