@@ -64,12 +64,6 @@ def sum_each(parts: Sequence[Tensor], wholes: Sequence[Tensor], *, group: dist.P
     """
     size, position = group.size(), group.rank()
     shares, parts = _cut(wholes, size), [part.view(-1) for part in parts if part.numel()]
-    with record_function(BLOCKS[Kind.REDUCE_SCATTER]):
-        works = [
-            _send(rows[to], to=to, group=group, kind=Kind.REDUCE_SCATTER)
-            for rows in shares
-            for to in _others(position, size, step=1)
-        ]
     for part, rows in zip(parts, shares, strict=True):
         part.copy_(rows[position])
     to_come = deque((part, source) for part in parts for source in _others(position, size, step=-1))
@@ -81,14 +75,21 @@ def sum_each(parts: Sequence[Tensor], wholes: Sequence[Tensor], *, group: dist.P
             buffer = torch.empty_like(part)
             coming.append((part, buffer, _receive(buffer, source=source, group=group, kind=Kind.REDUCE_SCATTER)))
 
+    for _ in range(_AHEAD):  # before this rank sends: see [Note: order]
+        receive_next()
+    with record_function(BLOCKS[Kind.REDUCE_SCATTER]):
+        works = [
+            _send(rows[to], to=to, group=group, kind=Kind.REDUCE_SCATTER)
+            for rows in shares
+            for to in _others(position, size, step=1)
+        ]
+
     def end() -> None:
         while coming:
             _add(*coming.popleft())
             receive_next()
         _wait(works)
 
-    for _ in range(_AHEAD):
-        receive_next()
     return end
 
 

@@ -225,8 +225,9 @@ class StageMessages:
         """Sends tensors to ranks and receives others in place, from and to pairs (position, tensor). Waits for all."""
         self.check_whole()
         group = self._mesh.get_group() if self._mesh.size() > 1 else None
-        ops = [dist.P2POp(dist.isend, t, group=group, group_peer=to, tag=_GUEST) for to, t in outgoing if t.numel()]
-        ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=k, tag=_GUEST) for k, t in incoming if t.numel()]
+        # Receives first, or gloo carries the two directions of a pair one after the other.
+        ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=k, tag=_GUEST) for k, t in incoming if t.numel()]
+        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=to, tag=_GUEST) for to, t in outgoing if t.numel()]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
 

@@ -1,6 +1,10 @@
 """Point-to-point messages between neighbours on a ring: two buffers that are exchanged, or one whose contents change.
 
 A send is never posted without the receive of the same hop, and no memory is sent and received into at once.
+
+[Note: receive first]
+    Over gloo a send that finds no receive at the other end waits to hear of one, behind what comes the other way: an
+    exchange whose ends both send first is half duplex. So every receive is posted before the send of the same hop.
 """
 
 from __future__ import annotations
@@ -16,20 +20,20 @@ from rotorch.core.messages import CHUNK_BYTES, bounce_bytes
 
 
 class Exchange:
-    """One send and one receive under way (an empty slice needs neither); each is waited for once."""
+    """One receive and one send under way (an empty slice needs neither); each is waited for once."""
 
     def __init__(self, *, send: Tensor, to: int, receive: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
         wanted = [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)
-            for operation, tensor, peer in ((dist.isend, send, to), (dist.irecv, receive, source))
+            for operation, tensor, peer in ((dist.irecv, receive, source), (dist.isend, send, to))
             if tensor.numel()
         ]
         works = dist.batch_isend_irecv(wanted) if wanted else []
         if len(works) < len(wanted):  # NCCL: one handle for the whole batch
             self._sent, self._received = [], works
         else:
-            self._sent = works[: 1 if send.numel() else 0]
-            self._received = works[len(self._sent) :]
+            self._received = works[: 1 if receive.numel() else 0]
+            self._sent = works[len(self._received) :]
 
     def has_received(self) -> bool:
         """Whether it is known, without waiting, that the message has come (gloo never knows)."""
