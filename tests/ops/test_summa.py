@@ -11,7 +11,7 @@ from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import Cut
 from rotorch.core.traffic import Kind
-from rotorch.ops.conjugates import place_side_by_side, sum_of_parts
+from rotorch.ops.conjugates import gather_from_region, sum_of_parts
 from rotorch.ops.cut_features import cut_cross_entropy, look_up
 from rotorch.ops.summa import Grid, summa_linear, summa_table_linear
 from rotorch.testing.ranks import run_ranks
@@ -113,7 +113,7 @@ def table(q, transport):
     y = summa_table_linear(grid, mine + looked_up, block, num_rows=[r.length for r in rows])
     columns = rows[grid.across.position]
     whole = (x + F.embedding(ids, e)).detach() @ e.detach().t()
-    all_columns = place_side_by_side(y, dim=-1, lengths=[r.length for r in rows], line=grid.across)
+    all_columns = gather_from_region(y, dim=-1, lengths=[r.length for r in rows], line=grid.across)
     y.backward(part(dy, 0, grid.down)[:, columns.start : columns.stop])
     return [
         not close(y, part(whole, 0, grid.down)[:, columns.start : columns.stop]),

@@ -38,7 +38,14 @@ from rotorch._torch_private import storage_key, tree_flatten, tree_unflatten
 from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut
-from rotorch.ops.conjugates import Boundary, enter, gathered_along, place_side_by_side, summed_stretch, take_own
+from rotorch.ops.conjugates import (
+    Boundary,
+    copy_to_region,
+    gather_from_region,
+    gathered_along,
+    scatter_to_region,
+    summed_stretch,
+)
 from rotorch.ops.random_state import RandomState, drawn_alike
 
 _DIM = 1
@@ -78,11 +85,11 @@ class TokenStretch:
 
     def own(self, x_BTD: Tensor) -> Tensor:
         """This rank's stretch of an equal tensor; its gradient is placed side by side."""
-        return take_own(x_BTD, dim=_DIM, lengths=self.lengths, line=self.line)
+        return scatter_to_region(x_BTD, dim=_DIM, lengths=self.lengths, line=self.line)
 
     def whole(self, x_BSD: Tensor) -> Tensor:
         """All tokens, equal on all ranks; of the gradient each takes its stretch."""
-        return place_side_by_side(x_BSD, dim=_DIM, lengths=self.lengths, line=self.line)
+        return gather_from_region(x_BSD, dim=_DIM, lengths=self.lengths, line=self.line)
 
     @contextmanager
     def drawn_alike(self) -> Iterator[None]:
@@ -155,7 +162,7 @@ class StretchBoundary(Boundary):
                 self._again.append(_GatheredAgain(x.detach(), whole, stretch.lengths, self.line))
                 entered.append(whole)
             else:
-                entered.append(enter(x, line=self.line) if isinstance(x, Tensor) and x.requires_grad else x)
+                entered.append(copy_to_region(x, line=self.line) if isinstance(x, Tensor) and x.requires_grad else x)
         if not self._again:
             raise _no_tokens(self._name)
         return entered

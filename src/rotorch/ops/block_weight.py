@@ -14,7 +14,7 @@ from torch import Tensor
 from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Range, Weight
-from rotorch.ops.conjugates import leave, take_own
+from rotorch.ops.conjugates import reduce_from_region, scatter_to_region
 from rotorch.ops.cut_features import look_up
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.deferred_logits import DeferredLogits
@@ -91,11 +91,11 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
             )
         # The bias is whole on every rank and its gradients are summed over them: so one of each row adds it.
         mine = F.linear(input, block, bias if grid.across.position == 0 else None)
-        return leave(mine, line=grid.across)
+        return reduce_from_region(mine, line=grid.across)
     if grid.across.size > 1 and not weight.is_table and input.shape[-1] == weight.shape[1]:
         # What comes from outside is whole (patches of an image): of that each rank takes its features.
         lengths = [r.length for r in weight.ranges(weight.weight.grid.rows if weight.weight.grid else None)]
-        input = take_own(input, dim=-1, lengths=lengths, line=grid.across)
+        input = scatter_to_region(input, dim=-1, lengths=lengths, line=grid.across)
 
     def product(x: Tensor) -> Tensor:
         if not weight.is_table:

@@ -26,22 +26,22 @@ from rotorch.comm.line import Line
 _Move = Callable[[Tensor, int, Sequence[int], Line], Tensor]
 
 
-def enter(x: Tensor, *, line: Line) -> Tensor:
+def copy_to_region(x: Tensor, *, line: Line) -> Tensor:
     """Lets an equal tensor into what is cut: `x` itself, its gradient summed over `line`."""
-    return x if line.size == 1 else _Enter.apply(x, line)
+    return x if line.size == 1 else _CopyToRegion.apply(x, line)
 
 
-def leave(x: Tensor, *, line: Line) -> Tensor:
+def reduce_from_region(x: Tensor, *, line: Line) -> Tensor:
     """Sums parts over `line` to an equal tensor; the gradient passes as it is."""
-    return x if line.size == 1 else _Leave.apply(x, line)
+    return x if line.size == 1 else _ReduceFromRegion.apply(x, line)
 
 
-def place_side_by_side(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def gather_from_region(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Makes an equal tensor of what each rank has a stretch of along `dim`; of the gradient each takes its stretch."""
     return x if line.size == 1 else _Along.apply(x, gathered_along, _own, dim, tuple(lengths), line)
 
 
-def take_own(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def scatter_to_region(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
     """Takes this rank's stretch of an equal tensor along `dim`; its gradient is placed side by side."""
     return x if line.size == 1 else _Along.apply(x, _own, gathered_along, dim, tuple(lengths), line)
 
@@ -66,11 +66,11 @@ class Boundary:
 
     def enter(self, x: Tensor) -> Tensor:
         """What the module's code sees of an input that requires a gradient."""
-        return enter(x, line=self.line)
+        return copy_to_region(x, line=self.line)
 
     def leave(self, x: Tensor) -> Tensor:
         """What the code around the module sees of an output, of which this rank has a part."""
-        return leave(x, line=self.line)
+        return reduce_from_region(x, line=self.line)
 
 
 class PartlySynced(Boundary):
@@ -137,7 +137,7 @@ def _padded(part: Tensor, length: int) -> Tensor:
     return padded
 
 
-class _Enter(Function):
+class _CopyToRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
         ctx.line = line
@@ -149,7 +149,7 @@ class _Enter(Function):
         return _summed(grad, ctx.line), None
 
 
-class _Leave(Function):
+class _ReduceFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
         return _summed(x, line)

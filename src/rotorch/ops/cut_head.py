@@ -10,7 +10,7 @@ from torch.profiler import record_function
 
 from rotorch.comm.line import Line
 from rotorch.core.spec import Range
-from rotorch.ops.conjugates import place_side_by_side
+from rotorch.ops.conjugates import gather_from_region
 from rotorch.ops.cut_features import cut_cross_entropy
 from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
 
@@ -35,7 +35,7 @@ class CutHead(Head):
 
     def logits(self, hidden: Tensor) -> Tensor:
         lengths = [r.length for r in self.columns]
-        return place_side_by_side(self.product(hidden), dim=-1, lengths=lengths, line=self.line)
+        return gather_from_region(self.product(hidden), dim=-1, lengths=lengths, line=self.line)
 
     def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:
         with record_function(LOGITS_BLOCK):

@@ -22,7 +22,13 @@ from rotorch._torch_private import tree_flatten, tree_unflatten, wrapper_tensor
 from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Unit, Weight
-from rotorch.ops.conjugates import enter, leave, place_side_by_side, sum_of_parts, take_own
+from rotorch.ops.conjugates import (
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    scatter_to_region,
+    sum_of_parts,
+)
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.deferred_logits import DeferredLogits
 from rotorch.ops.stand_in import StandInWeight, writes
@@ -55,11 +61,11 @@ class CutUse:
 
     def enter(self, x: Tensor) -> Tensor:
         """An activation, as what is cut sees it."""
-        return enter(x, line=self.line) if self.equal else x
+        return copy_to_region(x, line=self.line) if self.equal else x
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of all ranks' parts."""
-        return leave(x, line=self.line) if self.equal else sum_of_parts(x, line=self.line)
+        return reduce_from_region(x, line=self.line) if self.equal else sum_of_parts(x, line=self.line)
 
 
 class CutWeight(StandInWeight):
@@ -125,7 +131,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     own_bias = bias.local if isinstance(bias, CutWeight) else None
     if weight.use.unit.logits:
         if bias is not None and own_bias is None:
-            own_bias = take_own(bias, dim=0, lengths=lengths, line=line)
+            own_bias = scatter_to_region(bias, dim=0, lengths=lengths, line=line)
 
         def product(hidden: Tensor) -> Tensor:
             return F.linear(weight.use.enter(hidden), weight.local, own_bias)
@@ -133,7 +139,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
         columns = tuple(weight._ranges(k)[0] for k in range(line.size))
         return DeferredLogits(input, CutHead(line, columns, product))
     output = F.linear(weight.use.enter(input), weight.local, own_bias)
-    output = place_side_by_side(output, dim=-1, lengths=lengths, line=line)
+    output = gather_from_region(output, dim=-1, lengths=lengths, line=line)
     return output if bias is None or own_bias is not None else output + bias
 
 
@@ -186,9 +192,9 @@ def _convolution(
         return None
     line, lengths = weight.use.line, weight.lengths
     own_bias = bias.local if isinstance(bias, CutWeight) else None
-    output = func(enter(input, line=line), weight.local, own_bias, *args, **kwargs)
+    output = func(copy_to_region(input, line=line), weight.local, own_bias, *args, **kwargs)
     channels = output.dim() - 1 - _CONVOLUTIONS[func]
-    output = place_side_by_side(output, dim=channels, lengths=lengths, line=line)
+    output = gather_from_region(output, dim=channels, lengths=lengths, line=line)
     if bias is None or own_bias is not None:
         return output
     return output + bias.view(-1, *[1] * _CONVOLUTIONS[func])
@@ -229,4 +235,4 @@ def _gathered(one: CutWeight, name: str) -> Tensor:
             "%s: %r is used by %r, which takes no slices: its %d bytes are whole on every rank for that time",
             use.strategy, one.weight.name, name, one.weight.num_bytes,
         )  # fmt: skip
-    return place_side_by_side(one.local, dim=one.dim, lengths=one.lengths, line=use.line)
+    return gather_from_region(one.local, dim=one.dim, lengths=one.lengths, line=use.line)

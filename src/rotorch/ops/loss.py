@@ -19,8 +19,8 @@ from rotorch.comm.ring import Visit
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
 from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
+from rotorch.ops.no_saved_tensor_hooks import no_saved_tensor_hooks
 from rotorch.ops.rotate import RotatingUnit
-from rotorch.ops.unhooked import unhooked
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _keep_slice(
     Returns:
         The log-sum-exp [B] of the logits but for the target's; the targets' logits; what is kept.
     """
-    with torch.enable_grad(), unhooked():
+    with torch.enable_grad(), no_saved_tensor_hooks():
         leaf = raw_BR.requires_grad_(bool(chain))
         logits_BR = replay(leaf, chain)
     exp_BR = logits_BR.detach().clone() if chain else raw_BR

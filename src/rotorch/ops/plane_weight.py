@@ -29,7 +29,7 @@ from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Weight
 from rotorch.ops.autocast_state import AutocastState
-from rotorch.ops.conjugates import enter, leave, place_side_by_side
+from rotorch.ops.conjugates import copy_to_region, gather_from_region, reduce_from_region
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.cut_weight import look_up_own
 from rotorch.ops.deferred_logits import DeferredLogits
@@ -114,15 +114,15 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if role is Role.ROW:
         return _row(plane, input, block, bias)
     if role is Role.COLLECT:
-        output = _row(plane, enter(input, line=plane.interior), block, bias)
-        return place_side_by_side(output, dim=-1, lengths=lengths, line=plane.interior)
+        output = _row(plane, copy_to_region(input, line=plane.interior), block, bias)
+        return gather_from_region(output, dim=-1, lengths=lengths, line=plane.interior)
 
     def product(x: Tensor) -> Tensor:
-        return _column(plane, enter(x, line=plane.interior), block, bias)
+        return _column(plane, copy_to_region(x, line=plane.interior), block, bias)
 
     if weight.head:
         return DeferredLogits(input, CutHead(plane.interior, weight.rows, product))
-    return place_side_by_side(product(input), dim=-1, lengths=lengths, line=plane.interior)
+    return gather_from_region(product(input), dim=-1, lengths=lengths, line=plane.interior)
 
 
 def _column(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
@@ -132,7 +132,7 @@ def _column(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tens
     if plane.chunks > 1:
         y = _ProductThenSum.apply(plane, _dtype(x), x, block)
     else:
-        y = leave(F.linear(x, block), line=plane.features)
+        y = reduce_from_region(F.linear(x, block), line=plane.features)
     return y if bias is None else y + bias
 
 
@@ -141,7 +141,7 @@ def _row(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
     if plane.features.size > 1 and plane.chunks > 1:
         y = _ProductSumInBackward.apply(plane, _dtype(x), x, block)
         return y if bias is None else y + bias
-    return F.linear(enter(x, line=plane.features), block, bias)
+    return F.linear(copy_to_region(x, line=plane.features), block, bias)
 
 
 def _embedding(
@@ -161,7 +161,7 @@ def _embedding(
     interior = weight.plane.interior
     rows = weight.rows[interior.position]
     found = look_up_own(input, weight.block, weight=weight.weight, rows=rows, padding_idx=padding_idx)
-    return leave(found, line=interior)
+    return reduce_from_region(found, line=interior)
 
 
 def _dtype(x: Tensor) -> torch.dtype:

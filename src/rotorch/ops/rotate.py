@@ -5,7 +5,7 @@
     backward meets the slices in the opposite order, differentiates one slice's graph at a time, and hands its weight
     gradients to the ring. So the order of visits is explicit, a slice's interior is freed as soon as it is used, and
     recomputing it is one line: with `recompute`, forward keeps only the inputs, or what they are made again from (see
-    `remade.py`).
+    `recompute_norm.py`).
 
 [Note: kept graphs and moving slices]
     Without recompute, a slice's graph outlives its visit. If slices pass through slots that are used again, tensors
@@ -32,9 +32,9 @@ from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.spec import Range, Unit
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.keep_attention import KeepAttention
+from rotorch.ops.no_saved_tensor_hooks import no_saved_tensor_hooks
 from rotorch.ops.random_state import RandomState
-from rotorch.ops.remade import remake_of
-from rotorch.ops.unhooked import unhooked
+from rotorch.ops.recompute_norm import remake_of
 from rotorch.shard.flat import FlatSlices
 
 RunSlice = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
@@ -355,7 +355,7 @@ class _Resident:
 def _forget_weights(unit: RotatingUnit, visit: Visit, resident: _Resident) -> Any:
     """See [Note: kept graphs and moving slices]."""
     if unit.recompute or visit.weights is None or unit.ring.stays(visit):
-        return unhooked()
+        return no_saved_tensor_hooks()
     slot, start = storage_key(visit.weights), visit.weights.storage_offset()
 
     def pack(tensor: Tensor) -> Tensor | _InSlot:

@@ -5,7 +5,7 @@ answers the functions that use a weight as a whole (`linear`, `embedding`, convo
 where all slices lie side by side. So a layer's own forward runs as it is.
 
 Where a user's plan gave the weight its role, any other use is refused. Where nobody said so, the weight is made whole
-for that use (`ops/made_whole.py`), and the log says so once.
+for that use (`ops/gather_weight.py`), and the log says so once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Weight
 from rotorch.ops.conv import CONVOLUTIONS, rotate_conv
 from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.ops.gather_weight import gather_weights
 from rotorch.ops.linear import rotate_embedding, rotate_linear
 from rotorch.ops.loss import RotatingHead
-from rotorch.ops.made_whole import made_whole
 from rotorch.ops.rotate import RotatingUnit
 from rotorch.ops.side_by_side import embedding_side_by_side, linear_side_by_side
 from rotorch.ops.stand_in import StandInWeight, writes
@@ -90,7 +90,7 @@ def _whole_for(func: Any, args: Any, kwargs: Any) -> Any:
     whole: dict[int, list[Tensor]] = {}
     for one in held:
         if id(one.unit) not in whole:
-            whole[id(one.unit)] = made_whole(one.unit)
+            whole[id(one.unit)] = gather_weights(one.unit)
         if not one.was_whole and one.unit.whole is None:  # else it lies there whole, in shared memory
             one.was_whole = True
             _log.warning(
@@ -111,9 +111,9 @@ def _convolution(
     if not isinstance(weight, RotatingWeight):  # only the bias goes round
         return _whole_for(func, (input, weight, bias, *args), kwargs)
     if weight.unit.whole is not None:
-        (whole,) = made_whole(weight.unit)
+        (whole,) = gather_weights(weight.unit)
         if isinstance(bias, RotatingWeight):
-            (bias,) = made_whole(bias.unit)
+            (bias,) = gather_weights(bias.unit)
         return func(input, whole, bias, *args, **kwargs)
     together = isinstance(bias, RotatingWeight) and bias.unit is weight.unit
     if not together and len(weight.unit.unit.weights) > 1:  # slices travel with a bias that is not asked for here

@@ -40,9 +40,9 @@ from rotorch.hold.replicas import Replicas
 from rotorch.models.compiled import compiled_forward
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
-from rotorch.ops.made_whole import made_whole
+from rotorch.ops.gather_weight import gather_weights
 from rotorch.ops.multihead import multihead_on_slice
-from rotorch.ops.remade import recompute_and_note
+from rotorch.ops.recompute_norm import recompute_norm
 from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
 from rotorch.ops.rotating_weight import RotatingWeight
 from rotorch.ops.slice_linear import slice_linear
@@ -160,7 +160,7 @@ class RTPHolding(Holding):
                 )
         if strategy.recomputes_units:
             for norm in _between_units(module, units, whole=whole):
-                recompute_and_note(norm)
+                recompute_norm(norm)
         self.weights = {w.name: (self._home | self.replicas.held)[w.name] for w in spec.weights}
 
     def _hold(
@@ -356,7 +356,7 @@ class RotatedModule:
     def _whole_weight(self, name: str) -> Tensor:
         """A weight that every slice needs: there, or, if it goes round alone, made whole once for all of them."""
         rotating = self._alone.get(name)
-        return self._replicas.twins[name] if rotating is None else made_whole(rotating)[0]
+        return self._replicas.twins[name] if rotating is None else gather_weights(rotating)[0]
 
     def _lend_whole(self, tensors: Sequence[Tensor | None]) -> None:
         """Puts the weights that the unit needs whole wherever they are used."""

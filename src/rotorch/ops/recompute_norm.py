@@ -46,7 +46,7 @@ class _Note:
     versions: tuple[int, int]
 
 
-def recompute_and_note(norm: nn.Module) -> None:
+def recompute_norm(norm: nn.Module) -> None:
     """Lets a module keep only its input in forward; if it is a norm, its outputs say how they are made. In place."""
     dense = norm.forward
     recompute(norm)

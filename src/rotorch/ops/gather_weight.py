@@ -19,7 +19,7 @@ from rotorch.ops.side_by_side import Turns
 from rotorch.shard.held import cut_pieces
 
 
-def made_whole(unit: RotatingUnit) -> list[Tensor]:
+def gather_weights(unit: RotatingUnit) -> list[Tensor]:
     """The unit's weights, whole, in the dtype that they have at home. Differentiable through the ring.
 
     All ranks of the ring call it for the same units in the same order. Sends the unit's slices once (nothing where they

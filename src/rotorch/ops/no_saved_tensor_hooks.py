@@ -11,7 +11,7 @@ from torch import Tensor
 from rotorch._torch_private import saved_tensors_are_hooked
 
 
-def unhooked() -> AbstractContextManager[Any]:
+def no_saved_tensor_hooks() -> AbstractContextManager[Any]:
     """Around operations whose saved tensors no hook from outside is to see.
 
     Under torch's activation checkpointing they would be made by running the unit again, in the middle of its own
