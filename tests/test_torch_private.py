@@ -24,6 +24,7 @@ from rotorch._torch_private import (
     LightDispatchMode,
     TorchDispatchMode,
     as_one_message,
+    assert_on_device,
     default_store,
     fake_store,
     flat_group,
@@ -99,6 +100,12 @@ def test_a_dispatch_mode_sees_operations_of_forward_and_backward_and_says_which_
         a.name for a in torch.ops.aten.normal_.default._schema.arguments if a.alias_info and a.alias_info.is_write
     ]
     assert written == ["self"]
+
+
+def test_a_condition_on_a_device_stops_with_a_message():
+    assert_on_device(torch.tensor(True), "holds")
+    with pytest.raises(RuntimeError, match="does not hold"):
+        assert_on_device(torch.tensor(False), "does not hold")
 
 
 def test_a_light_dispatch_mode_sees_them_too_and_is_not_wrapped_for_the_compiler():

@@ -60,6 +60,7 @@ __all__ = [
     "LightDispatchMode",
     "TorchDispatchMode",
     "as_one_message",
+    "assert_on_device",
     "default_store",
     "fake_store",
     "flat_group",
@@ -93,6 +94,14 @@ class LightDispatchMode(TorchDispatchMode):
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False
+
+
+def assert_on_device(condition: Tensor, message: str) -> None:
+    """Stops a GPU where a condition does not hold, as its own kernels do for an index out of bounds.
+
+    Reason: asking for the value would let the host wait for the device; torch compiles the same call from `assert`.
+    """
+    torch._assert_async(condition, message)
 
 
 def functional_collectives() -> Any:

@@ -12,7 +12,7 @@ from rotorch.core.errors import RankFailure
 from rotorch.core.spec import Cut
 from rotorch.core.traffic import Kind
 from rotorch.ops.conjugates import gather_from_region, sum_of_parts
-from rotorch.ops.cut_features import cut_cross_entropy, look_up
+from rotorch.ops.cut_features import cut_cross_entropy, look_up_on_grid
 from rotorch.ops.summa import Grid, summa_linear, summa_table_linear
 from rotorch.testing.ranks import run_ranks
 
@@ -109,7 +109,7 @@ def table(q, transport):
     mine = part(part(x.detach(), 0, grid.down), 1, grid.across).requires_grad_()
     own = rows[grid.down.position]
     block = part(e.detach()[own.start : own.stop], 1, grid.across).requires_grad_()
-    looked_up = look_up(grid, part(ids, 0, grid.down), block, rows=own, padding_idx=3)
+    looked_up = look_up_on_grid(grid, part(ids, 0, grid.down), block, rows=own, padding_idx=3)
     y = summa_table_linear(grid, mine + looked_up, block, num_rows=[r.length for r in rows])
     columns = rows[grid.across.position]
     whole = (x + F.embedding(ids, e)).detach() @ e.detach().t()
@@ -165,7 +165,7 @@ def uneven_batches():
     grid = grid_of(2)
     ids = torch.zeros(4 + grid.down.position, dtype=torch.int64)
     try:
-        look_up(grid, ids, values(3, 2, seed=0), rows=Cut(0, 6).ranges(6, num_slices=2, index=grid.down.position)[0])
+        look_up_on_grid(grid, ids, values(3, 2, seed=0), rows=Cut(0, 6).ranges(6, num_slices=2, index=grid.down.position)[0])
     except RankFailure as error:
         dist.barrier()
         return str(error)

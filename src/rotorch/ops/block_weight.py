@@ -15,9 +15,10 @@ from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Range, Weight
 from rotorch.ops.conjugates import reduce_from_region, scatter_to_region
-from rotorch.ops.cut_features import look_up
+from rotorch.ops.cut_features import look_up_on_grid
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.ops.ids_in_slice import check_ids
 from rotorch.ops.stand_in import StandInWeight
 from rotorch.ops.summa import Grid, summa_linear, summa_table_linear
 
@@ -120,7 +121,6 @@ def _embedding(
     num_rows = weight.weight.shape[0]
     if padding_idx is not None and padding_idx < 0:
         padding_idx += num_rows
-    if input.numel() and (int(input.min()) < 0 or int(input.max()) >= num_rows):
-        raise IndexError(f"token ids from {int(input.min())} to {int(input.max())} in a vocabulary of {num_rows}")
+    check_ids(input, num_rows=num_rows, of=f"{weight.weight.name!r}: token")
     rows = weight.vocabulary[weight.grid.down.position]
-    return look_up(weight.grid, input, weight.block, rows=rows, padding_idx=padding_idx)
+    return look_up_on_grid(weight.grid, input, weight.block, rows=rows, padding_idx=padding_idx)

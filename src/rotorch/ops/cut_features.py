@@ -16,10 +16,11 @@ from torch.autograd.function import once_differentiable
 from rotorch.comm.line import Line
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import Range
+from rotorch.ops.ids_in_slice import add_rows, ids_in_slice, look_up, pick, put
 from rotorch.ops.summa import Grid
 
 
-def look_up(grid: Grid, ids: Tensor, table: Tensor, *, rows: Range, padding_idx: int | None = None) -> Tensor:
+def look_up_on_grid(grid: Grid, ids: Tensor, table: Tensor, *, rows: Range, padding_idx: int | None = None) -> Tensor:
     """Rows of a table for int64 `ids [..]`, of which this rank holds `table [rows.length, D]`: `[.., D]`.
 
     Differentiable. All ranks of a column call it with as many ids: they send each other their ids, and a rank what its
@@ -44,24 +45,20 @@ class _LookUp(torch.autograd.Function):
                 "column of the grid. Give all ranks micro-batches of one shape"
             )
         all_ids_B = line.all_gather(ids.reshape(-1).contiguous())
-        tokens = ((all_ids_B >= rows.start) & (all_ids_B < rows.stop)).nonzero().squeeze(1)
-        local = all_ids_B[tokens] - rows.start
-        found_BD = table.new_zeros(all_ids_B.shape[0], table.shape[1])
-        found_BD.index_copy_(0, tokens, table.detach().index_select(0, local))
-        if padding_idx is not None:
-            kept = all_ids_B[tokens] != padding_idx
-            tokens, local = tokens[kept], local[kept]
-        ctx.line, ctx.shape = line, table.shape
-        ctx.save_for_backward(tokens, local)
+        found_BD = look_up(all_ids_B, table.detach(), rows=rows)
+        ctx.line, ctx.rows, ctx.padding_idx, ctx.shape = line, rows, padding_idx, table.shape
+        ctx.save_for_backward(all_ids_B)
         return line.reduce_scatter(found_BD).view(*ids.shape, table.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        tokens, local = ctx.saved_tensors
+        (all_ids_B,) = ctx.saved_tensors
         all_grads_BD = ctx.line.all_gather(grad.reshape(-1, grad.shape[-1]).contiguous())
+        if ctx.padding_idx is not None:
+            all_grads_BD = all_grads_BD.masked_fill((all_ids_B == ctx.padding_idx).unsqueeze(1), 0.0)
         d_table = all_grads_BD.new_zeros(ctx.shape)
-        d_table.index_add_(0, local, all_grads_BD.index_select(0, tokens))
+        add_rows(d_table, all_ids_B, all_grads_BD, rows=ctx.rows)
         return None, None, None, None, d_table
 
 
@@ -91,22 +88,23 @@ class _CutCrossEntropy(torch.autograd.Function):
         if logits_BV.shape[1]:
             largest_B = logits_BV.amax(-1).clamp_min_(lowest)
         line.all_reduce_max(largest_B)
-        tokens = ((target_B >= columns.start) & (target_B < columns.stop)).nonzero().squeeze(1)
-        local = target_B[tokens] - columns.start
+        inside, local = ids_in_slice(target_B, columns)
         exp_BV = (logits_BV - largest_B.unsqueeze(1)).exp_()
         sums_2B = logits_BV.new_zeros(2, target_B.shape[0])
         sums_2B[0] = exp_BV.sum(-1)
-        sums_2B[1, tokens] = logits_BV[tokens, local]
+        if columns.length:
+            sums_2B[1] = torch.where(inside, pick(logits_BV, local), 0.0)
         total_B, picked_B = line.all_reduce(sums_2B)
         valid_B = target_B != ignore_index
-        ctx.save_for_backward(exp_BV.div_(total_B.unsqueeze(1)), tokens, local, valid_B)
+        ctx.save_for_backward(exp_BV.div_(total_B.unsqueeze(1)), inside, local, valid_B)
         return torch.where(valid_B, total_B.log() + largest_B - picked_B, 0.0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        softmax_BV, tokens, local, valid_B = ctx.saved_tensors
+        softmax_BV, inside, local, valid_B = ctx.saved_tensors
         scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1)
         d_logits_BV = softmax_BV * scale_B1
-        d_logits_BV[tokens, local] -= scale_B1[tokens].squeeze(1)
+        if d_logits_BV.shape[1]:
+            put(d_logits_BV, local, pick(d_logits_BV, local) - scale_B1.squeeze(1), where=inside)
         return None, None, None, d_logits_BV, None

@@ -31,6 +31,7 @@ from rotorch.ops.conjugates import (
 )
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.ops.ids_in_slice import check_ids, look_up
 from rotorch.ops.stand_in import StandInWeight, writes
 
 _log = logging.getLogger(__name__)
@@ -155,32 +156,10 @@ def _embedding(
     special = max_norm is not None or scale_grad_by_freq or sparse
     if not isinstance(weight, CutWeight) or weight.dim != 0 or special:
         return None
-    found = look_up_own(input, weight.local, weight=weight.weight, rows=weight.rows, padding_idx=padding_idx)
-    return weight.use.leave(found)
-
-
-def look_up_own(input: Tensor, table: Tensor, *, weight: Weight, rows: Range, padding_idx: int | None) -> Tensor:
-    """What this rank has for int64 ids `input [..]`: rows of `table [rows.length, D]`, zeros for ids of other ranks.
-
-    Args:
-        input: ids in the whole table.
-        table: this rank's rows.
-        weight: the whole table.
-        rows: which of the whole are this rank's.
-        padding_idx: the row that gets no gradient.
-    """
-    num_rows = weight.shape[0]
-    outside = (input < 0) | (input >= num_rows)
-    if outside.any():
-        raise IndexError(f"{int(input[outside][0])} is outside of {weight.name!r}, which has {num_rows} rows")
-    if not rows.length:
-        return table.new_zeros((*input.shape, table.shape[-1]))
-    if padding_idx is not None:
-        padding_idx = padding_idx % num_rows - rows.start
-        padding_idx = padding_idx if 0 <= padding_idx < rows.length else None
-    mine = (input >= rows.start) & (input < rows.stop)
-    found = F.embedding(torch.where(mine, input - rows.start, 0), table, padding_idx)
-    return found.masked_fill(~mine.unsqueeze(-1), 0.0)
+    num_rows = weight.weight.shape[0]
+    check_ids(input, num_rows=num_rows, of=f"{weight.weight.name!r}: token")
+    padding = None if padding_idx is None else padding_idx % num_rows
+    return weight.use.leave(look_up(input, weight.local, rows=weight.rows, padding_idx=padding))
 
 
 def _convolution(

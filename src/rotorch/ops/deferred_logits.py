@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rotorch._torch_private import wrapper_tensor
+from rotorch.ops.ids_in_slice import check_ids
 from rotorch.ops.stand_in import StandIn, writes
 
 LOGITS_BLOCK = "rotorch.logits"
@@ -171,9 +172,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """`F.cross_entropy` of `[B, V]` deferred logits and int64 `target [B]`."""
-    outside = ((target < 0) | (target >= logits.shape[-1])) & (target != ignore_index)
-    if outside.any():
-        raise IndexError(f"target {int(target[outside][0])} is outside of a vocabulary of {logits.shape[-1]}")
+    check_ids(target, num_rows=logits.shape[-1], of="target", ignore_index=ignore_index)
     chain, autocast = logits.chain, torch.is_autocast_enabled(logits.device.type)
     of_half = logits.dtype in (torch.bfloat16, torch.float16)
     if autocast or of_half:  # torch, too, computes their losses in float32

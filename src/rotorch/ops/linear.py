@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from rotorch.comm.ring import Visit
 from rotorch.core.spec import Range
 from rotorch.ops.autocast_state import AutocastState
+from rotorch.ops.ids_in_slice import check_ids, ids_in_slice
 from rotorch.ops.rotate import RotatingUnit, SliceGradient
 
 
@@ -115,22 +116,14 @@ def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
     ids_B = ids.reshape(-1)
     home = unit.ring.home_weights(unit.item)
     num_rows, width = unit.slices.weights[0].shape
+    check_ids(ids, num_rows=num_rows, of=f"{unit.slices.weights[0].name!r}: token")
     y = home.new_zeros(*ids.shape, width)  # see _linear_forward
     y_BD = y.view(-1, width)
-    found = 0
     for visit in unit.visits(backward=False):
-        tokens, local = _in_slice(ids_B, slice_rows(unit, visit.index))
-        found += tokens.numel()
-        y_BD.index_copy_(0, tokens, unit.weights(visit)[0].detach().index_select(0, local).to(y_BD.dtype))
-    if found < ids_B.numel():
-        raise IndexError(f"token ids from {int(ids.min())} to {int(ids.max())} in a vocabulary of {num_rows}")
+        inside, local = ids_in_slice(ids_B, slice_rows(unit, visit.index))
+        found_BD = unit.weights(visit)[0].detach().index_select(0, local).to(y_BD.dtype)
+        torch.where(inside.unsqueeze(1), found_BD, y_BD, out=y_BD)
     return y
-
-
-def _in_slice(ids_B: Tensor, rows: Range) -> tuple[Tensor, Tensor]:
-    """Positions of the tokens that fall into `rows`, and their row numbers within the slice."""
-    tokens = ((ids_B >= rows.start) & (ids_B < rows.stop)).nonzero().squeeze(1)
-    return tokens, ids_B[tokens] - rows.start
 
 
 class _RotateEmbedding(torch.autograd.Function):
@@ -149,9 +142,8 @@ class _RotateEmbedding(torch.autograd.Function):
         if ctx.padding_idx is not None:
             grad_BD = grad_BD.masked_fill((ids_B == ctx.padding_idx).unsqueeze(1), 0.0)
         for visit in unit.visits(backward=True, fetch=False):  # the gradient of a lookup needs no weights
-            tokens, local = _in_slice(ids_B, slice_rows(unit, visit.index))
             if unit.trained:
                 receiver = SliceGradient(unit, visit, wait=True)
-                receiver.add_rows(0, local, grad_BD.index_select(0, tokens))
+                receiver.add_rows(0, ids_B, grad_BD, rows=slice_rows(unit, visit.index))
                 receiver.pass_on()
         return None, None, None, None

@@ -18,6 +18,7 @@ from torch.profiler import record_function
 from rotorch.comm.ring import Visit
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
+from rotorch.ops.ids_in_slice import ids_in_slice, pick, put
 from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
 from rotorch.ops.no_saved_tensor_hooks import no_saved_tensor_hooks
 from rotorch.ops.rotate import RotatingUnit
@@ -70,20 +71,20 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
         x_BD = hidden_BD.detach().to(dtype)
-        seen = _SeenLogits(target_B)
+        seen = _SeenLogits()
         last: tuple[int, Tensor, Tensor | None] | None = None
         with torch.autocast(x_BD.device.type, enabled=False):
             for visit in unit.visits(backward=False):
                 last = None
                 raw_BR = _slice_logits(_weights(unit, visit, dtype), x_BD)
-                tokens, local = _targets_in_slice(unit, visit.index, target_B)
+                inside, local = ids_in_slice(target_B, slice_rows(unit, visit.index))
                 logits_BR = replay(raw_BR, chain)
-                picked = logits_BR[tokens, local]
+                picked_B = pick(logits_BR, local)
                 if chain:
                     part_B, largest_B = torch.logsumexp(logits_BR, dim=-1), None
                 else:
                     part_B, largest_B = _exponentiate(raw_BR)
-                seen.add(part_B, tokens=tokens, picked=picked)
+                seen.add(part_B, inside=inside, picked_B=picked_B)
                 last = visit.index, raw_BR, largest_B
                 del raw_BR, logits_BR
         valid_B = target_B != ignore_index
@@ -100,17 +101,17 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1)
         dx_BD = torch.zeros_like(x_BD)
         for visit in unit.visits(backward=True):
-            tokens, local = _targets_in_slice(unit, visit.index, target_B)
+            inside, local = ids_in_slice(target_B, slice_rows(unit, visit.index))
             weights = _weights(unit, visit, ctx.dtype)
             if ctx.last is not None and ctx.last[0] == visit.index:
                 (_, raw_BR, largest_B), ctx.last = ctx.last, None
             else:
                 raw_BR, largest_B = _slice_logits(weights, x_BD), None
             if largest_B is None:
-                d_raw_BR, factor_B1 = _softmax_gradient(raw_BR, ctx.chain, lse_B, tokens, local).to(ctx.dtype), scale_B1
+                d_raw_BR, factor_B1 = _softmax_gradient(raw_BR, ctx.chain, lse_B, inside, local).to(ctx.dtype), scale_B1
             else:
                 d_raw_BR, softmax_B1 = raw_BR, _softmax_factor(largest_B, lse_B).unsqueeze(1)
-                d_raw_BR[tokens, local] -= softmax_B1[tokens].reciprocal().squeeze(1)
+                put(d_raw_BR, local, pick(d_raw_BR, local) - softmax_B1.reciprocal().squeeze(1), where=inside)
                 factor_B1 = scale_B1 * softmax_B1
             del raw_BR
             dx_BD.addcmul_(torch.mm(d_raw_BR, weights[0]), factor_B1)
@@ -143,18 +144,19 @@ class _KeptCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
         x_BD = hidden_BD.detach().to(dtype)
-        others, dx = _SeenLogits(target_B), _RunningSum()
+        others, dx = _SeenLogits(), _RunningSum()
         target_rows_BD = torch.zeros_like(x_BD) if ctx.needs_input_grad[4] else None
         kept: dict[int, _KeptSlice] = {}
         with torch.autocast(x_BD.device.type, enabled=False):
             for visit in unit.visits(backward=False):
-                tokens, local = _targets_in_slice(unit, visit.index, target_B)
+                inside, local = ids_in_slice(target_B, slice_rows(unit, visit.index))
                 weights = _weights(unit, visit, dtype)
-                part_B, picked, piece = _keep_slice(_slice_logits(weights, x_BD), chain, tokens, local)
-                others.add(part_B, tokens=tokens, picked=picked)
+                part_B, picked_B, piece = _keep_slice(_slice_logits(weights, x_BD), chain, inside, local)
+                others.add(part_B, inside=inside, picked_B=picked_B)
                 if target_rows_BD is not None:
                     dx.add(torch.mm(piece.d_raw_BR, weights[0]), base_B=piece.base_B)
-                    target_rows_BD[tokens] = (weights[0][local] * piece.slopes.unsqueeze(1)).to(dtype)
+                    rows_BD = (weights[0].index_select(0, local) * piece.slopes_B.unsqueeze(1)).to(dtype)
+                    torch.where(inside.unsqueeze(1), rows_BD, target_rows_BD, out=target_rows_BD)
                 if unit.trained:
                     kept[visit.index] = piece
                 del weights, piece
@@ -186,15 +188,15 @@ class _KeptCrossEntropy(torch.autograd.Function):
             raise RuntimeError(f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed")
         for visit in unit.visits(backward=True, fetch=False):
             piece: _KeptSlice = kept.pop(visit.index)
-            softmax_B, share = _softmax_factor(piece.base_B, lse_B), share_B[piece.tokens] * piece.slopes
+            softmax_B, of_target_B = _softmax_factor(piece.base_B, lse_B), share_B * piece.slopes_B
             factor_B1, d_raw_BR = softmax_B.unsqueeze(1) * scale_B1, piece.d_raw_BR
             # A slice's logits may stay until its turn comes; the next layer need not wait.
             if ctx.has_chain:  # of another precision, perhaps, in which only the whole product is a number
                 d_raw_BR.mul_(factor_B1)
-                d_raw_BR[piece.tokens, piece.local] = (share * scale_B1[piece.tokens, 0]).to(d_raw_BR.dtype)
+                put(d_raw_BR, piece.local, of_target_B * scale_B1.squeeze(1), where=piece.inside)
                 add_linear_gradient(unit, visit, d_raw_BR, x_BD, wait=False)
             else:  # see [Note: passes over logits]
-                d_raw_BR[piece.tokens, piece.local] = share / softmax_B[piece.tokens]
+                put(d_raw_BR, piece.local, of_target_B / softmax_B, where=piece.inside)
                 add_linear_gradient(
                     unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1), wait=False
                 )
@@ -207,16 +209,13 @@ class _SeenLogits:
         picked_B: those of the targets; minus infinity where the target has not come.
     """
 
-    def __init__(self, target_B: Tensor) -> None:
-        self._shape = target_B.shape
+    def __init__(self) -> None:
         self._lse_B: Tensor | None = None
         self.picked_B: Tensor
 
-    def add(self, lse_B: Tensor, *, tokens: Tensor, picked: Tensor) -> None:
-        """Takes the log-sum-exp [B] of a slice, or of what is to count of it, and the logits of targets in it."""
-        if self._lse_B is None:
-            self.picked_B = picked.new_full(self._shape, -torch.inf)
-        self.picked_B[tokens] = picked
+    def add(self, lse_B: Tensor, *, inside: Tensor, picked_B: Tensor) -> None:
+        """Takes the log-sum-exp [B] of a slice, or of what is to count of it, and the logits of targets `inside` it."""
+        self.picked_B = torch.where(inside, picked_B, -torch.inf if self._lse_B is None else self.picked_B)
         self._lse_B = lse_B if self._lse_B is None else torch.logaddexp(self._lse_B, lse_B)
 
     @property
@@ -258,20 +257,20 @@ class _KeptSlice(NamedTuple):
         d_raw_BR: `exp(logits - base)`, times the slope of what was done to them since the product; 0 at targets.
         base_B: each token's largest logit in the slice but for the target; in float16 their log-sum-exp, so that sums
             over the slice are numbers.
-        tokens: those whose targets are in the slice.
-        local: these targets' columns.
-        slopes: there, of what was done to them.
+        inside: mask of the tokens whose targets are in the slice.
+        local: their targets' columns.
+        slopes_B: there, of what was done to them.
     """
 
     d_raw_BR: Tensor
     base_B: Tensor
-    tokens: Tensor
+    inside: Tensor
     local: Tensor
-    slopes: Tensor
+    slopes_B: Tensor
 
 
 def _keep_slice(
-    raw_BR: Tensor, chain: tuple[Elementwise, ...], tokens: Tensor, local: Tensor
+    raw_BR: Tensor, chain: tuple[Elementwise, ...], inside: Tensor, local: Tensor
 ) -> tuple[Tensor, Tensor, _KeptSlice]:
     """What forward and backward need of a slice; overwrites `raw_BR` where nothing was done to it since the product.
 
@@ -282,22 +281,22 @@ def _keep_slice(
         leaf = raw_BR.requires_grad_(bool(chain))
         logits_BR = replay(leaf, chain)
     exp_BR = logits_BR.detach().clone() if chain else raw_BR
-    picked = exp_BR[tokens, local]
-    exp_BR[tokens, local] = -torch.inf
+    picked_B = pick(exp_BR, local)
+    put(exp_BR, local, -torch.inf, where=inside)
     base_B = _largest(exp_BR)
     others_B = exp_BR.sub_(base_B.unsqueeze(1)).exp_().sum(-1)
     others_lse_B = others_B.log().add_(base_B)
     if not chain:
-        return others_lse_B, picked, _KeptSlice(exp_BR, base_B, tokens, local, torch.ones_like(picked))
+        return others_lse_B, picked_B, _KeptSlice(exp_BR, base_B, inside, local, torch.ones_like(picked_B))
     if raw_BR.dtype is torch.float16:
         limits = torch.finfo(others_B.dtype)
         exp_BR.div_(others_B.clamp_(min=limits.tiny).unsqueeze(1))
         base_B = others_lse_B.clamp(min=limits.min)
-    exp_BR[tokens, local] = 1.0
+    put(exp_BR, local, 1.0, where=inside)
     (d_raw_BR,) = torch.autograd.grad(logits_BR, leaf, exp_BR)
-    slopes = d_raw_BR[tokens, local].to(base_B.dtype)
-    d_raw_BR[tokens, local] = 0.0
-    return others_lse_B, picked, _KeptSlice(d_raw_BR, base_B, tokens, local, slopes)
+    slopes_B = pick(d_raw_BR, local).to(base_B.dtype)
+    put(d_raw_BR, local, 0.0, where=inside)
+    return others_lse_B, picked_B, _KeptSlice(d_raw_BR, base_B, inside, local, slopes_B)
 
 
 def _exponentiate(logits_BR: Tensor) -> tuple[Tensor, Tensor]:
@@ -331,18 +330,11 @@ def _largest(logits_BR: Tensor) -> Tensor:
     return logits_BR.amax(-1).clamp_min_(torch.finfo(logits_BR.dtype).min)
 
 
-def _targets_in_slice(unit: RotatingUnit, index: int, target_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the tokens whose target is in slice `index`, and the target's column there."""
-    rows = slice_rows(unit, index)
-    tokens = ((target_B >= rows.start) & (target_B < rows.stop)).nonzero().squeeze(1)
-    return tokens, target_B[tokens] - rows.start
-
-
 def _softmax_gradient(
     raw_BR: Tensor,
     chain: tuple[Elementwise, ...],
     lse_B: Tensor,
-    tokens: Tensor,
+    inside: Tensor,
     local: Tensor,
 ) -> Tensor:
     """Gradient of each token's loss in a slice's raw logits; overwrites them where nothing was done to them since."""
@@ -353,5 +345,5 @@ def _softmax_gradient(
         grad_BR = logits_BR.detach().sub(lse_B.unsqueeze(1)).exp_()
     else:
         grad_BR = raw_BR.sub_(lse_B.unsqueeze(1)).exp_()
-    grad_BR[tokens, local] -= 1.0
+    put(grad_BR, local, pick(grad_BR, local) - 1.0, where=inside)
     return torch.autograd.grad(logits_BR, leaf, grad_BR)[0] if chain else grad_BR

@@ -31,8 +31,8 @@ from rotorch.core.spec import Range, Weight
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.conjugates import copy_to_region, gather_from_region, reduce_from_region
 from rotorch.ops.cut_head import CutHead
-from rotorch.ops.cut_weight import look_up_own
 from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.ops.ids_in_slice import check_ids, look_up
 from rotorch.ops.stand_in import StandInWeight
 
 
@@ -160,8 +160,10 @@ def _embedding(
         )
     interior = weight.plane.interior
     rows = weight.rows[interior.position]
-    found = look_up_own(input, weight.block, weight=weight.weight, rows=rows, padding_idx=padding_idx)
-    return reduce_from_region(found, line=interior)
+    num_rows = weight.weight.shape[0]
+    check_ids(input, num_rows=num_rows, of=f"{weight.weight.name!r}: token")
+    padding = None if padding_idx is None else padding_idx % num_rows
+    return reduce_from_region(look_up(input, weight.block, rows=rows, padding_idx=padding), line=interior)
 
 
 def _dtype(x: Tensor) -> torch.dtype:

@@ -31,6 +31,7 @@ from rotorch.comm.ring import Ring, Visit
 from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.spec import Range, Unit
 from rotorch.ops.autocast_state import AutocastState
+from rotorch.ops.ids_in_slice import add_rows
 from rotorch.ops.keep_attention import KeepAttention
 from rotorch.ops.no_saved_tensor_hooks import no_saved_tensor_hooks
 from rotorch.ops.random_state import RandomState
@@ -163,14 +164,14 @@ class SliceGradient:
             self._views[number].addmm_(grad_BO.t(), x_BI, beta=0 if self._fresh[number] else 1)
             self._fresh[number] = False
 
-    def add_rows(self, number: int, rows: Tensor, grad_BD: Tensor) -> None:
-        """Adds `grad[i]` to row `rows[i]`, the gradient of an embedding's weight `[V, D]`."""
+    def add_rows(self, number: int, ids_B: Tensor, grad_BD: Tensor, *, rows: Range) -> None:
+        """Adds the gradients of looked-up ids to that of an embedding's weight, of which the slice has `rows`."""
         if self._views is None:
             raise AssertionError("rows are added to a buffer that was waited for")
         if self._fresh[number]:
             self._views[number].zero_()
             self._fresh[number] = False
-        self._views[number].index_add_(0, rows, grad_BD.to(self._views[number].dtype))
+        add_rows(self._views[number], ids_B, grad_BD, rows=rows)
 
     def pass_on(self) -> None:
         """Everything of this rank is in: adds what came early, and sends the sum on."""

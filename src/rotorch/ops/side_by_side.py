@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rotorch.core.spec import Range
+from rotorch.ops.ids_in_slice import add_rows
 from rotorch.ops.rotate import RotatingUnit
 
 _LAYERS_APART = 6  # about one block of a transformer: its activations' gradients are what waiting less costs
@@ -104,10 +105,9 @@ class _EmbeddingSideBySide(torch.autograd.Function):
             grad_BD = grad_BD.masked_fill((ids_B == ctx.padding_idx).unsqueeze(1), 0.0)
 
         def add(slice_RD: Tensor, fresh: bool, rows: Range) -> None:
-            tokens = ((ids_B >= rows.start) & (ids_B < rows.stop)).nonzero().squeeze(1)
             if fresh:
                 slice_RD.zero_()
-            slice_RD.index_add_(0, ids_B[tokens] - rows.start, grad_BD.index_select(0, tokens).to(slice_RD.dtype))
+            add_rows(slice_RD, ids_B, grad_BD, rows=rows)
 
         Turns(ctx.unit, add).go_on()
         return None, None, None, None
