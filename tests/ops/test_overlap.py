@@ -5,7 +5,7 @@ import torch
 
 from rotorch._torch_private import TorchDispatchMode
 from rotorch.comm.line import Line
-from rotorch.ops.plane_weight import Plane, _column, _row
+from rotorch.ops.plane_use import Plane, _column, _row
 from rotorch.ops.summa import Grid, summa_linear, summa_table_linear
 
 PRODUCTS = {"mm", "addmm", "addmm_"}

@@ -346,7 +346,7 @@ def test_anything_else_makes_logits_real(name, rotating):
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that any operation returned, apart from the stand-ins."""
+    """The largest tensor that any operation returned, apart from the proxies."""
 
     def __init__(self):
         super().__init__()

@@ -1,7 +1,7 @@
 """How strategies on a grid of ranks hold a model: blocks of matrices, parts of vectors (`tesseract`, `summa`).
 
-At rest each parameter is a DTensor over this rank's block. For a pass matrices are replaced by stand-ins that multiply
-block by block (`ops/block_weight.py`), vectors by this rank's part. Activations are cut along their features from the
+At rest each parameter is a DTensor over this rank's block. For a pass matrices are replaced by proxies that multiply
+block by block (`ops/grid_use.py`), vectors by this rank's part. Activations are cut along their features from the
 embedding to the loss, or to a classifier, which gives whole outputs; so norms have their sums over features completed
 (`models/feature_sums.py`).
 """
@@ -31,10 +31,11 @@ from rotorch.hold.blocks import Blocks
 from rotorch.hold.depth_shards import DepthShards
 from rotorch.hold.twins import Part
 from rotorch.models.feature_sums import complete_sums
-from rotorch.ops.block_weight import BlockWeight
 from rotorch.ops.conjugates import sum_of_parts
+from rotorch.ops.grid_use import GridUse
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.summa import Grid
+from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.parallel_model import Holding
 from rotorch.shard.held import Piece, box_pieces
 from rotorch.shard.sites import find_sites
@@ -53,7 +54,13 @@ def apply(
     if compiled:
         raise ConfigError(f"{strategy}: its blocks travel in the middle of layers, so none is compiled. Leave it out")
     return GridHolding(
-        module, spec=spec, mesh=mesh, device=device, transport=strategy.transport, in_shards=strategy.in_shards
+        module,
+        strategy=strategy.kind,
+        spec=spec,
+        mesh=mesh,
+        device=device,
+        transport=strategy.transport,
+        in_shards=strategy.in_shards,
     )
 
 
@@ -62,6 +69,7 @@ class GridHolding(Holding):
 
     Args:
         module: the model.
+        strategy: kind of the strategy, for errors.
         spec: its units, with their cuts on a grid.
         mesh: with the axes `DOWN`, `ACROSS`, and `DEPTH` if there are several layers.
         device: of this rank.
@@ -73,6 +81,7 @@ class GridHolding(Holding):
         self,
         module: nn.Module,
         *,
+        strategy: str,
         spec: ModelSpec,
         mesh: DeviceMesh,
         device: torch.device,
@@ -100,17 +109,13 @@ class GridHolding(Holding):
             self._blocks = Blocks(parts, sums=sums, **where, memory=homes)
         self.weights = self._blocks.held
         heads = {w.name for u in spec.units if u.logits for w in u.weights}
-        self._stand_ins = {
-            w.name: BlockWeight(
-                w,
-                self._blocks.twins[w.name],
-                grid=self.grid,
-                head=w.name in heads,
-                biased=f"{w.name.removesuffix('weight')}bias" in parameters,
-            )
-            for w in spec.weights
-            if w.grid is not None and (w.grid.rows is not None or w.grid.whole_output)
-        }
+        self._proxies: dict[str, WeightProxy] = {}
+        for weight in spec.weights:
+            if weight.grid is not None and (weight.grid.rows is not None or weight.grid.whole_output):
+                block = self._blocks.twins[weight.name]
+                biased = f"{weight.name.removesuffix('weight')}bias" in parameters
+                use = GridUse(weight, block, self.grid, strategy, head=weight.name in heads, biased=biased)
+                self._proxies[weight.name] = WeightProxy(use, like=block)
         for weight in spec.weights:
             if weight.grid is not None and weight.grid.sums and self.grid.across.size > 1:
                 for site in sites[weight.name]:
@@ -159,7 +164,7 @@ class GridHolding(Holding):
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
         # Every rank has tokens or features that no other has, so what is drawn (dropout) must differ from all others'.
-        with drawn_alike(common_seed(mesh=self._mesh) + self._rank), self._blocks.lent(self._stand_ins.items()):
+        with drawn_alike(common_seed(mesh=self._mesh) + self._rank), self._blocks.lent(self._proxies.items()):
             yield self._module
 
     def start(self) -> None:

@@ -141,7 +141,7 @@ class Twins:
                 site.put(self.twins[name])
 
     def lend_instead(self, name: str, tensor: Tensor | None) -> None:
-        """Lends something else for one weight: a stand-in, or nothing (a bias that is added elsewhere)."""
+        """Lends something else for one weight: a proxy, or nothing (a bias that is added elsewhere)."""
         for site in self._sites[name]:
             site.put(tensor)
 

@@ -7,8 +7,8 @@
 
 [Note: nothing is assumed]
     A rule speaks of weights, not of what the modules around them do with them. So a cut weight is found out at its
-    use: a stand-in answers linear layers, convolutions and look-ups slice by slice, and is made whole for the moment
-    when anything else is asked of it (`ops/rotating_weight.py`). The result is right in any case, and the log says
+    use: a proxy answers linear layers, convolutions and look-ups slice by slice, and is made whole for the moment
+    when anything else is asked of it (`ops/weight_proxy.py`). The result is right in any case, and the log says
     what was made whole.
 
 [Note: what a plan leaves out]

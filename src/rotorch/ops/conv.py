@@ -21,10 +21,14 @@ from rotorch.core.spec import Range
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.rotate import RotatingUnit, SliceGradient
 
-_PLAIN = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
-_TRANSPOSED = {torch.conv_transpose1d: 1, torch.conv_transpose2d: 2, torch.conv_transpose3d: 3}
-CONVOLUTIONS: frozenset[Callable[..., Tensor]] = frozenset({*_PLAIN, *_TRANSPOSED})
-"""Functions that `rotate_conv` answers."""
+PLAIN: dict[Callable[..., Tensor], int] = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
+TRANSPOSED: dict[Callable[..., Tensor], int] = {
+    torch.conv_transpose1d: 1,
+    torch.conv_transpose2d: 2,
+    torch.conv_transpose3d: 3,
+}
+CONVOLUTIONS = PLAIN | TRANSPOSED
+"""All convolutions, with the number of their spatial dims."""
 
 
 @dataclass(frozen=True)
@@ -85,10 +89,10 @@ def _call(
     *more: Any,
     **kwargs: Any,
 ) -> tuple[Tensor, Convolution]:
-    transposed = func in _TRANSPOSED
+    transposed = func in TRANSPOSED
     names = ("output_padding", "groups", "dilation") if transposed else ("dilation", "groups")
     given = {"output_padding": 0, "groups": 1, "dilation": 1, **dict(zip(names, more, strict=False)), **kwargs}
-    num_dims = (_TRANSPOSED if transposed else _PLAIN)[func]
+    num_dims = CONVOLUTIONS[func]
     dilation = _each(given["dilation"], num_dims)
     if isinstance(padding, str):
         kernel = unit.slices.weights[0].shape[2:]

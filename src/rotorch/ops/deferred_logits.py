@@ -21,7 +21,7 @@ from torch.profiler import record_function
 
 from rotorch._torch_private import wrapper_tensor
 from rotorch.ops.ids_in_slice import check_ids
-from rotorch.ops.stand_in import StandIn, writes
+from rotorch.ops.tensor_proxy import TensorProxy, writes
 
 LOGITS_BLOCK = "rotorch.logits"
 """Name of the profiler's blocks in which logits are made: profiles and the memory ledger tell them by it."""
@@ -57,7 +57,7 @@ class Head(ABC):
         """Per-token cross-entropy [B] of `replay(logits, chain)`, differentiable; 0 for targets of `ignore_index`."""
 
 
-class DeferredLogits(StandIn):
+class DeferredLogits(TensorProxy):
     """Logits `[.., V]` that are not computed yet: `elementwise(hidden @ weight.T + bias)`.
 
     Whoever writes into them makes them real for good.

@@ -2,7 +2,7 @@
 
 [Note: uses]
     Any weight that a layer multiplies with, looks up or convolves with may go round, wherever it is (see
-    `ops/rotating_weight.py`). What must hold besides: all ranks use it in every pass, equally often and in the same
+    `ops/weight_proxy.py`). What must hold besides: all ranks use it in every pass, equally often and in the same
     order, whatever their data, for a slice that one rank does not ask for is one that another waits for. A module that
     runs only for some tokens (an expert in a list of its own) breaks that, and its code does not say so. So a tiny
     model runs on several inputs, down to a single token, and every function that a weight is given to is written down.
@@ -165,7 +165,7 @@ class _Watch(TorchFunctionMode):
                     bias = found[2] if found is not None else kwargs.get("bias", args[2] if len(args) > 2 else None)
                     call = _Call(func, True, alone=bias is None)
                 elif id(leaf) in self._transposes:
-                    call = _Call(Tensor.t)  # as a stand-in has it: whole for that time
+                    call = _Call(Tensor.t)  # as a proxy has it: whole for that time
                 whole = self._transposes[id(leaf)][1] if id(leaf) in self._transposes else leaf
                 self.trace.append((self._names[id(whole)], call))
         return func(*args, **kwargs)

@@ -1,8 +1,8 @@
 """How `atp` holds a model: one block of every matrix per rank, for good (see `plan.py` for the picture).
 
 Activations are cut along their features over one axis from the embedding to the loss. Attentions and MLPs run their own
-forward on their part of the interior (`ops/cut_module.py`); in them, and elsewhere, matrices are stand-ins that
-multiply with this rank's block (`ops/plane_weight.py`); norms have their sums over features completed.
+forward on their part of the interior (`ops/cut_module.py`); in them, and elsewhere, matrices are proxies that
+multiply with this rank's block (`ops/plane_use.py`); norms have their sums over features completed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from rotorch.hold.twins import Part, Twins
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import Boundary, sum_of_parts
 from rotorch.ops.cut_module import CutModule
-from rotorch.ops.plane_weight import Plane, PlaneWeight, Role
+from rotorch.ops.plane_use import Plane, PlaneUse, Role
 from rotorch.ops.random_state import drawn_alike
+from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.parallel_model import Holding
 from rotorch.shard.held import box_pieces
 from rotorch.shard.sites import find_sites
@@ -72,7 +73,7 @@ class ATPHolding(Holding):
         self._partial = [w.name for w in spec.weights if w.beside_slices]
         self._instead: list[tuple[str, Tensor | None]] = [(name, None) for u in spec.units for name in u.added_once]
         for unit in spec.units:
-            self._instead += [(w.name, self._stand_in(w, unit)) for w in unit.weights if _is_block(w)]
+            self._instead += [(w.name, self._proxy(w, unit)) for w in unit.weights if _is_block(w)]
             if unit.kind is UnitKind.MODULE:
                 CutModule(
                     module.get_submodule(unit.name),
@@ -111,7 +112,7 @@ class ATPHolding(Holding):
             holder=holder,
         )
 
-    def _stand_in(self, weight: Weight, unit: Unit) -> PlaneWeight:
+    def _proxy(self, weight: Weight, unit: Unit) -> WeightProxy:
         if unit.kind is UnitKind.MODULE:
             role, rows = Role.COLUMN if is_column(weight) else Role.ROW, ()
         else:
@@ -121,7 +122,8 @@ class ATPHolding(Holding):
             else:
                 role = Role.SPREAD if is_column(weight) else Role.COLLECT
         block = self._twins.twins[weight.name]
-        return PlaneWeight(weight, block, role=role, plane=self.plane, rows=rows, head=unit.logits)
+        use = PlaneUse(weight, block, role, self.plane, rows, head=unit.logits)
+        return WeightProxy(use, like=block)
 
     def _complete_sums(self, norm: nn.Module, weight: Weight) -> None:
         (mine,) = self._place.shape(weight)

@@ -1,8 +1,8 @@
 """How `megatron` holds a model: one slice of every cut weight per rank, for good (see `plan.py` for the picture).
 
 At rest each parameter is a DTensor over this rank's slice. For a pass, attentions and MLPs run their own forward on it
-(`ops/cut_module.py`); embedding, head and other single weights are replaced by stand-ins that compute this rank's part
-where they are used (`ops/cut_weight.py`); what nobody cuts is lent whole.
+(`ops/cut_module.py`); embedding, head and other single weights are replaced by proxies that compute this rank's part
+where they are used (`ops/shard_use.py`); what nobody cuts is lent whole.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from rotorch.models.describe import module_declares
 from rotorch.ops.along_tokens import OnAllTokens, StretchBoundary, TokenStretch, refuse_hidden_states
 from rotorch.ops.conjugates import Boundary, PartlySynced
 from rotorch.ops.cut_module import CutModule
-from rotorch.ops.cut_weight import CutUse, CutWeight
 from rotorch.ops.random_state import drawn_alike
+from rotorch.ops.shard_use import ShardUse
+from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.parallel_model import Holding
 from rotorch.shard.sites import find_sites
 from rotorch.strategies.megatron.along_tokens import children
@@ -103,10 +104,12 @@ class MegatronHolding(Holding):
                     compiled=compiled,
                 )
             else:
-                use = CutUse(unit, line, strategy.kind, spec.by_plan, equal)
-                self._instead += [
-                    (w.name, CutWeight(self._twins.twins[w.name], weight=w, use=use)) for w in unit.weights
-                ]
+                for weight in unit.weights:
+                    shard = self._twins.twins[weight.name]
+                    use = ShardUse(
+                        weight, shard, line, strategy.kind, head=unit.logits, by_plan=spec.by_plan, equal=equal
+                    )
+                    self._instead.append((weight.name, WeightProxy(use, like=shard)))
         if stretch is not None:
             _cut_along_tokens(module, spec=spec, stretch=stretch)
 

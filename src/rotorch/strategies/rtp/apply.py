@@ -4,7 +4,7 @@ One slice of every cut weight per rank, rotating over a ring for a pass (see `pl
 
 At rest each parameter is a DTensor over this rank's home slice, which lies in the ring's memory, and so does its
 gradient. For a pass, attentions and MLPs run their own forward once per visiting slice (`ops/rotate.py`); embedding,
-head and other single weights are replaced by stand-ins that rotate where they are used (`ops/rotating_weight.py`);
+head and other single weights are replaced by proxies that rotate where they are used (`ops/rotating_use.py`);
 norms are lent whole.
 
 [Note: sums]
@@ -44,8 +44,9 @@ from rotorch.ops.gather_weight import gather_weights
 from rotorch.ops.multihead import multihead_on_slice
 from rotorch.ops.recompute_norm import recompute_norm
 from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
-from rotorch.ops.rotating_weight import RotatingWeight
+from rotorch.ops.rotating_use import RotatingUse
 from rotorch.ops.slice_linear import slice_linear
+from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.parallel_model import Holding
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
@@ -133,7 +134,7 @@ class RTPHolding(Holding):
         self._added_once = [name for u in units for name in u.added_once]
         self._home: dict[str, HeldWeight] = {}
         self._home_gradients: dict[str, DTensor] = {}
-        self._stand_ins: list[tuple[Site, Tensor]] = []
+        self._proxies: list[tuple[Site, Tensor]] = []
         self._home_sites: list[tuple[Site, str]] = []
         self._adds_up = False
         """Whether this step adds to gradients that were there before it."""
@@ -151,7 +152,7 @@ class RTPHolding(Holding):
                     compiled=compiled,
                 )
             else:
-                self._stand_in(
+                self._make_proxies(
                     rotating,
                     sites=sites,
                     heads=heads,
@@ -187,7 +188,7 @@ class RTPHolding(Holding):
                 site.put(at_rest)
                 self._home_sites.append((site, weight.name))
 
-    def _stand_in(
+    def _make_proxies(
         self,
         rotating: RotatingUnit,
         *,
@@ -197,15 +198,10 @@ class RTPHolding(Holding):
         by_plan: bool,
     ) -> None:
         for weight in rotating.unit.weights:
-            stand_in = RotatingWeight(
-                self.ring.home_weights(rotating.item),
-                weight=weight,
-                unit=rotating,
-                head=bool(heads & {weight.name, *weight.aliases}),
-                keep_logits=keep_logits,
-                by_plan=by_plan,
-            )
-            self._stand_ins.extend((site, stand_in) for site in sites[weight.name])
+            head = bool(heads & {weight.name, *weight.aliases})
+            use = RotatingUse(weight, rotating, head=head, keep_logits=keep_logits, by_plan=by_plan)
+            proxy = WeightProxy(use, like=self.ring.home_weights(rotating.item))
+            self._proxies.extend((site, proxy) for site in sites[weight.name])
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
@@ -213,8 +209,8 @@ class RTPHolding(Holding):
             self.replicas.lend()
             for name in self._added_once:
                 self.replicas.withhold(name)
-            for site, stand_in in self._stand_ins:
-                site.put(stand_in)
+            for site, proxy in self._proxies:
+                site.put(proxy)
             yield self._module
         except BaseException as error:
             try:

@@ -1,9 +1,9 @@
-"""A matrix in blocks on two axes of ranks that share a batch, in the place where a module looks for it (ATP).
+"""A matrix in blocks on two axes of ranks that share a batch, at its uses (ATP).
 
 One axis cuts features of the residual stream, the other what lies between two products (heads, columns of an MLP, the
-vocabulary). A `PlaneWeight` answers linear layers and look-ups with this rank's block, and sums over the axis whose
-part of a product it is. What attentions and MLPs that run on slices sum over the other axis, `ops/cut_module.py` does
-around them. With one rank on the axis of features these are the operations of `ops/cut_weight.py`.
+vocabulary). A `PlaneUse` computes linear layers and look-ups with this rank's block, and sums over the axis whose part
+of a product it is. What attentions and MLPs that run on slices sum over the other axis, `ops/cut_module.py` does
+around them. With one rank on the axis of features these are the operations of `ops/shard_use.py`.
 
     column   x [.., D_f] -> interior [.., F_i]    the sum over features follows; chunk by chunk behind the next product
     row      interior [.., F_i] -> y [.., D_f]    in backward the gradient of the interior is summed over features
@@ -17,23 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from rotorch._torch_private import wrapper_tensor
 from rotorch.comm.line import Line
-from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Weight
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.conjugates import copy_to_region, gather_from_region, reduce_from_region
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.deferred_logits import DeferredLogits
-from rotorch.ops.ids_in_slice import check_ids, look_up
-from rotorch.ops.stand_in import StandInWeight
+from rotorch.ops.ids_in_slice import look_up
+from rotorch.ops.weight_proxy import WeightUse
 
 
 class Role(StrEnum):
@@ -61,8 +59,9 @@ class Plane:
     chunks: int = 1
 
 
-class PlaneWeight(StandInWeight):
-    """Stands for one matrix.
+@dataclass(frozen=True)
+class PlaneUse(WeightUse):
+    """One matrix in blocks.
 
     Attributes:
         weight: which.
@@ -73,6 +72,7 @@ class PlaneWeight(StandInWeight):
         head: whether products with it are logits.
     """
 
+    strategy: ClassVar[str] = "atp"
     weight: Weight
     block: Tensor
     role: Role
@@ -80,49 +80,36 @@ class PlaneWeight(StandInWeight):
     rows: tuple[Range, ...]
     head: bool
 
-    @staticmethod
-    def __new__(
-        cls, weight: Weight, block: Tensor, *, role: Role, plane: Plane, rows: tuple[Range, ...], head: bool
-    ) -> PlaneWeight:
-        """Makes the stand-in for `weight`, of which this rank holds `block`."""
-        self: PlaneWeight = wrapper_tensor(cls, weight.shape, like=block)
-        self.weight, self.block, self.role, self.plane = weight, block, role, plane
-        self.rows, self.head = rows, head
-        return self
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with the block, summed or gathered as its role wants it."""
+        plane, block, interior = self.plane, self.block, self.plane.interior
+        lengths = [r.length for r in self.rows]
+        if self.role is Role.COLUMN:
+            return _column(plane, x, block, bias)
+        if self.role is Role.ROW:
+            return _row(plane, x, block, bias)
+        if self.role is Role.COLLECT:
+            output = _row(plane, copy_to_region(x, line=interior), block, bias)
+            return gather_from_region(output, dim=-1, lengths=lengths, line=interior)
 
-    @classmethod
-    def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Multiplies with the block, or looks up in it."""
-        if func is F.linear:
-            return _linear(*args, **kwargs)
-        if func is F.embedding:
-            return _embedding(*args, **kwargs)
-        held = next((a for a in (*args, *kwargs.values()) if isinstance(a, PlaneWeight)), None)
-        raise ConfigError(
-            f"atp: {held.weight.name if held else 'a weight'!r} is used by {getattr(func, '__name__', func)!r}, which "
-            "cannot take a weight that lies in blocks. Write megatron, rtp or fsdp"
-        )
+        def product(x: Tensor) -> Tensor:
+            return _column(plane, copy_to_region(x, line=interior), block, bias)
 
+        if self.head:
+            return DeferredLogits(x, CutHead(interior, self.rows, product))
+        return gather_from_region(product(x), dim=-1, lengths=lengths, line=interior)
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    if not isinstance(weight, PlaneWeight):
-        raise ConfigError("atp: a bias lies in blocks, but its weight does not. Write megatron, rtp or fsdp")
-    plane, block, role = weight.plane, weight.block, weight.role
-    lengths = [r.length for r in weight.rows]
-    if role is Role.COLUMN:
-        return _column(plane, input, block, bias)
-    if role is Role.ROW:
-        return _row(plane, input, block, bias)
-    if role is Role.COLLECT:
-        output = _row(plane, copy_to_region(input, line=plane.interior), block, bias)
-        return gather_from_region(output, dim=-1, lengths=lengths, line=plane.interior)
+    def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:
+        """This rank's features of the rows, summed over the ranks that have other rows."""
+        if self.role is not Role.TABLE:
+            return None
+        interior = self.plane.interior
+        found = look_up(ids, self.block, rows=self.rows[interior.position], padding_idx=padding_idx)
+        return reduce_from_region(found, line=interior)
 
-    def product(x: Tensor) -> Tensor:
-        return _column(plane, copy_to_region(x, line=plane.interior), block, bias)
-
-    if weight.head:
-        return DeferredLogits(input, CutHead(plane.interior, weight.rows, product))
-    return gather_from_region(product(input), dim=-1, lengths=lengths, line=plane.interior)
+    def refusal(self) -> str:
+        """No rank has a whole activation to use a whole weight on."""
+        return "cannot take a weight that lies in blocks. Write megatron, rtp or fsdp"
 
 
 def _column(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
@@ -142,28 +129,6 @@ def _row(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
         y = _ProductSumInBackward.apply(plane, _dtype(x), x, block)
         return y if bias is None else y + bias
     return F.linear(copy_to_region(x, line=plane.features), block, bias)
-
-
-def _embedding(
-    input: Tensor,
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
-) -> Tensor:
-    special = max_norm is not None or scale_grad_by_freq or sparse
-    if not isinstance(weight, PlaneWeight) or weight.role is not Role.TABLE or special:
-        raise ConfigError(
-            "atp: an embedding with max_norm, scale_grad_by_freq or sparse gradients cannot lie in blocks"
-        )
-    interior = weight.plane.interior
-    rows = weight.rows[interior.position]
-    num_rows = weight.weight.shape[0]
-    check_ids(input, num_rows=num_rows, of=f"{weight.weight.name!r}: token")
-    padding = None if padding_idx is None else padding_idx % num_rows
-    return reduce_from_region(look_up(input, weight.block, rows=rows, padding_idx=padding), line=interior)
 
 
 def _dtype(x: Tensor) -> torch.dtype:

@@ -1,0 +1,138 @@
+"""A weight that is cut along its output over ranks that share a batch, used with this rank's shard (megatron).
+
+A linear layer or a convolution computes some of its outputs, which are then gathered; a look-up answers the tokens in
+its rows, and the answers sum; a head's logits are deferred, and the loss takes them cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from rotorch.comm.line import Line
+from rotorch.core.spec import Range, Weight
+from rotorch.ops.conjugates import (
+    copy_to_region,
+    gather_from_region,
+    reduce_from_region,
+    scatter_to_region,
+    sum_of_parts,
+)
+from rotorch.ops.conv import PLAIN
+from rotorch.ops.cut_head import CutHead
+from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.ops.ids_in_slice import look_up
+from rotorch.ops.weight_proxy import WeightUse, use_of
+
+
+@dataclass(frozen=True)
+class ShardUse(WeightUse):
+    """One weight of a WEIGHT unit, of which this rank holds one range of a dim.
+
+    Attributes:
+        weight: which.
+        shard: this rank's part, a plain parameter.
+        line: the ranks over which it is cut.
+        strategy: kind of the strategy, for errors.
+        head: whether products with it are logits.
+        by_plan: whether the user's own plan says that it is cut; then no function gets it whole.
+        equal: whether activations are the same on all ranks, as are their gradients; else each rank's gradients are
+            parts of sums (`ops/conjugates.py`, PartlySynced).
+    """
+
+    weight: Weight
+    shard: Tensor
+    line: Line
+    strategy: str
+    head: bool = False
+    by_plan: bool = False
+    equal: bool = True
+
+    @cached_property
+    def ranges(self) -> tuple[Range, ...]:
+        """Every rank's range along the dim that is cut."""
+        cut, n = self.weight.cut, self.line.size
+        if cut is None or cut.blocks > 1:
+            raise AssertionError(f"{self.weight.name} is not cut in one block")
+        return tuple(cut.ranges(self.weight.shape[cut.dim], num_slices=n, index=k)[0] for k in range(n))
+
+    @property
+    def _dim(self) -> int:
+        if self.weight.cut is None:
+            raise AssertionError(f"{self.weight.name} is not cut")
+        return self.weight.cut.dim
+
+    @property
+    def _lengths(self) -> list[int]:
+        return [r.length for r in self.ranges]
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return copy_to_region(x, line=self.line) if self.equal else x
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """This rank's outputs, gathered over ranks; a head's logits are deferred."""
+        if self._dim != 0:
+            return None
+        own_bias = self._own_bias(bias)
+        if self.head:
+            if bias is not None and own_bias is None:
+                own_bias = scatter_to_region(bias, dim=0, lengths=self._lengths, line=self.line)
+
+            def product(hidden: Tensor) -> Tensor:
+                return F.linear(self._enter(hidden), self.shard, own_bias)
+
+            return DeferredLogits(x, CutHead(self.line, self.ranges, product))
+        output = F.linear(self._enter(x), self.shard, own_bias)
+        output = gather_from_region(output, dim=-1, lengths=self._lengths, line=self.line)
+        return output if bias is None or own_bias is not None else output + bias
+
+    def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:
+        """Rows of this rank's shard, summed over ranks."""
+        if self._dim != 0:
+            return None
+        found = look_up(ids, self.shard, rows=self.ranges[self.line.position], padding_idx=padding_idx)
+        total = reduce_from_region if self.equal else sum_of_parts
+        return total(found, line=self.line)
+
+    def convolution(
+        self, func: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
+        """This rank's output channels, gathered over ranks; not of grouped and transposed convolutions."""
+        names = ("stride", "padding", "dilation", "groups")
+        groups = {**dict(zip(names, args, strict=False)), **kwargs}.get("groups", 1)
+        if self._dim != 0 or groups != 1 or 0 in self._lengths or func not in PLAIN:
+            return None
+        own_bias = self._own_bias(bias)
+        output = func(copy_to_region(x, line=self.line), self.shard, own_bias, *args, **kwargs)
+        channels = output.dim() - 1 - PLAIN[func]
+        output = gather_from_region(output, dim=channels, lengths=self._lengths, line=self.line)
+        if bias is None or own_bias is not None:
+            return output
+        return output + bias.view(-1, *[1] * PLAIN[func])
+
+    @staticmethod
+    def _own_bias(bias: Tensor | None) -> Tensor | None:
+        use = use_of(bias)
+        return use.shard if isinstance(use, ShardUse) else None
+
+    def refusal(self) -> str | None:
+        """A plan that the user has written is taken at its word; a gathered weight needs equal activations."""
+        if self.by_plan:
+            return "cannot take a weight that is cut. Give it no role in the plan, or use fsdp"
+        if not self.equal:
+            return "takes no slices, and ranks' activations differ under sync_fraction. Leave sync_fraction out"
+        return None
+
+    def copies_whole(self) -> bool:
+        """False on one rank."""
+        return self.line.size > 1
+
+    @classmethod
+    def gather(cls, uses: Sequence[ShardUse]) -> list[Tensor]:
+        """Gradients are equal on all ranks, and each takes its own shard's."""
+        return [gather_from_region(u.shard, dim=u._dim, lengths=u._lengths, line=u.line) for u in uses]
