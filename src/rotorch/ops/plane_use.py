@@ -2,7 +2,7 @@
 
 One axis cuts features of the residual stream, the other what lies between two products (heads, columns of an MLP, the
 vocabulary). A `PlaneUse` computes linear layers and look-ups with this rank's block, and sums over the axis whose part
-of a product it is. What attentions and MLPs that run on slices sum over the other axis, `ops/cut_module.py` does
+of a product it is. What attentions and MLPs that run on slices sum over the other axis, `ops/partial_module.py` does
 around them. With one rank on the axis of features these are the operations of `ops/shard_use.py`.
 
     column   x [.., D_f] -> interior [.., F_i]    the sum over features follows; chunk by chunk behind the next product

@@ -1,7 +1,7 @@
 """How `atp` holds a model: one block of every matrix per rank, for good (see `plan.py` for the picture).
 
 Activations are cut along their features over one axis from the embedding to the loss. Attentions and MLPs run their own
-forward on their part of the interior (`ops/cut_module.py`); in them, and elsewhere, matrices are proxies that
+forward on their part of the interior (`ops/partial_module.py`); in them, and elsewhere, matrices are proxies that
 multiply with this rank's block (`ops/plane_use.py`); norms have their sums over features completed.
 """
 
@@ -23,7 +23,8 @@ from rotorch.core.spec import Combine, GridCut, ModelSpec, Unit, UnitKind, Weigh
 from rotorch.hold.twins import Part, Twins
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import Boundary, sum_of_parts
-from rotorch.ops.cut_module import CutModule
+from rotorch.ops.own_shard import OwnShard
+from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.plane_use import Plane, PlaneUse, Role
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.weight_proxy import WeightProxy
@@ -75,17 +76,10 @@ class ATPHolding(Holding):
         for unit in spec.units:
             self._instead += [(w.name, self._proxy(w, unit)) for w in unit.weights if _is_block(w)]
             if unit.kind is UnitKind.MODULE:
-                CutModule(
-                    module.get_submodule(unit.name),
-                    unit=unit,
-                    boundary=Boundary(interior),
-                    sites=sites,
-                    twins=self._twins.twins,
-                    once=self._twins.twins.__getitem__,
-                    strategy=strategy.kind,
-                    proven=True,
-                    compiled=False,
-                )
+                part, twins = module.get_submodule(unit.name), self._twins.twins
+                slices = OwnShard(part, unit, shards=twins, boundary=Boundary(interior), strategy=strategy.kind)
+                once = twins.__getitem__
+                PartialModule(part, unit=unit, slices=slices, sites=sites, once=once, proven=True, compiled=False)
         for weight in spec.weights:
             if weight.grid is not None and weight.grid.sums and features.size > 1:
                 for site in sites[weight.name]:

@@ -1,8 +1,8 @@
 """How `megatron` holds a model: one slice of every cut weight per rank, for good (see `plan.py` for the picture).
 
 At rest each parameter is a DTensor over this rank's slice. For a pass, attentions and MLPs run their own forward on it
-(`ops/cut_module.py`); embedding, head and other single weights are replaced by proxies that compute this rank's part
-where they are used (`ops/shard_use.py`); what nobody cuts is lent whole.
+(`ops/partial_module.py`, `ops/own_shard.py`); embedding, head and other single weights are replaced by proxies that
+compute this rank's part where they are used (`ops/shard_use.py`); what nobody cuts is lent whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from rotorch.hold.twins import Twins, slice_part, whole_part
 from rotorch.models.describe import module_declares
 from rotorch.ops.along_tokens import OnAllTokens, StretchBoundary, TokenStretch, refuse_hidden_states
 from rotorch.ops.conjugates import Boundary, PartlySynced
-from rotorch.ops.cut_module import CutModule
+from rotorch.ops.own_shard import OwnShard
+from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.shard_use import ShardUse
 from rotorch.ops.weight_proxy import WeightProxy
@@ -92,14 +93,14 @@ class MegatronHolding(Holding):
             _refuse_other_losses(module, strategy=strategy)
         for unit in spec.cut_units:
             if unit.kind is UnitKind.MODULE:
-                CutModule(
-                    module.get_submodule(unit.name),
+                part, twins = module.get_submodule(unit.name), self._twins.twins
+                around = StretchBoundary(stretch, name=unit.name) if stretch and unit.along_tokens else boundary
+                PartialModule(
+                    part,
                     unit=unit,
-                    boundary=StretchBoundary(stretch, name=unit.name) if stretch and unit.along_tokens else boundary,
+                    slices=OwnShard(part, unit, shards=twins, boundary=around, strategy=strategy.kind),
                     sites=sites,
-                    twins=self._twins.twins,
-                    once=self._twins.twins.__getitem__,
-                    strategy=strategy.kind,
+                    once=twins.__getitem__,
                     proven=module_declares(module),
                     compiled=compiled,
                 )

@@ -3,15 +3,9 @@
 One slice of every cut weight per rank, rotating over a ring for a pass (see `plan.py` for the picture).
 
 At rest each parameter is a DTensor over this rank's home slice, which lies in the ring's memory, and so does its
-gradient. For a pass, attentions and MLPs run their own forward once per visiting slice (`ops/rotate.py`); embedding,
-head and other single weights are replaced by proxies that rotate where they are used (`ops/rotating_use.py`);
-norms are lent whole.
-
-[Note: sums]
-    Outputs of slices add up only if a module's forward is linear in its row-wise weights: a residual, a norm or an
-    activation behind them would count once per slice, and the loss would look right. Hugging Face's own plans keep to
-    that. A plan that the user has written is tried once, on the first input: row-wise weights times -2 must give the
-    output times -2, which in binary arithmetic is exact.
+gradient. For a pass, attentions and MLPs run their own forward once per visiting slice (`ops/partial_module.py`,
+`ops/visiting_slices.py`); embedding, head and other single weights are replaced by proxies that rotate where they are
+used (`ops/rotating_use.py`); norms are lent whole.
 """
 
 from __future__ import annotations
@@ -19,36 +13,31 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.collectives import barrier
 from rotorch.comm.observe import Observer, observe_ring
-from rotorch.comm.ring import Visit
 from rotorch.comm.transports import make_ring
 from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError, RankFailure
-from rotorch.core.spec import Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
 from rotorch.hold.replicas import Replicas
-from rotorch.models.compiled import compiled_forward
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
 from rotorch.ops.gather_weight import gather_weights
-from rotorch.ops.multihead import multihead_on_slice
+from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.recompute_norm import recompute_norm
-from rotorch.ops.rotate import RotatingUnit, RunSlice, rotate_module
+from rotorch.ops.rotate import RotatingUnit
 from rotorch.ops.rotating_use import RotatingUse
-from rotorch.ops.slice_linear import slice_linear
+from rotorch.ops.visiting_slices import VisitingSlices
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.parallel_model import Holding
-from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
 from rotorch.shard.held import HeldWeight, cut_pieces, dtensor_at_rest, dtensor_like, refuse_unfrozen
 from rotorch.shard.sites import Site, find_sites
@@ -142,12 +131,13 @@ class RTPHolding(Holding):
         for rotating in self.units:
             self._hold(rotating, parameters=parameters, sites=sites)
             if rotating.unit.kind is UnitKind.MODULE:
-                RotatedModule(
-                    module.get_submodule(rotating.unit.name),
-                    rotating,
+                part, whole_weight = module.get_submodule(rotating.unit.name), partial(self._whole_weight, alone)
+                PartialModule(
+                    part,
+                    unit=rotating.unit,
+                    slices=VisitingSlices(part, rotating, sites=sites, whole=whole_weight, compiled=compiled),
                     sites=sites,
-                    replicas=self.replicas,
-                    alone=alone,
+                    once=self.replicas.twins.__getitem__,
                     proven=module_declares(module),
                     compiled=compiled,
                 )
@@ -202,6 +192,10 @@ class RTPHolding(Holding):
             use = RotatingUse(weight, rotating, head=head, keep_logits=keep_logits, by_plan=by_plan)
             proxy = WeightProxy(use, like=self.ring.home_weights(rotating.item))
             self._proxies.extend((site, proxy) for site in sites[weight.name])
+
+    def _whole_weight(self, alone: Mapping[str, RotatingUnit], name: str) -> Tensor:
+        """A weight that every slice of a module needs: there, or, if it goes round alone, made whole for the call."""
+        return gather_weights(alone[name])[0] if name in alone else self.replicas.twins[name]
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
@@ -293,194 +287,6 @@ class RTPHolding(Holding):
 
     def close(self) -> None:
         self.ring.close()
-
-
-class RotatedModule:
-    """Runs a module's own forward on the slices of its weights that pass by, in place of its forward.
-
-    Its outputs sum; of a tuple, the first element does, and what else it holds (attention maps of one slice) becomes
-    None. `nn.MultiheadAttention`, whose own forward cannot run on slices, has one of ours, and its maps sum too.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        rotating: RotatingUnit,
-        *,
-        sites: dict[str, tuple[Site, ...]],
-        replicas: Replicas,
-        alone: Mapping[str, RotatingUnit],
-        proven: bool,
-        compiled: bool,
-    ) -> None:
-        unit = rotating.unit
-        self._proven = proven
-        self._rotating = rotating
-        self._dense_forward = compiled_forward(module) if compiled else module.forward
-        self._num_sums = 1
-        if isinstance(module, nn.MultiheadAttention) and _is_by_heads(unit, module):
-            self._dense_forward = partial(_attend, module, rotating)
-            self._num_sums = 2
-            self._proven = True
-        self._weight_sites = [sites[w.name][0] for w in unit.weights]
-        self._buffers = WrittenBuffers(module)
-        self._replicas = replicas
-        self._whole = unit.replicated
-        self._whole_sites = [sites[name] for name in unit.replicated]
-        self._alone = alone
-        self._added_once = unit.added_once
-        self._visiting: list[Tensor] = []
-        # A graph has products of its own: it gives the gradients of a slice's weights as autograd does.
-        rotating.linear_weights = frozenset() if compiled else self._take_over_linears()
-        module.forward = self.forward  # type: ignore[method-assign]
-
-    def _take_over_linears(self) -> frozenset[int]:
-        """Runs the unit's plain linear layers by `ops/slice_linear.py`; returns the numbers of their weights."""
-        numbers = {(id(site.module), site.attribute): i for i, site in enumerate(self._weight_sites)}
-        taken: set[int] = set()
-        for site in self._weight_sites:
-            weight, bias = (numbers.get((id(site.module), name)) for name in ("weight", "bias"))
-            if type(site.module) is not nn.Linear or weight is None or site.attribute != "weight":
-                continue
-            taken |= {weight} if bias is None else {weight, bias}
-            site.module.forward = partial(self._linear, weight, bias)  # type: ignore[method-assign]
-        return frozenset(taken)
-
-    def _linear(self, weight: int, bias: int | None, x: Tensor) -> Tensor:
-        return slice_linear(self._rotating, weight, bias, x, weights=self._visiting)
-
-    def _whole_weight(self, name: str) -> Tensor:
-        """A weight that every slice needs: there, or, if it goes round alone, made whole once for all of them."""
-        rotating = self._alone.get(name)
-        return self._replicas.twins[name] if rotating is None else gather_weights(rotating)[0]
-
-    def _lend_whole(self, tensors: Sequence[Tensor | None]) -> None:
-        """Puts the weights that the unit needs whole wherever they are used."""
-        for sites, tensor in zip(self._whole_sites, tensors, strict=True):
-            for site in sites:
-                site.put(tensor)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward over all slices."""
-        self._refuse_cache((*args, *kwargs.values()))
-        leaves, tree = tree_flatten((args, kwargs))
-        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        lent = [sites[0].get() for sites in self._whole_sites]
-        whole = [self._whole_weight(name) for name in self._whole]
-        form = _Form()
-
-        def run(weights: list[Tensor], inputs: Sequence[Tensor]) -> Tensor:
-            self._visiting = weights
-            for site, weight in zip(self._weight_sites, weights, strict=True):
-                site.put(weight)
-            self._lend_whole(inputs[len(where) :])
-            given = list(leaves)
-            for i, tensor in zip(where, inputs, strict=False):
-                given[i] = tensor
-            slice_args, slice_kwargs = tree_unflatten(given, tree)
-            output = self._dense_forward(*slice_args, **slice_kwargs)
-            self._lend_whole(lent)  # other modules may share them, and know nothing of this unit's graph
-            form.length = len(output) if isinstance(output, tuple) else None
-            first, *more = output[: self._num_sums] if isinstance(output, tuple) else (output,)
-            if not isinstance(first, Tensor):
-                raise ConfigError(
-                    f"rtp: {self._rotating.unit.name!r} returns a {type(first).__name__}; what is cut into slices must "
-                    "return a tensor, or a tuple that begins with one. Give its weights no role in the plan"
-                )
-            return form.pack([first, *(part for part in more if part is not None)])
-
-        inputs = [*(leaves[i] for i in where), *whole]
-        watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
-        versions = [leaf._version for leaf in watched]
-        for i in where:
-            leaves[i] = None  # `run` lives until backward, and may be all that keeps it
-        self._buffers.start()
-        total = rotate_module(self._rotating, run, inputs)
-        if versions != [leaf._version for leaf in watched]:
-            raise ConfigError(
-                f"rtp: {self._rotating.unit.name!r} changes its input in place, which every slice would do again. "
-                "Give its weights no role in the plan, or let it change a copy"
-            )
-        if self._buffers.written().any():
-            raise ConfigError(
-                f"rtp: {self._rotating.unit.name!r} writes its buffers in forward (running statistics), once per "
-                "slice. Give its weights no role in the plan, or 'colwise_gather_output'"
-            )
-        if not self._proven:
-            self._prove(run, inputs)
-        first, *more = form.unpack(total)
-        for name in self._added_once:
-            first = first + self._replicas.twins[name]
-        return first if form.length is None else (first, *more, *[None] * (form.length - 1 - len(more)))
-
-    def _refuse_cache(self, given: Sequence[Any]) -> None:
-        if any(hasattr(value, "get_seq_length") for value in given):  # a Hugging Face cache of keys and values
-            raise ConfigError(
-                f"rtp: {self._rotating.unit.name!r} is given a cache of keys and values, to which every slice would "
-                "append. Leave use_cache and past_key_values out of the batch"
-            )
-
-    def _prove(self, run: RunSlice, inputs: Sequence[Tensor]) -> None:
-        """Tries on this rank's slice whether outputs of slices add up; see [Note: sums]."""
-        rotating, self._proven = self._rotating, True
-        home = rotating.ring.home_weights(rotating.item)
-        if not home.numel():
-            return
-        weights = [w.detach() for w in rotating.weights(Visit(rotating.ring.position, home, 0))]
-        rows = [w.cut is not None and 0 < w.cut.dim == len(w.shape) - 1 for w in rotating.unit.weights]
-        scaled = [-2.0 * weight if row else weight for weight, row in zip(weights, rows, strict=True)]
-        devices = [home.device] if home.device.type == "cuda" else []
-        outputs = []
-        with torch.no_grad(), torch.random.fork_rng(devices):
-            for given in (weights, scaled):
-                torch.manual_seed(0)  # dropout drops the same
-                outputs.append(run(given, inputs).float())
-        once, again = outputs
-        if (again + 2.0 * once).norm() > 1e-2 * again.norm():
-            raise ConfigError(
-                f"rtp: {rotating.unit.name!r} cannot be cut as the plan says: its forward does more with the row-wise "
-                "product than return it (a residual, a norm, an activation), so outputs of slices do not add up. Put "
-                "column- and row-wise weights into a module of their own, or write 'colwise_gather_output' for both"
-            )
-
-
-@dataclass
-class _Form:
-    """How a module's output is made of the one tensor that sums over slices.
-
-    Attributes:
-        length: of the tuple that it returns; None if it returns a tensor.
-        parts: shape and dtype of each of the tensors that sum, if there are several.
-    """
-
-    length: int | None = None
-    parts: list[tuple[torch.Size, torch.dtype]] = field(default_factory=list)
-
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One tensor that holds all of `tensors`."""
-        if len(tensors) == 1:
-            return tensors[0]
-        self.parts = [(t.shape, t.dtype) for t in tensors]
-        return torch.cat([t.reshape(-1) for t in tensors])
-
-    def unpack(self, packed: Tensor) -> list[Tensor]:
-        """The tensors again."""
-        if not self.parts:
-            return [packed]
-        split = packed.split([shape.numel() for shape, _ in self.parts])
-        return [part.view(shape).to(dtype) for part, (shape, dtype) in zip(split, self.parts, strict=True)]
-
-
-def _is_by_heads(unit: Unit, attention: nn.MultiheadAttention) -> bool:
-    """Whether an attention is cut as our rules do it (`models/rules.py`)."""
-    return all(w.cut is not None and w.cut.groups == attention.num_heads for w in unit.weights)
-
-
-def _attend(attention: nn.MultiheadAttention, rotating: RotatingUnit, *args: Any, **kwargs: Any) -> Any:
-    """The attention's forward on the visiting heads."""
-    num_heads, num_slices = attention.num_heads, rotating.slices.num_slices
-    (heads,) = Cut(0, num_heads).ranges(num_heads, num_slices=num_slices, index=rotating.visiting)
-    return multihead_on_slice(attention, heads, *args, **kwargs)
 
 
 def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> torch.dtype:

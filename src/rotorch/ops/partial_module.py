@@ -1,0 +1,177 @@
+"""A module whose outputs are partial sums: its own forward runs on slices of its weights (rtp, megatron, atp).
+
+[Note: sums]
+    Outputs of slices add up only if a module's forward is linear in its row-wise weights: a residual, a norm or an
+    activation behind them would count once per slice, and the loss would look right. Hugging Face's own plans keep to
+    that. A plan that the user has written is tried once, on the first input: row-wise weights times -2 must give the
+    output times -2, which in binary arithmetic is exact.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotorch._torch_private import tree_flatten, tree_unflatten
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Cut, Unit
+from rotorch.models.compiled import compiled_forward
+from rotorch.ops.multihead import multihead_on_slice
+from rotorch.shard.buffers import buffers_untouched
+from rotorch.shard.sites import Site
+
+RunOnSlice = Callable[[Sequence[Tensor] | None, Sequence[Any]], list[Tensor]]
+"""(weights of a slice, or None for those that the module has; leaves of the arguments) -> the outputs that sum."""
+
+Prove = Callable[[Callable[[Sequence[Tensor]], Tensor]], None]
+"""Takes `weights -> first output` and raises if outputs do not add up; does nothing if that is known."""
+
+
+class ModuleSlices(ABC):
+    """The slices that one module's forward runs on, on one rank: where they come from, how their outputs are summed.
+
+    Attributes:
+        strategy: kind of the strategy, for errors.
+        num_slices: how many there are.
+    """
+
+    strategy: str
+    num_slices: int
+
+    @property
+    @abstractmethod
+    def index(self) -> int:
+        """Number of the slice that the module has now."""
+
+    @abstractmethod
+    def own(self) -> list[Tensor] | None:
+        """Weights of this rank's own slice, detached; None if it is empty."""
+
+    @abstractmethod
+    def total(self, run: RunOnSlice, leaves: list[Any], prove: Prove) -> list[Tensor]:
+        """The sums over all slices of the outputs that `run` gives.
+
+        Args:
+            run: runs the module on one slice.
+            leaves: of the arguments that the module is called with.
+            prove: called once at the end.
+        """
+
+    def refuse_arguments(self, given: Sequence[Any]) -> None:  # noqa: B027
+        """Raises `ConfigError` for arguments that a module on slices cannot be given."""
+
+
+class PartialModule:
+    """Takes the place of a module's forward.
+
+    Its outputs sum; of a tuple, the first element does, and what else it holds (attention maps of some heads) becomes
+    None. `nn.MultiheadAttention`, whose own forward cannot run on slices, has one of ours, and its maps sum too.
+
+    Args:
+        module: whose forward it replaces.
+        unit: its description.
+        slices: of its weights.
+        sites: where each of its weights sits.
+        once: by name, the biases that are added once, as they are during a pass.
+        proven: whether outputs of slices are known to add up; else the first pass tries (see [Note: sums]).
+        compiled: run its forward by torch.compile.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        unit: Unit,
+        slices: ModuleSlices,
+        sites: Mapping[str, tuple[Site, ...]],
+        once: Callable[[str], Tensor],
+        proven: bool,
+        compiled: bool,
+    ) -> None:
+        self._module, self._unit, self._slices = module, unit, slices
+        self._sites = [sites[w.name] for w in unit.weights]
+        self._once = once
+        self._proven = proven
+        self._num_sums = 1
+        self._dense_forward = compiled_forward(module) if compiled else module.forward
+        if isinstance(module, nn.MultiheadAttention) and _is_by_heads(unit, module):
+            self._dense_forward = partial(self._attend, module)
+            self._num_sums = 2
+            self._proven = True
+        module.forward = self.forward  # type: ignore[method-assign]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward over all slices."""
+        self._slices.refuse_arguments((*args, *kwargs.values()))
+        leaves, tree = tree_flatten((args, kwargs))
+        length: list[int | None] = [None]  # of the tuple that the module returns, if it returns one
+
+        def run(weights: Sequence[Tensor] | None, leaves: Sequence[Any]) -> list[Tensor]:
+            if weights is not None:
+                self._put(weights)
+            args, kwargs = tree_unflatten(list(leaves), tree)
+            output = self._dense_forward(*args, **kwargs)
+            length[0] = len(output) if isinstance(output, tuple) else None
+            first, *more = output[: self._num_sums] if isinstance(output, tuple) else (output,)
+            return [self._checked(first), *(part for part in more if part is not None)]
+
+        first, *more = self._slices.total(run, leaves, self._prove)
+        for name in self._unit.added_once:
+            first = first + self._once(name)
+        return first if length[0] is None else (first, *more, *[None] * (length[0] - 1 - len(more)))
+
+    def _put(self, weights: Sequence[Tensor | None]) -> None:
+        for sites, weight in zip(self._sites, weights, strict=True):
+            for site in sites:
+                site.put(weight)
+
+    def _checked(self, output: Any) -> Tensor:
+        if not isinstance(output, Tensor):
+            raise ConfigError(
+                f"{self._slices.strategy}: {self._unit.name!r} returns a {type(output).__name__}; what is cut must "
+                "return a tensor, or a tuple that begins with one. Give its weights no role in the plan"
+            )
+        return output
+
+    def _attend(self, attention: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
+        """The attention's forward on the slice's heads."""
+        num_heads, num_slices = attention.num_heads, self._slices.num_slices
+        (heads,) = Cut(0, num_heads).ranges(num_heads, num_slices=num_slices, index=self._slices.index)
+        return multihead_on_slice(attention, heads, *args, **kwargs)
+
+    def _prove(self, run: Callable[[Sequence[Tensor]], Tensor]) -> None:
+        """Tries on this rank's slice whether outputs of slices add up, once; see [Note: sums]."""
+        if self._proven:
+            return
+        self._proven = True
+        weights = self._slices.own()
+        if weights is None:
+            return
+        rows = [w.cut is not None and 0 < w.cut.dim == len(w.shape) - 1 for w in self._unit.weights]
+        scaled = [-2.0 * weight if row else weight for weight, row in zip(weights, rows, strict=True)]
+        devices = [weights[0].device] if weights[0].device.type == "cuda" else []
+        before = [sites[0].get() for sites in self._sites]
+        outputs = []
+        with torch.no_grad(), torch.random.fork_rng(devices), buffers_untouched(self._module):
+            for given in (weights, scaled):
+                torch.manual_seed(0)  # dropout drops the same
+                outputs.append(run(given).float())
+        self._put(before)
+        once, again = outputs
+        if (again + 2.0 * once).norm() > 1e-2 * again.norm():
+            raise ConfigError(
+                f"{self._slices.strategy}: {self._unit.name!r} cannot be cut as the plan says: its forward does more "
+                "with the row-wise product than return it (a residual, a norm, an activation), so outputs of slices do "
+                "not add up. Put column- and row-wise weights into a module of their own, or write "
+                "'colwise_gather_output' for both"
+            )
+
+
+def _is_by_heads(unit: Unit, attention: nn.MultiheadAttention) -> bool:
+    """Whether an attention is cut as our rules do it (`models/rules.py`)."""
+    return all(w.cut is not None and w.cut.groups == attention.num_heads for w in unit.weights)

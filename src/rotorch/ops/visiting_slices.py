@@ -1,0 +1,149 @@
+"""The slices of a module's weights that visit a rank one after another (rtp): see `rotate.py` for the rotation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotorch.comm.ring import Visit
+from rotorch.core.errors import ConfigError
+from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
+from rotorch.ops.rotate import RotatingUnit, rotate_module
+from rotorch.ops.slice_linear import slice_linear
+from rotorch.shard.buffers import WrittenBuffers
+from rotorch.shard.sites import Site
+
+
+class VisitingSlices(ModuleSlices):
+    """All slices of a unit, in this rank's order.
+
+    Args:
+        module: the unit's.
+        rotating: the unit on its ring.
+        sites: where weights sit.
+        whole: by name, a weight that every slice needs whole; made so once a call.
+        compiled: the module's forward is compiled. A graph has products of its own: it gives the gradients of a
+            slice's weights as autograd does.
+    """
+
+    strategy = "rtp"
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rotating: RotatingUnit,
+        *,
+        sites: Mapping[str, tuple[Site, ...]],
+        whole: Callable[[str], Tensor],
+        compiled: bool,
+    ) -> None:
+        self.num_slices = rotating.slices.num_slices
+        self._rotating = rotating
+        self._buffers = WrittenBuffers(module)
+        self._whole = whole
+        self._whole_sites = [sites[name] for name in rotating.unit.replicated]
+        self._visiting: Sequence[Tensor] = ()
+        if not compiled:
+            rotating.linear_weights = self._take_over_linears([sites[w.name][0] for w in rotating.unit.weights])
+
+    def _take_over_linears(self, sites: Sequence[Site]) -> frozenset[int]:
+        """Runs the unit's plain linear layers by `ops/slice_linear.py`; returns the numbers of their weights."""
+        numbers = {(id(site.module), site.attribute): i for i, site in enumerate(sites)}
+        taken: set[int] = set()
+        for site in sites:
+            weight, bias = (numbers.get((id(site.module), name)) for name in ("weight", "bias"))
+            if type(site.module) is not nn.Linear or weight is None or site.attribute != "weight":
+                continue
+            taken |= {weight} if bias is None else {weight, bias}
+            site.module.forward = partial(self._linear, weight, bias)  # type: ignore[method-assign]
+        return frozenset(taken)
+
+    def _linear(self, weight: int, bias: int | None, x: Tensor) -> Tensor:
+        return slice_linear(self._rotating, weight, bias, x, weights=self._visiting)
+
+    @property
+    def index(self) -> int:
+        return self._rotating.visiting
+
+    def own(self) -> list[Tensor] | None:
+        rotating = self._rotating
+        home = rotating.ring.home_weights(rotating.item)
+        if not home.numel():
+            return None
+        return [w.detach() for w in rotating.weights(Visit(rotating.ring.position, home, 0))]
+
+    def total(self, run: RunOnSlice, leaves: list[Any], prove: Prove) -> list[Tensor]:
+        """Runs the module once per visit, in one autograd function."""
+        unit = self._rotating.unit
+        where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        lent = [sites[0].get() for sites in self._whole_sites]
+        inputs = [*(leaves[i] for i in where), *map(self._whole, unit.replicated)]
+        packed = _Packed()
+
+        def run_slice(weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
+            self._visiting = weights
+            self._lend_whole(inputs[len(where) :])
+            given = list(leaves)
+            for i, tensor in zip(where, inputs, strict=False):
+                given[i] = tensor
+            parts = run(weights, given)
+            self._lend_whole(lent)  # other modules may share them, and know nothing of this unit's graph
+            return packed.pack(parts)
+
+        watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        versions = [leaf._version for leaf in watched]
+        for i in where:
+            leaves[i] = None  # `run_slice` lives until backward, and may be all that keeps it
+        self._buffers.start()
+        total = rotate_module(self._rotating, run_slice, inputs)
+        if versions != [leaf._version for leaf in watched]:
+            raise ConfigError(
+                f"rtp: {unit.name!r} changes its input in place, which every slice would do again. "
+                "Give its weights no role in the plan, or let it change a copy"
+            )
+        if self._buffers.written().any():
+            raise ConfigError(
+                f"rtp: {unit.name!r} writes its buffers in forward (running statistics), once per "
+                "slice. Give its weights no role in the plan, or 'colwise_gather_output'"
+            )
+        prove(lambda weights: run_slice(weights, inputs))
+        return packed.unpack(total)
+
+    def _lend_whole(self, tensors: Sequence[Tensor | None]) -> None:
+        """Puts the weights that the unit needs whole wherever they are used."""
+        for sites, tensor in zip(self._whole_sites, tensors, strict=True):
+            for site in sites:
+                site.put(tensor)
+
+    def refuse_arguments(self, given: Sequence[Any]) -> None:
+        """A Hugging Face cache of keys and values is refused."""
+        if any(hasattr(value, "get_seq_length") for value in given):
+            raise ConfigError(
+                f"rtp: {self._rotating.unit.name!r} is given a cache of keys and values, to which every slice would "
+                "append. Leave use_cache and past_key_values out of the batch"
+            )
+
+
+class _Packed:
+    """Several outputs in the one tensor that sums over slices."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[torch.Size, torch.dtype]] = []
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One tensor that holds all of `tensors`."""
+        if len(tensors) == 1:
+            return tensors[0]
+        self._parts = [(t.shape, t.dtype) for t in tensors]
+        return torch.cat([t.reshape(-1) for t in tensors])
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        """The tensors again."""
+        if not self._parts:
+            return [packed]
+        split = packed.split([shape.numel() for shape, _ in self._parts])
+        return [part.view(shape).to(dtype) for part, (shape, dtype) in zip(split, self._parts, strict=True)]
