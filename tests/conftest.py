@@ -1,5 +1,4 @@
 import gc
-import importlib
 import os
 import sys
 from pathlib import Path
@@ -87,10 +86,11 @@ def no_autograd_threads():
 def warm():
     """Loads in this process, once, what forked ranks would each load for themselves: seconds per rank."""
     from rotorch.models.hf import causal_lm, load_config
+    from rotorch.parallelize import code_of
     from rotorch.strategies import STRATEGIES
 
     for kind in STRATEGIES:
-        importlib.import_module(f"rotorch.strategies.{kind}.apply")
+        code_of(STRATEGIES[kind])
     for config in TINY.glob("*.json"):
         causal_lm(load_config(config))
 

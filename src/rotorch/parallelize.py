@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from types import ModuleType
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ from rotorch.process.gloo_threads import let_computing_go_first
 from rotorch.process.host_memory import keep_freed_memory
 from rotorch.shard.materialize import take_recipes
 from rotorch.strategies import (
+    STRATEGIES,
     check_composition,
     cuts_features,
     cuts_tokens,
@@ -108,7 +110,7 @@ def parallelize(
         parts.append(strategy.part_of(parts[-1], position=position))
     holding: Holding | None = None
     for number, strategy in reversed(list(enumerate(strategies))):
-        apply = importlib.import_module(f"rotorch.strategies.{strategy.kind}.apply").apply
+        apply = code_of(strategy).apply
         inside: dict[str, object] = {"compiled": compile}
         if holding is not None:
             inside = {"inner": holding, "inside": mesh[tuple(axis for axes in axes_of[number:] for axis in axes)]}
@@ -155,5 +157,10 @@ def load_step_code(kinds: Iterable[str]) -> None:
     """
     start_autograd()
     for kind in kinds:
-        importlib.import_module(f"rotorch.strategies.{kind}.apply")
+        code_of(STRATEGIES[kind])
     import_what_steps_need()
+
+
+def code_of(strategy: Strategy | type[Strategy]) -> ModuleType:
+    """The module whose `apply` holds a model, in torch; loaded when a strategy is used."""
+    return importlib.import_module(strategy.held_by or f"rotorch.strategies.{strategy.kind}.apply")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib
 import json
 import sys
 from dataclasses import asdict
@@ -15,6 +14,7 @@ from chaos_plan import describe, make_plan, moment
 from chaos_runs import Outcome, can_mount, run_plan
 
 from rotorch.models.hf import causal_lm, load_config
+from rotorch.parallelize import code_of
 from rotorch.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,7 +80,7 @@ def _source() -> str:
 def _warm() -> None:
     """Imports here, once, what every forked command would import for itself."""
     for kind in STRATEGIES:
-        importlib.import_module(f"rotorch.strategies.{kind}.apply")
+        code_of(STRATEGIES[kind])
     causal_lm(load_config(ROOT / "configs" / "tiny" / "llama.json"))
 
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import rotorch
-from rotorch.strategies import num_ranks, parse_parallel
+from rotorch.parallelize import code_of
+from rotorch.strategies import STRATEGIES, num_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic
 from rotorch.testing.ranks import run_ranks
 
@@ -25,8 +26,8 @@ SIZES = {
 @pytest.fixture(scope="module", autouse=True)
 def loaded():
     """Loads here what every forked rank would load for itself."""
-    for name in ("ddp", "fsdp", "rtp", "summa", "tesseract"):
-        importlib.import_module(f"rotorch.strategies.{name}.apply")
+    for kind in ("ddp", "fsdp", "rtp", "summa", "tesseract"):
+        code_of(STRATEGIES[kind])
     importlib.import_module("torch._dynamo")
     for build in (masked_bert, vit, t5, eurobert, t5gemma):
         build()

@@ -27,6 +27,7 @@ class GridStrategy(Strategy):
             and add up parts in place, else messages.
     """
 
+    held_by: ClassVar[str] = "rotorch.hold.grid"
     cuts_weights: ClassVar[bool] = True
     size_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
     rows: PositiveInt

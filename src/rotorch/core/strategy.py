@@ -24,6 +24,9 @@ class Strategy(BaseModel, ABC):
     kind: ClassVar[str]
     """Its name in the `--parallel` grammar."""
 
+    held_by: ClassVar[str] = ""
+    """Module whose `apply` holds a model for it, if that is not `strategies/<kind>/apply.py`."""
+
     cuts_weights: ClassVar[bool] = False
     """Whether its ranks hold different parts of a weight (then it can be the inside of `ddp`)."""
 

@@ -1,1 +1,1 @@
-"""`summa`: see `plan.py` for what it is, `apply.py` for how."""
+"""`summa`: see `plan.py` for what it is, `hold/grid.py` for how."""

@@ -1,1 +1,1 @@
-"""`tesseract`: see `plan.py` for what it is, `apply.py` for how."""
+"""`tesseract`: see `plan.py` for what it is, `hold/grid.py` for how."""
