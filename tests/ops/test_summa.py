@@ -165,7 +165,8 @@ def uneven_batches():
     grid = grid_of(2)
     ids = torch.zeros(4 + grid.down.position, dtype=torch.int64)
     try:
-        look_up_on_grid(grid, ids, values(3, 2, seed=0), rows=Cut(0, 6).ranges(6, num_slices=2, index=grid.down.position)[0])
+        rows = Cut(0, 6).ranges(6, num_slices=2, index=grid.down.position)[0]
+        look_up_on_grid(grid, ids, values(3, 2, seed=0), rows=rows)
     except RankFailure as error:
         dist.barrier()
         return str(error)
