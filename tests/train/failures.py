@@ -21,6 +21,22 @@ and the command that the run printed goes on from it with `--resume`.
 """
 
 SECTIONS = {
+    "Ranks are started differently": "By torchrun or by hand, with another configuration or layout on one of them. "
+    "Every rank says it, with exit code 2, before anything is written.",
+    "Ranks have different texts": "Under one name, as on two hosts of which one has an older copy.",
+    "Ranks have different libraries": "Numbers depend on these.",
+    "One rank refuses to start": "The others hear of it through the store and end with exit code 2, too.",
+    "A second run in the same directory": "Also with `--resume`, or with the same directory of checkpoints. Exit code "
+    "2; the first run's files stay as they are. The lock of a run that was killed blocks nobody.",
+    "A run without a checkpoint is resumed": "It begins anew, and the metrics that are there are kept.",
+    "The run's directory was taken by another run": "Removed while the run went on, and used by another one since. A "
+    "directory that was only removed is made again.",
+    "Ctrl-C": "SIGTERM (exit code 143) and SIGHUP (129) do the same: the step is finished, and a checkpoint written. "
+    "Exit code 130.",
+    "Ctrl-C twice": "Ends at once, without a checkpoint.",
+    "A run goes on by itself": "With `train.max_restarts`.",
+    "A run goes on with fewer ranks": "With `train.elastic`, where a restart at the same size has not come far.",
+    "A run was restarted often enough": "It ends as it would have without restarts.",
     "A rank is killed": "By the system when memory runs out, or by somebody. The other ranks are ended at once.",
     "A rank raises an exception": "Its traceback lies in the run's directory, in `traceback-rank1.txt`.",
     "A rank does not get on": "For `train.timeout_s`, nor does anybody else: a rank that somebody has stopped, a lost "

@@ -103,6 +103,8 @@ def test_ctrl_c_writes_a_checkpoint_and_leaves(started, tmp_path, to_all):
     assert latest(tmp_path / "run").name == f"step-{done:08d}"
     assert "--resume" in command.stdout and f"after step {done}" in command.stdout
     assert command.stderr == "" and command.left() == []
+    if not to_all:
+        seen("Ctrl-C", command.stdout.strip().splitlines()[-1], instead={r"/tmp/\S*/": ""})
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -150,6 +152,7 @@ def test_a_second_ctrl_c_ends_at_once(started, tmp_path):
     os.kill(command.pid, signal.SIGINT)
     assert command.wait() == 130
     assert command.stderr.strip() == "rotorch: interrupted" and command.left() == []
+    seen("Ctrl-C twice", command.stderr)
 
 
 def test_ranks_do_not_outlive_their_launcher(started, tmp_path):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from commands import Command, diverge, rotorch, wait_until, write_run
+from failures import seen
 
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.run_config import load_run_config
@@ -23,6 +24,11 @@ from rotorch.train.metrics import read_metrics
 
 EXACT = "rtp=2[transport=send_receive]"
 """Over shared memory the last bits of a gradient depend on which rank comes first."""
+WHEN_KILLED = {
+    r"(when memory runs out\)).*?\. Who": r"\1 in step 12, computing forward and backward (rank 0 was in step 12, "
+    "computing forward and backward). Who"
+}
+"""For the page: where ranks were when one of them was killed."""
 SETTINGS = ["train.steps=30", "train.checkpoint_every=4", "train.keep=3"]
 
 
@@ -52,6 +58,7 @@ def test_a_run_goes_on_from_its_last_checkpoint(undisturbed, tmp_path):
     (told,) = command.stderr.strip().splitlines()
     assert told.startswith("rotorch: rank 1 was killed by SIGKILL") and "(restart 1 of 2)" in told
     assert "Going on from step " in told
+    seen("A run goes on by itself", told, instead=WHEN_KILLED)
     assert losses(tmp_path / "run") == undisturbed
     assert command.left() == []
 
@@ -67,6 +74,7 @@ def test_a_run_that_does_not_get_on_takes_fewer_ranks(undisturbed, tmp_path):
     first, second = command.stderr.strip().splitlines()
     assert "Going on from the beginning with rtp=2[transport=send_receive] (restart 1 of 3)" in first
     assert "Going on from the beginning with rtp=1[transport=send_receive] (restart 2 of 3)" in second
+    seen("A run goes on with fewer ranks", second, instead=WHEN_KILLED)
     for (step, ours), (_, theirs) in zip(losses(tmp_path / "run"), undisturbed, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-5), step
 
@@ -82,6 +90,7 @@ def test_it_ends_when_it_was_restarted_often_enough(tmp_path, warm):
     assert command.wait() == 3
     last = command.stderr.strip().splitlines()[-1]
     assert last.startswith("rotorch: rank 1 was killed by SIGKILL") and "after 1 restarts" in last
+    seen("A run was restarted often enough", last, instead=WHEN_KILLED)
     assert command.left() == []
 
 
