@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -105,6 +106,9 @@ def pipelines(read: Callable[[str], Record]) -> list[str]:
             if faster is not None
             else f"This record does not have torch's 1F1B {shown}."
         )
+    ranks = [rank for found in record["pipelines"]["peaks"].values() for rank in found]
+    off = max(abs(rank["measured"] / rank["simulated"] - 1) for rank in ranks)
+    said.append(f"Measured peaks are within {math.ceil(1000 * off) / 10} % of the simulated ones, on every rank.")
     return [*lines, "", *wrapped([*said, origin_of(record), processes_of(record)])]
 
 
