@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rotorch.comm.exchange import gather_each, sum_each
 from rotorch.comm.stage_messages import StageMessages
-from rotorch.comm.transports import make_ring
+from rotorch.comm.transports import make_ring, messages
 from rotorch.testing.fake import as_rank
 
 RANKS = 4
@@ -30,9 +30,9 @@ class Posted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def ring_of_all(**options):
-    mesh = init_device_mesh("cpu", (RANKS,))
-    numels = [[8] * RANKS, [4] * RANKS]
+def ring_of_all(n=RANKS, **options):
+    mesh = init_device_mesh("cpu", (n,))
+    numels = [[8] * n, [4] * n]
     return make_ring(
         "send_receive", mesh=mesh, numels=numels, dtype=torch.float32, device=torch.device("cpu"), **options
     )
@@ -73,3 +73,41 @@ def test_stages_that_trade_weights_post_receives_before_sends():
         with Posted() as posted:
             messages.exchange([(0, torch.ones(2)), (2, torch.ones(2))], [(0, torch.ones(2)), (3, torch.ones(2))])
     assert posted.names == ["recv_", "recv_", "send", "send"]
+
+
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_the_last_slice_of_backward_waits_for_nobody(n, monkeypatch):
+    """A rank's own part is written home while the others' sum is under way; the next item's backward waits for that."""
+    waits = []
+    monkeypatch.setattr(messages, "_wait", lambda works: waits.extend(["wait"] * len(works)))
+    for name, works in (("has_sent", "_sent"), ("has_received", "_received")):  # as over gloo, which never knows
+        monkeypatch.setattr(messages.Exchange, name, lambda self, works=works: not getattr(self, works))
+
+    def number_of_waits(call):
+        before = len(waits)
+        call()
+        return len(waits) - before
+
+    with as_rank(1, num_ranks=n):
+        ring = ring_of_all(n)
+        ring.start(fresh=[True, True])
+        for item in (0, 1):
+            for visit in ring.visits(item, backward=True, fetch=False):
+                if visit.step == 0:
+                    assert (ring.gradient(item, visit, wait=False) is None) == (item == 1)
+                found = number_of_waits(lambda visit=visit, item=item: ring.gradient(item, visit, wait=True))
+                found += number_of_waits(lambda visit=visit, item=item: ring.pass_on(item, visit))
+                assert (found > 0) == ((item, visit.step) != (0, 0) and visit.step != n - 1)
+        assert number_of_waits(ring.finish) == 2  # the last one has come, and the last one has left
+
+
+def test_one_handle_for_a_whole_batch_is_waited_for_by_whoever_waits(monkeypatch):
+    """NCCL gives one: a buffer must not be written again before it has left."""
+    monkeypatch.setattr(messages, "_wait", lambda works: waited.extend(works))
+    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: ["handle"])
+    for wait in (messages.Exchange.wait_sent, messages.Exchange.wait_received):
+        waited = []
+        with as_rank(1, num_ranks=2):
+            exchange = messages.Exchange(send=torch.ones(1), to=0, receive=torch.ones(1), source=0, group=None)
+            wait(exchange)
+        assert waited == ["handle"]

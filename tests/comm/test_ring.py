@@ -338,6 +338,28 @@ def test_additions_that_were_kept_back_are_made_when_they_can_be(n, ring):
     on_ranks(kept_back, "shared_memory", n, ring)
 
 
+def one_ahead_of_the_other(ring):
+    """Rank 0 comes to the end of its backward before rank 1 begins its own."""
+    for fresh in (True, False):
+        dist.barrier()
+        ring.start(fresh=[fresh] * 3)
+        for turn in range(2):
+            if ring.position == turn:
+                for visit in ring.visits(0, backward=True, fetch=False):
+                    buffer = ring.gradient(0, visit, wait=False)
+                    assert buffer is not None, "waits for the other rank"
+                    mine = part(ring.position, 0, visit.index, ring.numels[0][visit.index])
+                    buffer.flat.copy_(mine) if buffer.fresh else buffer.flat.add_(mine)
+                    ring.pass_on(0, visit)
+            dist.barrier()
+        ring.finish()
+        assert torch.equal(ring.home_gradients(0), summed(ring, 0, scale=1.0 if fresh else 2.0))
+
+
+def test_over_messages_a_rank_writes_its_own_part_home_before_the_others_sum_has_come(ring):
+    on_ranks(one_ahead_of_the_other, "send_receive", 2, ring)
+
+
 def fetches_ahead(ring):
     """In the second of two equal steps the next pass's first slice is on its way during this one's last visit."""
     for number in range(2):

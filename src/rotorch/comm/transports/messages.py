@@ -30,14 +30,18 @@ class Exchange:
         ]
         works = dist.batch_isend_irecv(wanted) if wanted else []
         if len(works) < len(wanted):  # NCCL: one handle for the whole batch
-            self._sent, self._received = [], works
+            self._received, self._sent = list(works), list(works)
         else:
             self._received = works[: 1 if receive.numel() else 0]
             self._sent = works[len(self._received) :]
 
     def has_received(self) -> bool:
-        """Whether it is known, without waiting, that the message has come (gloo never knows)."""
+        """Tells without waiting if the message is known to have come (gloo never knows)."""
         return all(work.is_completed() for work in self._received)
+
+    def has_sent(self) -> bool:
+        """Tells without waiting if the message is known to have left (gloo never knows)."""
+        return all(work.is_completed() for work in self._sent)
 
     def wait_received(self) -> None:
         _wait(self._received)

@@ -13,6 +13,12 @@ At each step every rank sends its home slice to one reader and receives one.
     where the buffer may be on its way with the next unit already, in the slot that is free. Messages that must be
     unpacked need no second slot: when one is unpacked, the next may come.
 
+[Note: added when it arrives]
+    The last visit of backward is that of this rank's own slice. Its part is written home at once; the sum of all other
+    ranks' parts is still on its way then, and is added when the slot that it comes into is needed for another slice,
+    at the end of a step at the latest. A home gradient is so made of own part, then arrival, pass after pass: an order
+    that no timing changes, the same on all ranks.
+
 Weights and gradients travel in groups of their own, so neither waits for the other or for anyone's collectives.
 """
 
@@ -42,6 +48,15 @@ class _Fetch:
     step: int
     slot: int
     exchange: Exchange
+
+
+@dataclass
+class _Owed:
+    """The sum of all other ranks' parts that is yet to be added to a home gradient, and the slot it comes into."""
+
+    item: int
+    slot: int
+    hop: Exchange
 
 
 class SendReceiveRing(Ring):
@@ -95,6 +110,7 @@ class SendReceiveRing(Ring):
         self._gradient_slots = [torch.empty(largest if travels else 0, dtype=dtype, device=device) for _ in range(2)]
         self._hops: list[Exchange | None] = [None, None]
         """Per gradient slot: the hop that sends its contents (and receives into the other slot)."""
+        self._owed: _Owed | None = None
         self._num_fetches = 0
         self._in_flight: _Fetch | None = None
         self._passes = Passes(size=self.size)
@@ -122,6 +138,7 @@ class SendReceiveRing(Ring):
 
     def finish(self) -> None:
         super().finish()
+        self._settle()
         self._drain()
 
     def close(self) -> None:
@@ -130,6 +147,7 @@ class SendReceiveRing(Ring):
         self._drain()
 
     def _drain(self) -> None:
+        """Waits for all that is under way; what a step that was broken off owes its gradients is dropped."""
         if self._in_flight is not None:
             self._in_flight.exchange.wait()
             self._in_flight = None
@@ -137,6 +155,9 @@ class SendReceiveRing(Ring):
             if hop is not None:
                 hop.wait()
             self._hops[slot] = None
+        if self._owed is not None:
+            self._owed.hop.wait()
+            self._owed = None
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         this = Pass(item, backward, fetch)
@@ -223,32 +244,33 @@ class SendReceiveRing(Ring):
         home = self._gradients[item]
         if n == 1:
             return GradientBuffer(home, self.fresh[item])
+        if step == n - 1:  # own slice: see [Note: added when it arrives]
+            return GradientBuffer(home, self.fresh[item])
         slot, other = step % 2, (step + 1) % 2
         travelling = self._gradient_slots[slot][: self.numels[item][visit.index]]
         if step == 0:
+            if not wait and not self._is_free(slot):
+                return None
             self._release(slot)
             return GradientBuffer(travelling, True)
         hop = self._hops[other]  # sent the last slice's gradient from the other slot, receives into this one
         if hop is not None:
             if not wait and not hop.has_received():
                 return None
-            here = self.place.now
-            self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % n)
-            hop.wait_received()
-            self.place.now = here
-        if step < n - 1:
-            return GradientBuffer(travelling, False)
-        if self.fresh[item]:  # own slice: the sum of all others has arrived
-            home.copy_(travelling)
-        else:
-            home.add_(travelling)
-        return GradientBuffer(home, False)
+            self._await_gradient(hop, item, visit.index)
+        return GradientBuffer(travelling, False)
 
     def pass_on(self, item: int, visit: Visit) -> None:
         n, r, step = self.size, self.position, visit.step
-        if step == n - 1:
+        if n == 1:
             return
         slot, other = step % 2, (step + 1) % 2
+        if step == n - 1:
+            hop = self._hops[other]
+            if hop is None:
+                raise AssertionError("the sum of the other ranks' parts is not on its way")
+            self._owed = _Owed(item, slot, hop)
+            return
         self._release(other)
         arriving = (visit.index + 1) % n
         self._hops[slot] = Exchange(
@@ -259,9 +281,33 @@ class SendReceiveRing(Ring):
             group=self._gradient_group,
         )
 
+    def _is_free(self, slot: int) -> bool:
+        """Tells without waiting if a gradient slot is known to hold nothing that is still needed."""
+        owed, hop = self._owed, self._hops[slot]
+        arrived = owed is None or owed.slot != slot or owed.hop.has_received()
+        return arrived and (hop is None or hop.has_sent())
+
     def _release(self, slot: int) -> None:
-        """Waits until what a gradient slot held has left."""
+        """Waits until what a gradient slot held has left, or has been added to the home gradient that it is owed to."""
+        if self._owed is not None and self._owed.slot == slot:
+            self._settle()
         hop = self._hops[slot]
-        if hop is not None:
-            hop.wait()
+        if hop is not None:  # what it brings into the other slot is waited for by whoever needs that
+            hop.wait_sent()
             self._hops[slot] = None
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Adds what is owed to a home gradient."""
+        owed = self._owed
+        if owed is not None:
+            self._await_gradient(owed.hop, owed.item, self.position)
+            home = self._gradients[owed.item]
+            home.add_(self._gradient_slots[owed.slot][: home.numel()])
+            self._owed = None
+
+    def _await_gradient(self, hop: Exchange, item: int, index: int) -> None:
+        here = self.place.now
+        self._mark_wait(Operation.AWAIT_GRADIENT, item, index, source=(self.position + 1) % self.size)
+        hop.wait_received()
+        self.place.now = here
