@@ -72,8 +72,8 @@ def options(strategy: type[Strategy]) -> list[dict[str, object]]:
     """Every combination of a strategy's options that have finitely many values, except all defaults.
 
     "auto" is left out: it stands for one of the others, and the layouts without options have it. What needs a GPU (the
-    strategy refuses the device "cpu") is left out too: tests/gpu has it. Nor are there combinations that the strategy
-    says are another one: tests/strategies/test_layouts.py holds it to that.
+    strategy refuses the device "cpu") is left out too: tests/gpu has it. So is what changes the model. Nor are there
+    combinations that the strategy says are another one: tests/strategies/test_layouts.py holds it to that.
     """
     defaults = {name: field.default for name, field in strategy.model_fields.items() if not field.is_required()}
     choices: dict[str, list[object]] = {}
@@ -85,7 +85,7 @@ def options(strategy: type[Strategy]) -> list[dict[str, object]]:
             choices[name] = [value for value in typing.get_args(kind) if value != "auto"]
     every = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
     other = (chosen for chosen in every if any(value != defaults[name] for name, value in chosen.items()))
-    held = (works_on_cpu, can_be_written)
+    held = (works_on_cpu, can_be_written, is_exact)
     return [c for c in other if all(works(strategy, c) for works in held) and not has_idle_options(strategy, c)]
 
 
@@ -95,6 +95,11 @@ def works_on_cpu(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
     except ConfigError:
         return False
     return True
+
+
+def is_exact(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
+    """Whether one process computes the same; what does not has tests of its own."""
+    return not on_two_ranks(strategy, chosen).changes_the_model
 
 
 def can_be_written(strategy: type[Strategy], chosen: dict[str, object]) -> bool:

@@ -19,6 +19,7 @@ from rotorch.core.traffic import MicroBatch
 from rotorch.strategies.atp.plan import ATP
 from rotorch.strategies.ddp.plan import DDP
 from rotorch.strategies.fsdp.plan import FSDP
+from rotorch.strategies.installed import KIND, with_installed
 from rotorch.strategies.megatron.plan import Megatron
 from rotorch.strategies.pp.plan import PP
 from rotorch.strategies.rtp.plan import RTP
@@ -27,9 +28,10 @@ from rotorch.strategies.summa.plan import SUMMA
 from rotorch.strategies.tesseract.plan import Tesseract
 from rotorch.strategies.zeropp.plan import ZeroPP
 
-STRATEGIES: dict[str, type[Strategy]] = {
-    strategy.kind: strategy for strategy in (Single, DDP, FSDP, RTP, Megatron, ATP, SUMMA, Tesseract, PP, ZeroPP)
-}
+STRATEGIES: dict[str, type[Strategy]] = with_installed(
+    (Single, DDP, FSDP, RTP, Megatron, ATP, SUMMA, Tesseract, PP, ZeroPP)
+)
+"""All that there is by kind: those here, and those of other packages (`installed.py`)."""
 
 COMPOSES: frozenset[tuple[str, str]] = frozenset(
     {
@@ -49,7 +51,7 @@ COMPOSES: frozenset[tuple[str, str]] = frozenset(
 )
 """(outer, inner) pairs that work and are tested; every other composition is a ConfigError."""
 
-_ITEM = re.compile(r"^(?P<kind>[a-z_]+)(?:=(?P<size>[^\[\]]*))?(?:\[(?P<options>[^\[\]]*)\])?$")
+_ITEM = re.compile(rf"^(?P<kind>{KIND})(?:=(?P<size>[^\[\]]*))?(?:\[(?P<options>[^\[\]]*)\])?$")
 
 
 def parse_parallel(text: str) -> tuple[Strategy, ...]:

@@ -1,0 +1,1 @@
+"""`ddp_bf16`: see `plan.py` for what it is, `apply.py` for how."""
