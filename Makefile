@@ -23,7 +23,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner sr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all test-oldest test-peers failures checkpoints chaos mutants test-gpu check zoo bench bars pages bench-gpu clean
+.PHONY: help setup train test test-all test-oldest test-peers failures checkpoints chaos mutants test-gpu check zoo bench bars pages bench-links bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -105,6 +105,9 @@ bars: setup ## measure what must hold beside other libraries, of speed and of me
 
 pages: setup ## write the tables of README.md and docs/ from the records in benchmarks/results
 	@$(BIN)/python benchmarks/pages.py $(ARGS)
+
+bench-links: setup ## rotation between hosts (network namespaces) on links as slow as its compute; needs root or user namespaces
+	@$(BIN)/python benchmarks/links.py --emulate $(ARGS)
 
 bench-gpu: setup ## what rotation holds, computes and costs on one GPU; without one it says so and does nothing
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)

@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from rotorch import _torch_private
 from rotorch._torch_private import (
     AUTOGRAD_THREADS,
+    CPU_ATTENTION,
+    CPU_ATTENTION_BACKWARD,
     FUSED_ATTENTION,
     GLOO_THREADS,
     TRUNCATED_NORMAL,
@@ -87,6 +89,16 @@ def test_scaled_dot_product_attention_is_a_fused_operation_that_says_whether_it_
     assert len(found) == 1
     for operation in FUSED_ATTENTION:
         assert "dropout_p" in [argument.name for argument in operation._schema.arguments]
+
+
+def test_attention_on_cpu_is_one_operation_in_forward_and_one_in_backward_that_takes_the_gradient_first():
+    q = torch.randn(1, 2, 8, 16, requires_grad=True)
+    with Names() as names:
+        nn.functional.scaled_dot_product_attention(q, q, q).sum().backward()
+    for packet in (CPU_ATTENTION, CPU_ATTENTION_BACKWARD):
+        assert names.seen.count(packet.default._schema.name) == 1
+    given = [argument.name for argument in CPU_ATTENTION_BACKWARD.default._schema.arguments]
+    assert given[:4] == ["grad_out", "query", "key", "value"]
 
 
 def test_a_dispatch_mode_sees_operations_of_forward_and_backward_and_says_which_argument_is_written():

@@ -36,6 +36,13 @@ FUSED_ATTENTION = {
 Reason: a dispatch mode sees these, never the public function, which is made of them (see `ops/keep_attention.py`).
 """
 
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+"""Attention on CPU, whose products are inside of one operation; its backward takes the output's gradient first.
+
+Reason: who counts products below autograd (`bench/device_clock.py`) sees these only.
+"""
+
 GLOO_THREADS = {"gloo_tcp_loop", "pt_gloo_runloop"}
 """Names of the threads that a gloo process group starts: what sends and receives, and what runs collectives.
 
@@ -54,6 +61,8 @@ Reason: a process that has them cannot fork ranks that compute gradients, and to
 # registered with torch's own pytree; optree would not know Hugging Face's output classes.
 __all__ = [
     "AUTOGRAD_THREADS",
+    "CPU_ATTENTION",
+    "CPU_ATTENTION_BACKWARD",
     "FUSED_ATTENTION",
     "GLOO_THREADS",
     "TRUNCATED_NORMAL",

@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rotorch.bench.contender import LIMIT, REFERENCE, Contender, build, make_contender
+from rotorch.bench.device_clock import DeviceClock
 from rotorch.bench.peers import PEERS
 from rotorch.bench.process_memory import ProcessMemory, read_process_memory, reset_peak
 from rotorch.bench.process_settings import ProcessSetter, ProcessSettings
@@ -53,6 +55,7 @@ class Place:
         store: file through which the row's ranks find each other.
         timeout_s: how long a rank waits for another one.
         parent_pid: the bench's process; ranks end with it.
+        flops_per_s: of a device that is only thought of (see `device_clock.py`); None: products take what they take.
     """
 
     row: str
@@ -61,6 +64,7 @@ class Place:
     store: str
     timeout_s: float
     parent_pid: int
+    flops_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -165,6 +169,14 @@ class _Rank:
         contender, step = self._made(), self._next()
         return measure_tensors(contender, step=step)
 
+    def product_flops(self) -> int:
+        """Runs one step and counts its products."""
+        contender, step = self._made(), self._next()
+        with DeviceClock(None) as clock:
+            contender.forward_backward(step)
+            contender.update()
+        return clock.flops
+
     def traffic(self) -> Traffic:
         """Runs one step and counts what is sent."""
         contender, step = self._made(), self._next()
@@ -206,9 +218,12 @@ class _Rank:
 
     def _timed_step(self) -> StepTime:
         contender, step = self._made(), self._next()
+        rate = self._place.flops_per_s
+        clock = nullcontext() if rate is None else DeviceClock(rate)
         self._wait_for_all()
         start_s = time.perf_counter()
-        loss = contender.forward_backward(step)
+        with clock:
+            loss = contender.forward_backward(step)
         _finish()
         gradients_s = time.perf_counter()
         contender.update()

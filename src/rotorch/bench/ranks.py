@@ -14,9 +14,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from multiprocessing.connection import Connection, wait
 from typing import Any, Protocol
 
+from rotorch.bench.hosts import Hosts
 from rotorch.bench.process_memory import MALLOC_ENVIRONMENT
 from rotorch.bench.rank import Place, serve
 from rotorch.bench.task import Task
@@ -76,38 +78,49 @@ class RowRanks:
         num_ranks: how many.
         fresh: start new interpreters with `MALLOC_ENVIRONMENT` instead of forking.
         timeout_s: how long a question may take.
+        hosts: where they are, rank k on host `k * hosts.count // num_ranks`; None: on this one.
+        flops_per_s: see `Place`.
     """
 
-    def __init__(self, task: Task, *, row: str, num_ranks: int, fresh: bool = False, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        task: Task,
+        *,
+        row: str,
+        num_ranks: int,
+        fresh: bool = False,
+        timeout_s: float = 600.0,
+        hosts: Hosts | None = None,
+        flops_per_s: float | None = None,
+    ) -> None:
         self.row = row
         self.wire_counter = HOST
         self._timeout_s = timeout_s
         self._directory = tempfile.TemporaryDirectory(prefix="rotorch-bench-")
         self._processes: list[_Process] = []
         self._connections: list[Connection] = []
-        places = [
-            Place(row, rank, num_ranks, os.path.join(self._directory.name, "store"), timeout_s, os.getpid())
-            for rank in range(num_ranks)
-        ]
+        store = os.path.join(self._directory.name, "store")
+        places = [Place(row, rank, num_ranks, store, timeout_s, os.getpid(), flops_per_s) for rank in range(num_ranks)]
         try:
             if fresh or why_no_ranks_on_cpu():
                 self._start(task, places, environment=MALLOC_ENVIRONMENT if fresh else {})
             else:
-                self._fork(task, places)
+                self._fork(task, places, hosts=hosts)
             self._answers()
         except BaseException:
             self.close()
             raise
 
-    def _fork(self, task: Task, places: Sequence[Place]) -> None:
+    def _fork(self, task: Task, places: Sequence[Place], *, hosts: Hosts | None) -> None:
         context = multiprocessing.get_context("fork")
         together = context.Barrier(len(places))
-        with forking(), network_of_its_own() as own:
+        with forking(), network_of_its_own() if hosts is None else nullcontext(False) as own:
             self.wire_counter = OWN if own else HOST
             for place in places:
                 ours, theirs = context.Pipe()
                 process = context.Process(target=_forked_main, args=(ours, theirs, task, place, together), daemon=True)
-                process.start()
+                with nullcontext() if hosts is None else hosts.on(place.rank * hosts.count // place.num_ranks):
+                    process.start()
                 theirs.close()
                 self._connections.append(ours)
                 self._processes.append(_Forked(process))

@@ -60,7 +60,7 @@ def network_of_its_own() -> Iterator[bool]:
     finally:
         if before is not None:
             try:
-                _call("setns", before, _CLONE_NEWNET)
+                call_libc("setns", before, _CLONE_NEWNET)
             finally:
                 os.close(before)
 
@@ -84,7 +84,7 @@ def _enter() -> int | None:
     except OSError:
         return None
     try:
-        _call("unshare", _CLONE_NEWNET)
+        call_libc("unshare", _CLONE_NEWNET)
     except OSError:
         os.close(before)
         return None
@@ -92,14 +92,18 @@ def _enter() -> int | None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
             fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", _LOOPBACK.encode(), _IFF_UP))
     except OSError:
-        _call("setns", before, _CLONE_NEWNET)
+        call_libc("setns", before, _CLONE_NEWNET)
         os.close(before)
         return None
     return before
 
 
-def _call(name: str, *arguments: int) -> None:
-    """A function of the C library, which Python has since 3.12."""
+def call_libc(name: str, *arguments: int) -> None:
+    """Calls `unshare` or `setns` of the C library, which Python has since 3.12.
+
+    Raises:
+        OSError: what the system says.
+    """
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))
