@@ -38,9 +38,9 @@ from rotorch.models.pretrained import open_pretrained
 from rotorch.ops.deferred_logits import DeferredLogits
 from rotorch.process.host_memory import make_room
 from rotorch.shard.buffers import WrittenBuffers
-from rotorch.shard.held import HeldWeight, Pieces
 from rotorch.shard.load import load_stored
 from rotorch.shard.materialize import Recipe, initialise
+from rotorch.shard.sharded_weight import Pieces, ShardedWeight
 from rotorch.shard.sites import persistent_buffers
 
 Result = TypeVar("Result")
@@ -52,7 +52,7 @@ class Holding(ABC):
     `strategies/<kind>/apply.py` subclasses it.
     """
 
-    weights: dict[str, HeldWeight]
+    weights: dict[str, ShardedWeight]
     """Every weight of the spec by name, in the module's order; on all ranks the same names."""
 
     loss_scale: float = 1.0
@@ -288,7 +288,7 @@ class ParallelModel:
         return torch.device(self.mesh.device_type)
 
     @property
-    def weights(self) -> dict[str, HeldWeight]:
+    def weights(self) -> dict[str, ShardedWeight]:
         """What this rank holds of each weight, by name (tied names appear once)."""
         return self._holding.weights
 

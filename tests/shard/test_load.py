@@ -10,9 +10,9 @@ from torch import nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Weight
-from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.shard.load import load_directory, load_stored
 from rotorch.shard.safetensors_files import open_safetensors
+from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
 from rotorch.shard.stored import Computed, Joined, Stacked
 
 WEIGHTS = (
@@ -32,7 +32,7 @@ def held(num_slices=1, index=0, dtype=torch.float32, weights=WEIGHTS):
     for weight in weights:
         local = torch.full(weight.slice_shape(num_slices=num_slices, index=index), float("nan"), dtype=dtype)
         pieces = cut_pieces(weight, num_slices=num_slices, index=index)
-        found[weight.name] = HeldWeight(weight, local, pieces, nn.Parameter(local))
+        found[weight.name] = ShardedWeight(weight, local, pieces, nn.Parameter(local))
     return found
 
 

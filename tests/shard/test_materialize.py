@@ -13,8 +13,8 @@ import rotorch
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Weight
 from rotorch.models.hf import causal_lm, load_config
-from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.shard.materialize import initialise, take_recipes
+from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
 
 
 class Made(nn.Module):
@@ -40,7 +40,7 @@ def values(build, *, seed=0, cut=None, num_slices=1, index=0, dtype=torch.float3
     parameter = dict(module.named_parameters())[name]
     weight = Weight(name, tuple(parameter.shape), dtype.itemsize, cut)
     local = torch.full(weight.slice_shape(num_slices=num_slices, index=index), float("nan"), dtype=dtype)
-    held = HeldWeight(weight, local, cut_pieces(weight, num_slices=num_slices, index=index), nn.Parameter(local))
+    held = ShardedWeight(weight, local, cut_pieces(weight, num_slices=num_slices, index=index), nn.Parameter(local))
     initialise({name: held}, recipes=recipes, seed=seed)
     return local
 
@@ -346,7 +346,7 @@ def test_families_are_initialised_as_their_own_code_does(tiny, family):
     for name, parameter in theirs.items():
         weight = Weight(name, tuple(parameter.shape), 4)
         local = torch.empty(weight.shape)
-        held = HeldWeight(weight, local, cut_pieces(weight, num_slices=1, index=0), nn.Parameter(local))
+        held = ShardedWeight(weight, local, cut_pieces(weight, num_slices=1, index=0), nn.Parameter(local))
         initialise({name: held}, recipes=recipes, seed=0)
         if float(parameter.std()) == 0:
             assert torch.equal(local, parameter), name

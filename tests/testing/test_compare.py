@@ -8,7 +8,7 @@ from torch import nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Weight
-from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
 from rotorch.testing.batches import global_batch, share_of
 from rotorch.testing.compare import gradient_errors, gradients_along, relative_error, value_errors
 from rotorch.testing.parity import NUM_ROWS, my_micro_batches, parity_batch
@@ -36,7 +36,7 @@ def held(weight, whole, *, num_slices, index, grad=None):
     parameter = nn.Parameter(local.clone())
     if grad is not None:
         parameter.grad = torch.cat([p.of_whole(grad) for p in pieces])
-    return HeldWeight(weight, local, pieces, parameter)
+    return ShardedWeight(weight, local, pieces, parameter)
 
 
 def test_every_rank_compares_its_pieces_on_the_scale_of_the_whole():

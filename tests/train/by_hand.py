@@ -9,7 +9,7 @@ from torch import nn
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.mesh import make_mesh
 from rotorch.parallel_model import Holding, ParallelModel
-from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
 from rotorch.strategies import parse_parallel
 from rotorch.train.checkpoint.saving import latest, load
 from rotorch.train.state import TrainState
@@ -25,7 +25,7 @@ class ByHand(Holding):
         for weight in weights:
             local = torch.full(weight.slice_shape(num_slices=num_ranks, index=rank), 0.5, dtype=dtype)
             pieces = cut_pieces(weight, num_slices=num_ranks, index=rank)
-            self.weights[weight.name] = HeldWeight(weight, local, pieces, nn.Parameter(local))
+            self.weights[weight.name] = ShardedWeight(weight, local, pieces, nn.Parameter(local))
 
     def lend(self):
         raise NotImplementedError

@@ -17,7 +17,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.mesh import make_mesh
 from rotorch.parallel_model import Holding, ParallelModel
-from rotorch.shard.held import HeldWeight, cut_pieces
+from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
 from rotorch.strategies import parse_parallel
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.checkpoint.saving import check, inspect_checkpoint, latest, load, save
@@ -65,7 +65,7 @@ class ByHand(Holding):
         for weight in weights:
             local = torch.zeros(weight.slice_shape(num_slices=num_ranks, index=rank), dtype=dtype)
             pieces = cut_pieces(weight, num_slices=num_ranks, index=rank)
-            self.weights[weight.name] = HeldWeight(weight, local, pieces, nn.Parameter(local))
+            self.weights[weight.name] = ShardedWeight(weight, local, pieces, nn.Parameter(local))
 
     def lend(self):
         raise NotImplementedError

@@ -25,7 +25,7 @@ from rotorch.core.grid import shard_of
 from rotorch.core.grid_memory import messages_of
 from rotorch.core.spec import Range
 from rotorch.hold.twins import Part, Twins
-from rotorch.shard.held import Piece
+from rotorch.shard.sharded_weight import Piece
 from rotorch.shard.sites import Site
 
 

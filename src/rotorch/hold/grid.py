@@ -37,7 +37,7 @@ from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.summa import Grid
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.parallel_model import Holding
-from rotorch.shard.held import Piece, box_pieces
+from rotorch.shard.sharded_weight import Piece, box_pieces
 from rotorch.shard.sites import find_sites
 
 

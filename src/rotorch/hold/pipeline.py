@@ -36,7 +36,7 @@ from rotorch.parallel_model import Holding, OuterHolding, Result
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind, Schedule
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.shard.held import HeldWeight, cut_pieces, dtensor_at_rest, dtensor_like
+from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces, dtensor_at_rest, dtensor_like
 from rotorch.shard.sites import find_sites
 
 
@@ -140,7 +140,7 @@ class PipelineHolding(OuterHolding):
         self._take_back()
         self._forget_guests()
 
-    def _held(self, weight: Weight, source: nn.Parameter, *, whole: bool) -> HeldWeight:
+    def _held(self, weight: Weight, source: nn.Parameter, *, whole: bool) -> ShardedWeight:
         """A weight as part of what all ranks of the pipeline have; cut in name only."""
         inner = self._inner.weights[weight.name] if weight.name in self._homes else None
         if inner is None:
@@ -151,8 +151,8 @@ class PipelineHolding(OuterHolding):
         at_rest = dtensor_at_rest(local, shape=weight.shape, mesh=self._inside, placements=placements)
         parameter = nn.Parameter(at_rest, requires_grad=source.requires_grad)
         if inner is None:
-            return HeldWeight(weight, local, (), parameter)
-        return HeldWeight(weight, local, inner.pieces, parameter, inner.num_holders, inner.holder)
+            return ShardedWeight(weight, local, (), parameter)
+        return ShardedWeight(weight, local, inner.pieces, parameter, inner.num_holders, inner.holder)
 
     # ---------------------------------------------------------------- lending
 

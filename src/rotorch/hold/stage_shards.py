@@ -33,10 +33,10 @@ from torch.distributed.tensor import Shard
 from rotorch.comm.line import Line, Wait
 from rotorch.core.spec import ModelSpec, Weight
 from rotorch.parallel_model import Holding
-from rotorch.shard.held import (
+from rotorch.shard.sharded_weight import (
     EarlierGradients,
-    HeldWeight,
     Piece,
+    ShardedWeight,
     dtensor_at_rest,
     dtensor_like,
     refuse_unfrozen,
@@ -48,7 +48,7 @@ from rotorch.shard.sites import Site, find_sites
 class _Shard:
     """One weight: `rows` of it per rank, the last ranks fewer; `whole` has no memory unless gathered."""
 
-    held: HeldWeight
+    held: ShardedWeight
     whole: nn.Parameter
     rows: int
     sites: tuple[Site, ...]
@@ -138,7 +138,7 @@ class StageShards(Holding):
             torch.empty(weight.shape, dtype=source.dtype, device=device), requires_grad=source.requires_grad
         )
         whole.untyped_storage().resize_(0)
-        return _Shard(HeldWeight(weight, local, pieces, parameter), whole, each, sites)
+        return _Shard(ShardedWeight(weight, local, pieces, parameter), whole, each, sites)
 
     # ---------------------------------------------------------------- lending
 

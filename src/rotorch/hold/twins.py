@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.spec import Weight
-from rotorch.shard.held import (
+from rotorch.shard.sharded_weight import (
     EarlierGradients,
-    HeldWeight,
     Piece,
+    ShardedWeight,
     cut_pieces,
     dtensor_at_rest,
     dtensor_like,
@@ -104,7 +104,7 @@ class Twins:
         self._parts = {p.weight.name: p for p in parts}
         self._sites = {name: sites[name] for name in self._parts}
         self.twins: dict[str, nn.Parameter] = {}
-        self.held: dict[str, HeldWeight] = {}
+        self.held: dict[str, ShardedWeight] = {}
         self._earlier = EarlierGradients()
         self._at_rest: dict[str, tuple[int, DTensor]] = {}
         self._sums: dict[tuple[torch.dtype, tuple[str, ...]], Tensor] = {}
@@ -124,7 +124,7 @@ class Twins:
                 requires_grad=source.requires_grad,
             )
             self.twins[name] = twin
-            self.held[name] = HeldWeight(
+            self.held[name] = ShardedWeight(
                 part.weight,
                 twin.detach(),
                 part.pieces,

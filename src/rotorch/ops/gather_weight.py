@@ -16,7 +16,7 @@ from rotorch.comm.ring import Visit
 from rotorch.core.spec import Range
 from rotorch.ops.rotate import RotatingUnit, SliceGradient
 from rotorch.ops.side_by_side import Turns
-from rotorch.shard.held import cut_pieces
+from rotorch.shard.sharded_weight import cut_pieces
 
 
 def gather_weights(unit: RotatingUnit) -> list[Tensor]:

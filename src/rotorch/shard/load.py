@@ -13,14 +13,14 @@ from torch import Tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Weight
 from rotorch.process.host_memory import give_back_freed_memory
-from rotorch.shard.held import HeldWeight, Piece
 from rotorch.shard.safetensors_files import open_safetensors
+from rotorch.shard.sharded_weight import Piece, ShardedWeight
 from rotorch.shard.stored import Stored, kind_of
 
 _NAMES_SHOWN = 100  # of each kind; beyond that it is another model
 
 
-def load_directory(directory: str, *, weights: Mapping[str, HeldWeight]) -> None:
+def load_directory(directory: str, *, weights: Mapping[str, ShardedWeight]) -> None:
     """Reads what this rank holds of each weight from safetensors whose names are the model's own. Every rank alone.
 
     Raises:
@@ -37,7 +37,7 @@ def load_directory(directory: str, *, weights: Mapping[str, HeldWeight]) -> None
 def load_stored(
     stored: Mapping[str, Stored],
     *,
-    weights: Mapping[str, HeldWeight],
+    weights: Mapping[str, ShardedWeight],
     source: str,
     buffers: Mapping[str, Tensor] | None = None,
     may_lack: Sequence[str] = (),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
-from rotorch.shard.held import HeldWeight, Piece
 from rotorch.shard.recipes import Instruction, Recipe, Recorder, listening, recipe_of, set_recipe
+from rotorch.shard.sharded_weight import Piece, ShardedWeight
 
 _KEPT_ELEMENTS = 1 << 18
 """Values that a constructor writes directly (`nn.Parameter(torch.ones(n))`) are kept up to this size."""
@@ -120,7 +120,7 @@ def _run_initialisation(module: nn.Module) -> None:
 
 
 @torch.no_grad()
-def initialise(weights: Mapping[str, HeldWeight], *, recipes: Mapping[str, Recipe], seed: int) -> None:
+def initialise(weights: Mapping[str, ShardedWeight], *, recipes: Mapping[str, Recipe], seed: int) -> None:
     """Fills what this rank holds of each weight by its recipe. Every rank alone; sends nothing.
 
     Raises:

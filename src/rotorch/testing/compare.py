@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rotorch.shard.held import HeldWeight
+from rotorch.shard.sharded_weight import ShardedWeight
 
 _GRADIENT_FLOOR = 1e-3
 """Gradients are measured against at least this part of the model's largest one (see [Note: errors])."""
@@ -31,7 +31,7 @@ def relative_error(ours: Tensor, theirs: Tensor, *, floor: float = 0.0) -> float
 
 
 def value_errors(
-    weights: Mapping[str, HeldWeight],
+    weights: Mapping[str, ShardedWeight],
     theirs: Mapping[str, Tensor],
     *,
     floor: float = 0.0,
@@ -52,7 +52,7 @@ def value_errors(
     }
 
 
-def gradient_errors(weights: Mapping[str, HeldWeight], theirs: Mapping[str, Tensor | None]) -> dict[str, float]:
+def gradient_errors(weights: Mapping[str, ShardedWeight], theirs: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Relative error of this rank's pieces of every gradient against whole ones (see [Note: errors]); None is zero."""
     largest = max((float(g.abs().max()) for g in theirs.values() if g is not None), default=0.0)
     return {
@@ -63,7 +63,7 @@ def gradient_errors(weights: Mapping[str, HeldWeight], theirs: Mapping[str, Tens
 
 
 def gradients_along(
-    weights: Mapping[str, HeldWeight], theirs: Mapping[str, Tensor | None]
+    weights: Mapping[str, ShardedWeight], theirs: Mapping[str, Tensor | None]
 ) -> dict[str, tuple[float, float]]:
     """Per weight, over this rank's pieces: the sums of ours * theirs and of theirs * theirs."""
     along = {}
@@ -74,13 +74,13 @@ def gradients_along(
     return along
 
 
-def _gradients(held: HeldWeight, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+def _gradients(held: ShardedWeight, whole: Tensor | None) -> tuple[Tensor, Tensor]:
     ours = torch.zeros_like(held.local) if held.local_grad is None else held.local_grad
     return ours, ours.new_zeros(held.weight.shape) if whole is None else whole
 
 
 def _piece_error(
-    held: HeldWeight, ours: Tensor, theirs: Tensor, *, floor: float = 0.0, set_aside: Tensor | None = None
+    held: ShardedWeight, ours: Tensor, theirs: Tensor, *, floor: float = 0.0, set_aside: Tensor | None = None
 ) -> float:
     """Error of this rank's pieces, relative to the whole weight's largest element, so that all ranks measure alike."""
     scale = max(float(theirs.abs().max()), floor, torch.finfo(theirs.dtype).tiny)

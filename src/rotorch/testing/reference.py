@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from rotorch.core.spec import ModelSpec
 from rotorch.models.hf import config_from_dict, load_config
 from rotorch.models.losses import LossFn, count_targets
-from rotorch.shard.held import HeldWeight, cut_pieces
 from rotorch.shard.materialize import Recipe, initialise
+from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
 from rotorch.testing.arithmetic import widen
 
 
@@ -74,7 +74,7 @@ def fill(module: nn.Module, *, spec: ModelSpec, recipes: Mapping[str, Recipe], s
     """Gives a plain module the values that `ParallelModel.materialize(seed=seed)` gives, each weight in one piece."""
     parameters = dict(module.named_parameters())
     held = {
-        weight.name: HeldWeight(
+        weight.name: ShardedWeight(
             weight,
             parameters[weight.name].detach(),
             cut_pieces(weight, num_slices=1, index=0),

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from rotorch.core.errors import ConfigError
 from rotorch.models.lora import adapter_config
 from rotorch.parallel_model import ParallelModel
-from rotorch.shard.held import HeldWeight, Pieces
+from rotorch.shard.sharded_weight import Pieces, ShardedWeight
 from rotorch.shard.sites import persistent_buffers
 from rotorch.train.checkpoint.manifest import (
     BUFFER,
@@ -190,7 +190,7 @@ def optimizer_tensors(state: TrainState) -> dict[str, Pieces | Tensor]:
     return tensors
 
 
-def optimizer_values(state: TrainState) -> Iterator[tuple[HeldWeight, str, Any]]:
+def optimizer_values(state: TrainState) -> Iterator[tuple[ShardedWeight, str, Any]]:
     """What the optimizer keeps on this rank: of which weight, under which key, and the value."""
     if state.optimizer is None:
         return
@@ -200,13 +200,13 @@ def optimizer_values(state: TrainState) -> Iterator[tuple[HeldWeight, str, Any]]
         yield from ((held, key, value) for key, value in of_weight.items() if value is not None)
 
 
-def _stepped(optimizer: torch.optim.Optimizer) -> Callable[[HeldWeight], nn.Parameter]:
+def _stepped(optimizer: torch.optim.Optimizer) -> Callable[[ShardedWeight], nn.Parameter]:
     """Which parameter of a weight an optimizer has: the DTensor, or this rank's part as a plain one."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return lambda held: held.local_parameter if id(held.local_parameter) in known else held.parameter
 
 
-def _kind(optimizer: Any, held: HeldWeight, key: str, value: Any) -> str:
+def _kind(optimizer: Any, held: ShardedWeight, key: str, value: Any) -> str:
     if isinstance(value, (bool, int, float)):
         return NUMBER
     if isinstance(value, Tensor):
@@ -237,7 +237,7 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _like_weight(held: HeldWeight, value: Tensor) -> Pieces:
+def _like_weight(held: ShardedWeight, value: Tensor) -> Pieces:
     return Pieces(_local(value), shape=held.weight.shape, pieces=held.pieces)
 
 

@@ -32,8 +32,8 @@ from rotorch.core.spec import ModelSpec, Unit, UnitKind
 from rotorch.models.trial.stages import why_not_in_stages
 from rotorch.models.trial.tiny import inputs_for, shrunk_like, with_values
 from rotorch.models.trial.uses import Use, uses_in_passes
-from rotorch.shard.held import cut_pieces
 from rotorch.shard.materialize import off_meta
+from rotorch.shard.sharded_weight import cut_pieces
 from rotorch.shard.sites import find_sites
 
 _log = logging.getLogger(__name__)

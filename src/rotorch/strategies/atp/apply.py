@@ -29,7 +29,7 @@ from rotorch.ops.plane_use import Plane, PlaneUse, Role
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.parallel_model import Holding
-from rotorch.shard.held import box_pieces
+from rotorch.shard.sharded_weight import box_pieces
 from rotorch.shard.sites import find_sites
 from rotorch.strategies.atp.plan import ATP, AtpPlace, is_column
 

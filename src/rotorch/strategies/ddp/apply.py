@@ -20,7 +20,7 @@ from rotorch.models.blocks import recompute_blocks
 from rotorch.models.compiled import compile_blocks
 from rotorch.models.losses import Batch
 from rotorch.parallel_model import Holding, OuterHolding, Result
-from rotorch.shard.held import EarlierGradients
+from rotorch.shard.sharded_weight import EarlierGradients
 from rotorch.strategies.ddp.plan import DDP
 
 

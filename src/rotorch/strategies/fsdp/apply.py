@@ -18,7 +18,7 @@ from rotorch.hold.stage_shards import StageShards
 from rotorch.models.blocks import recompute_blocks, repeated_blocks
 from rotorch.models.compiled import compile_blocks
 from rotorch.parallel_model import Holding
-from rotorch.shard.held import HeldWeight, Piece
+from rotorch.shard.sharded_weight import Piece, ShardedWeight
 from rotorch.shard.sites import find_sites
 from rotorch.strategies.fsdp.plan import FSDP
 
@@ -51,7 +51,7 @@ class FSDPHolding(Holding):
                 raise AssertionError(f"{weight.name} is no DTensor under fully_shard")
             local = parameter.to_local().detach()
             pieces = _row_pieces(weight, num_ranks=mesh.size(), position=mesh.get_local_rank(), rows=local.shape[0])
-            self.weights[weight.name] = HeldWeight(weight, local, pieces, parameter)
+            self.weights[weight.name] = ShardedWeight(weight, local, pieces, parameter)
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:

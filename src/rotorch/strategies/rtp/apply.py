@@ -39,7 +39,7 @@ from rotorch.ops.visiting_slices import VisitingSlices
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.parallel_model import Holding
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
-from rotorch.shard.held import HeldWeight, cut_pieces, dtensor_at_rest, dtensor_like, refuse_unfrozen
+from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces, dtensor_at_rest, dtensor_like, refuse_unfrozen
 from rotorch.shard.sites import Site, find_sites
 from rotorch.strategies.rtp.plan import RTP
 
@@ -121,7 +121,7 @@ class RTPHolding(Holding):
             whole, parameters=parameters, sites=sites, mesh=mesh, device=device, gradients_stay=mesh.size() > 1
         )
         self._added_once = [name for u in units for name in u.added_once]
-        self._home: dict[str, HeldWeight] = {}
+        self._home: dict[str, ShardedWeight] = {}
         self._home_gradients: dict[str, DTensor] = {}
         self._proxies: list[tuple[Site, Tensor]] = []
         self._home_sites: list[tuple[Site, str]] = []
@@ -172,7 +172,7 @@ class RTPHolding(Holding):
                 dtensor_at_rest(local, shape=weight.shape, mesh=self._mesh, placements=placements),
                 requires_grad=source.requires_grad,
             )
-            self._home[weight.name] = HeldWeight(weight, local, pieces, at_rest)
+            self._home[weight.name] = ShardedWeight(weight, local, pieces, at_rest)
             self._home_gradients[weight.name] = dtensor_like(at_rest, grad)
             for site in sites[weight.name]:
                 site.put(at_rest)

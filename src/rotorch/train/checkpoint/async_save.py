@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import own_group
 from rotorch.core.errors import RotorchError
-from rotorch.shard.held import Pieces
+from rotorch.shard.sharded_weight import Pieces
 from rotorch.train.checkpoint.saving import Snapshot, take, write
 from rotorch.train.checkpoint.store import Place
 from rotorch.train.state import TrainState

@@ -37,7 +37,7 @@ from rotorch.comm.collectives import all_reduce_max, all_reduce_min
 from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError, HeardFailure, RankFailure, RotorchError
 from rotorch.models.lora import adapter_config, adapter_scale
-from rotorch.shard.held import Pieces
+from rotorch.shard.sharded_weight import Pieces
 from rotorch.strategies import format_parallel
 from rotorch.train.checkpoint.directories import (
     check,

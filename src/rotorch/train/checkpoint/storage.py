@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from rotorch.core.errors import ConfigError
-from rotorch.shard.held import Pieces
+from rotorch.shard.sharded_weight import Pieces
 from rotorch.train.checkpoint.commit import landing
 from rotorch.train.checkpoint.manifest import (
     ITEM_BYTES,

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.errors import RankFailure
-from rotorch.shard.held import HeldWeight
+from rotorch.shard.sharded_weight import ShardedWeight
 from rotorch.train.state import TrainState, optimizer_values
 
 _WORD_BYTES = 8
@@ -148,7 +148,7 @@ def _take(state: TrainState) -> Sums:
     )
 
 
-def _which_part(held: HeldWeight) -> int:
+def _which_part(held: ShardedWeight) -> int:
     """A number, not 0, for the part of the weight that a rank holds: the same for those that hold the same."""
     return 1 + zlib.crc32(repr([(piece.offsets, piece.sizes) for piece in held.pieces]).encode())
 

@@ -92,7 +92,7 @@ def dtensor_at_rest(
 ) -> DTensor:
     """A DTensor of `shape` over `local`, this rank's part of it; sends nothing.
 
-    Uneven and fused cuts are Shard in name only: see `HeldWeight.pieces` for what is where.
+    Uneven and fused cuts are Shard in name only: see `ShardedWeight.pieces` for what is where.
     """
     if all(isinstance(placement, Replicate) for placement in placements):
         return DTensor.from_local(local, mesh, placements, run_check=False)
@@ -115,16 +115,16 @@ class LocalParameter(nn.Parameter):
     fused step on plain tensors takes a fraction of the time of one on DTensors, whose lists torch unpacks one by one.
     """
 
-    _of: HeldWeight
+    _of: ShardedWeight
 
     @staticmethod
-    def __new__(cls, held: HeldWeight) -> LocalParameter:
+    def __new__(cls, held: ShardedWeight) -> LocalParameter:
         """Makes the one of `held`."""
         self: LocalParameter = super().__new__(cls, held.local, held.parameter.requires_grad)
         self._of = held
         return self
 
-    def __init__(self, held: HeldWeight) -> None:
+    def __init__(self, held: ShardedWeight) -> None:
         """See `__new__`."""
 
     @property  # type: ignore[override]
@@ -140,7 +140,7 @@ class LocalParameter(nn.Parameter):
 
 
 @dataclass
-class HeldWeight:
+class ShardedWeight:
     """One weight as this rank holds it.
 
     Attributes:
@@ -188,7 +188,7 @@ class HeldWeight:
         self.local.untyped_storage().resize_(0)
 
 
-def refuse_unfrozen(held: HeldWeight) -> None:
+def refuse_unfrozen(held: ShardedWeight) -> None:
     """Raises `ConfigError` for a weight that was frozen when the model was spread, and should get a gradient now."""
     if held.parameter.requires_grad:
         raise ConfigError(
@@ -207,7 +207,7 @@ class EarlierGradients:
     def __init__(self) -> None:
         self._copies: dict[str, Tensor] = {}
 
-    def set_aside(self, weights: Mapping[str, HeldWeight]) -> list[str]:
+    def set_aside(self, weights: Mapping[str, ShardedWeight]) -> list[str]:
         """Copies the gradients that there are, before a step; returns whose. An evaluation leaves all as they are."""
         with_gradient = [name for name, held in weights.items() if held.parameter.grad is not None]
         names = with_gradient if torch.is_grad_enabled() else []
@@ -219,7 +219,7 @@ class EarlierGradients:
         if (before := self._copies.pop(name, None)) is not None:
             gradient.add_(before)
 
-    def put_back(self, weights: Mapping[str, HeldWeight]) -> None:
+    def put_back(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Writes the copies that were not added where they came from: this step's gradients may lie there."""
         for name, before in self._copies.items():
             if (grad := weights[name].local_grad) is not None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rotorch.core.spec import Cut, Weight
-from rotorch.shard.held import Piece, Pieces, cut_pieces
+from rotorch.shard.sharded_weight import Piece, Pieces, cut_pieces
 
 
 @given(
