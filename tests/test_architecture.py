@@ -345,3 +345,12 @@ def test_bad_file_names_are_found(path):
 def test_long_files_are_found():
     assert list(file_problems(Path("x.py"), "\n" * (MAX_LINES + 1)))
     assert not list(file_problems(Path("x.py"), "\n" * MAX_LINES))
+
+
+def test_files_that_the_documentation_names_are_there():
+    there = [
+        f"/{path.relative_to(ROOT)}" for part in ("src", "tests", "benchmarks") for path in (ROOT / part).rglob("*")
+    ]
+    named = re.findall(r"`([\w./]+(?:\.py|/))`", (ROOT / "docs" / "architecture.md").read_text())
+    assert len(named) > 100
+    assert [n for n in named if not any(path.endswith(f"/{n.rstrip('/')}") for path in there)] == []
