@@ -1,0 +1,483 @@
+"""Seconds of a training step under a layout: operators and transfers of one rank, scheduled on its lanes.
+
+[Note: where transfers go]
+    A Layout says what a unit sends, by kind and phase; that decides what waits for what.
+    All-gathers of weights come one layer ahead of their use, and so do slices and blocks from other ranks, one part
+    ahead of the computation with it. Activations hold up the next computation. Gradients leave behind it: reduce-scatters
+    in every micro-batch, slices' gradients hop by hop, sums over replicas at the end of a step, or, where DDP does them,
+    layer by layer in its last backward.
+
+[Note: extrapolation]
+    From the third layer of a class on each takes as long as the one before, so at most three of each are scheduled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from math import prod
+
+from rotorch.core.layout import Layout
+from rotorch.core.spec import Unit
+from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_reduce
+from rotorch.pipelining.lower import lower
+from rotorch.pipelining.makespan import Makespan
+from rotorch.pipelining.simulate import Link, StageCosts
+from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.planner.lanes import Lane, Lanes
+from rotorch.planner.speeds import Group, Speeds, Work
+from rotorch.planner.workload import (
+    Cutting,
+    FoldedModel,
+    LayerClass,
+    Numerics,
+    Passes,
+    embedding_passes,
+    head_passes,
+    layer_passes,
+    optimizer_work,
+    unit_passes,
+)
+
+_MOST_LAYERS = 3
+"""Of a class that are scheduled (see [Note: extrapolation])."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A layout with all that its time depends on.
+
+    Attributes:
+        model: with its units as the innermost strategy holds them.
+        strategies: outermost first.
+        batch: one micro-batch of one rank.
+        accumulation: micro-batches of a step.
+        speeds: of the cluster.
+        numerics: how the model computes.
+        parts: layers of each pipeline stage, where there are stages.
+        groups: where ranks of each axis lie; left out: as the mesh has them, innermost strategies on neighbours.
+        ddp_overlaps: whether sums over replicas run beside the last backward where nothing else is inside of ddp.
+    """
+
+    model: FoldedModel
+    strategies: tuple[Strategy, ...]
+    batch: MicroBatch
+    accumulation: int
+    speeds: Speeds
+    numerics: Numerics = Numerics()
+    parts: tuple[range, ...] = ()
+    groups: Mapping[str, Group] = field(default_factory=dict)
+    ddp_overlaps: bool = True
+
+    @cached_property
+    def stages(self) -> StageStrategy | None:
+        """The strategy that cuts the model into stages, if one does."""
+        return next((s for s in self.strategies if isinstance(s, StageStrategy)), None)
+
+    @cached_property
+    def inner(self) -> Strategy:
+        """The innermost strategy."""
+        return self.strategies[-1]
+
+    @cached_property
+    def group_of(self) -> dict[str, Group]:
+        """Of every axis."""
+        axes = [(axis, size) for strategy in self.strategies for axis, size in strategy.axes.items()]
+        sizes = [size for _, size in axes]
+        meshed = {axis: Group(size, prod(sizes[number + 1 :])) for number, (axis, size) in enumerate(axes)}
+        return {**meshed, **self.groups}
+
+    @cached_property
+    def outer_axes(self) -> tuple[str, ...]:
+        """Axes of replicas of what other strategies hold."""
+        return tuple(axis for s in self.strategies[:-1] if s.kind == "ddp" for axis in s.axes)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of one step.
+
+    Attributes:
+        step_s: all of it.
+        compute_s: of one rank's operators, in the mean of stages.
+        sums_s: at its end, over replicas.
+        optimizer_s: of clipping and the optimizer.
+        bubble_s: in which ranks of a pipeline wait, in the mean.
+        waiting_s: in which computation waits for messages or the host.
+        busy_s: by lane, of one micro-batch.
+    """
+
+    step_s: float
+    compute_s: float
+    sums_s: float
+    optimizer_s: float
+    bubble_s: float
+    waiting_s: float
+    busy_s: dict[str, float]
+
+
+def cutting_of(strategy: Strategy) -> Cutting:
+    """How a strategy cuts a rank's operators."""
+    if strategy.kind == "megatron":
+        return Cutting(interior=strategy.num_ranks)
+    if strategy.kind == "rtp":
+        return Cutting(slices=strategy.num_ranks)
+    if strategy.kind == "atp":
+        features = strategy.axes[strategy.feature_axes[0]]
+        return Cutting(interior=strategy.num_ranks // features, features=features)
+    if strategy.feature_axes:
+        side = strategy.axes[strategy.feature_axes[0]]
+        return Cutting(interior=side, features=side, steps=side)
+    return Cutting()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One unit's seconds, or those of what lies around the layers."""
+
+    forward_s: float
+    input_s: float
+    weight_s: float
+    forward_host_s: float
+    backward_host_s: float
+    parts: int = 1
+    gathers_s: tuple[float, float] = (0.0, 0.0)
+    fetches_s: tuple[float, float] = (0.0, 0.0)
+    activations_s: tuple[float, float] = (0.0, 0.0)
+    hop_s: float = 0.0
+    scatter_s: float = 0.0
+    sum_s: float = 0.0
+    """Of gradients over replicas, once per step."""
+
+    @property
+    def backward_s(self) -> float:
+        return self.input_s + self.weight_s
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """One micro-batch there and back."""
+
+    forward_s: float
+    backward_s: float
+    compute_s: float
+    input_share: float
+    busy_s: dict[Lane, float]
+
+
+def step_time(plan: Planned) -> StepTime:
+    """Seconds of a step, its parts, and what each lane has to do."""
+    return _Step(plan).time()
+
+
+class _Step:
+    def __init__(self, plan: Planned) -> None:
+        self.plan = plan
+        self.cutting = cutting_of(plan.inner)
+        self.at_once = plan.stages is not None and plan.inner.gathers_weights  # a stage is gathered whole
+        model = plan.model
+        self.layers = [self._layer(layer) for layer in model.classes]
+        batch, cutting = plan.batch, self.cutting
+        self.before = self._outside(model.before, embedding_passes(model, batch=batch, cutting=cutting))
+        head = head_passes(model, batch=batch, cutting=cutting)
+        if plan.inner.kind == "rtp" and getattr(plan.inner, "recompute", "none") != "none":
+            head = replace(head, backward_input=Work.together([head.forward, head.backward_input]))
+        self.after = self._outside(model.after, head)
+
+    def _layer(self, layer: LayerClass) -> list[_Part]:
+        plan = self.plan
+        passes = layer_passes(plan.model, layer, batch=plan.batch, cutting=self.cutting, numerics=plan.numerics)
+        return [self._part([unit], p) for unit, p in zip(layer.units, passes, strict=True)]
+
+    def _outside(self, units: Sequence[Unit], passes: Passes) -> _Part:
+        """What lies before or behind the layers; matrices there that are no head count as any."""
+        plan = self.plan
+        others = [
+            unit_passes(
+                unit,
+                tokens=plan.batch.num_rows * plan.batch.num_tokens,
+                batch=plan.batch,
+                cutting=self.cutting,
+                experts=plan.model.experts,
+                numerics=plan.numerics,
+            )
+            for unit in units
+            if plan.model.num_layers == 0 and not unit.logits
+        ]
+        return self._part(units, Passes.together([passes, *others]))
+
+    def _part(self, units: Sequence[Unit], passes: Passes) -> _Part:
+        speeds, plan = self.plan.speeds, self.plan
+        backward = passes.backward
+        recompute = speeds.device_s(passes.forward) if plan.numerics.recompute else 0.0
+        recompute_host = speeds.host_s(passes.forward) if plan.numerics.recompute else 0.0
+        found = _Part(
+            forward_s=speeds.device_s(passes.forward),
+            input_s=speeds.device_s(passes.backward_input) + recompute,
+            weight_s=speeds.device_s(passes.backward_weight),
+            forward_host_s=speeds.host_s(passes.forward),
+            backward_host_s=speeds.host_s(backward) + recompute_host,
+            parts=self.cutting.parts,
+        )
+        for unit in units:
+            found = self._with_transfers(found, unit)
+        return found
+
+    def _with_transfers(self, part: _Part, unit: Unit) -> _Part:
+        """The same with what a unit sends (see [Note: where transfers go])."""
+        plan = self.plan
+        layout = plan.inner.layout(unit)
+        moved = plan.inner.activation_transfers(unit, batch=plan.batch) if plan.inner is not plan.stages else ()
+        gathers, fetches, activations = list(part.gathers_s), list(part.fetches_s), list(part.activations_s)
+        hop, scatter, total = part.hop_s, part.scatter_s, part.sum_s
+        forward_send = sum(self._s(t) for t in layout.transfers if t.kind is Kind.SEND and t.phase is Phase.FORWARD)
+        for transfer in layout.transfers:
+            seconds, back = self._s(transfer), transfer.phase is not Phase.FORWARD
+            match transfer.kind:
+                case Kind.ALL_GATHER:
+                    gathers[back] += seconds
+                case Kind.BROADCAST:
+                    fetches[back] += seconds
+                case Kind.SEND if plan.inner is plan.stages:
+                    continue  # of a weight that two stages use: once per step, and small
+                case Kind.SEND if not back:
+                    fetches[0] += seconds
+                case Kind.SEND:
+                    fetched = min(seconds, forward_send * unit.reads_in_backward / max(unit.uses, 1))
+                    fetches[1] += fetched
+                    hop += seconds - fetched
+                case Kind.REDUCE_SCATTER:
+                    scatter += seconds
+                case Kind.REDUCE:
+                    hop += seconds
+                case Kind.ALL_REDUCE:
+                    total += seconds
+        for transfer in moved:
+            seconds, back = self._s(transfer), transfer.phase is not Phase.FORWARD
+            if transfer.kind in (Kind.BROADCAST, Kind.REDUCE):
+                fetches[back] += seconds
+            else:
+                activations[back] += seconds
+                if not back and plan.numerics.recompute:
+                    activations[1] += seconds
+        if plan.numerics.recompute:
+            fetches[1] += fetches[0] if plan.inner.kind != "rtp" else 0.0
+        total += sum(self._s(t) for t in self._outer_sums(layout))
+        return replace(
+            part,
+            gathers_s=(gathers[0], gathers[1]),
+            fetches_s=(fetches[0], fetches[1]),
+            activations_s=(activations[0], activations[1]),
+            hop_s=hop,
+            scatter_s=scatter,
+            sum_s=total,
+        )
+
+    def _outer_sums(self, layout: Layout) -> list[Transfer]:
+        groups = self.plan.group_of
+        return [all_reduce(layout.resident_bytes, axis=axis, size=groups[axis].size) for axis in self.plan.outer_axes]
+
+    def _s(self, transfer: Transfer) -> float:
+        return self.plan.speeds.transfer_s(transfer, self.plan.group_of[transfer.axis])
+
+    # ---------------------------------------------------------------- one micro-batch
+
+    def one_pass(self, counts: Mapping[int, int], *, before: bool, after: bool, sums: bool = False) -> _Pass:
+        """One micro-batch through so many layers of each class (see [Note: extrapolation])."""
+        few = {number: min(count, _MOST_LAYERS) for number, count in counts.items()}
+        found = self._scheduled(few, before=before, after=after, sums=sums)
+        for number, count in counts.items():
+            if count > _MOST_LAYERS:
+                less = self._scheduled(
+                    {**few, number: few[number] - 1}, before=before, after=after, sums=sums
+                )
+                found = _extrapolated(found, less, by=count - _MOST_LAYERS)
+        return found
+
+    def _scheduled(self, counts: Mapping[int, int], *, before: bool, after: bool, sums: bool) -> _Pass:
+        row: list[list[_Part]] = [[self.before]] if before else []
+        row += [self.layers[number] for number, count in counts.items() for _ in range(count)]
+        row += [[self.after]] if after else []
+        lanes = Lanes()
+        self._through(lanes, row, back=0, sums=False)
+        forward_s = lanes.end_s
+        if self.plan.stages is not None:
+            lanes.wait(forward_s)  # what comes next begins with a message
+        self._through(lanes, [parts[::-1] for parts in row[::-1]], back=1, sums=sums)
+        each = [part for parts in row for part in parts]
+        inputs, backward = sum(p.input_s for p in each), sum(p.backward_s for p in each)
+        return _Pass(
+            forward_s=forward_s,
+            backward_s=lanes.end_s - forward_s,
+            compute_s=sum(p.forward_s for p in each) + backward,
+            input_share=inputs / backward if backward else 0.5,
+            busy_s=dict(lanes.busy_s),
+        )
+
+    def _through(self, lanes: Lanes, row: Sequence[Sequence[_Part]], *, back: int, sums: bool) -> None:
+        """Schedules the layers of one pass, forward (`back` 0) or backward."""
+        start = lanes.end_s
+        done, before_that = start, start
+        """Ends of the last computation, and of the last one of the layer before."""
+        for parts in row:
+            gather_s = 0.0 if self.at_once else sum(part.gathers_s[back] for part in parts)
+            gathered = lanes.put(Lane.FETCH, gather_s, after=[before_that]) if gather_s else start
+            before_that = done
+            for part in parts:
+                compute_s = part.backward_s if back else part.forward_s
+                host_s = part.backward_host_s if back else part.forward_host_s
+                fetch_s = part.fetches_s[back]
+                number = part.parts if fetch_s or part.hop_s else 1
+                beside = fetch_s + part.hop_s * back + gather_s + part.scatter_s * back
+                compute_s *= 1.0 + self.plan.speeds.overlap * (min(1.0, beside / compute_s) if compute_s else 0.0)
+                last = done
+                for piece in range(number):
+                    # One part comes while the one before is computed with; the first is this rank's own.
+                    come = lanes.put(Lane.FETCH, fetch_s / (number - 1), after=[last]) if piece and fetch_s else gathered
+                    last = done
+                    done = lanes.put(Lane.COMPUTE, compute_s / number, after=[come, done], issue_s=host_s / number)
+                    if back and part.hop_s:
+                        lanes.put(Lane.HOP, part.hop_s / number, after=[done])
+                if part.activations_s[back]:
+                    done = lanes.put(Lane.COLLECTIVE, part.activations_s[back], after=[done])
+                if back and part.scatter_s and not self.at_once:
+                    lanes.put(Lane.HOP, part.scatter_s, after=[done])
+                if sums and part.sum_s:
+                    lanes.put(Lane.COLLECTIVE, part.sum_s, after=[done])
+
+    # ---------------------------------------------------------------- a step
+
+    def time(self) -> StepTime:
+        """All of a step."""
+        return self._pipelined() if self.plan.stages is not None else self._in_one_piece()
+
+    def _in_one_piece(self) -> StepTime:
+        plan = self.plan
+        counts = plan.model.counts_of(range(plan.model.num_layers))
+        one = self.one_pass(counts, before=True, after=True)
+        overlaps = plan.ddp_overlaps and plan.inner.kind == "ddp"
+        last = self.one_pass(counts, before=True, after=True, sums=True) if overlaps else one
+        sums_s = 0.0 if overlaps else self._sums(counts, before=True, after=True)
+        optimizer_s = self._optimizer(counts, before=True, after=True)
+        passes_s = (plan.accumulation - 1) * (one.forward_s + one.backward_s) + last.forward_s + last.backward_s
+        compute_s = plan.accumulation * one.compute_s
+        return StepTime(
+            step_s=passes_s + sums_s + optimizer_s,
+            compute_s=compute_s,
+            sums_s=sums_s,
+            optimizer_s=optimizer_s,
+            bubble_s=0.0,
+            waiting_s=max(0.0, passes_s - compute_s),
+            busy_s={str(lane): seconds for lane, seconds in one.busy_s.items()},
+        )
+
+    def _sums(self, counts: Mapping[int, int], *, before: bool, after: bool) -> float:
+        parts = [part for number, count in counts.items() for part in self.layers[number] * count]
+        parts += [self.before] if before else []
+        parts += [self.after] if after else []
+        return sum(part.sum_s for part in parts)
+
+    def _optimizer(self, counts: Mapping[int, int], *, before: bool, after: bool) -> float:
+        plan = self.plan
+        units = [(unit, count) for number, count in counts.items() for unit in plan.model.classes[number].units]
+        units += [(unit, 1) for unit in plan.model.before] if before else []
+        units += [(unit, 1) for unit in plan.model.after] if after else []
+        held = numbers = 0.0
+        for unit, count in units:
+            trained = [w for w in unit.weights if w.trained]
+            if trained:
+                layout = plan.inner.layout(replace(unit, weights=tuple(trained)))
+                held += count * layout.resident_bytes / trained[0].itemsize
+                numbers += count * len(trained)
+        work = optimizer_work(held, num_weights=numbers, numerics=plan.numerics)
+        return max(plan.speeds.device_s(work), plan.speeds.host_s(work))
+
+    def _pipelined(self) -> StepTime:
+        plan = self.plan
+        stages = plan.stages
+        assert stages is not None
+        parts = plan.parts
+        cache: dict[tuple[object, ...], _Pass] = {}
+        passes: list[_Pass] = []
+        gathers: list[tuple[float, float]] = []
+        for number, part in enumerate(parts):
+            counts = plan.model.counts_of(part)
+            first, last = number == 0, number == len(parts) - 1
+            key = (tuple(sorted(counts.items())), first, last)
+            if key not in cache:
+                cache[key] = self.one_pass(counts, before=first, after=last)
+            passes.append(cache[key])
+            gathers.append(self._gathered(counts, before=first, after=last) if self.at_once else (0.0, 0.0))
+        group = plan.group_of[stages.stage_axis]
+        message = plan.batch.num_rows * plan.batch.num_tokens * plan.model.width * plan.batch.itemsize
+        costs = [
+            StageCosts(
+                forward_s=one.forward_s,
+                backward_input_s=one.backward_s * one.input_share,
+                backward_weight_s=one.backward_s * (1 - one.input_share),
+                unshard_s=unshard_s,
+                reduce_s=reduce_s,
+                message_bytes=message,
+            )
+            for one, (unshard_s, reduce_s) in zip(passes, gathers, strict=True)
+        ]
+        link = Link(
+            bytes_per_s=plan.speeds.bytes_per_s_of(Group(2, group.stride)),
+            latency_s=plan.speeds.message_s(Group(2, group.stride), collective=False),
+        )
+        makespan_s = _table(_without_layers(stages), plan.accumulation, self.at_once).seconds(costs, link=link)
+        ranks = range(stages.stages)
+        of_rank = [[number for number in range(len(parts)) if stages.rank_of(number) == rank] for rank in ranks]
+        ends = [self._after_passes(parts, numbers) for numbers in of_rank]
+        sums_s, optimizer_s = max((sums for sums, _ in ends), default=0.0), max(o for _, o in ends)
+        compute_s = plan.accumulation * sum(one.compute_s for one in passes) / len(ranks)
+        bubble_s = makespan_s - plan.accumulation * sum(one.forward_s + one.backward_s for one in passes) / len(ranks)
+        busy = [sum(passes[k].busy_s[lane] for k in of_rank[0]) for lane in Lane]
+        return StepTime(
+            step_s=makespan_s + sums_s + optimizer_s,
+            compute_s=compute_s,
+            sums_s=sums_s,
+            optimizer_s=optimizer_s,
+            bubble_s=bubble_s,
+            waiting_s=max(0.0, makespan_s - bubble_s - compute_s),
+            busy_s=dict(zip(map(str, Lane), busy, strict=True)),
+        )
+
+    def _gathered(self, counts: Mapping[int, int], *, before: bool, after: bool) -> tuple[float, float]:
+        """Seconds of gathering a stage whole, and of summing its gradients."""
+        parts = [part for number, count in counts.items() for part in self.layers[number] * count]
+        parts += [self.before] if before else []
+        parts += [self.after] if after else []
+        return sum(part.gathers_s[0] for part in parts), sum(part.scatter_s for part in parts)
+
+    def _after_passes(self, parts: Sequence[range], numbers: Sequence[int]) -> tuple[float, float]:
+        """Seconds of a rank's sums over replicas and of its optimizer, of all its stages."""
+        sums_s = optimizer_s = 0.0
+        for number in numbers:
+            counts = self.plan.model.counts_of(parts[number])
+            where = {"before": number == 0, "after": number == len(parts) - 1}
+            sums_s += self._sums(counts, **where)
+            optimizer_s += self._optimizer(counts, **where)
+        return sums_s, optimizer_s
+
+
+def _without_layers(stages: StageStrategy) -> StageStrategy:
+    """The same with what does not change its table at their defaults."""
+    return stages.model_copy(update={"layers": None, "rank_memory": None, "recompute": "none"})
+
+
+@lru_cache(maxsize=512)
+def _table(stages: StageStrategy, num_micro_batches: int, ahead: bool) -> Makespan:
+    return Makespan(lower(stages.table(num_micro_batches), ahead=ahead))
+
+
+def _extrapolated(found: _Pass, less: _Pass, *, by: int) -> _Pass:
+    return _Pass(
+        forward_s=found.forward_s + by * (found.forward_s - less.forward_s),
+        backward_s=found.backward_s + by * (found.backward_s - less.backward_s),
+        compute_s=found.compute_s + by * (found.compute_s - less.compute_s),
+        input_share=found.input_share,
+        busy_s={lane: s + by * (s - less.busy_s[lane]) for lane, s in found.busy_s.items()},
+    )

@@ -1,0 +1,369 @@
+"""A model folded into classes of equal layers, and the operators that one rank issues for each of them.
+
+[Note: classes]
+    Layers whose units have the same weights, cuts and roles are one class, so 2 and 1,000 layers cost a plan the same.
+    A class is told by one of its layers; all others differ from it in their number only.
+
+[Note: what is no product]
+    Between products a model reads and writes activations: norms and residual sums at both sides of an attention and an
+    MLP, biases and activation functions behind each matrix. Each is counted as an operator with the bytes that it reads
+    and writes. Attention is one operator whose scores never reach memory, or, where it is not fused, two batched
+    products with a softmax and a dropout of scores between them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch
+from rotorch.planner.speeds import Work
+
+Row = tuple[float, float, float, float]
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How operators of a rank are cut.
+
+    Attributes:
+        interior: ranks among which heads, columns of an MLP and rows of a vocabulary are cut.
+        features: ranks among which features of the residual stream are cut.
+        slices: slices that a rank computes with one after another, of a module's interior.
+        steps: blocks that a product is made of, along its inputs.
+    """
+
+    interior: int = 1
+    features: int = 1
+    slices: int = 1
+    steps: int = 1
+
+    @property
+    def parts(self) -> int:
+        """In how many parts a unit is computed."""
+        return self.slices * self.steps
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How a model computes.
+
+    Attributes:
+        fused_attention: attention is one operator, and its scores never reach memory.
+        heads: of an attention; needed only where it is not fused.
+        optimizer_bytes: read and written per parameter in an optimizer's step, gradient norm included.
+        recompute: backward computes every layer again.
+        adds_gradients: each micro-batch adds its gradients to those before.
+    """
+
+    fused_attention: bool = True
+    heads: int = 1
+    optimizer_bytes: float = 40.0
+    recompute: bool = False
+    adds_gradients: bool = True
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Operators of one unit for one micro-batch."""
+
+    forward: Work
+    backward_input: Work
+    backward_weight: Work
+
+    @staticmethod
+    def together(each: Sequence[Passes]) -> Passes:
+        """One unit after another."""
+        return Passes(
+            Work.together([p.forward for p in each]),
+            Work.together([p.backward_input for p in each]),
+            Work.together([p.backward_weight for p in each]),
+        )
+
+    @property
+    def backward(self) -> Work:
+        """Both of its halves."""
+        return Work.together([self.backward_input, self.backward_weight])
+
+
+@dataclass(frozen=True)
+class LayerClass:
+    """Equal layers (see [Note: classes]).
+
+    Attributes:
+        units: of one of them; weights that nobody cuts come last, in a unit of their own.
+        count: how many such layers there are.
+    """
+
+    units: tuple[Unit, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class FoldedModel:
+    """A model as the planner computes with it.
+
+    Attributes:
+        name: of its class.
+        before: units before the layers: embeddings.
+        classes: of layers.
+        pattern: the class of each layer, in order.
+        after: units behind the layers: the last norm, a head.
+        width: features between layers.
+        attention_width: of all heads together.
+        experts: to how many experts of a layer a token goes; 0: to all.
+        refused: why it cannot be cut into pipeline stages; "" if it can.
+        spec: with one layer of each class only, after `short`.
+    """
+
+    name: str
+    before: tuple[Unit, ...]
+    classes: tuple[LayerClass, ...]
+    pattern: tuple[int, ...]
+    after: tuple[Unit, ...]
+    width: int
+    attention_width: int
+    experts: int
+    refused: str
+    spec: ModelSpec
+
+    def short(self) -> FoldedModel:
+        """The same, with a specification that has one layer of each class only."""
+        first = {number: self.pattern.index(number) for number in range(len(self.classes))}
+        layers = tuple(self.spec.order.layers[place] for place in first.values())
+        units = (*self.before, *(unit for layer in self.classes for unit in layer.units), *self.after)
+        order = replace(self.spec.order, layers=layers)
+        return replace(self, spec=replace(self.spec, units=units, order=order))
+
+    def under(self, strategy: Strategy) -> FoldedModel:
+        """The same with its units as a strategy holds them, after `short`."""
+        held = fold(strategy.units_of(self.spec))
+        pattern = tuple(held.pattern[number] for number in self.pattern)
+        classes = tuple(replace(layer, count=pattern.count(number)) for number, layer in enumerate(held.classes))
+        return replace(held, classes=classes, pattern=pattern)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.pattern)
+
+    @cached_property
+    def head(self) -> Unit | None:
+        """The unit whose products a loss looks at, wherever it is held."""
+        return next((u for u in (*self.after, *self.before) if u.logits), None)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Of all layers and what lies around them."""
+        outside = sum(w.numel for u in (*self.before, *self.after) for w in u.weights)
+        return outside + sum(c.count * sum(w.numel for u in c.units for w in u.weights) for c in self.classes)
+
+    def counts_of(self, layers: range) -> Counter[int]:
+        """How many layers of each class lie among some consecutive ones."""
+        return Counter(self.pattern[layers.start : layers.stop])
+
+
+def fold(spec: ModelSpec) -> FoldedModel:
+    """Folds a model's equal layers into classes (see [Note: classes])."""
+    by_place = _units_by_place(spec)
+    num_layers = len(spec.order.layers)
+    keys: dict[tuple[Unit, ...], int] = {}
+    pattern: list[int] = []
+    shown: list[tuple[Unit, ...]] = []
+    for number, layer in enumerate(spec.order.layers):
+        units = by_place.get(number, ())
+        key = tuple(_without_name(unit, layer=layer) for unit in units)
+        if key not in keys:
+            keys[key] = len(keys)
+            shown.append(tuple(units))
+        pattern.append(keys[key])
+    return _folded(spec, before=by_place.get(-1, ()), shown=shown, pattern=pattern, after=by_place.get(num_layers, ()))
+
+
+def _folded(
+    spec: ModelSpec,
+    *,
+    before: Sequence[Unit],
+    shown: Sequence[tuple[Unit, ...]],
+    pattern: Sequence[int],
+    after: Sequence[Unit],
+) -> FoldedModel:
+    count, order = Counter(pattern), spec.order
+    return FoldedModel(
+        name=spec.name,
+        before=tuple(before),
+        classes=tuple(LayerClass(units, count[number]) for number, units in enumerate(shown)),
+        pattern=tuple(pattern),
+        after=tuple(after) if order.layers else (),
+        width=order.width,
+        attention_width=order.attention_width,
+        experts=order.experts_per_token,
+        refused=order.refused,
+        spec=spec,
+    )
+
+
+def _units_by_place(spec: ModelSpec) -> dict[int, list[Unit]]:
+    """Units by the number of their layer: -1 before all layers, as many as there are behind them."""
+    order = spec.order
+    layer_of = {name: number for number, name in enumerate(order.layers)}
+    behind = tuple(f"{module}." for module in order.after)
+
+    def place(name: str) -> int:
+        parts = name.split(".")
+        for end in range(1, len(parts)):
+            if (found := layer_of.get(".".join(parts[:end]))) is not None:
+                return found
+        return len(order.layers) if name.startswith(behind) else -1
+
+    by_place: dict[int, list[Unit]] = {}
+    for unit in spec.units:
+        if unit.kind is not UnitKind.REPLICATED:
+            by_place.setdefault(place(unit.weights[0].name), []).append(unit)
+            continue
+        weights: dict[int, list[Weight]] = {}
+        for weight in unit.weights:
+            weights.setdefault(place(weight.name), []).append(weight)
+        for number, mine in weights.items():
+            by_place.setdefault(number, []).append(replace(unit, weights=tuple(mine)))
+    return by_place
+
+
+def _without_name(unit: Unit, *, layer: str) -> Unit:
+    """The same with names as seen from its layer, so that equal layers have equal units."""
+
+    def short(name: str) -> str:
+        return name.removeprefix(layer)
+
+    weights = tuple(replace(w, name=short(w.name), aliases=tuple(map(short, w.aliases))) for w in unit.weights)
+    return replace(
+        unit,
+        name=short(unit.name),
+        weights=weights,
+        replicated=tuple(map(short, unit.replicated)),
+        added_once=tuple(map(short, unit.added_once)),
+    )
+
+
+# ---------------------------------------------------------------- operators
+
+
+def layer_passes(
+    model: FoldedModel, layer: LayerClass, *, batch: MicroBatch, cutting: Cutting, numerics: Numerics
+) -> list[Passes]:
+    """The operators of each unit of a layer, in order; the first cut unit has the attention."""
+    tokens = batch.num_rows * batch.num_tokens
+    found: list[Passes] = []
+    has_attention = False
+    for unit in layer.units:
+        if unit.kind is UnitKind.REPLICATED:
+            found.append(_norms(unit, tokens=tokens, width=model.width, batch=batch, cutting=cutting))
+            continue
+        passes = unit_passes(unit, tokens=tokens, batch=batch, cutting=cutting, experts=model.experts, numerics=numerics)
+        if not has_attention and model.attention_width:
+            has_attention = True
+            attention = _attention(model.attention_width, batch=batch, cutting=cutting, numerics=numerics)
+            passes = Passes.together([passes, attention])
+        found.append(passes)
+    return found
+
+
+def unit_passes(
+    unit: Unit, *, tokens: int, batch: MicroBatch, cutting: Cutting, experts: int, numerics: Numerics
+) -> Passes:
+    """The operators of a unit's matrices, with what follows each of them."""
+    forward: list[Row] = []
+    inputs: list[Row] = []
+    weights: list[Row] = []
+    size = batch.itemsize
+    for weight in unit.weights:
+        if len(weight.shape) < 2:
+            continue
+        *several, outer, inner = weight.shape
+        number = several[0] if several else 1
+        rows = tokens / number * min(experts or number, number)  # of each expert
+        is_row = weight.cut is not None and weight.cut.dim == len(weight.shape) - 1
+        outer = outer / (cutting.features if is_row else cutting.interior * cutting.slices)
+        inner = inner / (cutting.interior * cutting.slices if is_row else cutting.features)
+        for row, (m, k, n) in ((forward, (rows, inner, outer)), (inputs, (rows, outer, inner))):
+            row += [_product(m, k, n, itemsize=size)] * (number * cutting.parts)
+        if weight.trained:
+            held = outer * inner * weight.itemsize
+            for _ in range(number * cutting.parts):
+                weights.append(_product(inner, rows, outer, itemsize=size))
+                if numerics.adds_gradients:
+                    weights.append((0.0, 0.0, 3.0 * held, 1.0))
+        # A bias or an activation function behind a column-wise matrix, a residual sum behind a row-wise one.
+        moved = tokens * outer * size * (min(experts or number, number) if several else 1)
+        after, passes = (1, 3.0) if is_row or unit.combine is not Combine.SUM else (cutting.slices, 2.0)
+        forward += [(0.0, 0.0, passes * moved, 1.0)] * after
+        inputs += [(0.0, 0.0, 1.5 * passes * moved, 1.0)] * after
+    return Passes(Work.of(*forward), Work.of(*inputs), Work.of(*weights))
+
+
+def head_passes(model: FoldedModel, *, batch: MicroBatch, cutting: Cutting) -> Passes:
+    """The products of a head and its loss; nothing for a model without one."""
+    head = model.head
+    if head is None:
+        return Passes(Work.of(), Work.of(), Work.of())
+    matrix = next(w for w in head.weights if len(w.shape) == 2)
+    tokens = batch.num_rows * batch.num_tokens
+    outer, inner = matrix.shape[0] / (cutting.interior * cutting.slices), matrix.shape[1] / cutting.features
+    numbers = tokens * outer
+    products, parts = _product, cutting.parts
+    loss = (0.0, 0.0, numbers * (batch.itemsize + 3.0 * batch.loss_itemsize), 4.0)
+    forward = [products(tokens, inner, outer, itemsize=batch.itemsize), loss]
+    inputs = [products(tokens, outer, inner, itemsize=batch.itemsize), loss]
+    weights = [products(inner, tokens, outer, itemsize=batch.itemsize)] if matrix.trained else []
+    return Passes(Work.of(*forward * parts), Work.of(*inputs * parts), Work.of(*weights * parts))
+
+
+def embedding_passes(model: FoldedModel, *, batch: MicroBatch, cutting: Cutting) -> Passes:
+    """Look-ups before the first layer."""
+    moved = float(batch.num_rows * batch.num_tokens * model.width * batch.itemsize) / cutting.features
+    tables = sum(len(w.shape) == 2 for u in model.before for w in u.weights)
+    look_up = (0.0, 0.0, 3.0 * moved, 3.0)
+    return Passes(Work.of(*[look_up] * tables), Work.of(), Work.of(*[look_up] * tables))
+
+
+def _product(m: float, k: float, n: float, *, itemsize: int) -> Row:
+    least = [max(side, 1.0) for side in (m, k, n)]
+    return 2.0 * m * k * n, sum(1.0 / side for side in least), (m * k + k * n + m * n) * itemsize, 1.0
+
+
+def _norms(unit: Unit, *, tokens: int, width: int, batch: MicroBatch, cutting: Cutting) -> Passes:
+    """Norms of a layer: one operator each, in forward and in backward."""
+    number = sum(w.name.endswith("weight") for w in unit.weights)
+    moved = tokens * width * batch.itemsize / cutting.features
+    one = (0.0, 0.0, 2.0 * moved, 1.0)
+    return Passes(Work.of(*[one] * number), Work.of(*[(0.0, 0.0, 4.0 * moved, 2.0)] * number), Work.of())
+
+
+def _attention(width: int, *, batch: MicroBatch, cutting: Cutting, numerics: Numerics) -> Passes:
+    """Scores and values of an attention (see [Note: what is no product])."""
+    b, s, size = batch.num_rows, batch.num_tokens, batch.itemsize
+    cut = cutting.interior * cutting.slices
+    flops = 4.0 * b * s * s * width / cut
+    moved = 4.0 * b * s * width / cut * size
+    if numerics.fused_attention:
+        sides = 2.0 / s + 1.0 / 128
+        forward: list[Row] = [(flops / 2, sides, moved, 2.0)] * cutting.slices
+        backward: list[Row] = [(2.5 * flops / 2, sides, 2 * moved, 3.0)] * cutting.slices
+        return Passes(Work.of(*forward), Work.of(*backward), Work.of())
+    heads = max(numerics.heads, 1)
+    scores = b * heads / cut * s * s
+    sides = 2.0 / s + heads / width
+    product = (flops / 2, sides, moved / 2 + scores * size, 1.0)
+    softmax, dropout = (0.0, 0.0, 2.0 * scores * size, 1.0), (0.0, 0.0, scores * (2.0 * size + 1), 1.0)
+    turned = (0.0, 0.0, moved, 2.0)
+    forward = [turned, product, softmax, dropout, product, turned] * cutting.slices
+    backward = [turned, product, product, dropout, softmax, product, product, turned] * cutting.slices
+    return Passes(Work.of(*forward), Work.of(*backward), Work.of())
+
+
+def optimizer_work(num_parameters: float, *, num_weights: float, numerics: Numerics) -> Work:
+    """One step of AdamW on what a rank holds."""
+    return Work.of((0.0, 0.0, num_parameters * numerics.optimizer_bytes, num_weights))
