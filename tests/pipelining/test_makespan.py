@@ -9,8 +9,10 @@ from rotorch.pipelining.makespan import Makespan
 from rotorch.pipelining.simulate import Link, StageCosts, simulate
 from rotorch.strategies import parse_parallel
 
-TABLES = ["pp=3", "pp=4[schedule=gpipe]", "pp=2[schedule=interleaved_1f1b,chunks=3]", "pp=3[schedule=zbv]",
-          "pp=3[schedule=zb_h1]", "pp=2[schedule=looped_bfs]", "zeropp=3x2[chunks=2]", "zeropp=2x2[unit=3]"]  # fmt: skip
+TABLES = [
+    *("pp=3", "pp=4[schedule=gpipe]", "pp=2[schedule=interleaved_1f1b,chunks=3]", "pp=3[schedule=zbv]"),
+    *("pp=3[schedule=zb_h1]", "pp=2[schedule=looped_bfs]", "zeropp=3x2[chunks=2]", "zeropp=2x2[unit=3]"),
+]
 
 seconds = st.floats(min_value=0.0, max_value=10.0)
 costs = st.builds(

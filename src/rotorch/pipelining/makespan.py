@@ -1,9 +1,9 @@
 """How long a table takes, for many costs: the same times as `simulate` gives, of a table that is read once.
 
 [Note: one recurrence]
-    What an action waits for does not depend on costs: the computation before it on its rank, its inputs, and the action
-    before it on its line or lane. So a table becomes a list of actions in an order in which all that they wait for comes
-    first, and a makespan one maximum and one sum for each of them (see simulate.py, [Note: what runs at the same time]).
+    What an action waits for does not depend on costs: the computation before it on its rank, its inputs, and the
+    action before it on its line or lane. So a table becomes a list of actions, each behind all that it waits for, and a
+    makespan one maximum and one sum for each of them (see simulate.py, [Note: what runs at the same time]).
 """
 
 from __future__ import annotations

@@ -88,6 +88,7 @@ class Device(_Table):
         launch: seconds that the smallest kernel takes.
         operator: seconds that the host takes to issue one operator.
         overlap: share by which computation slows down while something is copied beside it.
+        unaligned: share of a product's speed that is left where sides are no multiples of 16 bytes; left out: all.
         products: measured products; the nearest one in shape decides where there are any.
     """
 
@@ -100,6 +101,7 @@ class Device(_Table):
     launch: Measured
     operator: Measured
     overlap: Measured
+    unaligned: Measured | None = None
     products: tuple[Product, ...] = ()
 
 
@@ -191,6 +193,7 @@ class Cluster(_Table):
             ("device.launch.value", device.launch.value, 0.0, 1e-2),
             ("device.operator.value", device.operator.value, 0.0, 1e-2),
             ("device.overlap.value", device.overlap.value, 0.0, 1.0),
+            *([("device.unaligned.value", device.unaligned.value, 0.01, 1.0)] if device.unaligned else []),
         ]
         for link in self.links:
             found.append((f"links[{link.name!r}].bandwidth.value", link.bandwidth.value, 1e6, 1e13))

@@ -4,12 +4,14 @@
     A matrix product takes flops / (peak x efficiency), or the bytes of its operands / bandwidth if that is more, and
     the launch of a kernel. The efficiency of a shape [m, k] x [k, n] is that of large products divided by
     1 + half_size (1/m + 1/k + 1/n): tiles at the edges are not full, and each pays for its beginning and end. What is
-    no product takes its bytes. The host takes a time of its own for each operator that it issues.
+    no product takes its bytes. Where rows of an operand do not begin at multiples of 16 bytes, as with 50,257 words in
+    half precision, GPUs fall to kernels that reach a part of that only (`unaligned`). The host takes a
+    time of its own for each operator that it issues.
 
 [Note: messages]
-    A transfer takes its messages times (latency + hop log2 of the group's size), and its bytes over the bandwidth of the
-    slowest link that the group needs. Where several ranks of a group lie behind one link each, a ring goes over all of
-    those links at once, so the group has their sum, up to what the links inside give.
+    A transfer takes its messages times (latency + hop log2 of the group's size), and its bytes over the bandwidth of
+    the slowest link that the group needs. Where several ranks of a group lie behind one link each, a ring goes over all
+    of those links at once, so the group has their sum, up to what the links inside give.
 """
 
 from __future__ import annotations
@@ -25,6 +27,9 @@ from rotorch.core.traffic import Kind, Transfer
 from rotorch.planner.cluster import Cluster, Dtype
 
 Floats = NDArray[np.float64]
+
+Row = tuple[float, float, float, float] | tuple[float, float, float, float, float]
+"""Of a table of operators; the last column, where it is left out, is 0."""
 
 
 @dataclass(frozen=True)
@@ -61,15 +66,15 @@ class Group:
 class Work:
     """Operators of one computation, in one array with a row each.
 
-    Columns: flops; the sum of one over each side (0: no product); bytes; operators.
+    Columns: flops; the sum of one over each side (0: no product); bytes; operators; whether it is not aligned.
     """
 
     table: Floats
 
     @staticmethod
-    def of(*rows: tuple[float, float, float, float]) -> Work:
+    def of(*rows: Row) -> Work:
         """From rows of the table."""
-        return Work(np.array(rows, dtype=np.float64).reshape(-1, 4))
+        return Work(np.array([(*row, 0.0)[:5] for row in rows], dtype=np.float64).reshape(-1, 5))
 
     @staticmethod
     def together(works: list[Work]) -> Work:
@@ -102,6 +107,7 @@ class Speeds:
         launch_s: of the smallest kernel.
         operator_s: of the host, per operator.
         overlap: share by which computation slows down beside a copy.
+        unaligned: share of its speed that a product reaches which is not aligned.
         links: from the fastest to the slowest.
     """
 
@@ -112,11 +118,13 @@ class Speeds:
     operator_s: float
     overlap: float
     links: tuple[LinkSpeed, ...]
+    unaligned: float = 1.0
 
     def device_s(self, work: Work) -> float:
         """What a device takes for some work."""
-        flops, sides, num_bytes, operators = work.table.T
+        flops, sides, num_bytes, operators, unaligned = work.table.T
         computing = flops * (1.0 + self.half_size * sides) / self.flops_per_s
+        computing = np.where(unaligned > 0, computing / self.unaligned, computing)
         return float((np.maximum(computing, num_bytes / self.bytes_per_s) + operators * self.launch_s).sum())
 
     def host_s(self, work: Work) -> float:
@@ -160,7 +168,7 @@ def speeds_of(cluster: Cluster, *, dtype: Dtype) -> Speeds:
     if dtype not in device.flops:
         known = ", ".join(device.flops)
         raise ConfigError(
-            f"cluster {cluster.name!r}: no device.flops.{dtype}. It has: {known}. Write that figure, or --precision {known}"
+            f"cluster {cluster.name!r}: no device.flops.{dtype}. It has: {known}. Write it, or another precision"
         )
     return Speeds(
         flops_per_s=device.flops[dtype].reached,
@@ -169,6 +177,7 @@ def speeds_of(cluster: Cluster, *, dtype: Dtype) -> Speeds:
         launch_s=device.launch.value,
         operator_s=device.operator.value,
         overlap=device.overlap.value,
+        unaligned=device.unaligned.value if device.unaligned is not None else 1.0,
         links=tuple(
             LinkSpeed(link.devices, link.bandwidth.reached, link.latency.value, link.hop.value)
             for link in cluster.links

@@ -3,9 +3,9 @@
 [Note: where transfers go]
     A Layout says what a unit sends, by kind and phase; that decides what waits for what.
     All-gathers of weights come one layer ahead of their use, and so do slices and blocks from other ranks, one part
-    ahead of the computation with it. Activations hold up the next computation. Gradients leave behind it: reduce-scatters
-    in every micro-batch, slices' gradients hop by hop, sums over replicas at the end of a step, or, where DDP does them,
-    layer by layer in its last backward.
+    ahead of the computation with it. Activations hold up the next computation. Gradients leave behind it:
+    reduce-scatters in every micro-batch, slices' gradients hop by hop, sums over replicas at the end of a step, or,
+    where DDP does them, layer by layer in its last backward.
 
 [Note: extrapolation]
     From the third layer of a class on each takes as long as the one before, so at most three of each are scheduled.
@@ -44,6 +44,12 @@ from rotorch.planner.workload import (
 _MOST_LAYERS = 3
 """Of a class that are scheduled (see [Note: extrapolation])."""
 
+_BUCKET_BYTES = 25 << 20
+"""Of gradients that are summed together; DDP's default."""
+
+_COLLECTIVE_OPERATORS = 2
+"""Operators that the host takes as long for as for one collective: the collective, and its own autograd function."""
+
 
 @dataclass(frozen=True)
 class Planned:
@@ -66,7 +72,7 @@ class Planned:
     batch: MicroBatch
     accumulation: int
     speeds: Speeds
-    numerics: Numerics = Numerics()
+    numerics: Numerics
     parts: tuple[range, ...] = ()
     groups: Mapping[str, Group] = field(default_factory=dict)
     ddp_overlaps: bool = True
@@ -146,6 +152,7 @@ class _Part:
     gathers_s: tuple[float, float] = (0.0, 0.0)
     fetches_s: tuple[float, float] = (0.0, 0.0)
     activations_s: tuple[float, float] = (0.0, 0.0)
+    activations_host_s: tuple[float, float] = (0.0, 0.0)
     hop_s: float = 0.0
     scatter_s: float = 0.0
     sum_s: float = 0.0
@@ -231,6 +238,7 @@ class _Step:
         layout = plan.inner.layout(unit)
         moved = plan.inner.activation_transfers(unit, batch=plan.batch) if plan.inner is not plan.stages else ()
         gathers, fetches, activations = list(part.gathers_s), list(part.fetches_s), list(part.activations_s)
+        hosts = list(part.activations_host_s)
         hop, scatter, total = part.hop_s, part.scatter_s, part.sum_s
         forward_send = sum(self._s(t) for t in layout.transfers if t.kind is Kind.SEND and t.phase is Phase.FORWARD)
         for transfer in layout.transfers:
@@ -253,23 +261,24 @@ class _Step:
                 case Kind.REDUCE:
                     hop += seconds
                 case Kind.ALL_REDUCE:
-                    total += seconds
+                    total += self._bucketed_s(transfer)
         for transfer in moved:
             seconds, back = self._s(transfer), transfer.phase is not Phase.FORWARD
             if transfer.kind in (Kind.BROADCAST, Kind.REDUCE):
                 fetches[back] += seconds
             else:
-                activations[back] += seconds
-                if not back and plan.numerics.recompute:
-                    activations[1] += seconds
+                for again in {back, back or plan.numerics.recompute}:
+                    activations[again] += seconds
+                    hosts[again] += _COLLECTIVE_OPERATORS * plan.speeds.operator_s
         if plan.numerics.recompute:
             fetches[1] += fetches[0] if plan.inner.kind != "rtp" else 0.0
-        total += sum(self._s(t) for t in self._outer_sums(layout))
+        total += sum(self._bucketed_s(t) for t in self._outer_sums(layout))
         return replace(
             part,
             gathers_s=(gathers[0], gathers[1]),
             fetches_s=(fetches[0], fetches[1]),
             activations_s=(activations[0], activations[1]),
+            activations_host_s=(hosts[0], hosts[1]),
             hop_s=hop,
             scatter_s=scatter,
             sum_s=total,
@@ -278,6 +287,12 @@ class _Step:
     def _outer_sums(self, layout: Layout) -> list[Transfer]:
         groups = self.plan.group_of
         return [all_reduce(layout.resident_bytes, axis=axis, size=groups[axis].size) for axis in self.plan.outer_axes]
+
+    def _bucketed_s(self, transfer: Transfer) -> float:
+        """Of a sum that shares its messages with others, as those of many gradients do."""
+        group = self.plan.group_of[transfer.axis]
+        whole_s, message_s = self._s(transfer), self.plan.speeds.message_s(group, collective=True)
+        return whole_s - message_s * max(0.0, 1.0 - transfer.payload_bytes / _BUCKET_BYTES) if whole_s else 0.0
 
     def _s(self, transfer: Transfer) -> float:
         return self.plan.speeds.transfer_s(transfer, self.plan.group_of[transfer.axis])
@@ -290,9 +305,7 @@ class _Step:
         found = self._scheduled(few, before=before, after=after, sums=sums)
         for number, count in counts.items():
             if count > _MOST_LAYERS:
-                less = self._scheduled(
-                    {**few, number: few[number] - 1}, before=before, after=after, sums=sums
-                )
+                less = self._scheduled({**few, number: few[number] - 1}, before=before, after=after, sums=sums)
                 found = _extrapolated(found, less, by=count - _MOST_LAYERS)
         return found
 
@@ -335,13 +348,17 @@ class _Step:
                 last = done
                 for piece in range(number):
                     # One part comes while the one before is computed with; the first is this rank's own.
-                    come = lanes.put(Lane.FETCH, fetch_s / (number - 1), after=[last]) if piece and fetch_s else gathered
+                    come = (
+                        lanes.put(Lane.FETCH, fetch_s / (number - 1), after=[last]) if piece and fetch_s else gathered
+                    )
                     last = done
                     done = lanes.put(Lane.COMPUTE, compute_s / number, after=[come, done], issue_s=host_s / number)
                     if back and part.hop_s:
                         lanes.put(Lane.HOP, part.hop_s / number, after=[done])
                 if part.activations_s[back]:
-                    done = lanes.put(Lane.COLLECTIVE, part.activations_s[back], after=[done])
+                    done = lanes.put(
+                        Lane.COLLECTIVE, part.activations_s[back], after=[done], issue_s=part.activations_host_s[back]
+                    )
                 if back and part.scatter_s and not self.at_once:
                     lanes.put(Lane.HOP, part.scatter_s, after=[done])
                 if sums and part.sum_s:

@@ -21,9 +21,9 @@ from functools import cached_property
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
-from rotorch.planner.speeds import Work
+from rotorch.planner.speeds import Row, Work
 
-Row = tuple[float, float, float, float]
+_ALIGNED_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,9 @@ def layer_passes(
         if unit.kind is UnitKind.REPLICATED:
             found.append(_norms(unit, tokens=tokens, width=model.width, batch=batch, cutting=cutting))
             continue
-        passes = unit_passes(unit, tokens=tokens, batch=batch, cutting=cutting, experts=model.experts, numerics=numerics)
+        passes = unit_passes(
+            unit, tokens=tokens, batch=batch, cutting=cutting, experts=model.experts, numerics=numerics
+        )
         if not has_attention and model.attention_width:
             has_attention = True
             attention = _attention(model.attention_width, batch=batch, cutting=cutting, numerics=numerics)
@@ -282,12 +284,12 @@ def unit_passes(
     for weight in unit.weights:
         if len(weight.shape) < 2:
             continue
-        *several, outer, inner = weight.shape
+        *several, outputs, features = weight.shape
         number = several[0] if several else 1
         rows = tokens / number * min(experts or number, number)  # of each expert
         is_row = weight.cut is not None and weight.cut.dim == len(weight.shape) - 1
-        outer = outer / (cutting.features if is_row else cutting.interior * cutting.slices)
-        inner = inner / (cutting.interior * cutting.slices if is_row else cutting.features)
+        outer = outputs / (cutting.features if is_row else cutting.interior * cutting.slices)
+        inner = features / (cutting.interior * cutting.slices if is_row else cutting.features)
         for row, (m, k, n) in ((forward, (rows, inner, outer)), (inputs, (rows, outer, inner))):
             row += [_product(m, k, n, itemsize=size)] * (number * cutting.parts)
         if weight.trained:
@@ -331,7 +333,8 @@ def embedding_passes(model: FoldedModel, *, batch: MicroBatch, cutting: Cutting)
 
 def _product(m: float, k: float, n: float, *, itemsize: int) -> Row:
     least = [max(side, 1.0) for side in (m, k, n)]
-    return 2.0 * m * k * n, sum(1.0 / side for side in least), (m * k + k * n + m * n) * itemsize, 1.0
+    unaligned = float(any(int(side) * itemsize % _ALIGNED_BYTES for side in (m, k, n)))
+    return 2.0 * m * k * n, sum(1.0 / side for side in least), (m * k + k * n + m * n) * itemsize, 1.0, unaligned
 
 
 def _norms(unit: Unit, *, tokens: int, width: int, batch: MicroBatch, cutting: Cutting) -> Passes:
@@ -366,4 +369,9 @@ def _attention(width: int, *, batch: MicroBatch, cutting: Cutting, numerics: Num
 
 def optimizer_work(num_parameters: float, *, num_weights: float, numerics: Numerics) -> Work:
     """One step of AdamW on what a rank holds."""
-    return Work.of((0.0, 0.0, num_parameters * numerics.optimizer_bytes, num_weights))
+    operators = min(num_weights, _OPTIMIZER_OPERATORS)
+    return Work.of((0.0, 0.0, num_parameters * numerics.optimizer_bytes, operators))
+
+
+_OPTIMIZER_OPERATORS = 16
+"""Of a step on all weights: kernels take lists of tensors."""

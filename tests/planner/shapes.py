@@ -1,0 +1,31 @@
+"""Models as the planner sees them, made of nothing but shapes."""
+
+from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
+
+
+def transformer(*, layers: int, width: int = 1024, vocabulary: int = 32000, itemsize: int = 2) -> ModelSpec:
+    """Attention and an MLP per layer, an embedding and a head of its own."""
+    units = [
+        Unit(
+            "embed.weight",
+            UnitKind.WEIGHT,
+            Combine.CONCAT,
+            (Weight("embed.weight", (vocabulary, width), itemsize, Cut(0, vocabulary)),),
+            reads_in_backward=0,
+        )
+    ]
+    norms = []
+    for number in range(layers):
+        name = f"layers.{number}"
+        for module, inside, heads in (("attention", width, width // 64), ("mlp", 4 * width, 4 * width)):
+            first = Weight(f"{name}.{module}.first.weight", (inside, width), itemsize, Cut(0, heads))
+            second = Weight(f"{name}.{module}.second.weight", (width, inside), itemsize, Cut(1, heads))
+            units.append(Unit(f"{name}.{module}", UnitKind.MODULE, Combine.SUM, (first, second)))
+        norms.append(Weight(f"{name}.norm.weight", (width,), itemsize))
+    head = Weight("head.weight", (vocabulary, width), itemsize, Cut(0, vocabulary))
+    units.append(Unit("head.weight", UnitKind.WEIGHT, Combine.CONCAT, (head,), logits=True))
+    norms.append(Weight("norm.weight", (width,), itemsize))
+    units.append(Unit("replicated", UnitKind.REPLICATED, Combine.NONE, tuple(norms)))
+    names = tuple(f"layers.{number}" for number in range(layers))
+    order = LayerOrder(layers=names, after=("norm", "head"), width=width, attention_width=width)
+    return ModelSpec("Transformer", tuple(units), order=order)

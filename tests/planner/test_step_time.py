@@ -1,0 +1,147 @@
+"""Estimated seconds of a step: what follows from figures of hardware, checked by hand where that is possible."""
+
+from dataclasses import replace
+
+import pytest
+from shapes import transformer
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.traffic import MicroBatch, Phase, all_reduce
+from rotorch.planner.cluster import load_cluster
+from rotorch.planner.lanes import Lane, Lanes
+from rotorch.planner.speeds import Group, LinkSpeed, Speeds, Work, speeds_of
+from rotorch.planner.step_time import Planned, step_time
+from rotorch.planner.workload import Numerics, fold
+from rotorch.strategies import parse_parallel
+
+SPEEDS = Speeds(
+    flops_per_s=100e12,
+    bytes_per_s=1e12,
+    half_size=0.0,
+    launch_s=0.0,
+    operator_s=0.0,
+    overlap=0.0,
+    links=(LinkSpeed(8, 200e9, 0.0, 0.0), LinkSpeed(64, 20e9, 0.0, 0.0)),
+)
+
+
+def planned(text, *, layers=4, speeds=SPEEDS, accumulation=1, rows=4, **others):
+    (*_, inner) = strategies = parse_parallel(text)
+    model = fold(transformer(layers=layers)).short()
+    held = model if any(s.kind in ("pp", "zeropp") for s in strategies) else model.under(inner)
+    return Planned(
+        model=held,
+        strategies=strategies,
+        batch=MicroBatch(rows, 1024, itemsize=2),
+        accumulation=accumulation,
+        speeds=speeds,
+        numerics=Numerics(),
+        **others,
+    )
+
+
+def seconds(text, **others):
+    return step_time(planned(text, **others)).step_s
+
+
+# ---------------------------------------------------------------- operators and messages
+
+
+def test_a_product_takes_its_flops_or_its_bytes():
+    assert SPEEDS.device_s(Work.of((1e12, 0.0, 1e9, 1.0))) == pytest.approx(1e-2)
+    assert SPEEDS.device_s(Work.of((1e9, 0.0, 1e10, 1.0))) == pytest.approx(1e-2)
+
+
+def test_small_sides_and_odd_sides_make_a_product_slower():
+    speeds = replace(SPEEDS, half_size=64.0, unaligned=0.25)
+    assert speeds.device_s(Work.of((1e12, 1 / 64, 0.0, 1.0))) == pytest.approx(2e-2)
+    assert speeds.device_s(Work.of((1e12, 0.0, 0.0, 1.0, 1.0))) == pytest.approx(4e-2)
+
+
+def test_a_group_has_the_link_that_it_needs():
+    assert SPEEDS.bytes_per_s_of(Group(8, 1)) == 200e9
+    assert SPEEDS.bytes_per_s_of(Group(2, 8)) == 20e9
+
+
+def test_ranks_of_a_group_behind_links_of_their_own_use_all_of_them():
+    assert SPEEDS.bytes_per_s_of(Group(16, 1)) == 160e9  # eight links between two nodes
+    assert SPEEDS.bytes_per_s_of(Group(16, 4)) == 40e9
+
+
+def test_a_transfer_takes_latency_and_bytes():
+    speeds = replace(SPEEDS, links=(LinkSpeed(8, 1e9, 1e-3, 1e-4),))
+    sum_of = all_reduce(8_000_000, axis="ddp", size=4, phase=Phase.STEP)
+    assert speeds.transfer_s(sum_of, Group(4, 1)) == pytest.approx(1e-3 + 2e-4 + 12_000_000 / 1e9)
+    assert speeds.transfer_s(sum_of, Group(1, 1)) == 0.0
+
+
+def test_a_cluster_without_figures_for_a_dtype_is_refused():
+    with pytest.raises(ConfigError, match=r"no device\.flops\.float16\. It has: float32"):
+        speeds_of(load_cluster("cpu2"), dtype="float16")
+
+
+# ---------------------------------------------------------------- lanes
+
+
+def test_lanes_work_side_by_side_and_wait_for_each_other():
+    lanes = Lanes()
+    fetched = lanes.put(Lane.FETCH, 3.0)
+    assert lanes.put(Lane.COMPUTE, 2.0) == 2.0
+    assert lanes.put(Lane.COMPUTE, 2.0, after=[fetched]) == 5.0
+
+
+def test_a_computation_ends_no_earlier_than_it_is_issued():
+    lanes = Lanes()
+    assert lanes.put(Lane.COMPUTE, 1.0, issue_s=4.0) == 4.0
+    assert lanes.put(Lane.COMPUTE, 1.0, issue_s=0.5) == 5.0
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_a_step_takes_the_flops_of_its_products():
+    spec = transformer(layers=4)
+    matrices = sum(w.numel for w in spec.weights if len(w.shape) == 2 and not w.name.startswith("embed"))
+    attention = 4 * 4 * 1024 * 1024 * 1024 / 2
+    flops = 4 * 1024 * 2 * matrices + 4 * attention
+    speeds = replace(SPEEDS, bytes_per_s=1e18)
+    assert seconds("single", speeds=speeds) == pytest.approx((3 * flops + 0.5 * 4 * attention) / 100e12, rel=1e-6)
+
+
+def test_many_layers_take_as_long_as_if_all_were_scheduled(monkeypatch):
+    texts = ["ddp=8", "fsdp=8", "rtp=8", "megatron=8", "pp=2,fsdp=4", "ddp=2,rtp=4"]
+    few = [seconds(t, layers=24, accumulation=4, parts=(range(12), range(12, 24))) for t in texts]
+    monkeypatch.setattr("rotorch.planner.step_time._MOST_LAYERS", 1000)
+    assert few == pytest.approx(
+        [seconds(t, layers=24, accumulation=4, parts=(range(12), range(12, 24))) for t in texts], rel=1e-3
+    )
+
+
+def test_slower_links_make_no_layout_faster():
+    slow = replace(SPEEDS, links=(LinkSpeed(8, 20e9, 1e-4, 0.0), LinkSpeed(64, 2e9, 1e-3, 0.0)))
+    for text in ("ddp=8", "fsdp=8", "rtp=8", "megatron=8", "ddp=2,megatron=8", "pp=2,rtp=4"):
+        parts = (range(2), range(2, 4)) if "pp" in text else ()
+        assert seconds(text, speeds=slow, parts=parts) > seconds(text, parts=parts)
+
+
+def test_sums_of_activations_over_the_slow_link_cost_more_than_over_the_fast_one():
+    assert seconds("ddp=2,megatron=8") < seconds("ddp=2,megatron=8", groups={"megatron": Group(8, 2)})
+
+
+def test_more_micro_batches_shrink_the_bubble():
+    parts = (range(16), range(16, 30))
+    few, many = (step_time(planned("pp=2", layers=30, accumulation=n, parts=parts)) for n in (2, 16))
+    assert few.bubble_s / few.step_s > 2 * many.bubble_s / many.step_s > 0
+
+
+def test_recompute_takes_one_more_forward():
+    once = step_time(planned("single"))
+    again = step_time(replace(planned("single"), numerics=Numerics(recompute=True)))
+    assert 1.2 * once.compute_s < again.compute_s < 1.4 * once.compute_s
+
+
+def test_an_odd_vocabulary_makes_the_head_slower():
+    speeds = replace(SPEEDS, unaligned=0.3)
+    base = planned("single", speeds=speeds)
+    odd = replace(base, model=fold(transformer(layers=4, vocabulary=31999)).short().under(base.inner))
+    assert step_time(odd).step_s > 1.05 * step_time(base).step_s
