@@ -33,19 +33,25 @@ from rotorch._torch_private import (
     flight_record,
     forget_meshes,
     functional_collectives,
+    graph_task,
     group_size,
     group_timeout,
+    hooks_of_gradient,
     import_what_steps_need,
     in_backward,
     lost_gpu_by_fork,
+    put_hooks_after_accumulation,
     saved_tensors_are_hooked,
     set_group_timeout,
     storage_key,
     symmetric_backend,
     symmetric_empty,
     symmetric_rendezvous,
+    take_hooks_after_accumulation,
     tree_flatten,
     tree_unflatten,
+    when_backward_ends,
+    will_be_run,
     wrapper_tensor,
 )
 from rotorch.comm.line import Line
@@ -389,3 +395,40 @@ def test_collectives_of_one_kind_go_as_one_message():
         dist.destroy_process_group()
     assert meter.num_messages == {Kind.ALL_GATHER: 1, Kind.REDUCE_SCATTER: 1} and not meter.not_counted
     assert meter.sent_bytes == {Kind.ALL_GATHER: 4 * 5, Kind.REDUCE_SCATTER: 4 * 5}
+
+
+def test_the_end_of_a_backward_is_told_once_gradients_are_there():
+    x, heard = torch.ones(2, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda _: when_backward_ends(lambda: heard.append((graph_task(), x.grad.tolist()))))
+    assert graph_task() == -1
+    y.sum().backward()
+    (found,) = heard
+    assert found[0] >= 0 and found[1] == [2.0, 2.0]
+
+
+def test_a_backward_says_which_nodes_it_will_run():
+    x, w, heard = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True), []
+    y = x * w
+    accumulates = torch.autograd.graph.get_gradient_edge(w).node
+    y.register_hook(lambda _: heard.append(will_be_run(accumulates)))
+    torch.autograd.grad(y.sum(), [x], retain_graph=True)
+    y.sum().backward()
+    assert heard == [False, True]
+
+
+def test_hooks_on_parameters_are_found_and_taken_off_for_a_while():
+    parameter, heard = nn.Parameter(torch.ones(2)), []
+    assert hooks_of_gradient(parameter) == [] and not take_hooks_after_accumulation(parameter)
+    parameter.register_hook(lambda grad: grad * 3)
+    handle = parameter.register_post_accumulate_grad_hook(lambda _: heard.append(1))
+    (hook,) = hooks_of_gradient(parameter)
+    assert hook(torch.ones(1)).item() == 3
+    taken = take_hooks_after_accumulation(parameter)
+    assert parameter._post_accumulate_grad_hooks is None  # what fully_shard looks at
+    put_hooks_after_accumulation(parameter, taken)
+    parameter.sum().backward()
+    assert heard == [1]
+    handle.remove()
+    parameter.sum().backward()
+    assert heard == [1]

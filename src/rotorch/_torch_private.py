@@ -8,13 +8,15 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -76,19 +78,25 @@ __all__ = [
     "flight_record",
     "forget_meshes",
     "functional_collectives",
+    "graph_task",
     "group_size",
     "group_timeout",
+    "hooks_of_gradient",
     "import_what_steps_need",
     "in_backward",
     "lost_gpu_by_fork",
+    "put_hooks_after_accumulation",
     "saved_tensors_are_hooked",
     "set_group_timeout",
     "storage_key",
     "symmetric_backend",
     "symmetric_empty",
     "symmetric_rendezvous",
+    "take_hooks_after_accumulation",
     "tree_flatten",
     "tree_unflatten",
+    "when_backward_ends",
+    "will_be_run",
     "wrapper_tensor",
 ]
 
@@ -186,6 +194,54 @@ def in_backward() -> bool:
     Reason: a dispatch mode sees operations of forward and of backward alike, and no public name tells them apart.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def graph_task() -> int:
+    """Number of the backward pass that the calling thread runs at this moment; -1 outside of one.
+
+    Reason: a backward that broke off never says so; another number tells that it is over.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def when_backward_ends(call: Callable[[], None]) -> None:
+    """Has the backward pass that runs at this moment call `call` once all its gradients are there.
+
+    What other libraries (DDP, fully_shard) have asked for in this pass comes before it.
+
+    Reason: a loop calls `loss.backward()` of torch, and no public name tells when that has ended.
+    """
+    engine = Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(call))
+
+
+def will_be_run(node: Node) -> bool:
+    """Whether the backward pass that runs at this moment comes to `node` of its graph.
+
+    Reason: `torch.autograd.grad` asks for some gradients only, and no public name tells for which.
+    """
+    return torch._C._will_engine_execute_node(node)
+
+
+def hooks_of_gradient(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """What `register_hook` has put on a tensor.
+
+    Reason (of this and the next one): autograd calls them at leaves of its graph, which parameters at rest are not.
+    """
+    return list((parameter._backward_hooks or {}).values())
+
+
+def take_hooks_after_accumulation(parameter: Tensor) -> dict[int, Callable[[Tensor], None]] | None:
+    """Takes off a tensor what `register_post_accumulate_grad_hook` has put on it, to be put back; None: nothing."""
+    hooks: dict[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks
+    if hooks is not None:
+        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    return hooks
+
+
+def put_hooks_after_accumulation(parameter: Tensor, hooks: dict[int, Callable[[Tensor], None]]) -> None:
+    """Puts back what `take_hooks_after_accumulation` took: the same object, by which handles find their hook."""
+    parameter._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
 
 
 def saved_tensors_are_hooked() -> bool:

@@ -28,16 +28,22 @@ from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_meetings
 from rotorch.comm.observe import Observer
 from rotorch.comm.one_error import one_error
+from rotorch.comm.roll_call import Doing, RollCall
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
+from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.models.blocks import mark_blocks
+from rotorch.models.hf import head_weights
 from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
+from rotorch.models.modes import evaluating
 from rotorch.models.pretrained import open_pretrained
-from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.ops.deferred_logits import real_for_hooks, with_real_logits
 from rotorch.process.host_memory import make_room
+from rotorch.shard.at_rest import AtRest
 from rotorch.shard.buffers import WrittenBuffers
+from rotorch.shard.gradient_hooks import GradientHooks
 from rotorch.shard.load import load_stored
 from rotorch.shard.materialize import Recipe, initialise
 from rotorch.shard.sharded_weight import Pieces, ShardedWeight
@@ -61,6 +67,9 @@ class Holding(ABC):
     place: Whereabouts | None = None
     """Where this rank writes down what it is at, if anybody wants to know."""
 
+    no_plain_call: str | None = None
+    """Why the model cannot be called in a loop of the user's own, and what to write instead; None if it can."""
+
     weight_gradients_wait: bool = False
     """Whether a pipeline may put gradients of linear layers off: the module computes with plain, whole weights."""
 
@@ -70,6 +79,10 @@ class Holding(ABC):
 
         Takes them back on leaving, also after an exception.
         """
+
+    def lend_for_calls(self) -> AbstractContextManager[nn.Module]:
+        """As `lend`, for passes in a loop of the user's own: a forward need not be followed by its backward."""
+        return self.lend()
 
     def start(self) -> None:
         """Before the first micro-batch of a step, on all ranks: weights as the optimizer left them become visible."""
@@ -199,6 +212,7 @@ class OuterHolding(Holding):
 
     def __init__(self, inner: Holding) -> None:
         self._inner = inner
+        self.no_plain_call = inner.no_plain_call
 
     def values_changed(self) -> None:
         self._inner.values_changed()
@@ -248,6 +262,9 @@ class ParallelModel:
         num_feature_ranks: how many parts there are.
         token_rank: which stretch of the tokens this rank has between the modules of layers, 0-based.
         num_token_ranks: how many stretches there are.
+        written_buffers: what the model writes in forward.
+        hooks: what users have hooked to parameters.
+        in_pass: whether the module has what a pass computes with, and not its parameters at rest.
     """
 
     def __init__(
@@ -270,9 +287,14 @@ class ParallelModel:
         self._holding = holding
         self._loss = loss
         self._count_targets = getattr(loss, "count_targets", count_targets)
-        self._written_buffers = WrittenBuffers(module)
+        self.written_buffers = WrittenBuffers(module)
         self._autocast_dtype = autocast_dtype
         self._place = Whereabouts()
+        self._roll_call = RollCall(mesh)
+        self._heads = {module.get_submodule(name.rpartition(".")[0]) for name in head_weights(module)}
+        self._at_rest = AtRest(module)
+        self.hooks = GradientHooks(holding.weights)
+        self.in_pass = False
         self.batch_axes = tuple(axis for s in strategies for axis in s.batch_axes)
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
@@ -354,14 +376,17 @@ class ParallelModel:
         self._holding.values_changed()
         return self
 
-    def state_dict(self) -> dict[str, Pieces]:
+    def pieces(self) -> dict[str, Pieces]:
         """Every weight in the form that `torch.distributed.checkpoint` saves, and loads in place, under any layout."""
-        return {
-            name: Pieces(held.local, shape=held.weight.shape, pieces=held.pieces) for name, held in self.weights.items()
-        }
+        return {name: self.pieces_of(name) for name in self.weights}
+
+    def pieces_of(self, name: str) -> Pieces:
+        """One weight in that form."""
+        held = self.weights[name]
+        return Pieces(held.local, shape=held.weight.shape, pieces=held.pieces)
 
     def values_changed(self) -> None:
-        """Call after writing into `weights[..].local` or loading into `state_dict()`."""
+        """Call after writing into `weights[..].local` or loading into `pieces()`."""
         self._holding.values_changed()
 
     def full_tensor(self, name: str, *, grad: bool = False) -> Tensor:
@@ -403,22 +428,24 @@ class ParallelModel:
         Returns:
             The loss per target token over the whole global batch, 0-dim, the same on all ranks. Buffers that the
             model has written (running statistics) are the same on all ranks too (see shard/buffers.py).
+
+        Raises:
+            ConfigError: ranks have different numbers of micro-batches, or one of them does something else.
         """
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
-        self._place.now = at(Operation.COUNT_TARGETS)
-        num_targets = self._sum_over_batch_ranks(float(sum(self._count_targets(b) for b in micro_batches)))
+        num_targets = self._meet_with(micro_batches, doing=Doing.STEP)
         holding = self._holding
-        self._written_buffers.start()
-        with self._noting_lost_gradients(), holding.lend() as callee, torch.enable_grad():
+        self.written_buffers.start()
+        with self._noting_lost_gradients(), self.hooks.called_after(), self.lent() as callee, torch.enable_grad():
             holding.start()
-            total = holding.forward_backward(callee, micro_batches, self._loss_over(max(int(num_targets), 1)))
-            sums = torch.cat([total.view(1), self._written_buffers.written()])
+            total = holding.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1)))
+            sums = torch.cat([total.view(1), self.written_buffers.written()])
             self._place.micro_batch = 0
             self._place.now = at(Operation.COMPLETE_GRADIENTS)
             summed = all_reduce_sum_later(sums, mesh=self.mesh)  # sent while gradients are completed
             holding.finish()
         loss_and_writers = summed()
-        self._written_buffers.even_out(loss_and_writers[1:], mesh=self.mesh)
+        self.written_buffers.even_out(loss_and_writers[1:], mesh=self.mesh)
         self._place.now = 0
         return loss_and_writers[0] * (self.num_batch_ranks / self.mesh.size())
 
@@ -429,10 +456,9 @@ class ParallelModel:
         Every rank gives equally many.
         """
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
-        self._place.now = at(Operation.COUNT_TARGETS)
-        num_targets = int(self._sum_over_batch_ranks(float(sum(self._count_targets(b) for b in micro_batches))))
+        num_targets = self._meet_with(micro_batches, doing=Doing.EVALUATION)
         loss = self._loss_over(1)
-        with _evaluating(self.module), self._holding.lend() as callee:
+        with evaluating(self.module), self.lent() as callee:
             self._holding.start()
             loss_sum = sum(self._holding.forward(callee, micro_batches, lambda *a: float(loss(*a))))
         self._place.now = 0
@@ -445,8 +471,8 @@ class ParallelModel:
         Args:
             batch: what the module's forward takes, by name; without labels no loss is computed.
         """
-        barrier(mesh=self.mesh)  # weights are as the optimizer left them
-        with _evaluating(self.module), self._holding.lend() as callee, self._forward_pass():
+        self.meet(Doing.PREDICTION)  # weights are as the optimizer left them
+        with evaluating(self.module), self.lent() as callee, self.forward_pass():
             self._holding.start()
             (output,) = self._holding.forward(callee, [batch], _with_real_logits)
         barrier(mesh=self.mesh)  # and may change again
@@ -459,8 +485,8 @@ class ParallelModel:
         All ranks give the same input.
         """
         self._place.passes += 1
-        barrier(mesh=self.mesh)  # weights are as the optimizer left them
-        with _evaluating(self.module), self._holding.lend() as callee, self._forward_pass():
+        self.meet(Doing.NEXT_TOKEN)  # weights are as the optimizer left them
+        with evaluating(self.module), self.lent() as callee, self.forward_pass():
             self._holding.start()
             (logits,) = self._holding.forward(callee, [{"input_ids": input_ids}], _last_logits)
         barrier(mesh=self.mesh)  # and may change again
@@ -471,6 +497,7 @@ class ParallelModel:
 
         Memory that slices share is free once nothing refers to the weights and gradients in it.
         """
+        self._roll_call.meet(Doing.CLOSE)
         self._holding.close()
         close_meetings(self.mesh)
 
@@ -489,24 +516,55 @@ class ParallelModel:
         """The forward down to the loss: the sum over a micro-batch, divided by `num_targets`."""
 
         def loss_of(callee: nn.Module, micro_batch: Batch) -> Tensor:
-            with self._forward_pass():
+            with self.forward_pass():
                 return self._loss(callee, micro_batch, num_targets)
 
         return loss_of
 
     @contextmanager
-    def _forward_pass(self) -> Iterator[None]:
+    def forward_pass(self) -> Iterator[None]:
+        """Around the module's own forward: its precision, and no operation that reads weights past their layers."""
         # torch's fused encoder layers read weights past the layers that hold them, and no strategy would know.
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
-            if self._autocast_dtype is None:
-                yield
-            else:
-                with torch.autocast(self.mesh.device_type, dtype=self._autocast_dtype):
+            with real_for_hooks(self._heads):
+                if self._autocast_dtype is None:
                     yield
+                else:
+                    with torch.autocast(self.mesh.device_type, dtype=self._autocast_dtype):
+                        yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
+
+    def meet(self, doing: Doing, *numbers: float) -> Tensor:
+        """Returns when all ranks are here; their numbers, float64 [ranks, numbers]. Weights may be written afterwards.
+
+        Raises:
+            ConfigError: ranks are about to do different things, or weights of the module are not its own any more.
+        """
+        self._at_rest.check()
+        return self._roll_call.meet(doing, *numbers)
+
+    @contextmanager
+    def lent(self, *, for_calls: bool = False) -> Iterator[nn.Module]:
+        """The module has what a pass computes with, within it; yields what to call (see [Note: lending])."""
+        with self._holding.lend_for_calls() if for_calls else self._holding.lend() as callee:
+            self.in_pass = True
+            try:
+                yield callee
+            finally:
+                self.in_pass = False
+
+    def _meet_with(self, micro_batches: Sequence[Batch], *, doing: Doing) -> int:
+        """Returns the number of targets of all ranks' micro-batches, of which each has equally many."""
+        self._place.now = at(Operation.COUNT_TARGETS)
+        targets = float(sum(self._count_targets(b) for b in micro_batches))
+        counts = self.meet(doing, targets, float(len(micro_batches)))
+        if (counts[:, 1] != counts[0, 1]).any():
+            theirs = self._roll_call.by_ranks([f"{int(number)}" for number in counts[:, 1]])
+            raise ConfigError(f"ranks have different numbers of micro-batches: {theirs}. Give every rank equally many")
+        return int(counts[:, 0].sum()) * self.num_batch_ranks // self.mesh.size()
 
     def _sum_over_batch_ranks(self, value: float) -> float:
         """Sums a number over all ranks; ranks that share a batch share count once.
@@ -518,23 +576,10 @@ class ParallelModel:
         return float(total) * self.num_batch_ranks / self.mesh.size()
 
 
-@contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Evaluation mode for a while; then each part has its own mode again: some may be in evaluation mode for good."""
-    training, parts = module.training, [(part, part.training) for part in module.modules()]
-    module.eval()
-    try:
-        yield
-    finally:
-        module.train(training)  # a class may do more there than set a flag
-        for part, was_training in parts:
-            part.training = was_training
-
-
 def _with_real_logits(callee: nn.Module, batch: Batch) -> Any:
     """What the module returns; logits that were deferred to their use would be made by who uses them, alone, later."""
     leaves, tree = tree_flatten(callee(**batch))
-    return tree_unflatten([leaf.real_logits() if isinstance(leaf, DeferredLogits) else leaf for leaf in leaves], tree)
+    return tree_unflatten([with_real_logits(leaf) for leaf in leaves], tree)
 
 
 def _last_logits(callee: nn.Module, batch: Batch) -> Tensor:

@@ -1,4 +1,4 @@
-"""`parallelize`: from a model as it is and a text such as "ddp=2,rtp=4" to a `ParallelModel`."""
+"""`parallelize`: from a model as it is and a text such as "ddp=2,rtp=4" to that model, parallel in place."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rotorch._torch_private import import_what_steps_need
 from rotorch.comm.collectives import open_meetings
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
+from rotorch.drop_in import make_parallel
 from rotorch.mesh import compare_over_ranks, flat_position, join_process_group, make_mesh, pick_device
 from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
@@ -123,7 +124,7 @@ def parallelize(
                 buffer_holder._buffers[name] = buffer.to(on)
     if on.type == "cpu":
         let_computing_go_first()  # now that the groups of a step are there
-    return ParallelModel(
+    model = ParallelModel(
         module,
         holding=holding,
         mesh=mesh,
@@ -133,6 +134,7 @@ def parallelize(
         loss=loss_of(module) if loss is None else loss,
         autocast_dtype=autocast_dtype,
     )
+    return make_parallel(module, model)
 
 
 def _described(module: nn.Module, spec: ModelSpec) -> dict[str, str]:

@@ -107,6 +107,10 @@ class PipelineHolding(OuterHolding):
         device: torch.device,
     ) -> None:
         super().__init__(inner)
+        self.no_plain_call = (
+            f"{strategy}: a forward of one rank ends where its stage does, so the model is not called: write "
+            "model.forward_backward(micro_batches, loss=...), and model.evaluate or model.predict without gradients"
+        )
         self._strategy = strategy
         self._tables: dict[int, Schedule] = {}
         self._watch: Watch | None = None

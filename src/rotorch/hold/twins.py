@@ -217,7 +217,7 @@ class Twins:
     def attach(self) -> None:
         """After a step: gives the DTensors the twins' gradients."""
         for name, twin in self.twins.items():
-            if twin.grad is None:
+            if twin.grad is None or not self.held[name].parameter.requires_grad:  # frozen after parallelize, perhaps
                 continue
             grad = twin.grad.detach()
             self._earlier.add_to(grad, name=name)

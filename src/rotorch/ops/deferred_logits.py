@@ -11,15 +11,16 @@ Shapes: B tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
-from rotorch._torch_private import wrapper_tensor
+from rotorch._torch_private import tree_flatten, tree_unflatten, wrapper_tensor
 from rotorch.ops.ids_in_slice import check_ids
 from rotorch.ops.tensor_proxy import TensorProxy, writes
 
@@ -37,6 +38,7 @@ _ELEMENTWISE = {
 }  # fmt: skip
 _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
 _AS_IS = {Tensor.contiguous}
+_OF_AUTOGRAD = {Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.grad.__get__, Tensor.is_leaf.__get__}  # type: ignore[attr-defined]
 _FLOAT: Elementwise = (Tensor.float, (), {})
 
 
@@ -60,21 +62,27 @@ class Head(ABC):
 class DeferredLogits(TensorProxy):
     """Logits `[.., V]` that are not computed yet: `elementwise(hidden @ weight.T + bias)`.
 
-    Whoever writes into them makes them real for good.
+    Once something has made them real they stay real: what it wrote, hooked or asked of autograd counts.
     """
 
     hidden: Tensor
     head: Head
     chain: tuple[Elementwise, ...]
-    written: Tensor | None
+    made: Tensor | None
 
     @staticmethod
     def __new__(cls, hidden: Tensor, head: Head, *, chain: tuple[Elementwise, ...] = ()) -> DeferredLogits:
         """Makes logits of `hidden [.., D]`, of which `D` may be this rank's part of the features."""
         shape = (*hidden.shape[:-1], head.vocab_size)
         self = wrapper_tensor(cls, shape, like=replay(hidden.new_empty(0), chain))
-        self.hidden, self.head, self.chain, self.written = hidden, head, chain, None
+        self.hidden, self.head, self.chain, self.made = hidden, head, chain, None
         return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _OF_AUTOGRAD:
+            return func(args[0].real_logits(), *args[1:])
+        return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -83,10 +91,9 @@ class DeferredLogits(TensorProxy):
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
         if logits is not None and writes(func):
-            logits.written = logits.real_logits()
-            func(logits.written, *args[1:], **kwargs)
+            func(logits.real_logits(), *args[1:], **kwargs)
             return logits
-        if logits is not None and logits.written is None:
+        if logits is not None and logits.made is None:
             others = [*args[1:], *kwargs.values()]
             if func in _AS_IS:
                 return logits
@@ -100,8 +107,8 @@ class DeferredLogits(TensorProxy):
                 return logits._with(logits.hidden[args[1]], logits.chain)
             if func is F.cross_entropy and _is_plain(args, kwargs):
                 return _cross_entropy(logits, *args[1:], **kwargs)
-        real_args = [a.real_logits() if isinstance(a, DeferredLogits) else a for a in args]
-        real_kwargs = {k: v.real_logits() if isinstance(v, DeferredLogits) else v for k, v in kwargs.items()}
+        leaves, tree = tree_flatten((tuple(args), kwargs))  # `torch.cat` and others take lists
+        real_args, real_kwargs = tree_unflatten([with_real_logits(leaf) for leaf in leaves], tree)
         return func(*real_args, **real_kwargs)
 
     def _with(self, hidden: Tensor, chain: tuple[Elementwise, ...]) -> DeferredLogits:
@@ -113,11 +120,31 @@ class DeferredLogits(TensorProxy):
         return func(sample, *args, **kwargs) is sample
 
     def real_logits(self) -> Tensor:
-        """Computes the logits, whole."""
-        if self.written is not None:
-            return self.written
-        with record_function(LOGITS_BLOCK):
-            return replay(self.head.logits(self.hidden), self.chain)
+        """Computes the logits, whole, once."""
+        if self.made is None:
+            with record_function(LOGITS_BLOCK):
+                self.made = replay(self.head.logits(self.hidden), self.chain)
+        return self.made
+
+
+def with_real_logits(value: Any) -> Any:
+    """The value itself, or the logits if they were deferred."""
+    return value.real_logits() if isinstance(value, DeferredLogits) else value
+
+
+@contextmanager
+def real_for_hooks(heads: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it, heads that somebody has hooked give real logits: hooks see what they would see on one process.
+
+    torch attaches backward hooks to a module's output after its forward hooks; of deferred logits it would lose them.
+    """
+    hooked = [head for head in heads if head._forward_hooks or head._backward_hooks or head._backward_pre_hooks]
+    handles = [head.register_forward_hook(lambda *a: with_real_logits(a[-1]), prepend=True) for head in hooked]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def replay(values: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:

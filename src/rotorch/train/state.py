@@ -103,7 +103,7 @@ class TrainState:
 
 def model_tensors(model: ParallelModel) -> dict[str, Pieces | Tensor]:
     """The weights and persistent buffers under their names in a checkpoint; loading into them changes the model."""
-    tensors: dict[str, Pieces | Tensor] = {MODEL + name: pieces for name, pieces in model.state_dict().items()}
+    tensors: dict[str, Pieces | Tensor] = {MODEL + name: pieces for name, pieces in model.pieces().items()}
     tensors.update((BUFFER + name, buffer) for name, buffer in persistent_buffers(model.module).items())
     return tensors
 

@@ -31,6 +31,7 @@ class DDPHolding(Holding):
         self._module = module
         self._mesh = mesh
         self._wrapped: DistributedDataParallel | None = None
+        self._for_calls = False
         self.loss_scale = float(mesh.size())  # DDP averages; the rule here is to sum
         self._replicas = Replicas.of_module(module, weights=spec.weights, mesh=mesh, device=device, gradients_stay=True)
         self.weights = self._replicas.held
@@ -48,6 +49,17 @@ class DDPHolding(Holding):
         finally:
             self._replicas.take_back()
 
+    @contextmanager
+    def lend_for_calls(self) -> Iterator[nn.Module]:
+        """The module itself: torch's DDP wants each forward followed by its backward, and all weights used in it."""
+        self._for_calls = True
+        try:
+            self._replicas.lend()
+            yield self._module
+        finally:
+            self._for_calls = False
+            self._replicas.take_back()
+
     def start(self) -> None:
         self._replicas.start()
 
@@ -55,6 +67,11 @@ class DDPHolding(Holding):
         return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
 
     def finish(self) -> None:
+        if self._for_calls:
+            self._replicas.reduce()
+            for twin in self._replicas.twins.values():
+                if twin.grad is not None:
+                    twin.grad.div_(self._mesh.size())  # the mean, as torch's DDP leaves it
         self._replicas.attach()
 
 
@@ -85,6 +102,9 @@ class ReplicatedHolding(OuterHolding):
 
     def lend(self) -> AbstractContextManager[nn.Module]:
         return self._inner.lend()
+
+    def lend_for_calls(self) -> AbstractContextManager[nn.Module]:
+        return self._inner.lend_for_calls()
 
     def start(self) -> None:
         # Gradients that the user has not cleared are summed over the replicas already: set aside, added at the end.

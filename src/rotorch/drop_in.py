@@ -1,0 +1,338 @@
+"""The user's own module, parallel in place: what `parallelize` returns, and its calls in a loop of the user's own.
+
+[Note: nothing stays open]
+    A call of the model is one pass: ranks meet, the module has what passes compute with, its forward runs, the module
+    has its parameters again, ranks meet. Between that and `loss.backward()` nothing is open but autograd's graph, so a
+    forward that no backward follows, an exception, or another model in the same loss need nothing to be undone.
+    Whatever leaves the forward passes an exit. The first exit that a backward comes by opens the second pass, and when
+    that backward has ended, gradients are complete; what was there before was set aside, and is added. See
+    docs/decisions/0035-a-call-is-a-pass.md.
+
+[Note: means]
+    Strategies sum gradients over ranks, as `forward_backward` wants them; a loop of the user's own wants means over
+    ranks that have different batches. So exits scale what flows back by a constant, and entrances scale what leaves on
+    the other side by its reciprocal: gradients of inputs are the user's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from rotorch._torch_private import graph_task, tree_flatten, tree_unflatten, when_backward_ends, will_be_run
+from rotorch.comm.collectives import all_reduce_sum
+from rotorch.comm.roll_call import Doing
+from rotorch.core.errors import ConfigError
+from rotorch.ops.deferred_logits import with_real_logits
+from rotorch.parallel_model import ParallelModel
+
+Module = TypeVar("Module", bound=nn.Module)
+_KEPT = "_rotorch"
+"""Where a module keeps its `PlainCalls`."""
+
+
+class ParallelModule(nn.Module):
+    """What a module that `parallelize` returns has beside what its own class has; a class made on the fly has both.
+
+    All public names of `ParallelModel` are there too (`forward_backward`, `evaluate`, `weights`, ...), but those that
+    the module's own class has; `parallel` has all of them.
+    """
+
+    @property
+    def parallel(self) -> ParallelModel:
+        """The passes, weights and ranks of this module."""
+        return calls_of(self).model
+
+    @property
+    def module(self) -> nn.Module:
+        """This module itself: wrappers of other libraries have theirs here."""
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One pass of this module's own forward (see [Note: nothing stays open]). All ranks, equally often.
+
+        Raises:
+            ConfigError: ranks do different things; the strategy has no such pass.
+        """
+        calls = calls_of(self)
+        calls.settle()
+        if calls.model.in_pass:
+            return super().__call__(*args, **kwargs)
+        return calls(args, kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of every module; at rest also after a backward that broke off."""
+        calls_of(self).settle()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of every module; weights in the form that `torch.distributed.checkpoint` saves, and loads in place."""
+        calls = calls_of(self)
+        calls.settle()
+        found = super().state_dict(*args, **kwargs)
+        if kwargs.get("keep_vars"):
+            return found
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        pieces = {id(held.parameter): calls.model.pieces_of(name) for name, held in calls.model.weights.items()}
+        for name, parameter in nn.Module.named_parameters(self, remove_duplicate=False):
+            found[prefix + name] = pieces[id(parameter)]
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Raises: memory that ranks share, and messages between them, cannot be copied."""
+        raise ConfigError(
+            f"{type(self).__name__} is spread over ranks and cannot be copied. Copy it before parallelize, and give "
+            "both to parallelize"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Does nothing where nothing would change (`.to(device)`), and raises where it would (`.half()`)."""
+        for parameter in self.parameters():
+            sample = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            changed = fn(sample)
+            if (changed.dtype, changed.device) != (sample.dtype, sample.device):
+                raise ConfigError(
+                    f"{type(self).__name__} is spread over ranks as {sample.dtype} on {sample.device}, and would "
+                    f"become {changed.dtype} on {changed.device}. Convert it before parallelize"
+                )
+        return self
+
+
+def make_parallel(module: Module, model: ParallelModel) -> Module:
+    """Gives `module` a class made on the fly, with its own class and `ParallelModule`; returns it."""
+    own = type(module)
+    names = [n for n in (*vars(ParallelModel), *vars(model)) if not n.startswith("_") and not hasattr(module, n)]
+    added: dict[str, Any] = {name: _passed_on(name) for name in names if name != "module"}
+    added.update(__module__=own.__module__, __qualname__=own.__qualname__, __doc__=own.__doc__)
+    if hasattr(module, "module"):
+        added["module"] = getattr(own, "module", None) or _own_attribute("module")
+    vars(module)[_KEPT] = PlainCalls(model)
+    module.__class__ = type(own.__name__, (ParallelModule, own), added)
+    return module
+
+
+def calls_of(module: ParallelModule) -> PlainCalls:
+    """The calls of a module that is parallel."""
+    found: PlainCalls = vars(module)[_KEPT]
+    return found
+
+
+def _passed_on(name: str) -> Any:
+    """A name of `ParallelModel` for the class of a module; what returns the model returns the module."""
+    its = inspect.getattr_static(ParallelModel, name, None)
+    if not callable(its):
+        return property(lambda self: getattr(self.parallel, name), doc=inspect.getdoc(its))
+
+    @functools.wraps(its)
+    def call(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.parallel, name)(*args, **kwargs)
+        return self if result is self.parallel else result
+
+    return call
+
+
+def _own_attribute(name: str) -> property:
+    return property(lambda self: nn.Module.__getattr__(self, name))
+
+
+class PlainCalls:
+    """Forward and backward passes of a parallel model that its user calls (see [Note: nothing stays open]).
+
+    Args:
+        model: whose.
+
+    Attributes:
+        model: whose.
+    """
+
+    def __init__(self, model: ParallelModel) -> None:
+        self.model = model
+        self.scale = model.holding.loss_scale / model.num_batch_ranks
+        self.anchor = torch.zeros((), requires_grad=True)
+        """What every exit has in its graph: a backward comes by it if it asks for the gradients of weights."""
+        self._end = get_gradient_edge(self.anchor).node
+        self._backward: _Backward | None = None
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the module's forward on this rank's own input; returns what it returns."""
+        if self.model.holding.no_plain_call is not None:
+            raise ConfigError(self.model.holding.no_plain_call)
+        args, kwargs = self._entered((args, kwargs))
+
+        def run(callee: nn.Module) -> Any:
+            return self._left(callee(*args, **kwargs))
+
+        return self._pass(run)
+
+    def _pass(self, run: Callable[[nn.Module], Any]) -> Any:
+        model, learns = self.model, torch.is_grad_enabled()
+        model.meet(Doing.FORWARD if learns else Doing.LOOK)
+        model.written_buffers.start()
+        with model.lent(for_calls=True) as callee, model.forward_pass():
+            with torch.no_grad():  # gradients are the backward's affair
+                model.holding.start()
+            output = run(callee)
+        written = model.written_buffers.written()
+        model.meet(Doing.FORWARD_DONE if learns else Doing.LOOK_DONE)  # weights may change from here on
+        if written.numel():
+            model.written_buffers.even_out(all_reduce_sum(written, mesh=model.mesh), mesh=model.mesh)
+        return output
+
+    def settle(self) -> None:
+        """After a backward that broke off: the module has its parameters again. Nothing otherwise."""
+        if self._backward is not None and self._backward.task != graph_task():
+            broken, self._backward = self._backward, None
+            broken.break_off()
+
+    # ---------------------------------------------------------------- what comes and goes
+
+    def _entered(self, given: Any) -> Any:
+        if self.scale == 1.0 or not torch.is_grad_enabled():
+            return given
+        return _mapped(given, lambda t: _Entrance.apply(t, 1.0 / self.scale) if t.requires_grad else t)
+
+    def _left(self, output: Any) -> Any:
+        """What the module returned, as the user gets it."""
+        known: dict[int, Tensor] = {}
+
+        def leave(tensor: Tensor) -> Tensor:
+            if id(tensor) not in known:
+                known[id(tensor)] = self._leave(tensor)
+            return known[id(tensor)]
+
+        return _mapped(output, leave)
+
+    def _leave(self, tensor: Tensor) -> Tensor:
+        tensor = with_real_logits(tensor)
+        return _Exit.apply(tensor, self.anchor, self) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+
+    # ---------------------------------------------------------------- backward
+
+    def begin_backward(self) -> None:
+        """What the first exit that a backward comes by does, on all ranks."""
+        self.settle()
+        if self._backward is None:
+            self.model.meet(Doing.BACKWARD)
+            self._backward = _Backward(self.model, all_gradients=will_be_run(self._end))
+            when_backward_ends(self._end_backward)
+
+    def _end_backward(self) -> None:
+        ended, self._backward = self._backward, None
+        if ended is not None:
+            ended.end()
+            self.model.meet(Doing.BACKWARD_DONE)
+
+
+class _Backward:
+    """One backward pass that is under way.
+
+    Args:
+        model: whose.
+        all_gradients: it is for the weights' gradients; if not (`torch.autograd.grad` of inputs), they stay.
+
+    Attributes:
+        task: autograd's number of it.
+    """
+
+    def __init__(self, model: ParallelModel, *, all_gradients: bool) -> None:
+        self.task = graph_task()
+        self._model = model
+        self._kept = None if all_gradients else _kept_gradients(model)
+        self._lent = ExitStack()
+        with self._breaking_off(), torch.enable_grad():
+            self._lent.enter_context(model.hooks.called_after(all_gradients=all_gradients))
+            self._lent.enter_context(model.lent(for_calls=True))
+            model.holding.start()
+
+    @contextmanager
+    def _breaking_off(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException as error:
+            self._lent.__exit__(type(error), error, error.__traceback__)
+            raise
+
+    def end(self) -> None:
+        """Completes gradients, and gives the module its parameters again."""
+        with self._breaking_off(), torch.enable_grad():
+            self._model.holding.finish()
+        self._lent.close()
+        if self._kept is None:
+            return
+        for name, held in self._model.weights.items():
+            before = self._kept.get(name)
+            if before is None:
+                held.parameter.grad = None
+            elif held.local_grad is not None:
+                held.local_grad.copy_(before)
+
+    def break_off(self) -> None:
+        """As after an exception in it."""
+        error = RuntimeError("a backward pass broke off")
+        with suppress(RuntimeError):  # what undoes a pass raises what broke it off
+            self._lent.__exit__(RuntimeError, error, None)
+
+
+def _kept_gradients(model: ParallelModel) -> dict[str, Tensor]:
+    return {name: held.local_grad.clone() for name, held in model.weights.items() if held.local_grad is not None}
+
+
+class _Exit(torch.autograd.Function):
+    """The tensor itself. What flows back opens the backward pass and is scaled (see [Note: means])."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, anchor: Tensor, calls: PlainCalls) -> Tensor:
+        ctx.calls = calls
+        return tensor.detach()  # no view: what the user writes into is seen by whoever has kept the tensor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        calls: PlainCalls = ctx.calls
+        calls.begin_backward()
+        return grad if calls.scale == 1.0 else grad * calls.scale, None, None
+
+
+class _Entrance(torch.autograd.Function):
+    """The tensor itself; what flows back is scaled (see [Note: means])."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad * ctx.scale, None
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with its tensors changed, wherever they are: in what torch's pytree knows, and in dataclasses."""
+    leaves, tree = tree_flatten(value)
+    changed = [_mapped_leaf(leaf, change) for leaf in leaves]
+    if all(new is old for new, old in zip(changed, leaves, strict=True)):
+        return value
+    return tree_unflatten(changed, tree)
+
+
+def _mapped_leaf(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return change(leaf)
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    found = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
+    changed = {name: _mapped(value, change) for name, value in found.items()}
+    if all(changed[name] is value for name, value in found.items()):
+        return leaf
+    other = copy.copy(leaf)
+    for name, value in changed.items():
+        object.__setattr__(other, name, value)
+    return other

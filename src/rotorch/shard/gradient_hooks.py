@@ -1,0 +1,74 @@
+"""Hooks that users put on parameters: called when a step's gradients are complete, with what they ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rotorch._torch_private import (
+    hooks_of_gradient,
+    put_hooks_after_accumulation,
+    take_hooks_after_accumulation,
+)
+from rotorch.shard.sharded_weight import ShardedWeight
+
+
+class GradientHooks:
+    """Calls what `register_hook` and `register_post_accumulate_grad_hook` have put on parameters at rest.
+
+    Autograd computes with other tensors, and never comes by those. As in a plain loop, `register_hook` sees the
+    gradient of this step alone and may give another one, and what comes after accumulation sees the parameter. Both
+    see this rank's part, complete, as a DTensor.
+
+    Args:
+        weights: what this rank holds.
+    """
+
+    def __init__(self, weights: Mapping[str, ShardedWeight]) -> None:
+        self._weights = weights
+
+    @contextmanager
+    def called_after(self, *, all_gradients: bool = True) -> Iterator[None]:
+        """Around a backward; at its end hooks are called, unless it raised or was not for the weights' gradients."""
+        # fully_shard would call what comes after accumulation itself, before replicas are summed.
+        taken = {n: hooks for n, h in self._weights.items() if (hooks := take_hooks_after_accumulation(h.parameter))}
+        before = self._set_aside() if all_gradients else {}
+        try:
+            yield
+            if all_gradients:
+                self._call_on_gradients()
+        finally:
+            for name, hooks in taken.items():
+                put_hooks_after_accumulation(self._weights[name].parameter, hooks)
+            for name, gradient in before.items():
+                self._add_again(name, gradient)
+        if all_gradients:
+            for name, hooks in taken.items():
+                if self._weights[name].parameter.grad is not None:
+                    for after in list(hooks.values()):
+                        after(self._weights[name].parameter)
+
+    def _set_aside(self) -> dict[str, Tensor]:
+        """What the user has not cleared, where a hook is to see this step alone."""
+        before = {}
+        for name, held in self._weights.items():
+            if hooks_of_gradient(held.parameter) and held.local_grad is not None:
+                before[name] = held.local_grad.clone()
+                held.parameter.grad = None
+        return before
+
+    def _call_on_gradients(self) -> None:
+        for held in self._weights.values():
+            for hook in hooks_of_gradient(held.parameter):
+                if held.parameter.grad is not None and (other := hook(held.parameter.grad)) is not None:
+                    held.parameter.grad = other
+
+    @torch.no_grad()
+    def _add_again(self, name: str, before: Tensor) -> None:
+        held = self._weights[name]
+        if held.local_grad is None:
+            held.parameter.grad = torch.zeros_like(held.parameter)
+        held.local_grad.add_(before)  # type: ignore[union-attr]
