@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-NUM_ROWS, NUM_TOKENS, NUM_STEPS = 2, 10, 2
+NUM_ROWS, NUM_TOKENS = 2, 10
+NUM_STEPS, MORE_STEPS = 1, 2
 LEARNING_RATE = 0.1
 
 
@@ -70,7 +71,7 @@ def per_token(logits: Tensor, ids: Tensor) -> Tensor:
 
 @idiom
 def the_loss_of_the_model(loop):
-    for step in range(NUM_STEPS):
+    for step in range(MORE_STEPS):
         output = loop.model(**loop.batch(step))
         output.loss.backward()
         loop.say(output.loss)
@@ -175,7 +176,7 @@ def a_sum_over_sequences(loop):
 
 @idiom
 def accumulation(loop):
-    for step in range(NUM_STEPS):
+    for step in range(MORE_STEPS):
         for part in range(3):
             loss = loop.model(**loop.batch(step, part)).loss / 3
             loss.backward()
@@ -216,7 +217,7 @@ def zeroed_gradients(loop):
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
 
-    for step in range(NUM_STEPS):
+    for step in range(MORE_STEPS):
         loop.model(**loop.batch(step)).loss.backward()
         yield update
 
@@ -241,7 +242,7 @@ def clipping(loop):
         optimizer.zero_grad()
         return norm
 
-    for step in range(NUM_STEPS):
+    for step in range(MORE_STEPS):
         loop.model(**loop.batch(step)).loss.backward()
         yield update
 
@@ -379,7 +380,7 @@ def gradients_of_inputs_alone(loop):
 @idiom
 def hooks_on_parameters(loop):
     first, second = list(loop.model.parameters())[:2]
-    for step in range(NUM_STEPS):
+    for step in range(MORE_STEPS):
         heard = []
         handles = [
             first.register_hook(lambda grad: grad * 2.0),
@@ -416,7 +417,7 @@ def hooks_on_the_head(loop):
 @idiom
 def distillation(loop):
     teacher = loop.make(7)
-    for step in range(NUM_STEPS):
+    for step in range(MORE_STEPS):
         batch = loop.batch(step)
         with torch.no_grad():
             theirs = teacher(input_ids=batch["input_ids"]).logits
@@ -461,7 +462,7 @@ def two_models_that_learn(loop):
 
 @idiom
 def weights_that_are_frozen_later(loop):
-    for step in range(NUM_STEPS):
+    for step in range(MORE_STEPS):
         if step == 1:
             for name, parameter in loop.model.named_parameters():
                 parameter.requires_grad_("mlp" not in name)
