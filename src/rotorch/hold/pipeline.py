@@ -25,7 +25,8 @@ from rotorch.comm.observe import Doing, Observer
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.spec import ModelSpec, UnitKind, Weight
 from rotorch.hold.pipeline_step import PipelineStep, Watch
-from rotorch.hold.twins import Part, Twins
+from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
+from rotorch.hold.shards_holding import ShardsHolding
 from rotorch.mesh import sum_in_one_message
 from rotorch.models.blocks import recompute_blocks
 from rotorch.models.compiled import compile_blocks
@@ -40,7 +41,7 @@ from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces, dtensor_at_r
 from rotorch.shard.sites import find_sites
 
 
-class WholeStages(Holding):
+class WholeStages(ShardsHolding):
     """The weights of this rank's stages, whole: what is inside of a pipeline if nothing else is.
 
     Args:
@@ -53,27 +54,10 @@ class WholeStages(Holding):
     weight_gradients_wait = True
 
     def __init__(self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
-        self._module = module
-        self._twins = Twins(
-            [Part(w, cut_pieces(w, num_slices=1, index=0), w.shape, (Replicate(),)) for w in spec.weights],
-            parameters=dict(module.named_parameters()),
-            sites=find_sites(module),
-            mesh=mesh,
-            device=device,
-            gradients_stay=False,
-        )
-        self.weights = self._twins.held
-
-    @contextmanager
-    def lend(self) -> Iterator[nn.Module]:
-        with self._twins.lent(()):
-            yield self._module
-
-    def start(self) -> None:
-        self._twins.start()
-
-    def finish(self) -> None:
-        self._twins.attach()
+        placements = [
+            ShardPlacement(w, cut_pieces(w, num_slices=1, index=0), w.shape, (Replicate(),)) for w in spec.weights
+        ]
+        super().__init__(module, ShardedWeights(placements, sites=find_sites(module), mesh=mesh, device=device))
 
     def take_memory(self, name: str) -> None:
         self.weights[name].take_memory()

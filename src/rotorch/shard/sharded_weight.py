@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Weight
+from rotorch.shard.sites import Site
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class LocalParameter(nn.Parameter):
 
 @dataclass
 class ShardedWeight:
-    """One weight as this rank holds it.
+    """One weight as this rank holds it, at rest and during a pass.
 
     Attributes:
         weight: its description: name, whole shape, aliases.
@@ -150,6 +151,11 @@ class ShardedWeight:
         parameter: the DTensor that the module holds at rest; `.grad` is complete after `forward_backward`.
         num_holders: how many ranks of the model's mesh hold these same pieces (1: nobody else does).
         holder: this rank's number among them, 0-based.
+        sites: where the module looks for it; none if somebody else puts tensors there.
+        in_pass: the tensor that the module finds there during a pass; None: nothing (a bias that is added elsewhere).
+        leaf: the plain parameter that a pass computes with and leaves a gradient in, if there is one.
+        earlier: a copy of the gradient that was there before a step, because the user had not cleared it. It is added
+            to the step's own, or put back if the step breaks off.
     """
 
     weight: Weight
@@ -158,6 +164,12 @@ class ShardedWeight:
     parameter: nn.Parameter
     num_holders: int = 1
     holder: int = 0
+    sites: tuple[Site, ...] = ()
+    in_pass: Tensor | None = None
+    leaf: nn.Parameter | None = None
+    earlier: Tensor | None = None
+    _attached: tuple[int, DTensor] | None = None
+    """A gradient that stays where it is from step to step: its address, and the DTensor over it."""
 
     @property
     def name(self) -> str:
@@ -179,6 +191,63 @@ class ShardedWeight:
                 return grad.to_local()
         return grad.to_local()
 
+    # ---------------------------------------------------------------- what the module finds
+
+    def unshard(self) -> None:
+        """Puts the tensor of a pass into the module."""
+        for site in self.sites:
+            site.put(self.in_pass)
+
+    def reshard(self) -> None:
+        """Puts the DTensor back into the module."""
+        for site in self.sites:
+            site.put(self.parameter)
+
+    # ---------------------------------------------------------------- gradients
+
+    def refuse_unfrozen(self) -> None:
+        """Raises `ConfigError` for a weight that was frozen when the model was spread and requires a gradient now."""
+        if self.parameter.requires_grad:
+            raise ConfigError(
+                f"{self.name!r} was frozen when the model was parallelized, and has requires_grad=True now: it would "
+                "get no gradient. Unfreeze weights before parallelize"
+            )
+
+    def set_aside(self) -> bool:
+        """Before a step: copies the gradient that is there; returns whether one is. Evaluations leave it alone."""
+        there = torch.is_grad_enabled() and self.parameter.grad is not None
+        self.earlier = self.local_grad.clone() if there else None  # type: ignore[union-attr]
+        return there
+
+    def attach(self, gradient: Tensor, *, stays: bool = False) -> None:
+        """After a step: its gradient, and what was there before it, become the DTensor's.
+
+        Args:
+            gradient: of this rank's part, plain; what was set aside is added to it.
+            stays: whether it lies in the same memory in every step, so that the DTensor over it can be kept.
+        """
+        self.add_earlier(gradient)
+        if not stays:
+            self.parameter.grad = dtensor_like(self.parameter, gradient)
+            return
+        if self._attached is None or self._attached[0] != gradient.data_ptr():
+            self._attached = gradient.data_ptr(), dtensor_like(self.parameter, gradient)
+        self.parameter.grad = self._attached[1]
+
+    def add_earlier(self, gradient: Tensor) -> None:
+        """Adds what was set aside to a step's own gradient."""
+        if self.earlier is not None:
+            gradient.add_(self.earlier)
+            self.earlier = None
+
+    def put_back(self) -> None:
+        """After a step that broke off: writes the copy back where it came from, in which the step may have added."""
+        if self.earlier is not None and (grad := self.local_grad) is not None:
+            grad.copy_(self.earlier)
+        self.earlier = None
+
+    # ---------------------------------------------------------------- memory
+
     def take_memory(self) -> None:
         """Gives `local`, which has a storage of its own, its memory back after `give_memory_back`; not its values."""
         self.local.untyped_storage().resize_(self.local.nbytes)
@@ -189,12 +258,8 @@ class ShardedWeight:
 
 
 def refuse_unfrozen(held: ShardedWeight) -> None:
-    """Raises `ConfigError` for a weight that was frozen when the model was spread, and should get a gradient now."""
-    if held.parameter.requires_grad:
-        raise ConfigError(
-            f"{held.name!r} was frozen when the model was parallelized, and has requires_grad=True now: it would get "
-            "no gradient. Unfreeze weights before parallelize"
-        )
+    """See `ShardedWeight.refuse_unfrozen`."""
+    held.refuse_unfrozen()
 
 
 class EarlierGradients:

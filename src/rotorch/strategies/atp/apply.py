@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
@@ -20,7 +20,8 @@ from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, GridCut, ModelSpec, Unit, UnitKind, Weight
-from rotorch.hold.twins import Part, Twins
+from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
+from rotorch.hold.shards_holding import ShardsHolding
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import Boundary, sum_of_parts
 from rotorch.ops.own_shard import OwnShard
@@ -49,43 +50,38 @@ def apply(
     return ATPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device)
 
 
-class ATPHolding(Holding):
+class ATPHolding(ShardsHolding):
     """One rank's blocks, and the weights that are whole on every rank."""
 
     def __init__(
         self, module: nn.Module, *, strategy: ATP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device
     ) -> None:
-        self._module = module
         self._mesh = mesh
         self._strategy = strategy
         interior, features = (Line.along(mesh, axis) for axis in (strategy.interior_axis, strategy.feature_axis))
         self._place = AtpPlace(interior.position, interior.size, features.position, features.size)
         self.plane = Plane(interior, features, strategy.chunks)
         sites = find_sites(module)
-        self._twins = Twins(
-            [self._part(w) for w in spec.weights],
-            parameters=dict(module.named_parameters()),
-            sites=sites,
-            mesh=mesh,
-            device=device,
-            gradients_stay=False,
-        )
-        self.weights = {w.name: self._twins.held[w.name] for w in spec.weights}
+        placements = [self._placement(w) for w in spec.weights]
+        shards = ShardedWeights(placements, sites=sites, mesh=mesh, device=device)
+        super().__init__(module, shards)
         self._partial = [w.name for w in spec.weights if w.beside_slices]
-        self._instead: list[tuple[str, Tensor | None]] = [(name, None) for u in spec.units for name in u.added_once]
+        for name in {name for u in spec.units for name in u.added_once}:
+            shards.replace(name, None)
         for unit in spec.units:
-            self._instead += [(w.name, self._proxy(w, unit)) for w in unit.weights if _is_block(w)]
+            for weight in filter(_is_block, unit.weights):
+                shards.replace(weight.name, self._proxy(weight, unit))
             if unit.kind is UnitKind.MODULE:
-                part, twins = module.get_submodule(unit.name), self._twins.twins
-                slices = OwnShard(part, unit, shards=twins, boundary=Boundary(interior), strategy=strategy.kind)
-                once = twins.__getitem__
+                part, leaves = module.get_submodule(unit.name), shards.leaves
+                slices = OwnShard(part, unit, shards=leaves, boundary=Boundary(interior), strategy=strategy.kind)
+                once = leaves.__getitem__
                 PartialModule(part, unit=unit, slices=slices, sites=sites, once=once, proven=True, compiled=False)
         for weight in spec.weights:
             if weight.grid is not None and weight.grid.sums and features.size > 1:
                 for site in sites[weight.name]:
                     self._complete_sums(site.module, weight)
 
-    def _part(self, weight: Weight) -> Part:
+    def _placement(self, weight: Weight) -> ShardPlacement:
         cut, place = weight.grid or GridCut(), self._place
         placements: dict[str, Placement] = {axis: Replicate() for axis in self._strategy.axes}
         num_holders, holder = 1, 0
@@ -97,7 +93,7 @@ class ATPHolding(Holding):
                 placements[axis] = Shard(part.dim)
             else:
                 holder, num_holders = holder * n + k, num_holders * n
-        return Part(
+        return ShardPlacement(
             weight,
             box_pieces(place.ranges(weight)),
             place.shape(weight),
@@ -115,7 +111,7 @@ class ATPHolding(Holding):
                 role = Role.TABLE
             else:
                 role = Role.SPREAD if is_column(weight) else Role.COLLECT
-        block = self._twins.twins[weight.name]
+        block = self.shards.leaves[weight.name]
         use = PlaneUse(weight, block, role, self.plane, rows, head=unit.logits)
         return WeightProxy(use, like=block)
 
@@ -126,16 +122,13 @@ class ATPHolding(Holding):
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
-        with drawn_alike(common_seed(mesh=self._mesh)), self._twins.lent(self._instead):
-            yield self._module
-
-    def start(self) -> None:
-        self._twins.start()
+        with drawn_alike(common_seed(mesh=self._mesh)), super().lend() as module:
+            yield module
 
     def finish(self) -> None:
-        self._twins.reduce(self._partial, mesh=self._mesh[self._strategy.interior_axis])
-        self._twins.unused_count_as_zero()
-        self._twins.attach()
+        self.shards.reduce(self._partial, mesh=self._mesh[self._strategy.interior_axis])
+        self.shards.unused_count_as_zero()
+        super().finish()
 
 
 def _is_block(weight: Weight) -> bool:

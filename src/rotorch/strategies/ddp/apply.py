@@ -1,12 +1,13 @@
 """How `ddp` holds a model.
 
-Torch's DistributedDataParallel over plain twins; or, over another strategy, one all-reduce of its gradients.
+Torch's DistributedDataParallel over plain parameters; or, over another strategy, one all-reduce of its gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,64 +16,59 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.comm.collectives import all_reduce_each
 from rotorch.core.spec import ModelSpec
-from rotorch.hold.replicas import Replicas
+from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
+from rotorch.hold.shards_holding import ShardsHolding
 from rotorch.models.blocks import recompute_blocks
 from rotorch.models.compiled import compile_blocks
 from rotorch.models.losses import Batch
 from rotorch.parallel_model import Holding, OuterHolding, Result
-from rotorch.shard.sharded_weight import EarlierGradients
+from rotorch.shard.sites import find_sites
 from rotorch.strategies.ddp.plan import DDP
 
 
-class DDPHolding(Holding):
+class DDPHolding(ShardsHolding):
     """The whole model on every rank; torch's DDP sums gradients in buckets, under backward."""
 
     def __init__(self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
-        self._module = module
+        placements = [ShardPlacement.whole(weight, mesh=mesh) for weight in spec.weights]
+        memory = Memory(gradients_stay=True)  # in DDP's buckets
+        sites = find_sites(module)
+        super().__init__(module, ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=memory))
         self._mesh = mesh
         self._wrapped: DistributedDataParallel | None = None
         self._for_calls = False
         self.loss_scale = float(mesh.size())  # DDP averages; the rule here is to sum
-        self._replicas = Replicas.of_module(module, weights=spec.weights, mesh=mesh, device=device, gradients_stay=True)
-        self.weights = self._replicas.held
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
-        try:
-            self._replicas.lend()
+        with super().lend() as module:
             if not torch.is_grad_enabled():
-                yield self._module
+                yield module
                 return
-            if self._wrapped is None:  # made when the twins are in place: DDP keeps the parameters that it finds
-                self._wrapped = _wrap(self._module, mesh=self._mesh)
+            if self._wrapped is None:  # made when the leaves are in place: DDP keeps the parameters that it finds
+                self._wrapped = _wrap(module, mesh=self._mesh)
             yield self._wrapped
-        finally:
-            self._replicas.take_back()
 
     @contextmanager
     def lend_for_calls(self) -> Iterator[nn.Module]:
         """The module itself: torch's DDP wants each forward followed by its backward, and all weights used in it."""
         self._for_calls = True
         try:
-            self._replicas.lend()
-            yield self._module
+            with super().lend() as module:
+                yield module
         finally:
             self._for_calls = False
-            self._replicas.take_back()
-
-    def start(self) -> None:
-        self._replicas.start()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
 
     def finish(self) -> None:
         if self._for_calls:
-            self._replicas.reduce()
-            for twin in self._replicas.twins.values():
-                if twin.grad is not None:
-                    twin.grad.div_(self._mesh.size())  # the mean, as torch's DDP leaves it
-        self._replicas.attach()
+            self.shards.reduce()
+            for leaf in self.shards.leaves.values():
+                if leaf.grad is not None:
+                    leaf.grad.div_(self._mesh.size())  # the mean, as torch's DDP leaves it
+        super().finish()
 
 
 def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
@@ -91,14 +87,16 @@ class ReplicatedHolding(OuterHolding):
     def __init__(self, inner: Holding, *, mesh: DeviceMesh) -> None:
         super().__init__(inner)
         self._mesh = mesh
-        self._earlier = EarlierGradients()
         self._before: dict[str, Tensor | None] = {}
         """The DTensors of those gradients, whose memory a step's own gradients may lie in."""
-        self.weights = inner.weights
         self.loss_scale = inner.loss_scale
-        for held in self.weights.values():
-            held.holder += held.num_holders * mesh.get_local_rank()
-            held.num_holders *= mesh.size()
+        replica = mesh.get_local_rank()
+        self.weights = {
+            name: replace(
+                held, num_holders=held.num_holders * mesh.size(), holder=held.holder + held.num_holders * replica
+            )
+            for name, held in inner.weights.items()
+        }
 
     def lend(self) -> AbstractContextManager[nn.Module]:
         return self._inner.lend()
@@ -108,10 +106,10 @@ class ReplicatedHolding(OuterHolding):
 
     def start(self) -> None:
         # Gradients that the user has not cleared are summed over the replicas already: set aside, added at the end.
-        names = self._earlier.set_aside(self.weights)
-        self._before = {name: self.weights[name].parameter.grad for name in names}
-        for name in names:
-            self.weights[name].parameter.grad = None
+        with_gradients = {name: held for name, held in self.weights.items() if held.set_aside()}
+        self._before = {name: held.parameter.grad for name, held in with_gradients.items()}
+        for held in with_gradients.values():
+            held.parameter.grad = None
         self._inner.start()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -132,11 +130,11 @@ class ReplicatedHolding(OuterHolding):
         all_reduce_each(self._inner.gradients(), mesh=self._mesh)
         for name, before in self._before.items():
             held = self.weights[name]
-            if held.parameter.grad is None:
+            if held.local_grad is None:  # this step used no weight; its buffer was summed all the same
                 held.parameter.grad = before
+                held.put_back()
             else:
-                self._earlier.add_to(held.local_grad, name=name)
-        self._earlier.put_back(self.weights)  # where this step used no weight; its buffer was summed all the same
+                held.add_earlier(held.local_grad)
         self._before = {}
 
     def gradients(self) -> list[Tensor]:

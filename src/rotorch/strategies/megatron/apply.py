@@ -19,7 +19,8 @@ from rotorch.comm.collectives import common_seed
 from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
-from rotorch.hold.twins import Twins, slice_part, whole_part
+from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
+from rotorch.hold.shards_holding import ShardsHolding
 from rotorch.models.describe import module_declares
 from rotorch.ops.along_tokens import OnAllTokens, StretchBoundary, TokenStretch, refuse_hidden_states
 from rotorch.ops.conjugates import Boundary, PartlySynced
@@ -49,7 +50,7 @@ def apply(
     return MegatronHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device, compiled=compiled)
 
 
-class MegatronHolding(Holding):
+class MegatronHolding(ShardsHolding):
     """One rank's slices, and the weights that are whole on every rank."""
 
     def __init__(
@@ -62,25 +63,19 @@ class MegatronHolding(Holding):
         device: torch.device,
         compiled: bool = False,
     ) -> None:
-        self._module = module
         self._mesh = mesh
         if mesh.size() > 1 and mesh.get_rank() == 0:
             _tell(spec, strategy=strategy)
         sites = find_sites(module)
-        self._twins = Twins(
-            [
-                whole_part(w, mesh=mesh) if u.kind is UnitKind.REPLICATED else slice_part(w, mesh=mesh)
-                for u in spec.units
-                for w in u.weights
-            ],
-            parameters=dict(module.named_parameters()),
-            sites=sites,
-            mesh=mesh,
-            device=device,
-            gradients_stay=False,
-        )
-        self.weights = {w.name: self._twins.held[w.name] for w in spec.weights}
-        self._instead: list[tuple[str, Tensor | None]] = [(name, None) for u in spec.units for name in u.added_once]
+        placements = [
+            (ShardPlacement.whole if u.kind is UnitKind.REPLICATED else ShardPlacement.slice_of)(w, mesh=mesh)
+            for u in spec.units
+            for w in u.weights
+        ]
+        shards = ShardedWeights(placements, sites=sites, mesh=mesh, device=device)
+        super().__init__(module, shards)
+        for name in {name for u in spec.units for name in u.added_once}:
+            shards.replace(name, None)
         equal = not strategy.changes_the_model
         whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
         self._partial = [w.name for w in whole if w.beside_slices or not equal]
@@ -93,31 +88,31 @@ class MegatronHolding(Holding):
             _refuse_other_losses(module, strategy=strategy)
         for unit in spec.cut_units:
             if unit.kind is UnitKind.MODULE:
-                part, twins = module.get_submodule(unit.name), self._twins.twins
+                part, leaves = module.get_submodule(unit.name), shards.leaves
                 around = StretchBoundary(stretch, name=unit.name) if stretch and unit.along_tokens else boundary
                 PartialModule(
                     part,
                     unit=unit,
-                    slices=OwnShard(part, unit, shards=twins, boundary=around, strategy=strategy.kind),
+                    slices=OwnShard(part, unit, shards=leaves, boundary=around, strategy=strategy.kind),
                     sites=sites,
-                    once=twins.__getitem__,
+                    once=leaves.__getitem__,
                     proven=module_declares(module),
                     compiled=compiled,
                 )
             else:
                 for weight in unit.weights:
-                    shard = self._twins.twins[weight.name]
+                    shard = shards.leaves[weight.name]
                     use = ShardUse(
                         weight, shard, line, strategy.kind, head=unit.logits, by_plan=spec.by_plan, equal=equal
                     )
-                    self._instead.append((weight.name, WeightProxy(use, like=shard)))
+                    shards.replace(weight.name, WeightProxy(use, like=shard))
         if stretch is not None:
             _cut_along_tokens(module, spec=spec, stretch=stretch)
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
-        with drawn_alike(common_seed(mesh=self._mesh)), self._twins.lent(self._instead):
-            yield self._module
+        with drawn_alike(common_seed(mesh=self._mesh)), super().lend() as module:
+            yield module
 
     @property
     def transport(self) -> str | None:
@@ -134,15 +129,15 @@ class MegatronHolding(Holding):
 
     def start(self) -> None:
         self._line.start()
-        self._twins.start()
+        super().start()
 
     def close(self) -> None:
         self._line.close()
 
     def finish(self) -> None:
-        self._twins.reduce(self._partial)
-        self._twins.unused_count_as_zero()
-        self._twins.attach()
+        self.shards.reduce(self._partial)
+        self.shards.unused_count_as_zero()
+        super().finish()
 
 
 def _tell(spec: ModelSpec, *, strategy: Megatron) -> None:

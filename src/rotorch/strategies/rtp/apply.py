@@ -27,7 +27,7 @@ from rotorch.comm.transports import make_ring
 from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
-from rotorch.hold.replicas import Replicas
+from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
 from rotorch.ops.gather_weight import gather_weights
@@ -117,10 +117,10 @@ class RTPHolding(Holding):
             for item, (unit, flat) in enumerate(zip(units, slices, strict=True))
         ]
         whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
-        self.replicas = Replicas(
-            whole, parameters=parameters, sites=sites, mesh=mesh, device=device, gradients_stay=mesh.size() > 1
-        )
-        self._added_once = [name for u in units for name in u.added_once]
+        placements, memory = [ShardPlacement.whole(w, mesh=mesh) for w in whole], Memory(gradients_stay=mesh.size() > 1)
+        self.replicas = ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=memory)
+        for name in {name for u in units for name in u.added_once}:
+            self.replicas.replace(name, None)
         self._home: dict[str, ShardedWeight] = {}
         self._home_gradients: dict[str, DTensor] = {}
         self._proxies: list[tuple[Site, Tensor]] = []
@@ -137,7 +137,7 @@ class RTPHolding(Holding):
                     unit=rotating.unit,
                     slices=VisitingSlices(part, rotating, sites=sites, whole=whole_weight, compiled=compiled),
                     sites=sites,
-                    once=self.replicas.twins.__getitem__,
+                    once=self.replicas.leaves.__getitem__,
                     proven=module_declares(module),
                     compiled=compiled,
                 )
@@ -195,32 +195,29 @@ class RTPHolding(Holding):
 
     def _whole_weight(self, alone: Mapping[str, RotatingUnit], name: str) -> Tensor:
         """A weight that every slice of a module needs: there, or, if it goes round alone, made whole for the call."""
-        return gather_weights(alone[name])[0] if name in alone else self.replicas.twins[name]
+        return gather_weights(alone[name])[0] if name in alone else self.replicas.leaves[name]
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
-        try:
-            self.replicas.lend()
-            for name in self._added_once:
-                self.replicas.withhold(name)
-            for site, proxy in self._proxies:
-                site.put(proxy)
-            yield self._module
-        except BaseException as error:
+        with self.replicas.unsharded():
             try:
-                self.ring.come_home(after=error)
-            except RankFailure as lost:
-                error.add_note(str(lost))
-            if self._adds_up:
-                self._drop_gradients()
-            raise
-        else:
-            self.ring.come_home()
-        finally:
-            self._adds_up = False
-            self.replicas.take_back()
-            for site, name in self._home_sites:
-                site.put(self._home[name].parameter)
+                for site, proxy in self._proxies:
+                    site.put(proxy)
+                yield self._module
+            except BaseException as error:
+                try:
+                    self.ring.come_home(after=error)
+                except RankFailure as lost:
+                    error.add_note(str(lost))
+                if self._adds_up:
+                    self._drop_gradients()
+                raise
+            else:
+                self.ring.come_home()
+            finally:
+                self._adds_up = False
+                for site, name in self._home_sites:
+                    site.put(self._home[name].parameter)
 
     def guests_came(self) -> None:
         barrier(mesh=self._mesh)  # in shared memory one rank reads what another has been lent
@@ -259,7 +256,7 @@ class RTPHolding(Holding):
     def finish(self) -> None:
         self.ring.finish()
         self.replicas.reduce()
-        self.replicas.attach()
+        self.replicas.finish()
         for rotating in self.units:
             if rotating.trained and not self.ring.fresh[rotating.item]:
                 for weight in rotating.unit.weights:

@@ -1,0 +1,254 @@
+"""Weights as one rank holds them: DTensors over its shards at rest, plain tensors for a pass, in memory passed in.
+
+Every strategy holds its weights by `ShardedWeights`. Where shards, the tensors of a pass and gradients lie, and
+what has to happen around a step for them to be there, is up to the `Memory` that it passes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
+
+from rotorch.comm.collectives import all_reduce_sum
+from rotorch.core.spec import Weight
+from rotorch.shard.sharded_weight import Piece, ShardedWeight, cut_pieces, dtensor_at_rest
+from rotorch.shard.sites import Site
+
+
+@dataclass(frozen=True)
+class ShardPlacement:
+    """How a weight is cut: which part of it is this rank's shard.
+
+    A part may be any box of a weight, or several: a slice, a block of a grid, some rows, the whole.
+
+    Attributes:
+        weight: which.
+        pieces: where the parts of the shard sit in the whole.
+        shape: of the shard.
+        placements: of the DTensor at rest, one per axis of the mesh. Uneven and fused cuts are Shard in name only.
+        num_holders: how many ranks of the mesh hold the same.
+        holder: this rank's number among them.
+    """
+
+    weight: Weight
+    pieces: tuple[Piece, ...]
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    num_holders: int = 1
+    holder: int = 0
+
+    @staticmethod
+    def whole(weight: Weight, *, mesh: DeviceMesh) -> ShardPlacement:
+        """All of a weight, on every rank of a one-axis mesh."""
+        pieces, holders = cut_pieces(weight, num_slices=1, index=0), mesh.size()
+        return ShardPlacement(weight, pieces, weight.shape, (Replicate(),), holders, mesh.get_local_rank())
+
+    @staticmethod
+    def slice_of(weight: Weight, *, mesh: DeviceMesh) -> ShardPlacement:
+        """This rank's slice of a weight that is cut over a one-axis mesh."""
+        n, position = mesh.size(), mesh.get_local_rank()
+        if weight.cut is None:
+            raise AssertionError(f"{weight.name} is not cut")
+        shape = weight.slice_shape(num_slices=n, index=position)
+        pieces = cut_pieces(weight, num_slices=n, index=position)
+        return ShardPlacement(weight, pieces, shape, (Shard(weight.cut.dim),))
+
+    def of_whole(self, whole: Tensor, *, device: torch.device) -> Tensor:
+        """Returns this part of a whole weight: a copy, or `whole` itself if that is all of it."""
+        if self.shape == self.weight.shape and len(self.pieces) == 1:
+            return whole.to(device)
+        local = torch.empty(self.shape, dtype=whole.dtype, device=device)
+        for piece in self.pieces:
+            piece.of_local(local).copy_(piece.of_whole(whole))
+        return local
+
+
+class Memory:
+    """Where shards, tensors of a pass and gradients lie; this one: each by itself, and a pass computes with shards.
+
+    Attributes:
+        gradients_stay: they lie in the same memory in every step (buckets, sums), so what refers to them may be kept.
+    """
+
+    def __init__(self, *, gradients_stay: bool = False) -> None:
+        self.gradients_stay = gradients_stay
+
+    def shard(self, placement: ShardPlacement) -> Tensor | None:
+        """Memory for a shard; None: it gets a tensor of its own."""
+        return None
+
+    def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter | None:
+        """The plain parameter that a pass computes with; None: the strategy puts something else into the module."""
+        return nn.Parameter(held.local, requires_grad=held.parameter.requires_grad)
+
+    def start(self, weights: Mapping[str, ShardedWeight]) -> None:
+        """Before a step: leaves have no gradients, and are there if they were not."""
+        for held in weights.values():
+            if held.leaf is not None:
+                held.leaf.grad = None
+
+    def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
+        """After the last backward: gradients of shards by name, summed over the ranks that hold the same; not of all.
+
+        A weight that no pass has used has none, unless this says that it counts as zeros.
+        """
+        leaves = ((name, held.leaf) for name, held in weights.items() if held.leaf is not None)
+        return {name: leaf.grad.detach() for name, leaf in leaves if leaf.grad is not None}
+
+    def end(self, weights: Mapping[str, ShardedWeight]) -> None:
+        """After a pass, also one that broke off: what no rank needs at rest goes."""
+        return None
+
+    def flat_gradients(self) -> list[Tensor] | None:
+        """After a step: all of this rank's gradients in few tensors; None if they lie one by one."""
+        return None
+
+
+class ShardedWeights:
+    """What one rank holds of some weights.
+
+    Args:
+        placements: which part of which weight.
+        sites: by name, where the module looks for each; values are taken over from parameters that have any.
+        mesh: of the DTensors at rest.
+        device: where to hold them.
+        memory: whose memory they lie in; each has its own by default.
+
+    Attributes:
+        held: by name.
+    """
+
+    def __init__(
+        self,
+        placements: Sequence[ShardPlacement],
+        *,
+        sites: Mapping[str, tuple[Site, ...]],
+        mesh: DeviceMesh,
+        device: torch.device,
+        memory: Memory | None = None,
+    ) -> None:
+        self._mesh = mesh
+        self._memory = Memory() if memory is None else memory
+        self._sums: dict[tuple[torch.dtype, tuple[str, ...]], Tensor] = {}
+        self.held: dict[str, ShardedWeight] = {}
+        for placement in placements:
+            found = sites[placement.weight.name]
+            source = found[0].get()
+            assert source is not None
+            local, shape = self._filled(placement, source, device=device), placement.weight.shape
+            at_rest = dtensor_at_rest(local, shape=shape, mesh=mesh, placements=placement.placements)
+            held = ShardedWeight(
+                placement.weight,
+                local,
+                placement.pieces,
+                nn.Parameter(at_rest, requires_grad=source.requires_grad),
+                num_holders=placement.num_holders,
+                holder=placement.holder,
+                sites=found,
+            )
+            held.leaf = held.in_pass = self._memory.leaf(placement, held)
+            held.reshard()
+            self.held[held.name] = held
+
+    def _filled(self, placement: ShardPlacement, source: Tensor, *, device: torch.device) -> Tensor:
+        """A shard with the values that the module's parameter has, if it has any."""
+        local = self._memory.shard(placement)
+        if source.is_meta:
+            return torch.empty(placement.shape, dtype=source.dtype, device=device) if local is None else local
+        values = placement.of_whole(source.detach(), device=device)
+        return values if local is None else local.copy_(values)
+
+    @property
+    def leaves(self) -> dict[str, nn.Parameter]:
+        """The plain parameters that passes compute with, by name."""
+        return {name: held.leaf for name, held in self.held.items() if held.leaf is not None}
+
+    def replace(self, name: str, tensor: Tensor | None) -> None:
+        """From now on passes find something else for a weight: a proxy, or nothing (a bias that is added elsewhere)."""
+        self.held[name].in_pass = tensor
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Within it the module has the tensors of a pass; then the DTensors again, also after an exception.
+
+        A step that broke off leaves the gradients that were there before it.
+        """
+        try:
+            for held in self.held.values():
+                held.unshard()
+            yield
+        finally:
+            for held in self.held.values():
+                held.put_back()
+                held.reshard()
+            self._memory.end(self.held)
+
+    def start(self) -> None:
+        """Before a step: gradients that the user has not cleared are set aside, to be added at the end.
+
+        Raises:
+            ConfigError: a weight that was frozen requires a gradient now.
+        """
+        for held in self.held.values():
+            if held.leaf is not None and not held.leaf.requires_grad:
+                held.refuse_unfrozen()
+        for held in self.held.values():
+            held.set_aside()
+        self._memory.start(self.held)
+
+    def reduce(self, names: Iterable[str] | None = None, *, mesh: DeviceMesh | None = None) -> None:
+        """Sums gradients that passes have left over an axis, all in one message. All ranks of the axis.
+
+        A weight that this rank's passes did not use counts as zeros, since others may have used it; so if none has, its
+        gradient is zero and not None, as under torch's DDP.
+
+        Args:
+            names: of which weights; None: of all.
+            mesh: over which ranks; None: over those of the DTensors at rest.
+        """
+        mesh = self._mesh if mesh is None else mesh
+        if mesh.size() == 1:
+            return
+        leaves = self.leaves
+        names = [n for n in (leaves if names is None else names) if leaves[n].requires_grad]
+        for dtype in sorted({leaves[n].dtype for n in names}, key=str):
+            same = [leaves[n] for n in names if leaves[n].dtype == dtype]
+            key = dtype, tuple(names)
+            if key not in self._sums:  # kept, so that gradients stay in one place from step to step
+                self._sums[key] = torch.empty(sum(t.numel() for t in same), dtype=dtype, device=same[0].device)
+            flat = self._sums[key]
+            parts = [p.view_as(t) for p, t in zip(flat.split([t.numel() for t in same]), same, strict=True)]
+            for leaf, part in zip(same, parts, strict=True):
+                part.zero_() if leaf.grad is None else part.copy_(leaf.grad)
+                leaf.grad = part
+            all_reduce_sum(flat, mesh=mesh)
+
+    def unused_count_as_zero(self) -> None:
+        """Gives weights that no pass of this step used a gradient of zeros: a sum over replicas counts on all of them.
+
+        On all ranks alike, so that the same tensors are summed everywhere.
+        """
+        for leaf in self.leaves.values():
+            if leaf.requires_grad and leaf.grad is None:
+                leaf.grad = torch.zeros_like(leaf)
+
+    def finish(self) -> None:
+        """After the last backward: completes gradients and gives them to the DTensors."""
+        for name, gradient in self._memory.complete(self.held).items():
+            if self.held[name].parameter.requires_grad:  # not frozen after parallelize
+                self.held[name].attach(gradient, stays=self._memory.gradients_stay)
+        for held in self.held.values():
+            held.earlier = None
+
+    def gradients(self) -> list[Tensor]:
+        """After `finish`: this rank's gradients, as few plain tensors as possible."""
+        flat = self._memory.flat_gradients()
+        if flat is not None:
+            return flat
+        return [grad for held in self.held.values() if (grad := held.local_grad) is not None]
