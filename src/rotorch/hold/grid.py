@@ -27,9 +27,10 @@ from rotorch.core.grid import ACROSS, DEPTH, DOWN
 from rotorch.core.grid_memory import products
 from rotorch.core.grid_strategy import GridStrategy
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
-from rotorch.hold.blocks import Blocks
-from rotorch.hold.depth_shards import DepthShards
-from rotorch.hold.twins import Part
+from rotorch.hold.flat_gradients import FlatGradients
+from rotorch.hold.gathered_blocks import GatheredBlocks
+from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
+from rotorch.hold.shards_holding import ShardsHolding
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import sum_of_parts
 from rotorch.ops.grid_use import GridUse
@@ -64,7 +65,7 @@ def apply(
     )
 
 
-class GridHolding(Holding):
+class GridHolding(ShardsHolding):
     """One rank's blocks on a square grid, which may be several layers deep.
 
     Args:
@@ -88,7 +89,6 @@ class GridHolding(Holding):
         transport: str,
         in_shards: bool = False,
     ) -> None:
-        self._module = module
         self._mesh = mesh
         axes = mesh.mesh_dim_names or ()
         make = partial(make_line, mesh, transport=transport, device=device)
@@ -99,23 +99,23 @@ class GridHolding(Holding):
             self._rank = self._rank * line.size + line.position
         sites, parameters = find_sites(module), dict(module.named_parameters())
         self._sizes = {"size": self.grid.down.size, "row": self.grid.down.position, "column": self.grid.across.position}
-        parts = [self._part(w, axes=axes) for w in spec.weights]
+        placements = [self._placement(w, axes=axes) for w in spec.weights]
         sums = {w.name: self._sums(w) for w in spec.weights}
-        where = {"parameters": parameters, "sites": sites, "mesh": mesh, "device": device}
+        memory: Memory
         if in_shards and self._depth.size > 1:
-            self._blocks: Blocks | DepthShards = DepthShards(parts, depth=self._depth, sums=sums, **where)
+            memory = GatheredBlocks(placements, depth=self._depth, sums=sums)
+            placements = memory.placements(mesh=mesh)
         else:
-            homes = self._homes(spec, parameters=parameters, device=device)
-            self._blocks = Blocks(parts, sums=sums, **where, memory=homes)
-        self.weights = self._blocks.held
+            memory = FlatGradients(sums=sums, homes=self._homes(spec, parameters=parameters, device=device))
+        shards = ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=memory)
+        super().__init__(module, shards)
         heads = {w.name for u in spec.units if u.logits for w in u.weights}
-        self._proxies: dict[str, WeightProxy] = {}
         for weight in spec.weights:
             if weight.grid is not None and (weight.grid.rows is not None or weight.grid.whole_output):
-                block = self._blocks.twins[weight.name]
+                block = shards.leaves[weight.name]
                 biased = f"{weight.name.removesuffix('weight')}bias" in parameters
                 use = GridUse(weight, block, self.grid, strategy, head=weight.name in heads, biased=biased)
-                self._proxies[weight.name] = WeightProxy(use, like=block)
+                shards.replace(weight.name, WeightProxy(use, like=block))
         for weight in spec.weights:
             if weight.grid is not None and weight.grid.sums and self.grid.across.size > 1:
                 for site in sites[weight.name]:
@@ -136,7 +136,7 @@ class GridHolding(Holding):
         cut = weight.grid or GridCut()
         return [(self._depth, None), (self.grid.down, cut.rows), (self.grid.across, cut.columns)]
 
-    def _part(self, weight: Weight, *, axes: tuple[str, ...]) -> Part:
+    def _placement(self, weight: Weight, *, axes: tuple[str, ...]) -> ShardPlacement:
         placements: dict[str, Placement] = {axis: Replicate() for axis in axes}
         num_holders, holder = 1, 0
         for line, cut in self._lines(weight):
@@ -144,7 +144,7 @@ class GridHolding(Holding):
                 placements[line.axis] = Shard(cut.dim)
             else:
                 holder, num_holders = holder * line.size + line.position, num_holders * line.size
-        return Part(
+        return ShardPlacement(
             weight,
             block_pieces(weight, **self._sizes),
             weight.block_shape(**self._sizes),
@@ -164,13 +164,13 @@ class GridHolding(Holding):
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
         # Every rank has tokens or features that no other has, so what is drawn (dropout) must differ from all others'.
-        with drawn_alike(common_seed(mesh=self._mesh) + self._rank), self._blocks.lent(self._proxies.items()):
-            yield self._module
+        with drawn_alike(common_seed(mesh=self._mesh) + self._rank), super().lend() as callee:
+            yield callee
 
     def start(self) -> None:
         for line in self._all_lines():
             line.start()
-        self._blocks.start()
+        super().start()
 
     def _all_lines(self) -> tuple[Line, ...]:
         return (self._depth, self.grid.down, self.grid.across)
@@ -188,16 +188,9 @@ class GridHolding(Holding):
             line.mark_on(place)
         return super().mark_on(place)
 
-    def finish(self) -> None:
-        self._blocks.sum_gradients()
-        self._blocks.attach()
-
     def close(self) -> None:
         for line in self._all_lines():
             line.close()
-
-    def gradients(self) -> list[Tensor]:
-        return self._blocks.flat_gradients()
 
 
 def block_pieces(weight: Weight, *, size: int, row: int, column: int) -> tuple[Piece, ...]:

@@ -1,11 +1,11 @@
-"""Blocks in stretches over the depth of a grid, on one rank whose lines are played."""
+"""Blocks in rows over the depth of a grid, on one rank whose lines are played."""
 
 import torch
 from torch import nn
 
 from rotorch.core.spec import Weight
-from rotorch.hold.depth_shards import DepthShards
-from rotorch.hold.twins import whole_part
+from rotorch.hold.gathered_blocks import GatheredBlocks
+from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
 from rotorch.mesh import make_mesh
 from rotorch.shard.sites import find_sites
 from rotorch.strategies import parse_parallel
@@ -40,18 +40,15 @@ def test_gradients_are_summed_over_the_depth_and_every_other_line():
     weights = [Weight("rows", (4, 3), 4), Weight("scale", (), 4)]
     with as_rank(0, num_ranks=2):
         mesh = make_mesh(parse_parallel("ddp=2"), device=torch.device("cpu"))
-        shards = DepthShards(
-            [whole_part(weight, mesh=mesh) for weight in weights],
+        memory = GatheredBlocks(
+            [ShardPlacement.whole(weight, mesh=mesh) for weight in weights],
             depth=depth,
             sums={weight.name: (depth, across) for weight in weights},
-            parameters=dict(module.named_parameters()),
-            sites=find_sites(module),
-            mesh=mesh,
-            device=torch.device("cpu"),
         )
+        placements, sites = memory.placements(mesh=mesh), find_sites(module)
+        shards = ShardedWeights(placements, sites=sites, mesh=mesh, device=torch.device("cpu"), memory=memory)
         shards.start()
-        shards.twins["rows"].grad, shards.twins["scale"].grad = torch.full((4, 3), 3.0), torch.tensor(7.0)
-        shards.sum_gradients()
-        shards.attach()
+        shards.leaves["rows"].grad, shards.leaves["scale"].grad = torch.full((4, 3), 3.0), torch.tensor(7.0)
+        shards.finish()
         assert torch.equal(shards.held["rows"].local_grad, torch.full((2, 3), 3.0 * 2 * 5))
         assert torch.equal(shards.held["scale"].local_grad, torch.tensor(7.0 * 2 * 5))

@@ -1,0 +1,68 @@
+"""Gradients in few flat buffers: one for all weights whose gradients are summed over the same ranks.
+
+A shard may be held by several ranks, and after backward its gradient is summed over those; so all such gradients lie
+side by side from the beginning, autograd adds to them in place, and a sum is one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rotorch.comm.line import Line
+from rotorch.hold.sharded_weights import Memory, ShardPlacement
+from rotorch.shard.sharded_weight import ShardedWeight
+
+
+class FlatGradients(Memory):
+    """Gradients side by side, shards where their readers want them.
+
+    Args:
+        sums: by name, the lines of ranks over which a gradient is summed, one after another.
+        homes: by name, where to hold a shard; the others get memory of their own.
+    """
+
+    def __init__(self, *, sums: Mapping[str, tuple[Line, ...]], homes: Mapping[str, Tensor]) -> None:
+        super().__init__(gradients_stay=True)
+        self._lines, self._homes = dict(sums), dict(homes)
+        self._flat: dict[tuple[tuple[Line, ...], torch.dtype], Tensor] = {}
+        self._in_flat: dict[str, Tensor] = {}
+
+    def shard(self, placement: ShardPlacement) -> Tensor | None:
+        return self._homes.get(placement.weight.name)
+
+    def start(self, weights: Mapping[str, ShardedWeight]) -> None:
+        super().start(weights)
+        if not torch.is_grad_enabled():  # an evaluation leaves gradients as they are
+            return
+        if not self._flat:
+            self._lay_out(weights)
+        for flat in self._flat.values():
+            flat.zero_()
+        for name, gradient in self._in_flat.items():
+            leaf = weights[name].leaf
+            assert leaf is not None
+            leaf.grad = gradient
+
+    def _lay_out(self, weights: Mapping[str, ShardedWeight]) -> None:
+        alike: dict[tuple[tuple[Line, ...], torch.dtype], list[ShardedWeight]] = {}
+        for name, held in weights.items():
+            if held.leaf is not None and held.leaf.requires_grad:
+                alike.setdefault((self._lines[name], held.local.dtype), []).append(held)
+        for key, same in alike.items():
+            sizes = [held.local.numel() for held in same]
+            self._flat[key] = torch.empty(sum(sizes), dtype=key[1], device=same[0].local.device)
+            for held, part in zip(same, self._flat[key].split(sizes), strict=True):
+                self._in_flat[held.name] = part.view_as(held.local)
+
+    def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
+        """Sums each buffer over its ranks. A weight that no pass has used counts as zeros."""
+        for (lines, _), flat in self._flat.items():
+            for line in lines:
+                line.all_reduce(flat)
+        return super().complete(weights)
+
+    def flat_gradients(self) -> list[Tensor]:
+        return list(self._flat.values())

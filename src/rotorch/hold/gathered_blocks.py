@@ -1,0 +1,212 @@
+"""Blocks of which every layer of a grid holds a part at rest: ZeRO over the depth of a grid (arXiv 1910.02054).
+
+At rest a rank has some of the rows of each of its blocks; optimizers and checkpoints see no more. A step gathers whole
+blocks once, computes with them, sums the parts of gradients, of which each rank gets its rows, and lets the blocks go.
+That sends as much as summing whole gradients does.
+
+[Note: messages]
+    Several weights travel together (`messages_of`): side by side, one rank's rows after another's, each as long as the
+    longest rank's. So what is copied to be sent is small beside the weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard
+
+from rotorch.comm.line import Line
+from rotorch.core.grid import shard_of
+from rotorch.core.grid_memory import messages_of
+from rotorch.core.spec import Range
+from rotorch.hold.sharded_weights import Memory, ShardPlacement
+from rotorch.shard.sharded_weight import Piece, ShardedWeight
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Weights of one dtype that travel together.
+
+    Attributes:
+        names: which.
+        rows: per weight and layer of the grid, its rows of the block.
+        width: elements of every layer's part: those of the first one, which is longest.
+        lines: over which gradients are summed after that over the depth.
+    """
+
+    names: tuple[str, ...]
+    rows: tuple[tuple[Range, ...], ...]
+    width: int
+    lines: tuple[Line, ...]
+
+    def parts(self, flat: Tensor, like: Mapping[str, Tensor], *, layer: int) -> dict[str, Tensor]:
+        """The weights' rows in one layer's part, `flat [width]`."""
+        found, start = {}, 0
+        for name, rows in zip(self.names, self.rows, strict=True):
+            shape = (rows[layer].length, *like[name].shape[1:])
+            found[name] = flat[start : start + math.prod(shape)].view(shape)
+            start += math.prod(shape)
+        return found
+
+
+class GatheredBlocks(Memory):
+    """A pass computes with whole blocks, whose storage is freed between steps.
+
+    Args:
+        blocks: this rank's block of each weight, as all layers of the grid have it.
+        depth: the ranks that have the same blocks.
+        sums: by name, the lines of ranks over which a gradient is summed, that over the depth first.
+    """
+
+    def __init__(self, blocks: Sequence[ShardPlacement], *, depth: Line, sums: Mapping[str, tuple[Line, ...]]) -> None:
+        super().__init__()
+        self._blocks = {block.weight.name: block for block in blocks}
+        self._depth = depth
+        self._lines = dict(sums)
+        self._leaves: dict[str, nn.Parameter] = {}
+        self._gathers: list[_Message] = []
+        self._scatters: list[_Message] = []
+        self._sums: list[Tensor] = []
+        """The gradients of the last step, in few tensors."""
+
+    def placements(self, *, mesh: DeviceMesh) -> list[ShardPlacement]:
+        """This rank's rows of each block."""
+        return [_rows_of(block, depth=self._depth, mesh=mesh) for block in self._blocks.values()]
+
+    def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter:
+        whole = held.local
+        if placement.shape:  # a scalar has no rows: every layer holds it
+            whole = whole.new_empty(self._blocks[held.name].shape)
+            whole.untyped_storage().resize_(0)
+        self._leaves[held.name] = nn.Parameter(whole, requires_grad=held.parameter.requires_grad)
+        return self._leaves[held.name]
+
+    def _messages(self, lines: Mapping[str, tuple[Line, ...]]) -> list[_Message]:
+        alike: dict[tuple[tuple[Line, ...], torch.dtype], list[str]] = {}
+        for name, over in lines.items():
+            if self._leaves[name].shape:
+                alike.setdefault((over, self._leaves[name].dtype), []).append(name)
+        found = []
+        for (over, dtype), names in alike.items():
+            rows = [self._rows(name) for name in names]
+            longest = [r[0].length * math.prod(self._leaves[n].shape[1:]) for n, r in zip(names, rows, strict=True)]
+            for k in messages_of([numel * dtype.itemsize for numel in longest], depth=self._depth.size):
+                together = slice(k.start, k.stop)
+                after = tuple(line for line in over if line is not self._depth)
+                if width := sum(longest[together]):
+                    found.append(_Message(tuple(names[together]), tuple(rows[together]), width, after))
+        return found
+
+    def _rows(self, name: str) -> tuple[Range, ...]:
+        rows, size = self._leaves[name].shape[0], self._depth.size
+        return tuple(shard_of(rows, layer=layer, depth=size) for layer in range(size))
+
+    def start(self, weights: Mapping[str, ShardedWeight]) -> None:
+        """Gathers whole blocks. All ranks of the depth call it."""
+        super().start(weights)
+        if not self._gathers:
+            self._gathers = self._messages({name: () for name in self._leaves})
+            trained = [name for name, leaf in self._leaves.items() if leaf.requires_grad]
+            self._scatters = self._messages({name: self._lines[name] for name in trained})
+        if torch.is_grad_enabled():  # the last step's would lie beside the whole ones of this step
+            self._sums = []
+        for leaf in self._leaves.values():
+            if leaf.shape:
+                leaf.untyped_storage().resize_(leaf.numel() * leaf.itemsize)
+        for message in self._gathers:
+            self._gather(message, weights)
+
+    def _gather(self, message: _Message, weights: Mapping[str, ShardedWeight]) -> None:
+        like = {name: self._leaves[name].data for name in message.names}  # autograd does not take it for a change
+        mine = next(iter(like.values())).new_zeros(message.width)
+        for name, part in message.parts(mine, like, layer=self._depth.position).items():
+            part.copy_(weights[name].local)
+        whole = self._depth.all_gather(mine)
+        for layer, flat in enumerate(whole.split(message.width)):
+            parts = message.parts(flat, like, layer=layer)
+            for (name, part), rows in zip(parts.items(), message.rows, strict=True):
+                like[name][rows[layer].start : rows[layer].stop].copy_(part)
+
+    def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
+        """Of the sum over its ranks, this rank's rows of every gradient. A weight that no pass used counts as zeros."""
+        self._free()  # no pass comes that would read them
+        found: dict[str, Tensor] = {}
+        for message in self._scatters:
+            found |= self._scatter(message)
+        for name, leaf in self._leaves.items():
+            if not leaf.shape and leaf.requires_grad:
+                found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
+                for line in self._lines[name]:
+                    line.all_reduce(found[name])
+                self._sums.append(found[name])
+        return found
+
+    def _scatter(self, message: _Message) -> dict[str, Tensor]:
+        whole = self._leaves[message.names[0]].new_zeros(self._depth.size, message.width)
+        for layer in range(self._depth.size):
+            parts = message.parts(whole[layer], self._leaves, layer=layer)
+            for (name, part), rows in zip(parts.items(), message.rows, strict=True):
+                if (grad := self._leaves[name].grad) is not None:
+                    part.copy_(grad[rows[layer].start : rows[layer].stop])
+        grad = None  # whole gradients go before their sum is there
+        for name in message.names:
+            self._leaves[name].grad = None
+        mine = self._depth.reduce_scatter(whole.view(-1))
+        parts = message.parts(mine, self._leaves, layer=self._depth.position)
+        own = mine[: sum(part.numel() for part in parts.values())]
+        for line in message.lines:
+            line.all_reduce(own)
+        self._sums.append(mine)
+        return parts
+
+    def end(self, weights: Mapping[str, ShardedWeight]) -> None:
+        """Whole blocks are let go."""
+        self._free()
+        for leaf in self._leaves.values():
+            if leaf.shape:
+                leaf.grad = None
+
+    def _free(self) -> None:
+        for leaf in self._leaves.values():
+            if leaf.shape:
+                leaf.untyped_storage().resize_(0)
+
+    def flat_gradients(self) -> list[Tensor]:
+        return list(self._sums)
+
+
+def _rows_of(block: ShardPlacement, *, depth: Line, mesh: DeviceMesh) -> ShardPlacement:
+    """This rank's rows of a block, along the block's first dim."""
+    if not block.shape:
+        return block
+    rows = shard_of(block.shape[0], layer=depth.position, depth=depth.size)
+    names = mesh.mesh_dim_names or ()
+    placements = tuple(Shard(0) if axis == depth.axis else p for axis, p in zip(names, block.placements, strict=True))
+    # The depth is the outermost axis, and all its layers hold the same before they share it.
+    num_holders = block.num_holders // depth.size
+    return replace(
+        block,
+        pieces=_pieces_of(block.pieces, rows),
+        shape=(rows.length, *block.shape[1:]),
+        placements=placements,
+        num_holders=num_holders,
+        holder=block.holder % num_holders,
+    )
+
+
+def _pieces_of(pieces: Sequence[Piece], rows: Range) -> tuple[Piece, ...]:
+    """What `rows` of a local tensor leave of its pieces."""
+    found = []
+    for piece in pieces:
+        first = piece.local_start if piece.dim == 0 else 0
+        start, stop = max(rows.start, first), min(rows.stop, first + piece.sizes[0])
+        if start < stop:
+            offsets = (piece.offsets[0] + start - first, *piece.offsets[1:])
+            local_start = start - rows.start if piece.dim == 0 else piece.local_start
+            found.append(Piece(offsets, (stop - start, *piece.sizes[1:]), piece.dim, local_start))
+    return tuple(found)
