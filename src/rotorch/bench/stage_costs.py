@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from rotorch.bench.contender import UnderLayout
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import OPTIMIZER, WEIGHTS, LiveStorages, measure_tensors
+from rotorch.hold.gathered_stages import hides_sums
 from rotorch.hold.pipeline import PipelineHolding
-from rotorch.hold.stage_shards import hides_sums
 from rotorch.models.losses import Batch
 from rotorch.parallel_model import ParallelModel
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind

@@ -59,6 +59,15 @@ class ShardPlacement:
         pieces = cut_pieces(weight, num_slices=n, index=position)
         return ShardPlacement(weight, pieces, shape, (Shard(weight.cut.dim),))
 
+    @staticmethod
+    def rows_of(weight: Weight, *, mesh: DeviceMesh) -> ShardPlacement:
+        """This rank's rows of a weight, on a one-axis mesh, as torch.chunk cuts them: the last ranks have fewer."""
+        each, position = -(-weight.shape[0] // mesh.size()), mesh.get_local_rank()
+        first, inner = min(position * each, weight.shape[0]), weight.shape[1:]
+        shape = (min(each, weight.shape[0] - first), *inner)
+        pieces = (Piece((first, *[0] * len(inner)), shape),) if shape[0] else ()
+        return ShardPlacement(weight, pieces, shape, (Shard(0),))
+
     def of_whole(self, whole: Tensor, *, device: torch.device) -> Tensor:
         """Returns this part of a whole weight: a copy, or `whole` itself if that is all of it."""
         if self.shape == self.weight.shape and len(self.pieces) == 1:

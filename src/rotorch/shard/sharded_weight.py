@@ -6,7 +6,7 @@ DTensor), checkpoints and loading (through the pieces), verification (both).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -255,45 +255,6 @@ class ShardedWeight:
     def give_memory_back(self) -> None:
         """Frees the memory of `local`; whatever shares its storage keeps its shape and has no values."""
         self.local.untyped_storage().resize_(0)
-
-
-def refuse_unfrozen(held: ShardedWeight) -> None:
-    """See `ShardedWeight.refuse_unfrozen`."""
-    held.refuse_unfrozen()
-
-
-class EarlierGradients:
-    """Copies of the gradients that were there before a step, because the user had not cleared them.
-
-    A step computes its own gradients, often in the same memory; what was there before is added at its end, or put back
-    if it breaks off.
-    """
-
-    def __init__(self) -> None:
-        self._copies: dict[str, Tensor] = {}
-
-    def set_aside(self, weights: Mapping[str, ShardedWeight]) -> list[str]:
-        """Copies the gradients that there are, before a step; returns whose. An evaluation leaves all as they are."""
-        with_gradient = [name for name, held in weights.items() if held.parameter.grad is not None]
-        names = with_gradient if torch.is_grad_enabled() else []
-        self._copies = {name: weights[name].local_grad.clone() for name in names}  # type: ignore[union-attr]
-        return names
-
-    def add_to(self, gradient: Tensor, *, name: str) -> None:
-        """Adds what a weight had before to its gradient of this step."""
-        if (before := self._copies.pop(name, None)) is not None:
-            gradient.add_(before)
-
-    def put_back(self, weights: Mapping[str, ShardedWeight]) -> None:
-        """Writes the copies that were not added where they came from: this step's gradients may lie there."""
-        for name, before in self._copies.items():
-            if (grad := weights[name].local_grad) is not None:
-                grad.copy_(before)
-        self._copies = {}
-
-    def forget(self) -> None:
-        """Drops the copies that were not added."""
-        self._copies = {}
 
 
 class Pieces(Tensor):

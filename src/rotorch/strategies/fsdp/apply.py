@@ -13,12 +13,13 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
-from rotorch.core.spec import ModelSpec, Weight
-from rotorch.hold.stage_shards import StageShards
+from rotorch.core.spec import ModelSpec
+from rotorch.hold.gathered_stages import StageShards
+from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.blocks import recompute_blocks, repeated_blocks
 from rotorch.models.compiled import compile_blocks
 from rotorch.parallel_model import Holding
-from rotorch.shard.sharded_weight import Piece, ShardedWeight
+from rotorch.shard.sharded_weight import ShardedWeight
 from rotorch.shard.sites import find_sites
 from rotorch.strategies.fsdp.plan import FSDP
 
@@ -50,7 +51,7 @@ class FSDPHolding(Holding):
             if not isinstance(parameter, DTensor):
                 raise AssertionError(f"{weight.name} is no DTensor under fully_shard")
             local = parameter.to_local().detach()
-            pieces = _row_pieces(weight, num_ranks=mesh.size(), position=mesh.get_local_rank(), rows=local.shape[0])
+            pieces = ShardPlacement.rows_of(weight, mesh=mesh).pieces
             self.weights[weight.name] = ShardedWeight(weight, local, pieces, parameter)
 
     @contextmanager
@@ -83,15 +84,6 @@ def _return_no_views(_: nn.Module, __: Any, output: Any) -> Any:
     if not any(views):
         return output
     return tree_unflatten([leaf.clone() if view else leaf for leaf, view in zip(leaves, views, strict=True)], tree)
-
-
-def _row_pieces(weight: Weight, *, num_ranks: int, position: int, rows: int) -> tuple[Piece, ...]:
-    """Where this rank's rows sit in the whole weight: dim 0 cut as torch.chunk does."""
-    if not weight.shape or rows == 0:
-        return ()
-    chunk = -(-weight.shape[0] // num_ranks)
-    offsets = (position * chunk, *([0] * (len(weight.shape) - 1)))
-    return (Piece(offsets, (rows, *weight.shape[1:])),)
 
 
 def apply(

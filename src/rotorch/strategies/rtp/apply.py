@@ -39,7 +39,7 @@ from rotorch.ops.visiting_slices import VisitingSlices
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.parallel_model import Holding
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces, dtensor_at_rest, dtensor_like, refuse_unfrozen
+from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces, dtensor_at_rest, dtensor_like
 from rotorch.shard.sites import Site, find_sites
 from rotorch.strategies.rtp.plan import RTP
 
@@ -227,7 +227,7 @@ class RTPHolding(Holding):
         for rotating in self.units:
             if not rotating.trained:
                 for weight in rotating.unit.weights:
-                    refuse_unfrozen(self._home[weight.name])
+                    self._home[weight.name].refuse_unfrozen()
         fresh = [self._nothing_accumulated(unit) for unit in self.units]
         self._adds_up = torch.is_grad_enabled() and not all(fresh)
         self.ring.start(fresh=fresh)

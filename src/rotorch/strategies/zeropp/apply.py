@@ -1,4 +1,4 @@
-"""How `zeropp` holds a model: its stages in shards (`hold/stage_shards.py`), or in another strategy's parts.
+"""How `zeropp` holds a model: its stages in shards (`hold/gathered_stages.py`), or in another strategy's parts.
 
 `hold/pipeline.py` runs them.
 """
@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.core.spec import ModelSpec
+from rotorch.hold.gathered_stages import StageShards
 from rotorch.hold.pipeline import hold_stages
-from rotorch.hold.stage_shards import StageShards
 from rotorch.parallel_model import Holding
 from rotorch.strategies.zeropp.plan import SHARDS, STAGES, ZeroPP
 

@@ -21,27 +21,19 @@ may go (RESHARD), and when their gradients are summed (REDUCE_GRAD): one message
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
 
 from rotorch.comm.line import Line, Wait
-from rotorch.core.spec import ModelSpec, Weight
-from rotorch.parallel_model import Holding
-from rotorch.shard.sharded_weight import (
-    EarlierGradients,
-    Piece,
-    ShardedWeight,
-    dtensor_at_rest,
-    dtensor_like,
-    refuse_unfrozen,
-)
-from rotorch.shard.sites import Site, find_sites
+from rotorch.core.spec import ModelSpec, Unit
+from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
+from rotorch.hold.shards_holding import ShardsHolding
+from rotorch.shard.sharded_weight import ShardedWeight
+from rotorch.shard.sites import find_sites
 
 
 @dataclass(eq=False)
@@ -51,7 +43,6 @@ class _Shard:
     held: ShardedWeight
     whole: nn.Parameter
     rows: int
-    sites: tuple[Site, ...]
 
     @property
     def padded(self) -> int:
@@ -75,8 +66,8 @@ class _Group:
     """Of this rank's part of the gradients of a step, flat."""
 
     @property
-    def numel(self) -> int:
-        return sum(shard.padded for shard in self.shards)
+    def trained(self) -> list[_Shard]:
+        return [shard for shard in self.shards if shard.whole.requires_grad]
 
 
 def hides_sums(device: torch.device) -> bool:
@@ -84,87 +75,36 @@ def hides_sums(device: torch.device) -> bool:
     return device.type != "cpu"
 
 
-class StageShards(Holding):
-    """This rank's part of the weights of its stages.
+class GatheredStages(Memory):
+    """A pass computes with whole weights, whose storage is freed between runs of a stage.
 
     Args:
-        module: the model.
-        spec: the units of this rank's stages.
-        mesh: of the ranks that share them, one axis.
+        units: of this rank's stages.
+        line: the ranks that share them.
         device: of this rank.
         reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
     """
 
-    weight_gradients_wait = True
-
-    def __init__(
-        self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device, reshard: bool = True
-    ) -> None:
-        self._module = module
-        self._mesh = mesh
+    def __init__(self, units: Sequence[Unit], *, line: Line, device: torch.device, reshard: bool = True) -> None:
+        super().__init__()
+        self._stages = {weight.name: unit.stages for unit in units for weight in unit.weights}
+        self._line = line
         self._reshard = reshard
         self._hides_sums = hides_sums(device)
-        self._line = Line.along(mesh, (mesh.mesh_dim_names or ("",))[0])
-        parameters, sites = dict(module.named_parameters()), find_sites(module)
-        groups: dict[tuple[tuple[int, ...], torch.dtype], _Group] = {}
-        self.weights = {}
-        for unit in spec.units:
-            for weight in unit.weights:
-                source = parameters[weight.name]
-                shard = self._shard(weight, source, sites=sites[weight.name], device=device)
-                groups.setdefault((unit.stages, source.dtype), _Group()).shards.append(shard)
-                self.weights[weight.name] = shard.held
-        self._groups = groups
-        self._earlier = EarlierGradients()
+        self._groups: dict[tuple[tuple[int, ...], torch.dtype], _Group] = {}
         self._sums_end: Wait | None = None
         """Ends the one sum of gradients that is under way."""
         self._left_behind: list[Wait] = []
         """Gathers that a step broke off: what comes late still needs the memory that it was sent for."""
-        self._take_back()
 
-    def _shard(self, weight: Weight, source: nn.Parameter, *, sites: tuple[Site, ...], device: torch.device) -> _Shard:
-        position, each = self._line.position, -(-weight.shape[0] // self._line.size)
-        mine = max(0, min(weight.shape[0], (position + 1) * each) - position * each)
-        pieces: tuple[Piece, ...] = ()
-        if mine:
-            pieces = (Piece((position * each, *[0] * (len(weight.shape) - 1)), (mine, *weight.shape[1:])),)
-        local = torch.empty((mine, *weight.shape[1:]), dtype=source.dtype, device=device)
-        if not source.is_meta:
-            for piece in pieces:
-                piece.of_local(local).copy_(piece.of_whole(source.detach()))
-        at_rest = dtensor_at_rest(local, shape=weight.shape, mesh=self._mesh, placements=(Shard(0),))
-        parameter = nn.Parameter(at_rest, requires_grad=source.requires_grad)
-        whole = nn.Parameter(
-            torch.empty(weight.shape, dtype=source.dtype, device=device), requires_grad=source.requires_grad
-        )
+    def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter:
+        whole = nn.Parameter(held.local.new_empty(held.weight.shape), requires_grad=held.parameter.requires_grad)
         whole.untyped_storage().resize_(0)
-        return _Shard(ShardedWeight(weight, local, pieces, parameter), whole, each, sites)
+        group = self._groups.setdefault((self._stages[held.name], whole.dtype), _Group())
+        group.shards.append(_Shard(held, whole, -(-whole.shape[0] // self._line.size)))
+        return whole
 
-    # ---------------------------------------------------------------- lending
-
-    @contextmanager
-    def lend(self) -> Iterator[nn.Module]:
-        try:
-            for group in self._groups.values():
-                for shard in group.shards:
-                    for site in shard.sites:
-                        site.put(shard.whole)
-            yield self._module
-        finally:
-            for group in self._groups.values():
-                self._leave(group)
-                self._free(group)
-                group.sums = None
-                for shard in group.shards:
-                    shard.whole.grad = None
-            self._sums_end = None
-            self._take_back()
-
-    def _take_back(self) -> None:
-        for group in self._groups.values():
-            for shard in group.shards:
-                for site in shard.sites:
-                    site.put(shard.held.parameter)
+    # ---------------------------------------------------------------- whole weights
 
     def _of(self, stage: int) -> Sequence[_Group]:
         return [group for (stages, _), group in self._groups.items() if stage in stages]
@@ -177,12 +117,14 @@ class StageShards(Holding):
             group.gathered_for.add(stage)
 
     def reshard(self, stage: int) -> None:
+        """Frees a stage's whole weights, unless another stage has them still."""
         for group in self._of(stage) if self._reshard else ():
             group.gathered_for.discard(stage)
             if not group.gathered_for:
                 self._free(group)
 
     def computes(self, stage: int, *, backward: bool) -> None:
+        """Waits for what a computation with a stage needs (see [Note: under way])."""
         for group in self._of(stage):
             if group.comes is not None:
                 group.comes()
@@ -232,21 +174,17 @@ class StageShards(Holding):
             for shard in group.shards:  # the old memory is its, and may be written at any time
                 shard.whole.data = torch.empty_like(shard.whole)
 
-    def take_memory(self, name: str) -> None:
-        self.weights[name].take_memory()
-
-    def give_memory_back(self, name: str) -> None:
-        self.weights[name].give_memory_back()
-
-    # ---------------------------------------------------------------- gradients
-
-    def start(self) -> None:
-        self._earlier.set_aside(self.weights)
+    def end(self, weights: Mapping[str, ShardedWeight]) -> None:
+        """Whole weights are let go; an exception may have left a gather under way."""
         for group in self._groups.values():
+            self._leave(group)
+            self._free(group)
+            group.sums = None
             for shard in group.shards:
                 shard.whole.grad = None
-                if not shard.whole.requires_grad:
-                    refuse_unfrozen(shard.held)
+        self._sums_end = None
+
+    # ---------------------------------------------------------------- gradients
 
     def sum_gradients(self, stage: int) -> None:
         """Sums a stage's gradients so far, adds this rank's part to those of the step. All ranks that share it."""
@@ -255,7 +193,7 @@ class StageShards(Holding):
 
     @torch.no_grad()
     def _sum(self, group: _Group) -> None:
-        trained = [shard for shard in group.shards if shard.whole.requires_grad]
+        trained = group.trained
         if not trained:
             return
         if self._sums_end is not None:
@@ -285,18 +223,60 @@ class StageShards(Holding):
         if not self._hides_sums:
             end()
 
-    def finish(self) -> None:
+    def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
+        """This rank's rows of the sums that the step has made, stage by stage."""
         if self._sums_end is not None:
             self._sums_end()
         self._left_behind.clear()  # behind which all of this step has come
+        found = {}
         for group in self._groups.values():
-            trained = [shard for shard in group.shards if shard.whole.requires_grad]
+            trained = group.trained
             if not trained:
                 continue
             if group.sums is None or any(shard.whole.grad is not None for shard in trained):
                 raise AssertionError("a pipeline sums the gradients of each of its stages")
             for shard, part in zip(trained, group.sums.split([s.padded for s in trained]), strict=True):
-                held = shard.held
-                gradient = part[: held.local.numel()].view(held.local.shape)
-                self._earlier.add_to(gradient, name=held.name)
-                held.parameter.grad = dtensor_like(held.parameter, gradient)
+                local = shard.held.local
+                found[shard.held.name] = part[: local.numel()].view(local.shape)
+        return found
+
+
+class StageShards(ShardsHolding):
+    """This rank's rows of the weights of its stages.
+
+    Args:
+        module: the model.
+        spec: the units of this rank's stages.
+        mesh: of the ranks that share them, one axis.
+        device: of this rank.
+        reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
+    """
+
+    weight_gradients_wait = True
+
+    def __init__(
+        self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device, reshard: bool = True
+    ) -> None:
+        line = Line.along(mesh, (mesh.mesh_dim_names or ("",))[0])
+        self._memory = GatheredStages(spec.units, line=line, device=device, reshard=reshard)
+        placements = [ShardPlacement.rows_of(weight, mesh=mesh) for weight in spec.weights]
+        sites = find_sites(module)
+        super().__init__(module, ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=self._memory))
+
+    def unshard(self, stage: int) -> None:
+        self._memory.unshard(stage)
+
+    def computes(self, stage: int, *, backward: bool) -> None:
+        self._memory.computes(stage, backward=backward)
+
+    def reshard(self, stage: int) -> None:
+        self._memory.reshard(stage)
+
+    def sum_gradients(self, stage: int) -> None:
+        self._memory.sum_gradients(stage)
+
+    def take_memory(self, name: str) -> None:
+        self.weights[name].take_memory()
+
+    def give_memory_back(self, name: str) -> None:
+        self.weights[name].give_memory_back()
