@@ -104,7 +104,7 @@ def test_evaluation_in_another_mode(wrongly, broken):
 
 def test_weights_left_lent(broken):
     def mistake(model):
-        model.holding._replicas.take_back = lambda: None
+        next(iter(model.weights.values())).reshard = lambda: None
 
     names = ("initial_values_depend_on_the_seed_alone", "weights_are_home_after_a_step")
     assert broken(mistake, *names, parallel="single") == {names[1]}

@@ -64,5 +64,5 @@ class FlatGradients(Memory):
                 line.all_reduce(flat)
         return super().complete(weights)
 
-    def flat_gradients(self) -> list[Tensor]:
+    def flat_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
         return list(self._flat.values())

@@ -176,7 +176,7 @@ class GatheredBlocks(Memory):
             if leaf.shape:
                 leaf.untyped_storage().resize_(0)
 
-    def flat_gradients(self) -> list[Tensor]:
+    def flat_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
         return list(self._sums)
 
 

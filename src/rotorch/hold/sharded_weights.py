@@ -68,25 +68,21 @@ class ShardPlacement:
         pieces = (Piece((first, *[0] * len(inner)), shape),) if shape[0] else ()
         return ShardPlacement(weight, pieces, shape, (Shard(0),))
 
-    def of_whole(self, whole: Tensor, *, device: torch.device) -> Tensor:
-        """Returns this part of a whole weight: a copy, or `whole` itself if that is all of it."""
-        if self.shape == self.weight.shape and len(self.pieces) == 1:
-            return whole.to(device)
-        local = torch.empty(self.shape, dtype=whole.dtype, device=device)
-        for piece in self.pieces:
-            piece.of_local(local).copy_(piece.of_whole(whole))
-        return local
+    @property
+    def is_whole(self) -> bool:
+        """Whether the shard is all of the weight."""
+        return self.shape == self.weight.shape and len(self.pieces) == 1
 
 
 class Memory:
     """Where shards, tensors of a pass and gradients lie; this one: each by itself, and a pass computes with shards.
 
-    Attributes:
+    Args:
         gradients_stay: they lie in the same memory in every step (buckets, sums), so what refers to them may be kept.
     """
 
     def __init__(self, *, gradients_stay: bool = False) -> None:
-        self.gradients_stay = gradients_stay
+        self._gradients_stay = gradients_stay
 
     def shard(self, placement: ShardPlacement) -> Tensor | None:
         """Memory for a shard; None: it gets a tensor of its own."""
@@ -95,6 +91,14 @@ class Memory:
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter | None:
         """The plain parameter that a pass computes with; None: the strategy puts something else into the module."""
         return nn.Parameter(held.local, requires_grad=held.parameter.requires_grad)
+
+    def gradient_stays(self, name: str) -> bool:
+        """Whether a gradient lies in the same memory in every step."""
+        return self._gradients_stay
+
+    def adds_in_place(self, name: str) -> bool:
+        """Whether a step adds to the gradient that is there before it, which is then not set aside."""
+        return False
 
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Before a step: leaves have no gradients, and are there if they were not."""
@@ -111,12 +115,18 @@ class Memory:
         return {name: leaf.grad.detach() for name, leaf in leaves if leaf.grad is not None}
 
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:
-        """After a pass, also one that broke off: what no rank needs at rest goes."""
+        """After a pass: what no rank needs at rest goes."""
         return None
 
-    def flat_gradients(self) -> list[Tensor] | None:
-        """After a step: all of this rank's gradients in few tensors; None if they lie one by one."""
-        return None
+    def break_off(self, weights: Mapping[str, ShardedWeight], error: BaseException) -> None:
+        """After an exception in a pass: the same, and gradients are those before the step."""
+        for held in weights.values():
+            held.put_back()
+        self.end(weights)
+
+    def flat_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
+        """After a step: all of this rank's gradients, in as few tensors as they lie in."""
+        return [grad for held in weights.values() if (grad := held.local_grad) is not None]
 
 
 class ShardedWeights:
@@ -161,17 +171,22 @@ class ShardedWeights:
                 holder=placement.holder,
                 sites=found,
             )
-            held.leaf = held.in_pass = self._memory.leaf(placement, held)
+            held.leaf = self._memory.leaf(placement, held)
+            held.in_pass = held.parameter if held.leaf is None else held.leaf
             held.reshard()
             self.held[held.name] = held
+        self._frozen = [held for held in self.held.values() if not held.parameter.requires_grad]
 
     def _filled(self, placement: ShardPlacement, source: Tensor, *, device: torch.device) -> Tensor:
         """A shard with the values that the module's parameter has, if it has any."""
         local = self._memory.shard(placement)
-        if source.is_meta:
-            return torch.empty(placement.shape, dtype=source.dtype, device=device) if local is None else local
-        values = placement.of_whole(source.detach(), device=device)
-        return values if local is None else local.copy_(values)
+        if local is None and not source.is_meta and placement.is_whole:
+            return source.detach().to(device)
+        if local is None:
+            local = torch.empty(placement.shape, dtype=source.dtype, device=device)
+        for piece in () if source.is_meta else placement.pieces:
+            piece.of_local(local).copy_(piece.of_whole(source.detach()))
+        return local
 
     @property
     def leaves(self) -> dict[str, nn.Parameter]:
@@ -192,11 +207,14 @@ class ShardedWeights:
             for held in self.held.values():
                 held.unshard()
             yield
+        except BaseException as error:
+            self._memory.break_off(self.held, error)
+            raise
+        else:
+            self._memory.end(self.held)
         finally:
             for held in self.held.values():
-                held.put_back()
                 held.reshard()
-            self._memory.end(self.held)
 
     def start(self) -> None:
         """Before a step: gradients that the user has not cleared are set aside, to be added at the end.
@@ -204,11 +222,11 @@ class ShardedWeights:
         Raises:
             ConfigError: a weight that was frozen requires a gradient now.
         """
-        for held in self.held.values():
-            if held.leaf is not None and not held.leaf.requires_grad:
-                held.refuse_unfrozen()
-        for held in self.held.values():
-            held.set_aside()
+        for held in self._frozen:
+            held.refuse_unfrozen()
+        for name, held in self.held.items():
+            if not self._memory.adds_in_place(name):
+                held.set_aside()
         self._memory.start(self.held)
 
     def reduce(self, names: Iterable[str] | None = None, *, mesh: DeviceMesh | None = None) -> None:
@@ -251,13 +269,10 @@ class ShardedWeights:
         """After the last backward: completes gradients and gives them to the DTensors."""
         for name, gradient in self._memory.complete(self.held).items():
             if self.held[name].parameter.requires_grad:  # not frozen after parallelize
-                self.held[name].attach(gradient, stays=self._memory.gradients_stay)
+                self.held[name].attach(gradient, stays=self._memory.gradient_stays(name))
         for held in self.held.values():
             held.earlier = None
 
     def gradients(self) -> list[Tensor]:
         """After `finish`: this rank's gradients, as few plain tensors as possible."""
-        flat = self._memory.flat_gradients()
-        if flat is not None:
-            return flat
-        return [grad for held in self.held.values() if (grad := held.local_grad) is not None]
+        return self._memory.flat_gradients(self.held)

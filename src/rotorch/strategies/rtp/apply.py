@@ -11,23 +11,24 @@ used (`ops/rotating_use.py`); norms are lent whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from rotorch.comm.collectives import barrier
 from rotorch.comm.observe import Observer, observe_ring
 from rotorch.comm.transports import make_ring
 from rotorch.comm.whereabouts import Whereabouts
-from rotorch.core.errors import ConfigError, RankFailure
-from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
-from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import ModelSpec, Unit, UnitKind
+from rotorch.hold.ring_memory import RingMemory
+from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
+from rotorch.hold.shards_holding import ShardsHolding
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
 from rotorch.ops.gather_weight import gather_weights
@@ -39,7 +40,6 @@ from rotorch.ops.visiting_slices import VisitingSlices
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.parallel_model import Holding
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces, dtensor_at_rest, dtensor_like
 from rotorch.shard.sites import Site, find_sites
 from rotorch.strategies.rtp.plan import RTP
 
@@ -59,7 +59,7 @@ def apply(
     return RTPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device, compiled=compiled)
 
 
-class RTPHolding(Holding):
+class RTPHolding(ShardsHolding):
     """One rank's slices, its ring, and the weights that are whole on every rank."""
 
     def __init__(
@@ -72,7 +72,6 @@ class RTPHolding(Holding):
         device: torch.device,
         compiled: bool = False,
     ) -> None:
-        self._module = module
         self._mesh = mesh
         if spec.kept_whole and mesh.size() > 1 and mesh.get_rank() == 0:
             _log.warning("rtp: %s", spec.summary())
@@ -116,20 +115,18 @@ class RTPHolding(Holding):
             )
             for item, (unit, flat) in enumerate(zip(units, slices, strict=True))
         ]
-        whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
-        placements, memory = [ShardPlacement.whole(w, mesh=mesh) for w in whole], Memory(gradients_stay=mesh.size() > 1)
-        self.replicas = ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=memory)
+        placements = [
+            (ShardPlacement.whole if u.kind is UnitKind.REPLICATED else ShardPlacement.slice_of)(w, mesh=mesh)
+            for u in spec.units
+            for w in u.weights
+        ]
+        memory = RingMemory(self.ring, self.units)
+        shards = ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=memory)
+        super().__init__(module, shards)
         for name in {name for u in units for name in u.added_once}:
-            self.replicas.replace(name, None)
-        self._home: dict[str, ShardedWeight] = {}
-        self._home_gradients: dict[str, DTensor] = {}
-        self._proxies: list[tuple[Site, Tensor]] = []
-        self._home_sites: list[tuple[Site, str]] = []
-        self._adds_up = False
-        """Whether this step adds to gradients that were there before it."""
+            shards.replace(name, None)
         alone = {u.unit.weights[0].name: u for u in self.units if u.unit.kind is UnitKind.WEIGHT}
         for rotating in self.units:
-            self._hold(rotating, parameters=parameters, sites=sites)
             if rotating.unit.kind is UnitKind.MODULE:
                 part, whole_weight = module.get_submodule(rotating.unit.name), partial(self._whole_weight, alone)
                 PartialModule(
@@ -137,135 +134,34 @@ class RTPHolding(Holding):
                     unit=rotating.unit,
                     slices=VisitingSlices(part, rotating, sites=sites, whole=whole_weight, compiled=compiled),
                     sites=sites,
-                    once=self.replicas.leaves.__getitem__,
+                    once=shards.leaves.__getitem__,
                     proven=module_declares(module),
                     compiled=compiled,
                 )
             else:
-                self._make_proxies(
-                    rotating,
-                    sites=sites,
-                    heads=heads,
-                    keep_logits=strategy.recompute == "none",
-                    by_plan=spec.by_plan,
-                )
+                for weight in rotating.unit.weights:
+                    head = bool(heads & {weight.name, *weight.aliases})
+                    keep_logits = strategy.recompute == "none"
+                    use = RotatingUse(weight, rotating, head=head, keep_logits=keep_logits, by_plan=spec.by_plan)
+                    shards.replace(weight.name, WeightProxy(use, like=self.ring.home_weights(rotating.item)))
         if strategy.recomputes_units:
-            for norm in _between_units(module, units, whole=whole):
+            for norm in _between_units(module, units, whole=shards.leaves):
                 recompute_norm(norm)
-        self.weights = {w.name: (self._home | self.replicas.held)[w.name] for w in spec.weights}
-
-    def _hold(
-        self, rotating: RotatingUnit, *, parameters: dict[str, nn.Parameter], sites: dict[str, tuple[Site, ...]]
-    ) -> None:
-        """Gives each weight of a unit its place in the ring's memory, and the module a DTensor over it."""
-        n, position = self.ring.size, self.ring.position
-        locals_ = rotating.slices.views(self.ring.home_weights(rotating.item), index=position)
-        grads = rotating.slices.views(self.ring.home_gradients(rotating.item), index=position)
-        for weight, local, grad in zip(rotating.unit.weights, locals_, grads, strict=True):
-            source = parameters[weight.name]
-            pieces = cut_pieces(weight, num_slices=n, index=position)
-            if not source.is_meta:
-                for piece in pieces:
-                    piece.of_local(local).copy_(piece.of_whole(source.detach()))
-            placements = [Shard(weight.cut.dim if weight.cut is not None else 0)]
-            at_rest = nn.Parameter(
-                dtensor_at_rest(local, shape=weight.shape, mesh=self._mesh, placements=placements),
-                requires_grad=source.requires_grad,
-            )
-            self._home[weight.name] = ShardedWeight(weight, local, pieces, at_rest)
-            self._home_gradients[weight.name] = dtensor_like(at_rest, grad)
-            for site in sites[weight.name]:
-                site.put(at_rest)
-                self._home_sites.append((site, weight.name))
-
-    def _make_proxies(
-        self,
-        rotating: RotatingUnit,
-        *,
-        sites: dict[str, tuple[Site, ...]],
-        heads: set[str],
-        keep_logits: bool,
-        by_plan: bool,
-    ) -> None:
-        for weight in rotating.unit.weights:
-            head = bool(heads & {weight.name, *weight.aliases})
-            use = RotatingUse(weight, rotating, head=head, keep_logits=keep_logits, by_plan=by_plan)
-            proxy = WeightProxy(use, like=self.ring.home_weights(rotating.item))
-            self._proxies.extend((site, proxy) for site in sites[weight.name])
 
     def _whole_weight(self, alone: Mapping[str, RotatingUnit], name: str) -> Tensor:
         """A weight that every slice of a module needs: there, or, if it goes round alone, made whole for the call."""
-        return gather_weights(alone[name])[0] if name in alone else self.replicas.leaves[name]
-
-    @contextmanager
-    def lend(self) -> Iterator[nn.Module]:
-        with self.replicas.unsharded():
-            try:
-                for site, proxy in self._proxies:
-                    site.put(proxy)
-                yield self._module
-            except BaseException as error:
-                try:
-                    self.ring.come_home(after=error)
-                except RankFailure as lost:
-                    error.add_note(str(lost))
-                if self._adds_up:
-                    self._drop_gradients()
-                raise
-            else:
-                self.ring.come_home()
-            finally:
-                self._adds_up = False
-                for site, name in self._home_sites:
-                    site.put(self._home[name].parameter)
+        return gather_weights(alone[name])[0] if name in alone else self.shards.leaves[name]
 
     def guests_came(self) -> None:
         barrier(mesh=self._mesh)  # in shared memory one rank reads what another has been lent
 
-    def start(self) -> None:
-        self.replicas.start()
-        for rotating in self.units:
-            if not rotating.trained:
-                for weight in rotating.unit.weights:
-                    self._home[weight.name].refuse_unfrozen()
-        fresh = [self._nothing_accumulated(unit) for unit in self.units]
-        self._adds_up = torch.is_grad_enabled() and not all(fresh)
-        self.ring.start(fresh=fresh)
-
-    def _drop_gradients(self) -> None:
-        """They are in the memory in which a step that was broken off has added, on some ranks more than on others."""
-        for held in self.weights.values():
-            held.parameter.grad = None
-
     def computed_backward(self, stage: int) -> None:
         self.ring.catch_up()
 
-    def _nothing_accumulated(self, rotating: RotatingUnit) -> bool:
-        """Whether the user has cleared a unit's gradients; if only some of them, those become zero."""
-        held = [self._home[w.name] for w in rotating.unit.weights]
-        if all(h.parameter.grad is None for h in held):
-            return True
-        for h in held:
-            buffer = self._home_gradients[h.name].to_local()
-            if h.local_grad is None:
-                buffer.zero_()
-            elif h.local_grad.data_ptr() != buffer.data_ptr():
-                buffer.copy_(h.local_grad)
-        return False
-
     def finish(self) -> None:
         self.ring.finish()
-        self.replicas.reduce()
-        self.replicas.finish()
-        for rotating in self.units:
-            if rotating.trained and not self.ring.fresh[rotating.item]:
-                for weight in rotating.unit.weights:
-                    if self._home[weight.name].parameter.requires_grad:
-                        self._home[weight.name].parameter.grad = self._home_gradients[weight.name]
-
-    def gradients(self) -> list[Tensor]:
-        whole = [h.local_grad for h in self.replicas.held.values() if h.local_grad is not None]
-        return [self.ring.all_home_gradients, *whole]
+        self.shards.reduce()
+        super().finish()
 
     @property
     def transport(self) -> str | None:
@@ -319,12 +215,12 @@ def _trained(unit: Unit, parameters: dict[str, nn.Parameter]) -> bool:
     return wanted == {True}
 
 
-def _between_units(module: nn.Module, units: Sequence[Unit], *, whole: Sequence[Weight]) -> list[nn.Module]:
+def _between_units(module: nn.Module, units: Sequence[Unit], *, whole: Iterable[str]) -> list[nn.Module]:
     """The norms between units: what they keep for backward is several times their input.
 
     Only modules that have no others inside, and no buffers, which a second forward would change once more.
     """
-    names = {w.name.rpartition(".")[0] for w in whole}
+    names = {name.rpartition(".")[0] for name in whole}
     inside = tuple(f"{unit.name}." for unit in units)
     found = [module.get_submodule(name) for name in sorted(names) if not f"{name}.".startswith(inside)]
     return [m for m in found if not any(True for _ in m.children()) and not any(True for _ in m.buffers())]
