@@ -19,7 +19,7 @@ def ring():
     """Makes a ring over all ranks, on a rank: `ring(transport, numels=..)`; every slice holds `slice_values`.
 
     After the transport: "+in_place"; "+chunks", so small that slices travel in several; "+wire", slices visit in
-    float32, which holds their values exactly.
+    float32, which holds their values exactly; "+ahead", two are on their way at a time.
     """
     return make
 
@@ -51,6 +51,7 @@ def make(transport, *, numels, schedule="random"):
             transport,
             **options,
             buffering="in_place" if "in_place" in variants else "out_of_place",
+            ahead=2 if "ahead" in variants else 1,
         )
     for item, sizes in enumerate(numels):
         made.home_weights(item).copy_(slice_values(item, made.position, numel=sizes[made.position]))

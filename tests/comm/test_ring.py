@@ -20,6 +20,7 @@ TRANSPORTS = (
     "shared_memory+wire",
     "send_receive",
     "send_receive+wire",
+    "send_receive+ahead",
     "send_receive+in_place",
     "send_receive+in_place+chunks",
     "send_receive+in_place+wire",
@@ -360,33 +361,36 @@ def test_over_messages_a_rank_writes_its_own_part_home_before_the_others_sum_has
     on_ranks(one_ahead_of_the_other, "send_receive", 2, ring)
 
 
-def fetches_ahead(ring):
-    """In the second of two equal steps the next pass's first slice is on its way during this one's last visit."""
+def fetches_ahead(ring, *, most):
+    """At every visit the fetches that come next are under way; in the first step those of the same pass."""
+    n, program = ring.size, ((0, False), (2, False), (2, True), (0, True))
+    fetched = [
+        (item, is_backward, step) for item, is_backward in program for step in range(not is_backward, n - is_backward)
+    ]
     for number in range(2):
         dist.barrier()
         ring.start(fresh=[True] * 3)
-        found = []
-        for item, is_backward in ((0, False), (2, False), (2, True), (0, True)):
+        done = 0
+        for item, is_backward in program:
+            of_this_pass = fetched.index((item, is_backward, n - 2 if is_backward else n - 1)) + 1
             for visit in ring.visits(item, backward=is_backward):
-                flight = ring._in_flight
-                found.append(flight and (flight.target.item, flight.target.backward, flight.step))
+                done += visit.index != ring.position
+                ahead = [(flight.target.item, flight.target.backward, flight.step) for flight in ring._ahead]
+                assert ahead == fetched[done : min(done + most, len(fetched) if number else of_this_pass)]
+                stagger(ring, seed=done)
+                expected = values(item, visit.index, ring.numels[item][visit.index])
+                assert torch.equal(visit.weights, expected), "a fetch came into what visits"
                 if is_backward:
                     mine = part(ring.position, item, visit.index, ring.numels[item][visit.index])
                     ring.gradient(item, visit, wait=True).flat.copy_(mine)
                     ring.pass_on(item, visit)
         ring.finish()
-        up, down, last = (2, False, 1), (2, True, 0), ring.size - 1
-        expected = [(0, False, i) for i in range(1, last + 1)] + [up if number else None]
-        expected += [(2, False, i) for i in range(1, last + 1)] + [down if number else None]
-        # Backward ends with the slice that is at home: the next pass's first fetch begins one visit earlier.
-        expected += [(2, True, i) for i in range(1, last)] + [(0, True, 0) if number else None] * 2
-        expected += [(0, True, i) for i in range(1, last)] + [None] * 2
-        assert found == expected, (number, found, expected)
 
 
-@pytest.mark.parametrize("n", [3, 4])
-def test_messages_fetch_the_next_unit_during_the_last_slice_of_this_one(n, ring):
-    on_ranks(fetches_ahead, "send_receive", n, ring)
+@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("transport", ["send_receive", "send_receive+ahead"])
+def test_messages_fetch_what_comes_next_during_a_visit(n, transport, ring):
+    on_ranks(partial(fetches_ahead, most=2 if "ahead" in transport else 1), transport, n, ring)
 
 
 def evaluation_inside_a_step(ring):

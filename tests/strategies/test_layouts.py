@@ -10,7 +10,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.layout import combine_layouts
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.traffic import Kind, Phase
-from rotorch.strategies import DDP, FSDP, RTP, STRATEGIES, Single
+from rotorch.strategies import DDP, FSDP, RTP, STRATEGIES, Single, parse_parallel
 
 
 @st.composite
@@ -86,6 +86,29 @@ def test_rtp_sends_weights_twice_and_gradients_once(size):
     assert (by_phase[Phase.FORWARD].num_messages, by_phase[Phase.BACKWARD].num_messages) == (size - 1, 2 * (size - 1))
 
 
+def test_a_second_message_ahead_takes_one_more_slot_and_sends_the_same():
+    one, two = (RTP(size=4, transport="send_receive", ahead=ahead).layout(EVEN) for ahead in (1, 2))
+    assert two.slots_bytes - one.slots_bytes == two.transient_bytes - one.transient_bytes == EVEN.num_bytes // 4
+    assert two.transfers == one.transfers and two.resident_bytes == one.resident_bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("transport=send_receive,wire=fp8", "wire=fp8 packs slices to send them"),
+        ("buffering=in_place", "with buffering=in_place slices replace each other"),
+    ],
+)
+def test_more_than_one_message_ahead_needs_slots_of_its_own(options, reason):
+    (strategy,) = parse_parallel(f"rtp=2[ahead=2,{options}]")
+    with pytest.raises(ConfigError) as refused:
+        strategy.check(ModelSpec("model", (EVEN,)))
+    assert str(refused.value) == f"rtp: ahead=2, but {reason}, so one is under way at a time. Leave ahead out"
+    with pytest.raises(ConfigError, match="rtp: ahead=2, but slices are converted to bfloat16 to be sent"):
+        RTP(size=2, ahead=2).at_precision("bfloat16")
+    assert RTP(size=1, ahead=2).at_precision("bfloat16") == RTP(size=1, ahead=2)
+
+
 def test_rtp_over_shared_memory_sends_nothing():
     layout = RTP(size=4, transport="shared_memory").layout(EVEN)
     assert (layout.resident_bytes, layout.transient_bytes, layout.transfers) == (EVEN.num_bytes // 4, 0, ())
@@ -95,7 +118,7 @@ def test_rtp_over_shared_memory_sends_nothing():
 def test_options_that_are_idle_change_no_layout(unit, size):
     """There is nothing to buffer in memory that ranks share: so one of the two is tested on ranks."""
     for transport in ("shared_memory", "symmetric_memory"):
-        in_place = RTP(size=size, transport=transport, buffering="in_place")
+        in_place = RTP(size=size, transport=transport, buffering="in_place", ahead=2)
         assert in_place.without_idle_options() == RTP(size=size, transport=transport)
         for k in range(size):
             assert in_place.layout(unit, position=k) == in_place.without_idle_options().layout(unit, position=k)

@@ -237,7 +237,7 @@ def sent(path, layout):
     return problems, meter.sent_bytes[Kind.SEND]
 
 
-@pytest.mark.parametrize("options", ["", ",recompute=none", ",recompute=none,buffering=in_place"])
+@pytest.mark.parametrize("options", ["", ",recompute=none", ",recompute=none,buffering=in_place", ",ahead=2"])
 def test_bytes_sent_are_the_layouts_to_the_byte(options, tiny):
     for family in ("llama", "qwen3"):  # qwen3: embedding and head are one weight
         results = run_ranks(sent, tiny(family), f"rtp=3[transport=send_receive{options}]", num_ranks=3)

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 
 MESSAGES = "rtp=3[transport=send_receive]"
 IN_PLACE = "rtp=3[transport=send_receive,buffering=in_place]"
+AHEAD = "rtp=3[transport=send_receive,ahead=2]"
 FP8 = "rtp=3[transport=send_receive,wire=fp8]"
 FP8_IN_PLACE = "rtp=3[transport=send_receive,wire=fp8,buffering=in_place]"
 
@@ -72,7 +73,13 @@ def account(path, layout, autocast):
 def accounts(path):
     """One fork for all, since forking takes longer than these steps."""
     shared = "rtp=3[transport=shared_memory]"
-    cases = [*product([MESSAGES, shared], [False, True]), (IN_PLACE, True), (FP8, False), (FP8_IN_PLACE, True)]
+    cases = [
+        *product([MESSAGES, shared], [False, True]),
+        (IN_PLACE, True),
+        (FP8, False),
+        (FP8_IN_PLACE, True),
+        (AHEAD, False),
+    ]
     return {(layout, autocast): account(path, layout, autocast) for layout, autocast in cases}
 
 

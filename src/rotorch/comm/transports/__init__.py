@@ -35,6 +35,7 @@ def make_ring(
     wire_dtype: torch.dtype | None = None,
     fp8: bool = False,
     buffering: str = "out_of_place",
+    ahead: int = 1,
 ) -> Ring:
     """Makes the ring of a one-axis mesh. All its ranks call it and get the same transport.
 
@@ -50,6 +51,7 @@ def make_ring(
         fp8: messages carry slices in eight bits.
         buffering: of messages: "out_of_place", or "in_place" (see hopping.py). Where slices are read from their homes'
             memory there is nothing to buffer.
+        ahead: fetches under way while a slice is computed with, over messages out of place.
 
     Raises:
         ConfigError: the transport that was asked for cannot be had.
@@ -104,7 +106,10 @@ def make_ring(
             "device=cpu, give every rank a GPU of its own (then messages go over NCCL), or let ranks share one over "
             f"symmetric memory ({OVERLAPPING}=1, transport=auto)"
         )
-    over_messages = HoppingRing if buffering == "in_place" else SendReceiveRing
     wire = (Fp8Wire if fp8 else Wire)(home_dtype=dtype, dtype=wire_dtype or dtype)
     timeout_s = group_timeout_s(mesh, device=device)
-    return over_messages(mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, timeout_s=timeout_s)
+    if buffering == "in_place":
+        return HoppingRing(mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, timeout_s=timeout_s)
+    return SendReceiveRing(
+        mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, ahead=ahead, timeout_s=timeout_s
+    )

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -51,17 +52,25 @@ class Passes:
         self._now.append(this)
 
     def next_fetch(self, this: Pass, step: int) -> tuple[Pass, int] | None:
-        """The fetch after visit `step` of the pass last entered: the next visit's, or the first of a pass to come.
+        """The fetch after visit `step` of the pass last entered: the next visit's, or the first of a pass to come."""
+        return next(self.coming(this, step), None)
+
+    def coming(self, this: Pass, step: int) -> Iterator[tuple[Pass, int]]:
+        """All fetches after visit `step` of the pass last entered, as far as they can be known, in their order.
 
         A rank's own slice is the first in forward and the last in backward.
         """
         if self._size == 1:
-            return None
-        if this.fetch and step + 1 < (self._size if self._own or not this.backward else self._size - 1):
-            return this, step + 1
-        if not self._as_before:
-            return None
-        for expected in self._before.get(self._training, [])[len(self._now) :]:
-            if expected.fetch:
-                return expected, 0 if expected.backward or self._own else 1
-        return None
+            return
+        if this.fetch:
+            yield from ((this, later) for later in self._fetches(this) if later > step)
+        if self._as_before:
+            for expected in self._before.get(self._training, [])[len(self._now) :]:
+                if expected.fetch:
+                    yield from ((expected, later) for later in self._fetches(expected))
+
+    def _fetches(self, of: Pass) -> range:
+        """The visits of a pass for which something is fetched."""
+        if self._own:
+            return range(self._size)
+        return range(self._size - 1) if of.backward else range(1, self._size)

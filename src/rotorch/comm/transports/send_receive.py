@@ -2,10 +2,13 @@
 
 At each step every rank sends its home slice to one reader and receives one.
 
-[Note: one ahead]
-    While slice i is computed with, the fetch of the next slice is under way, also across units (see `passes.py`). Two
-    slots are filled in turn. If a step goes another way than the one before it, all ranks see it alike; they drop what
-    came too early and fetch on demand.
+[Note: ahead]
+    While slice i is computed with, the fetch of the next slice is under way, also across units (see `passes.py`), and
+    with `ahead=2` that of the one after it: a long slice is else asked for only when the visit of a short one begins,
+    behind which it cannot hide. Slots are filled in turn, and there is one more of them than fetches ahead. A fetch is
+    posted when the one before it has come or this rank waits for nothing: messages from different ranks that are
+    under way together share the link, and the first one comes late. If a step goes another way than the one before
+    it, all ranks see it alike; they drop what came too early and fetch on demand.
 
 [Note: on the wire]
     Slices may travel, and visit, in another form than they have at home (`wire`): then what is sent is made in one
@@ -24,9 +27,11 @@ Weights and gradients travel in groups of their own, so neither waits for the ot
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -68,6 +73,7 @@ class SendReceiveRing(Ring):
         dtype: of slices at home and of gradients.
         device: where they lie.
         wire: how slices travel; by default as they are at home.
+        ahead: fetches under way while a slice is computed with. More than one if slices travel as they are at home.
         timeout_s: a neighbour that is later than this counts as gone.
     """
 
@@ -83,6 +89,7 @@ class SendReceiveRing(Ring):
         dtype: torch.dtype,
         device: torch.device,
         wire: Wire | None = None,
+        ahead: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
         self._wire = wire = wire or Wire(home_dtype=dtype, dtype=dtype)
@@ -101,7 +108,9 @@ class SendReceiveRing(Ring):
         self._gradients = self._home_gradients.split(home)
         largest = max((max(n) for n in self.numels), default=0)
         length, travels = wire.length(largest), self.size > 1
-        num_slots = (1 if wire.packs else 2) if travels or not wire.as_at_home else 0
+        if ahead > 1 and not wire.as_at_home:
+            raise AssertionError("what is sent lies in one buffer, which two messages under way would need")
+        num_slots = (1 if wire.packs else ahead + 1) if travels or not wire.as_at_home else 0
         self._slots = [torch.empty(length, dtype=wire.message_dtype, device=device) for _ in range(num_slots)]
         self._unpacked = torch.empty(largest if wire.packs else 0, dtype=wire.dtype, device=device)
         self._message = torch.empty(0 if wire.as_at_home else length, dtype=wire.message_dtype, device=device)
@@ -112,7 +121,9 @@ class SendReceiveRing(Ring):
         """Per gradient slot: the hop that sends its contents (and receives into the other slot)."""
         self._owed: _Owed | None = None
         self._num_fetches = 0
-        self._in_flight: _Fetch | None = None
+        self._most_ahead = ahead
+        self._ahead: deque[_Fetch] = deque()
+        """Fetches under way, in the order of their visits."""
         self._passes = Passes(size=self.size)
 
     def home_weights(self, item: int) -> Tensor:
@@ -148,9 +159,7 @@ class SendReceiveRing(Ring):
 
     def _drain(self) -> None:
         """Waits for all that is under way; what a step that was broken off owes its gradients is dropped."""
-        if self._in_flight is not None:
-            self._in_flight.exchange.wait()
-            self._in_flight = None
+        self._drop_ahead()
         for slot, hop in enumerate(self._hops):
             if hop is not None:
                 hop.wait()
@@ -168,9 +177,8 @@ class SendReceiveRing(Ring):
                 self._mark_wait(Operation.AWAIT_SLICE, item, index, source=index)
             weights = self._arrive(this, step, index) if fetch else None
             self.place.now = here + index
-            ahead = self._passes.next_fetch(this, step)
-            if ahead is not None and self._in_flight is None:
-                self._in_flight = self._post(*ahead)
+            coming = islice(self._passes.coming(this, step), len(self._ahead), self._most_ahead)
+            self._ahead.extend(self._post(*fetch) for fetch in coming)
             yield Visit(index, weights, step)
         if backward:
             self.fresh[item] = False
@@ -180,19 +188,20 @@ class SendReceiveRing(Ring):
         numel = self.numels[this.item][index]
         if index == self.position:
             return self._weights[this.item] if self._wire.as_at_home else self._own(this)
-        flight = self._in_flight
-        if flight is not None and (flight.target, flight.step) != (this, step):
-            flight.exchange.wait()  # this step goes another way than the one before: what came is not wanted
-            flight = None
-        if flight is None:
-            flight = self._post(this, step)
-        self._in_flight = None
+        if self._ahead and (self._ahead[0].target, self._ahead[0].step) != (this, step):
+            self._drop_ahead()  # this step goes another way than the one before: what came is not wanted
+        flight = self._ahead.popleft() if self._ahead else self._post(this, step)
         flight.exchange.wait()
         message = self._slots[flight.slot][: self._wire.length(numel)]
         if not self._wire.packs:
             return message
         self._wire.unpack(message, self._unpacked[:numel])
         return self._unpacked[:numel]
+
+    def _drop_ahead(self) -> None:
+        """Lets what is on its way come and forgets it."""
+        while self._ahead:
+            self._ahead.popleft().exchange.wait()
 
     def _own(self, this: Pass) -> Tensor:
         """This rank's own slice as the others see it (see [Note: on the wire])."""
@@ -201,7 +210,7 @@ class SendReceiveRing(Ring):
             out = self._unpacked
         elif this.backward:
             last = self._num_fetches - 1
-            out = self._slots[last % 2 if self._in_flight is None else 1 - self._in_flight.slot]
+            out = self._slots[1 - self._ahead[0].slot if self._ahead else last % 2]
         else:
             return self._outgoing(this.item)
         self._wire.visit(home, out[: home.numel()])
@@ -214,8 +223,8 @@ class SendReceiveRing(Ring):
             return home
         message = self._message[: self._wire.length(home.numel())]
         if self._message_item != item:
-            if self._in_flight is not None:
-                self._in_flight.exchange.wait_sent()
+            for flight in self._ahead:
+                flight.exchange.wait_sent()
             self._wire.pack(home, message)
             self._message_item = item
         return message

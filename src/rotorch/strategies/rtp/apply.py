@@ -100,6 +100,7 @@ class RTPHolding(ShardsHolding):
             wire_dtype=wire_dtype,
             fp8=strategy.wire == "fp8",
             buffering=strategy.buffering,
+            ahead=strategy.ahead,
         )
         if self.ring.gives_whole:
             units, slices = one_by_one, side_by_side

@@ -21,7 +21,7 @@ Cost (unit of P bytes, n ranks)
     transient  Two slots of a slice for weights, in backward two more for gradients; none over shared memory. Over
                symmetric memory a third buffer for gradients, the inbox. `buffering=in_place`, over messages: slices
                replace each other in their homes' memory, so no slot for weights and one for gradients, and two bounces
-               of a few MiB at most; uneven slices need room for the largest one in every home.
+               of a few MiB at most; uneven slices need room for the largest one in every home. `ahead=2`: a third slot.
     sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
                Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`),
                unless logits become real: for another loss than a plain cross-entropy, or a bias that is whole.
@@ -45,9 +45,9 @@ Deviations
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
@@ -74,6 +74,9 @@ class RTP(Strategy):
         buffering: of messages. "out_of_place": the next slice comes while this one is computed with. "in_place": it
             takes this one's place, which saves the slots and costs overlap. Where ranks share memory there is nothing
             to save, and both are the same.
+        ahead: messages under way while a slice is computed with, 1 to 4. 2 takes one more slot, and pays between two
+            hosts whose link takes about as long as their compute (docs/lab_log.md); not where slices are converted,
+            packed or replace each other.
         wire: "fp8": messages carry slices in eight bits; they are computed with in the pass's own precision.
         compute: the precision in which slices are computed with, if it is not the weights' own: that of the autocast
             that `parallelize` was given, which fills it in.
@@ -85,6 +88,7 @@ class RTP(Strategy):
     recompute: Literal["none", "head", "all_but_attention", "slice"] = "head"
     transport: Literal["auto", "shared_memory", "symmetric_memory", "send_receive"] = "auto"
     buffering: Literal["out_of_place", "in_place"] = "out_of_place"
+    ahead: Annotated[int, Field(ge=1, le=4)] = 1
     wire: Literal["fp8"] | None = None
     compute: Literal["bfloat16", "float16"] | None = None
 
@@ -181,7 +185,7 @@ class RTP(Strategy):
             traveller = message if copies else 0
             return traveller + unpacked + bounce_bytes(message) + largest + bounce_bytes(largest)
         to_send = message if copies else 0
-        return (1 if self.wire == "fp8" else 2) * message + unpacked + to_send + 2 * largest
+        return (1 if self.wire == "fp8" else self.ahead + 1) * message + unpacked + to_send + 2 * largest
 
     def _reads_in_backward(self, unit: Unit) -> int:
         """How often backward needs the unit's slices: of a head whose logits are kept, never (see `ops/loss.py`)."""
@@ -208,12 +212,23 @@ class RTP(Strategy):
             )
         if autocast not in ("bfloat16", "float16") or self.size == 1:
             return self
+        self._check_ahead(converted=f"slices are converted to {autocast} to be sent")
         return self.model_copy(update={"compute": autocast})
 
+    def _check_ahead(self, *, converted: str = "") -> None:
+        """Refuses `ahead` where there is one buffer to send from, or none to receive into (`converted`: why)."""
+        reason = converted
+        if self.wire is not None:
+            reason = f"wire={self.wire} packs slices to send them"
+        elif self._in_place:
+            reason = "with buffering=in_place slices replace each other"
+        if self.ahead > 1 and reason:
+            raise ConfigError(f"rtp: ahead={self.ahead}, but {reason}, so one is under way at a time. Leave ahead out")
+
     def without_idle_options(self) -> Self:
-        if self.buffering == "in_place" and not self._in_place:  # there are no messages to buffer
-            return self.model_copy(update={"buffering": "out_of_place"})
-        return self
+        if self.transport in ("auto", "send_receive"):
+            return self
+        return self.model_copy(update={"buffering": "out_of_place", "ahead": 1})  # there are no messages to buffer
 
     def check_device(self, device_type: str) -> None:
         needed = {"shared_memory": "cpu", "symmetric_memory": "cuda"}.get(self.transport, device_type)
@@ -224,6 +239,7 @@ class RTP(Strategy):
             )
 
     def check(self, spec: ModelSpec) -> None:
+        self._check_ahead()
         if self.wire is not None and self.transport != "send_receive":
             raise ConfigError(
                 f"rtp: wire={self.wire} halves messages, and transport={self.transport} may send none. "
