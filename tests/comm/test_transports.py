@@ -131,6 +131,29 @@ def test_a_rank_that_does_not_see_the_file_makes_them_send_messages(names):
     assert f"does not see {shared_file.shared_memory_directory()}" in warnings[0]
 
 
+def warned(names):
+    """Warnings of a ring over messages whose ranks are on these hosts."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())
+    logging.getLogger("rotorch").addHandler(handler)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "node", lambda: names[dist.get_rank()])
+        options = dict(numels=[[4] * mesh.size()], dtype=torch.float32, device=torch.device("cpu"))
+        make_ring("send_receive", mesh=mesh, **options)
+    return records
+
+
+def test_a_ring_over_several_hosts_of_several_ranks_says_what_crosses_between_them():
+    first, *others = run_ranks(warned, "aabb", num_ranks=4)
+    assert others == [[], [], []]
+    (warning,) = first
+    assert "the 4 ranks of a ring are on 2 hosts: in each pass 8 slices of a unit cross" in warning
+    assert "where 4 would be enough" in warning and "write ddp=2,rtp=2" in warning
+    assert run_ranks(warned, "abc", num_ranks=3) == [[]] * 3
+
+
 def test_a_file_of_that_name_that_is_another_one_is_noticed():
     (name, warnings), _ = run_ranks(where, ("a", "a"), None, 1, num_ranks=2)
     assert name == "send_receive"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import platform
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import any_rank, group_timeout_s
+from rotorch.comm.collectives import any_rank, gather_objects, group_timeout_s
 from rotorch.comm.fp8 import Fp8Wire
 from rotorch.comm.ring import Ring
 from rotorch.comm.shared_file import SharedMemoryUnavailable
@@ -19,6 +20,7 @@ from rotorch.comm.transports.send_receive import SendReceiveRing
 from rotorch.comm.transports.shared_memory import SharedMemoryRing
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
 from rotorch.comm.wire import Wire
+from rotorch.core.crossings import warning_of_crossings
 from rotorch.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -106,6 +108,10 @@ def make_ring(
             "device=cpu, give every rank a GPU of its own (then messages go over NCCL), or let ranks share one over "
             f"symmetric memory ({OVERLAPPING}=1, transport=auto)"
         )
+    if mesh.size() > 2:  # of two ranks, none shares a host with another of a ring over two
+        warning = warning_of_crossings(gather_objects(platform.node(), mesh=mesh))
+        if warning and mesh.get_local_rank() == 0:
+            logger.warning(warning)
     wire = (Fp8Wire if fp8 else Wire)(home_dtype=dtype, dtype=wire_dtype or dtype)
     timeout_s = group_timeout_s(mesh, device=device)
     if buffering == "in_place":

@@ -1,0 +1,37 @@
+"""What a ring over several hosts sends between them, by where its ranks are. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import groupby
+
+
+def slices_between_hosts(hosts: Sequence[str]) -> tuple[int, int]:
+    """Slices of one unit that cross from host to host in a pass, and how few would be enough.
+
+    Every rank takes every slice from its owner, so a slice goes to each rank of another host. One rank of each host is
+    enough that takes it and shares it there.
+
+    Args:
+        hosts: where each rank of the ring is, by its position.
+    """
+    on_host = Counter(hosts)
+    return sum(len(hosts) - on_host[host] for host in hosts), len(hosts) * (len(on_host) - 1)
+
+
+def warning_of_crossings(hosts: Sequence[str]) -> str:
+    """The warning for a ring whose slices cross between hosts more often than they must; empty if they do not."""
+    crossing, enough = slices_between_hosts(hosts)
+    if crossing <= enough:
+        return ""
+    blocks = [len(list(ranks)) for _, ranks in groupby(hosts)]
+    num_hosts, size = len(set(hosts)), len(hosts)
+    advice = ""
+    if len(blocks) == num_hosts and len(set(blocks)) == 1:
+        layout = f"ddp={num_hosts},rtp={blocks[0]}"
+        advice = f". If a host has memory for the model's state, write {layout}: then only gradients cross"
+    return (
+        f"rtp: the {size} ranks of a ring are on {num_hosts} hosts: in each pass {crossing} slices of a unit cross "
+        f"between hosts, where {enough} would be enough if the ranks of a host shared them{advice}"
+    )
