@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard
 from rotorch.comm.observe import Doing, Observer
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.spec import ModelSpec, UnitKind, Weight
+from rotorch.hold.inner_memory import InnerMemory
 from rotorch.hold.pipeline_step import PipelineStep, Watch
 from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
 from rotorch.hold.shards_holding import ShardsHolding
@@ -37,7 +38,7 @@ from rotorch.parallel_model import Holding, OuterHolding, Result
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind, Schedule
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces, dtensor_at_rest, dtensor_like
+from rotorch.shard.sharded_weight import cut_pieces, dtensor_like
 from rotorch.shard.sites import find_sites
 
 
@@ -107,7 +108,6 @@ class PipelineHolding(OuterHolding):
         self._messages = StageMessages(mesh, device=device)
         if inner.loss_scale != 1.0:
             raise AssertionError("the last stage's backward begins with the loss as it is")
-        sites, parameters = find_sites(module), dict(module.named_parameters())
         homes = {w.name: strategy.rank_of(u.stages[0]) for u in spec.units for w in u.weights}
         self._homes = {name for name, home in homes.items() if home == self._position}
         self._guests: list[tuple[str, int]] = []
@@ -120,66 +120,38 @@ class PipelineHolding(OuterHolding):
                 self._guests += [(w.name, home) for w in unit.weights]
         replicated = [w.name for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
         replicates = any(inner.weights[name].num_holders > 1 for name in replicated if name in inner.weights)
-        self.weights = {
-            w.name: self._held(w, parameters[w.name], whole=replicates and w.name in set(replicated))
-            for w in spec.weights
-        }
-        self._sites = [(site, name) for name in self.weights for site in sites[name]]
-        self._take_back()
+        memory = InnerMemory(inner.weights, homes=self._homes)
+        placements = [self._placement(w, whole=replicates and w.name in set(replicated)) for w in spec.weights]
+        self.shards = ShardedWeights(placements, sites=find_sites(module), mesh=inside, device=device, memory=memory)
+        self.weights = self.shards.held
         self._forget_guests()
 
-    def _held(self, weight: Weight, source: nn.Parameter, *, whole: bool) -> ShardedWeight:
+    def _placement(self, weight: Weight, *, whole: bool) -> ShardPlacement:
         """A weight as part of what all ranks of the pipeline have; cut in name only."""
-        inner = self._inner.weights[weight.name] if weight.name in self._homes else None
-        if inner is None:
-            local = torch.empty((0, *weight.shape[1:]), dtype=source.dtype, device=self._device)
-        else:
-            local = inner.local
-        placements = [Shard(0), *[Replicate() if whole else Shard(0)] * (self._inside.ndim - 1)]
-        at_rest = dtensor_at_rest(local, shape=weight.shape, mesh=self._inside, placements=placements)
-        parameter = nn.Parameter(at_rest, requires_grad=source.requires_grad)
-        if inner is None:
-            return ShardedWeight(weight, local, (), parameter)
-        return ShardedWeight(weight, local, inner.pieces, parameter, inner.num_holders, inner.holder)
+        placements = (Shard(0), *[Replicate() if whole else Shard(0)] * (self._inside.ndim - 1))
+        if weight.name not in self._homes:
+            return ShardPlacement(weight, (), (0, *weight.shape[1:]), placements)
+        inner = self._inner.weights[weight.name]
+        return ShardPlacement(
+            weight, inner.pieces, tuple(inner.local.shape), placements, inner.num_holders, inner.holder
+        )
 
     # ---------------------------------------------------------------- lending
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
         try:
-            with self._inner.lend() as callee:
+            with self.shards.unsharded(), self._inner.lend() as callee:
                 yield callee
-        except BaseException:
-            if any(self._is_gone_inside(name) for name in self._homes):
-                for held in self.weights.values():
-                    held.parameter.grad = None
-            raise
         finally:
-            self._take_back()
             self._forget_guests()
-
-    def _is_gone_inside(self, name: str) -> bool:
-        """Whether a gradient that was there before this pass has been dropped by the inner holding: the same memory."""
-        ours, inner = self.weights[name].parameter, self._inner.weights[name].parameter
-        return ours.grad is not None and inner.grad is None
 
     def _forget_guests(self) -> None:
         for name in self._inner.weights.keys() - self._homes:
             self._inner.give_memory_back(name)
 
-    def _take_back(self) -> None:
-        for site, name in self._sites:
-            site.put(self.weights[name].parameter)
-
     def start(self) -> None:
-        for name, inner in self._inner.weights.items():
-            held = self.weights[name]
-            inner.parameter.requires_grad_(held.parameter.requires_grad)
-            before = held.local_grad if name in self._homes else None  # a guest's is nobody's but this step's
-            if before is None:
-                inner.parameter.grad = None
-            elif inner.local_grad is None or inner.local_grad.data_ptr() != before.data_ptr():
-                inner.parameter.grad = dtensor_like(inner.parameter, before)
+        self.shards.start()
         self._values_to_guests()
         self._inner.start()
 
@@ -220,12 +192,7 @@ class PipelineHolding(OuterHolding):
     def finish(self) -> None:
         self._inner.finish()
         self._gradients_of_guests()
-        for name, held in self.weights.items():
-            if held.parameter.requires_grad:
-                found = self._inner.weights[name].local_grad if name in self._homes else None
-                # What no pass used counts as zeros: no rank knows what those of other stages have used.
-                gradient = torch.zeros_like(held.local) if found is None else found
-                held.parameter.grad = dtensor_like(held.parameter, gradient)
+        self.shards.finish()
 
     # ---------------------------------------------------------------- running
 

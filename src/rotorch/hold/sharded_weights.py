@@ -88,6 +88,10 @@ class Memory:
         """Memory for a shard; None: it gets a tensor of its own."""
         return None
 
+    def has_values(self, name: str) -> bool:
+        """Whether the memory of a shard has its values; if not, they are taken from the module, if it has any."""
+        return False
+
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter | None:
         """The plain parameter that a pass computes with; None: the strategy puts something else into the module."""
         return nn.Parameter(held.local, requires_grad=held.parameter.requires_grad)
@@ -184,8 +188,9 @@ class ShardedWeights:
             return source.detach().to(device)
         if local is None:
             local = torch.empty(placement.shape, dtype=source.dtype, device=device)
-        for piece in () if source.is_meta else placement.pieces:
-            piece.of_local(local).copy_(piece.of_whole(source.detach()))
+        if not source.is_meta and not self._memory.has_values(placement.weight.name):
+            for piece in placement.pieces:
+                piece.of_local(local).copy_(piece.of_whole(source.detach()))
         return local
 
     @property
