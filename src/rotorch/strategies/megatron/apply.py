@@ -28,7 +28,7 @@ from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.shard_use import ShardUse
 from rotorch.ops.weight_proxy import WeightProxy
-from rotorch.strategies.megatron.along_tokens import children
+from rotorch.strategies.megatron.along_tokens import children, tokens_cut
 from rotorch.strategies.megatron.plan import Megatron
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class MegatronHolding(ShardsHolding, StageHolding):
         for unit in spec.cut_units:
             if unit.kind is UnitKind.MODULE:
                 part, leaves = module.get_submodule(unit.name), shards.leaves
-                around = StretchBoundary(stretch, name=unit.name) if stretch and unit.along_tokens else boundary
+                around = StretchBoundary(stretch, name=unit.name) if stretch and tokens_cut(unit).around else boundary
                 PartialModule(
                     part,
                     unit=unit,
