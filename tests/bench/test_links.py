@@ -217,8 +217,12 @@ def test_the_benchmark_writes_every_row_with_right_losses(links, monkeypatch, tm
     arguments = ["--emulate", "--compute", "0.05", "--hosts", "2", "--ratio", "1", "--rounds", "1", "--steps", "1"]
     rows = ["torch-ddp", "rtp={n}[transport=send_receive]"]
     given = [*arguments, *(part for row in rows for part in ("--row", row)), "--json", str(file), *sizes]
+    monkeypatch.setattr(links, "LONGEST_EXCHANGE", float("inf"))  # a test looks at no clock
+    monkeypatch.setattr(links, "EXCHANGE_BYTES", 10_000)
     assert links.main(given) == 0
     record = json.loads(file.read_text())
+    (bare,) = record["exchange"]
+    assert bare["of_wire_time"] == bare["seconds"] * bare["link_bytes_per_s"] / 10_000
     assert {"machine", "commit", "rows"} <= record.keys()
     ddp, rtp = record["rows"]
     assert [ddp["row"], rtp["row"]] == ["torch-ddp", "rtp=2[transport=send_receive]"]
