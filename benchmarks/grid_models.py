@@ -30,6 +30,7 @@ from rotorch.comm.meter import Meter
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.models.losses import causal_lm_loss, count_targets
 from rotorch.parallel_model import ParallelModel
+from rotorch.parallelize import code_of
 from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
 
@@ -142,10 +143,9 @@ def main() -> int:
 
 def load_code(config: dict[str, Any], layouts: Sequence[str]) -> None:
     """Imports, before ranks fork, what each of them would import for itself."""
-    import importlib
-
-    for kind in {strategy.kind for layout in layouts for strategy in parse_parallel(layout)}:
-        importlib.import_module(f"rotorch.strategies.{kind}.apply")
+    for layout in layouts:
+        for strategy in parse_parallel(layout):
+            code_of(strategy)
     causal_lm(config_from_dict({**config, "num_hidden_layers": 1}, source="bench"))
 
 

@@ -47,6 +47,10 @@ class ParallelModule(nn.Module):
     the module's own class has; `parallel` has all of them.
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes a module of its own class: one that is made anew is not parallel."""
+        return cls.__bases__[1](*args, **kwargs)
+
     @property
     def parallel(self) -> ParallelModel:
         """The passes, weights and ranks of this module."""

@@ -23,7 +23,6 @@ from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barri
 from rotorch.comm.one_error import one_error
 from rotorch.comm.roll_call import Doing, RollCall
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
-from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.hold.holding import Holding
@@ -346,14 +345,14 @@ class ParallelModel:
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
 
-    def meet(self, doing: Doing, *numbers: float) -> Tensor:
-        """Returns when all ranks are here; their numbers, float64 [ranks, numbers]. Weights may be written afterwards.
+    def meet(self, doing: Doing, *, num_micro_batches: int = 0, num_targets: int = 0) -> int:
+        """Returns when all ranks are here: the number of targets of all. Weights may be written afterwards.
 
         Raises:
             ConfigError: ranks are about to do different things, or weights of the module are not its own any more.
         """
         self._at_rest.check()
-        return self._roll_call.meet(doing, *numbers)
+        return self._roll_call.meet(doing, num_micro_batches=num_micro_batches, num_targets=num_targets)
 
     @contextmanager
     def lent(self, *, for_calls: bool = False) -> Iterator[nn.Module]:
@@ -368,12 +367,9 @@ class ParallelModel:
     def _meet_with(self, micro_batches: Sequence[Batch], *, doing: Doing) -> int:
         """Returns the number of targets of all ranks' micro-batches, of which each has equally many."""
         self._place.now = at(Operation.COUNT_TARGETS)
-        targets = float(sum(self._count_targets(b) for b in micro_batches))
-        counts = self.meet(doing, targets, float(len(micro_batches)))
-        if (counts[:, 1] != counts[0, 1]).any():
-            theirs = self._roll_call.by_ranks([f"{int(number)}" for number in counts[:, 1]])
-            raise ConfigError(f"ranks have different numbers of micro-batches: {theirs}. Give every rank equally many")
-        return int(counts[:, 0].sum()) * self.num_batch_ranks // self.mesh.size()
+        targets = int(sum(self._count_targets(b) for b in micro_batches))
+        total = self.meet(doing, num_micro_batches=len(micro_batches), num_targets=targets)
+        return total * self.num_batch_ranks // self.mesh.size()
 
     def _sum_over_batch_ranks(self, value: float) -> float:
         """Sums a number over all ranks; ranks that share a batch share count once.

@@ -174,7 +174,11 @@ def test_what_a_killed_launcher_left_in_shared_memory_goes_with_the_next(started
         (tmp_path / "shared_memory" / f"{name}x").mkdir()
         (tmp_path / "shared_memory" / f"{name}x" / "slices").write_bytes(b"x")
     command = started()
-    assert [path.name for path in (tmp_path / "shared_memory").iterdir()] == [f"{names['alive']}x"]
+    # The command's own goes when it has seen that its ranks have built, maybe some steps later.
+    left = [f"{names['alive']}x"]
+    wait_until(
+        lambda: [path.name for path in (tmp_path / "shared_memory").iterdir()] == left, what="the dead one's gone"
+    )
     os.kill(command.pid, signal.SIGTERM)
     assert command.wait() == 143, command.stderr
     shutil.rmtree(tmp_path / "shared_memory" / f"{names['alive']}x")

@@ -13,7 +13,6 @@ from enum import IntEnum
 from itertools import pairwise
 
 import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import all_reduce_sum
@@ -54,6 +53,11 @@ _TEXTS = {
 class RollCall:
     """Where the ranks of one model meet. Every method is called by all of them, in one order.
 
+    [Note: seven numbers]
+        However many ranks there are, seven integers are summed: of each number x that must be the same on all n ranks
+        the sums of x and of its square. n times the latter is the square of the former where all are equal, and more
+        where they are not (Cauchy-Schwarz). Only then do ranks look at each other's numbers.
+
     Args:
         mesh: the ranks.
     """
@@ -63,36 +67,44 @@ class RollCall:
         self._ranks = mesh.mesh.flatten().tolist()
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
         # Tells the model from others that the ranks have; not from torch's generators, which the user has seeded.
-        drawn = float(int.from_bytes(os.urandom(4))) if self._mine == 0 else 0.0
-        self._model = float(all_reduce_sum(torch.tensor([drawn], dtype=torch.float64), mesh=mesh))
+        drawn = int.from_bytes(os.urandom(3)) if self._mine == 0 else 0  # its square is summed in 64 bits
+        self._model = int(all_reduce_sum(torch.tensor([drawn]), mesh=mesh))
 
-    def meet(self, doing: Doing, *numbers: float) -> Tensor:
-        """Returns after all ranks have come here; every rank's numbers, float64 [ranks, numbers], by place in the mesh.
+    def meet(self, doing: Doing, *, num_micro_batches: int = 0, num_targets: int = 0) -> int:
+        """Returns after all ranks have come here: the number of targets of all ranks.
 
         Raises:
-            ConfigError: some ranks are about to do something else. On all ranks.
+            ConfigError: some ranks are about to do something else, or with another number of micro-batches. On all
+                ranks.
         """
-        table = torch.zeros(len(self._ranks), 5, dtype=torch.float64)  # as long for all: ranks that differ must meet
-        table[self._mine, : 2 + len(numbers)] = torch.tensor((float(doing), self._model, *numbers), dtype=torch.float64)
-        all_reduce_sum(table, mesh=self._mesh)
-        found = table[:, :2].tolist()
-        if any(each != found[0] for each in found):
-            self._refuse([Doing(int(doing)) for doing, _ in found])
-        return table[:, 2 : 2 + len(numbers)]
+        alike = (int(doing), self._model, num_micro_batches)
+        sums = torch.tensor([*alike, *(x * x for x in alike), num_targets])
+        *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
+        n, half = len(self._ranks), len(alike)
+        is_alone = sums[0] == doing  # the other ranks are faked
+        if not is_alone and any(n * square != x * x for x, square in zip(sums[:half], sums[half:], strict=True)):
+            self._refuse(alike)
+        return int(total)
 
-    def by_ranks(self, texts: Sequence[str]) -> str:
-        """Says what each rank has to say (`texts`, by place in the mesh): those who say the same together."""
-        said = {text: [rank for rank, other in zip(self._ranks, texts, strict=True) if other == text] for text in texts}
-        return ", ".join(f"{_named(ranks)} {text}" for text, ranks in said.items())
-
-    def _refuse(self, doing: list[Doing]) -> None:
-        texts = [_TEXTS[each] for each in doing]
+    def _refuse(self, alike: tuple[int, ...]) -> None:
+        table = torch.zeros(len(self._ranks), len(alike), dtype=torch.int64)
+        table[self._mine] = torch.tensor(alike)
+        doing, model, num_micro_batches = all_reduce_sum(table, mesh=self._mesh).T.tolist()
+        texts = [_TEXTS[Doing(each)] for each in doing]
+        if len(set(texts)) == len(set(model)) == 1:
+            theirs = self._by_ranks([str(number) for number in num_micro_batches])
+            raise ConfigError(f"ranks have different numbers of micro-batches: {theirs}. Give every rank equally many")
         if len(set(texts)) == 1:
             texts = [f"{text} that is not the others'" for text in texts]
         raise ConfigError(
-            f"ranks do different things: {self.by_ranks(texts)}. Give every rank equally many batches, and let all "
+            f"ranks do different things: {self._by_ranks(texts)}. Give every rank equally many batches, and let all "
             "of them call models, and backward, in the same order"
         )
+
+    def _by_ranks(self, texts: Sequence[str]) -> str:
+        """Says what each rank has to say (`texts`, by place in the mesh): those who say the same together."""
+        said = {text: [rank for rank, other in zip(self._ranks, texts, strict=True) if other == text] for text in texts}
+        return ", ".join(f"{_named(ranks)} {text}" for text, ranks in said.items())
 
 
 def _named(ranks: Iterable[int]) -> str:

@@ -131,9 +131,9 @@ def model_config(module: nn.Module) -> dict[str, Any] | None:
 
 
 def _class_name(module: nn.Module) -> str:
-    """The name of the user's class: a strategy may have put a subclass of its own (`fully_shard` does) in front."""
+    """The name of the user's class: `parallelize` and `fully_shard` have put classes of their own in front."""
     for cls in type(module).__mro__:
-        if not cls.__module__.startswith("torch.distributed."):
+        if not cls.__module__.startswith(("torch.distributed.", "rotorch.drop_in")):
             return cls.__name__
     raise AssertionError("unreachable: every class ends in object")
 
