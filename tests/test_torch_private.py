@@ -23,12 +23,14 @@ from rotorch._torch_private import (
     FUSED_ATTENTION,
     GLOO_THREADS,
     TRUNCATED_NORMAL,
+    FakeTensor,
     LightDispatchMode,
     TorchDispatchMode,
     as_one_message,
     assert_on_device,
     default_store,
     fake_store,
+    fake_tensors,
     flat_group,
     flight_record,
     forget_meshes,
@@ -432,3 +434,11 @@ def test_hooks_on_parameters_are_found_and_taken_off_for_a_while():
     handle.remove()
     parameter.sum().backward()
     assert heard == [1]
+
+
+def test_fake_tensors_have_bytes_and_a_device_but_no_memory():
+    with fake_tensors():
+        tensor = torch.zeros(1 << 20, 1 << 20)
+        product = tensor @ tensor
+    assert (type(product), product.shape, product.device.type) == (FakeTensor, tensor.shape, "cpu")
+    assert product.untyped_storage().nbytes() == 4 << 40

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.distributed.device_mesh import DeviceMesh
@@ -68,12 +69,14 @@ __all__ = [
     "FUSED_ATTENTION",
     "GLOO_THREADS",
     "TRUNCATED_NORMAL",
+    "FakeTensor",
     "LightDispatchMode",
     "TorchDispatchMode",
     "as_one_message",
     "assert_on_device",
     "default_store",
     "fake_store",
+    "fake_tensors",
     "flat_group",
     "flight_record",
     "forget_meshes",
@@ -277,6 +280,15 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def fake_tensors() -> Any:
+    """A context in which tensors have shapes, storages and a device, but no memory.
+
+    Reason: what passes keep and take is counted in a run on such tensors (`bench/traced_memory.py`); on the meta device
+    attention takes another kernel, which keeps other things.
+    """
+    return FakeTensorMode()
 
 
 def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:

@@ -80,9 +80,15 @@ class ModelSection(_Section):
 
 
 class ParallelSection(_Section):
-    """[parallel]: how it is spread over ranks, in the `--parallel` grammar."""
+    """[parallel]: how it is spread over ranks.
+
+    Attributes:
+        layout: in the `--parallel` grammar; "auto": what `rotorch plan` would choose, with its micro-batch.
+        cluster: what "auto" plans for, by name or as a TOML file; left out: ranks on the CPU of this machine.
+    """
 
     layout: str = "single"
+    cluster: str = ""
 
 
 class DataSection(_Section):

@@ -28,4 +28,4 @@ def transformer(*, layers: int, width: int = 1024, vocabulary: int = 32000, item
     units.append(Unit("replicated", UnitKind.REPLICATED, Combine.NONE, tuple(norms)))
     names = tuple(f"layers.{number}" for number in range(layers))
     order = LayerOrder(layers=names, after=("norm", "head"), width=width, attention_width=width)
-    return ModelSpec("Transformer", tuple(units), order=order)
+    return ModelSpec("Transformer", tuple(units), order=order, features_stay_whole="only shapes are known")

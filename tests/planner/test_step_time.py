@@ -145,3 +145,13 @@ def test_an_odd_vocabulary_makes_the_head_slower():
     base = planned("single", speeds=speeds)
     odd = replace(base, model=fold(transformer(layers=4, vocabulary=31999)).short().under(base.inner))
     assert step_time(odd).step_s > 1.05 * step_time(base).step_s
+
+
+@pytest.mark.parametrize("text", ["pp=4", "pp=2[schedule=zb_h1]", "pp=2[schedule=interleaved_1f1b]", "zeropp=2x2"])
+def test_many_micro_batches_take_as_long_as_if_all_were_in_the_table(monkeypatch, text):
+    (stages,) = parse_parallel(text)
+    starts = range(0, 24, 24 // stages.num_stages)
+    parts = tuple(range(start, start + 24 // stages.num_stages) for start in starts)
+    few = seconds(text, layers=24, accumulation=60, parts=parts)
+    monkeypatch.setattr("rotorch.planner.step_time._MOST_PERIODS", 1000)
+    assert few == pytest.approx(seconds(text, layers=24, accumulation=60, parts=parts), rel=2e-3)

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rotorch._torch_private import TorchDispatchMode, in_backward, storage_key
+from rotorch._torch_private import FakeTensor, TorchDispatchMode, in_backward, storage_key
 from rotorch.bench.contender import Contender
 from rotorch.ops.deferred_logits import LOGITS_BLOCK
 from rotorch.shard.storages import PLAIN, SharedMappings, all_tensors, extents, local_part, owned_bytes, union
@@ -51,6 +51,8 @@ WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, SLOTS, LOGITS, OTHER = CATEGORIES = 
     "logits",
     "other",
 )
+
+_COUNTED = frozenset({*PLAIN, FakeTensor})
 
 _FOUND = "there before the step"
 _NAMED_OTHERS = 6
@@ -175,11 +177,11 @@ class LiveStorages(TorchDispatchMode):
             self._notice_region(func, args)
             return func(*args, **(kwargs or {}))
         self._notice_phase()
-        given = list(_tensors((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
         for tensor in given:
             self._see(tensor, made=False)
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._see(tensor, made=True, func=func, given=given)
         return result
 
@@ -309,19 +311,19 @@ class LiveStorages(TorchDispatchMode):
             known.nbytes = storage.nbytes()
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors_in(tree: Any) -> Iterator[Tensor]:
     """The plain tensors among an operation's arguments or results.
 
     Those are nested tuples, lists and dicts and nothing else: to ask torch's pytree, which knows more, for every
     operation takes as long as all the rest of measuring.
     """
-    if type(tree) in PLAIN:
+    if type(tree) in _COUNTED:
         yield tree
     elif isinstance(tree, tuple | list):
         for item in tree:
-            yield from _tensors(item)
+            yield from tensors_in(item)
     elif isinstance(tree, dict):
-        yield from _tensors(list(tree.values()))
+        yield from tensors_in(list(tree.values()))
 
 
 @contextmanager

@@ -160,8 +160,17 @@ def train(
     changes += [] if max_restarts is None else [f"train.max_restarts={max_restarts}"]
     changes += [] if elastic is None else [f'train.elastic="{elastic}"']
     config = load_run_config(run_file, overrides=changes)
-    parse_parallel(config.parallel.layout)  # before seconds are spent on loading torch
     check_json(json_file)
+    chosen = None
+    if config.parallel.layout == "auto":
+        from rotorch.cli import auto
+
+        chosen = auto.planned(config, nproc=nproc)
+        for line in chosen.told:
+            print_now(line)
+        changes += chosen.changes
+        config = load_run_config(run_file, overrides=changes)
+    parse_parallel(config.parallel.layout)  # before seconds are spent on loading torch
     about: _Invocation = context.obj
     about.run_directory = Path(config.train.out)
     from rotorch.train.run import start
@@ -176,6 +185,8 @@ def train(
         only_plan=dry_run,
         job=about.job,
     )
+    if chosen is not None and not dry_run and (line := auto.compared(chosen, run_directory=about.run_directory)):
+        print_now(line)
     return DONE if is_well else CHECK_FAILED
 
 
@@ -273,6 +284,58 @@ def suite(
         list_cases(suite_file, out=out) if only_list else write_tables(suite_file, out=out)
         return DONE
     return suite_command(suite_file, cases=cases or (), out=out, rounds=rounds, steps=steps, again=again)
+
+
+@app.command("plan")
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a config.json")],
+    cluster: Annotated[str, typer.Option(help="A TOML file, or a cluster by name: h100x16, a100x8, cpu2, ...")],
+    batch: Annotated[str, typer.Option(help="Of a step: sequences by tokens of each")] = "64x4096",
+    budget: Annotated[
+        str | None, typer.Option(help="Bytes that a rank may hold, 40GiB; by default the device's")
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="So many nodes in place of the cluster's own")] = None,
+    objective: Annotated[str, typer.Option(help="speed, memory or frontier")] = "speed",
+    precision: Annotated[str, typer.Option(help="Of passes: bfloat16 (autocast) or float32")] = "bfloat16",
+    parallel: Annotated[
+        list[str] | None, typer.Option("--parallel", help="Judge this layout only; several times")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with all plans to FILE")] = None,
+    json_file: Json = None,
+) -> None:
+    """Predicts memory and step time of every layout on a cluster; says which is best, and why the others are not."""
+    check_json(json_file)
+    _hide_gpus()
+    from rotorch.cli.plan import plan_command
+
+    found = plan_command(
+        model,
+        cluster_name=cluster,
+        batch_text=batch,
+        budget_text=budget,
+        objective=objective,
+        precision=precision,
+        parallel=parallel or (),
+        nodes=nodes,
+        html=html,
+    )
+    write_json(json_file, found)
+
+
+@app.command("calibrate")
+def calibrate(
+    nproc: Annotated[int | None, typer.Option("--nproc", help="Ranks that share this machine; one per core")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="CLUSTER.toml", help="Write the cluster file")] = None,
+    json_file: Json = None,
+) -> None:
+    """Measures what ranks of this machine reach, on the CPU, for `rotorch plan --cluster CLUSTER.toml`."""
+    check_json(json_file)
+    _hide_gpus()
+    from rotorch.cli.calibrate import calibrate_command
+
+    found = calibrate_command(nproc=nproc, out=out)
+    show({"cluster": found["name"], **{k: v for k, v in found["device"].items() if k in ("bandwidth", "operator")}})
+    write_json(json_file, found)
 
 
 @app.command("schedule")

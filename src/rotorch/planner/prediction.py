@@ -72,9 +72,16 @@ def predict(
         rank: which rank's part.
         batch: what it computes on, for strategies that move activations; None leaves those out.
     """
-    positions = _positions(strategies, rank=rank)
     num_weights = sum(weight.trained for weight in _units_of(spec, strategies=strategies).weights)
     spec = part_of_rank(spec, strategies=strategies, rank=rank)
+    return replace(predict_part(spec, strategies=strategies, rank=rank, batch=batch), num_weights=num_weights)
+
+
+def predict_part(
+    spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int, batch: MicroBatch | None = None
+) -> Prediction:
+    """The same for units as strategies hold them, all of which `rank` has something to do with."""
+    positions = _positions(strategies, rank=rank)
     total = combine_layouts(_layout(unit, strategies=strategies, positions=positions) for unit in spec.units)
     trained = combine_layouts(
         _layout(replace(unit, weights=weights), strategies=strategies, positions=positions)
@@ -94,7 +101,7 @@ def predict(
         weights_bytes=total.resident_bytes,
         transient_bytes=inner.transient_bytes,
         slots_bytes=inner.slots_bytes,
-        num_weights=num_weights,
+        num_weights=sum(weight.trained for weight in spec.weights),
         sent_bytes=dict(sent),
         trained_bytes=trained.resident_bytes,
         padding_bytes=total.padding_bytes,

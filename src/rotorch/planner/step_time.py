@@ -444,7 +444,7 @@ class _Step:
             bytes_per_s=plan.speeds.bytes_per_s_of(Group(2, group.stride)),
             latency_s=plan.speeds.message_s(Group(2, group.stride), collective=False),
         )
-        makespan_s = _table(_without_layers(stages), plan.accumulation, self.at_once).seconds(costs, link=link)
+        makespan_s = _makespan_s(_without_layers(stages), plan.accumulation, ahead=self.at_once, costs=costs, link=link)
         ranks = range(stages.stages)
         of_rank = [[number for number in range(len(parts)) if stages.rank_of(number) == rank] for rank in ranks]
         ends = [self._after_passes(parts, numbers) for numbers in of_rank]
@@ -483,6 +483,33 @@ class _Step:
 def _without_layers(stages: StageStrategy) -> StageStrategy:
     """The same with what does not change its table at their defaults."""
     return stages.model_copy(update={"layers": None, "rank_memory": None, "recompute": "none"})
+
+
+def _makespan_s(
+    stages: StageStrategy, num_micro_batches: int, *, ahead: bool, costs: Sequence[StageCosts], link: Link
+) -> float:
+    """Of a step; of many micro-batches the first and last ones, since those between follow each other evenly."""
+    if stages.stages > _MOST_SIMULATED and getattr(stages, "schedule", "") == "1f1b":
+        hops_s = sum(link.duration_s(cost.message_bytes) for cost in costs[1:])
+        each = [cost.forward_s + cost.backward_input_s + cost.backward_weight_s for cost in costs]
+        gathers_s = max(cost.unshard_s + cost.reduce_s for cost in costs)
+        return sum(each) + 2 * hops_s + (num_micro_batches - 1) * max(each) + gathers_s
+    period = stages.stages * stages.num_chunks
+    if stages.kind == "zeropp":
+        period = _table(stages, min(num_micro_batches, 4 * period), ahead).schedule.unit
+    more, few = divmod(num_micro_batches, period)
+    if more <= _MOST_PERIODS:
+        return _table(stages, num_micro_batches, ahead).seconds(costs, link=link)
+    few += _MOST_PERIODS * period
+    most_s, less_s = (_table(stages, few - k * period, ahead).seconds(costs, link=link) for k in (0, 1))
+    return most_s + (more - _MOST_PERIODS) * (most_s - less_s)
+
+
+_MOST_SIMULATED = 16
+"""Stages of 1F1B; more are counted: the slowest stage works without a break once the pipeline is full."""
+
+_MOST_PERIODS = 3
+"""Of a table that are simulated (see `_makespan_s`)."""
 
 
 @lru_cache(maxsize=512)

@@ -18,17 +18,17 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import barrier
 from rotorch.comm.observe import Observer, observe_ring
 from rotorch.comm.transports import make_ring
 from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import Unit, UnitKind
-from rotorch.hold.holding import Holding, ShardsHolding, StageHolding
+from rotorch.core.spec import ModelSpec, Unit, UnitKind
 from rotorch.hold.ring_memory import RingMemory
-from rotorch.hold.setup import Setup
-from rotorch.hold.sharded_weights import ShardPlacement
+from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
+from rotorch.hold.shards_holding import ShardsHolding
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
 from rotorch.ops.gather_weight import gather_weights
@@ -38,23 +38,40 @@ from rotorch.ops.rotate import RotatingUnit
 from rotorch.ops.rotating_use import RotatingUse
 from rotorch.ops.visiting_slices import VisitingSlices
 from rotorch.ops.weight_proxy import WeightProxy
+from rotorch.parallel_model import Holding
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
-from rotorch.shard.sites import Site
+from rotorch.shard.sites import Site, find_sites
+from rotorch.strategies.rtp.plan import RTP
 
 _log = logging.getLogger(__name__)
 
 
-def apply(setup: Setup) -> Holding:
-    """Cuts the model over the ring of the mesh."""
-    return RTPHolding(setup)
+def apply(
+    module: nn.Module,
+    *,
+    strategy: RTP,
+    spec: ModelSpec,
+    mesh: DeviceMesh,
+    device: torch.device,
+    compiled: bool = False,
+) -> Holding:
+    """Cuts `module` over the ring of `mesh`."""
+    return RTPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device, compiled=compiled)
 
 
-class RTPHolding(ShardsHolding, StageHolding):
+class RTPHolding(ShardsHolding):
     """One rank's slices, its ring, and the weights that are whole on every rank."""
 
-    def __init__(self, setup: Setup) -> None:
-        module, strategy, spec, mesh, sites = setup.module, setup.strategy, setup.spec, setup.mesh, setup.sites
-        compiled = setup.compiled
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        strategy: RTP,
+        spec: ModelSpec,
+        mesh: DeviceMesh,
+        device: torch.device,
+        compiled: bool = False,
+    ) -> None:
         self._mesh = mesh
         if spec.kept_whole and mesh.size() > 1 and mesh.get_rank() == 0:
             _log.warning("rtp: %s", spec.summary())
@@ -63,7 +80,7 @@ class RTPHolding(ShardsHolding, StageHolding):
                 "rtp: recompute=all_but_attention picks operations out of a forward, and a compiled one has none to "
                 "pick. Write recompute=slice, or leave compile out"
             )
-        parameters = dict(module.named_parameters())
+        parameters, sites = dict(module.named_parameters()), find_sites(module)
         heads = head_weights(module)
         units, one_by_one = spec.cut_units, _one_by_one(spec.cut_units, sites=sites, heads=heads)
         slices, side_by_side = (
@@ -79,7 +96,7 @@ class RTPHolding(ShardsHolding, StageHolding):
             numels=[s.numels for s in slices],
             numels_side_by_side=[s.numels for s in side_by_side] if reads_whole else None,
             dtype=_one_dtype(units, parameters),
-            device=setup.device,
+            device=device,
             wire_dtype=wire_dtype,
             fp8=strategy.wire == "fp8",
             buffering=strategy.buffering,
@@ -105,7 +122,7 @@ class RTPHolding(ShardsHolding, StageHolding):
             for w in u.weights
         ]
         memory = RingMemory(self.ring, self.units)
-        shards = setup.shards(placements, memory=memory)
+        shards = ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=memory)
         super().__init__(module, shards)
         for name in {name for u in units for name in u.added_once}:
             shards.replace(name, None)
@@ -136,7 +153,7 @@ class RTPHolding(ShardsHolding, StageHolding):
         """A weight that every slice of a module needs: there, or, if it goes round alone, made whole for the call."""
         return gather_weights(alone[name])[0] if name in alone else self.shards.leaves[name]
 
-    def borrowed_ready(self) -> None:
+    def guests_came(self) -> None:
         barrier(mesh=self._mesh)  # in shared memory one rank reads what another has been lent
 
     def computed_backward(self, stage: int) -> None:

@@ -1,0 +1,110 @@
+"""Predicted peaks of memory beside measured ones: of rows of `rotorch bench --json`, by the planner's own estimator.
+
+    python benchmarks/planner_memory.py --run RUN.toml [--set KEY=VALUE ...] --bench bench.json [--record OUT.json]
+
+The run and its overrides are those that the bench was told of.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rotorch.bench.traced_memory import trace_memory
+from rotorch.core.errors import ConfigError
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm, config_from_dict
+from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.planner.cluster import load_cluster
+from rotorch.planner.search import Batch, Task, memory_of_plan
+from rotorch.planner.speeds import speeds_of
+from rotorch.planner.workload import fold
+from rotorch.run_config import load_run_config
+from rotorch.shard.materialize import on_meta
+from rotorch.source import source_commit
+from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
+
+
+def compared(run: Path, overrides: list[str], bench: Path) -> list[dict[str, Any]]:
+    """Each row of a bench with what was predicted."""
+    config = load_run_config(run, overrides=overrides)
+    found = json.loads(bench.read_text("utf-8"))
+    model_config = config_from_dict(config.model.config or {}, source=str(run))
+    tokens = config.data.sequence_length
+    with on_meta():
+        spec = describe(causal_lm(model_config), features=True, tokens=True)
+    cluster = load_cluster("cpu2")
+    task = Task(
+        spec=spec,
+        traced=trace_memory(model_config, fold(spec), tokens=tokens, precision=config.train.precision),
+        cluster=cluster,
+        speeds=speeds_of(cluster, dtype="float32"),
+        batch=Batch(found["tokens_per_step"] // tokens, tokens),
+        itemsize=4,
+        budget_bytes=float("inf"),
+    )
+    rows = []
+    for row in found["rows"]:
+        try:
+            strategies = parse_parallel(row["parallel"])
+        except ConfigError:
+            continue  # another library's
+        if row.get("error") or not row.get("peak_bytes_per_rank"):
+            continue
+        each = task.batch.rows // batch_ranks(strategies)
+        staged = any(isinstance(strategy, StageStrategy) for strategy in strategies)
+        accumulation = each // config.train.micro_batch if staged else 1
+        memory = memory_of_plan(
+            replace(task, cluster=cluster), row["parallel"], rows=each // accumulation, accumulation=accumulation
+        )
+        measured = row["peak_bytes_per_rank"]
+        rows.append(
+            {
+                "parallel": row["parallel"],
+                "num_ranks": num_ranks(strategies),
+                "rows": each // accumulation,
+                "tokens": tokens,
+                "measured_bytes": measured,
+                "predicted_bytes": round(memory.total_bytes),
+                "error": memory.total_bytes / measured - 1,
+                "predicted_by_category": {name: round(value) for name, value in memory.by_category.items() if value},
+                "measured_by_category": row["peak_by_category"],
+            }
+        )
+    return rows
+
+
+def main() -> None:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--set", nargs="*", default=[], help="overrides of the run")
+    parser.add_argument("--bench", type=Path, required=True)
+    parser.add_argument("--record", type=Path, help="adds the rows to a JSON file")
+    arguments = parser.parse_args()
+    rows = compared(arguments.run, arguments.set, arguments.bench)
+    for row in rows:
+        print(
+            f"{row['parallel']:28} {row['rows']:4} x {row['tokens']:<5} "
+            f"measured {row['measured_bytes'] / 2**20:8.2f} MiB predicted {row['predicted_bytes'] / 2**20:8.2f} MiB "
+            f"{100 * row['error']:+.2f} %"
+        )
+    if arguments.record is not None:
+        record = json.loads(arguments.record.read_text()) if arguments.record.exists() else {"rows": []}
+        record["rows"] += [{"run": arguments.run.stem, **row} for row in rows]
+        errors = sorted(abs(row["error"]) for row in record["rows"])
+        record["commit"] = source_commit()
+        record["errors"] = {"rows": len(errors), "mean": sum(errors) / len(errors), "max": errors[-1]}
+        record["errors"]["median"] = errors[len(errors) // 2]
+        arguments.record.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except ConfigError as error:
+        sys.exit(f"planner_memory: {error}")

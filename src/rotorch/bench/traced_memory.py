@@ -1,0 +1,186 @@
+"""What a model's passes keep and take, counted in a run without memory: of a shallow copy, on fake tensors.
+
+[Note: fake tensors]
+    Fake tensors on the CPU take the way of real ones through every operator, attention's kernel included, so what is
+    saved has the bytes of a real run. (On the meta device attention falls to another kernel.) A model of a few layers
+    tells of all: layers are equal within a class.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotorch._torch_private import fake_tensors, storage_key
+from rotorch.bench.tensor_memory import GRADIENTS, LOGITS, OTHER, WEIGHTS, LiveStorages, tensors_in
+from rotorch.core.spec import UnitKind
+from rotorch.models.hf import causal_lm
+from rotorch.planner.memory import PerRow, Traced, TracedLayer
+from rotorch.planner.workload import FoldedModel
+
+_ROWS = (1, 2)
+
+
+def trace_memory(model_config: Any, model: FoldedModel, *, tokens: int, precision: str) -> Traced:
+    """Traces one forward and backward of a causal language model.
+
+    Args:
+        model_config: its Hugging Face configuration.
+        model: folded.
+        tokens: of a sequence.
+        precision: "float32", or "bfloat16" for autocast.
+    """
+    firsts = [model.pattern.index(number) for number in range(len(model.classes))]
+    shown = max(firsts, default=0) + 1
+    config = _shallow(model_config, layers=shown)
+    names = [model.spec.order.layers[place] for place in firsts]
+    every = list(model.spec.order.layers[:shown])
+    units = [u.name for layer in model.classes for u in layer.units if u.kind is UnitKind.MODULE]
+    one, two = (_trace(config, every, units, rows=rows, tokens=tokens, precision=precision) for rows in _ROWS)
+    fits = {key: _line(one[key], two[key]) for key in one}
+    return Traced(
+        layers=tuple(
+            TracedLayer(fits[f"{name} stream"], fits[f"{name} interior"], fits[f"{name} given"]) for name in names
+        ),
+        outside=fits["outside"],
+        logits=fits["logits"],
+        temporaries=fits["temporaries"],
+    )
+
+
+def _line(one: float, two: float) -> PerRow:
+    """Through two points; where the moment of a peak moved between them, what covers both."""
+    row_bytes = max(0.0, (two - one) / (_ROWS[1] - _ROWS[0]))
+    return PerRow(row_bytes, max(0.0, one - _ROWS[0] * row_bytes, two - _ROWS[1] * row_bytes))
+
+
+def _shallow(model_config: Any, *, layers: int) -> Any:
+    config = copy.deepcopy(model_config)
+    text = config.get_text_config()
+    key = text.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+    setattr(text, key, layers)
+    if isinstance(getattr(text, "layer_types", None), list):
+        text.layer_types = text.layer_types[:layers]
+    return config
+
+
+class _Saved:
+    """Storages that autograd keeps, by the layer whose forward saved them."""
+
+    def __init__(self, module: nn.Module, *, columns: int) -> None:
+        self.held: dict[int, tuple[Tensor, str]] = {}
+        """By storage: a tensor in it, and its key."""
+        self._columns = columns
+        self._weights = {storage_key(p) for p in module.parameters()}
+        self.layer = ""
+        self.unit: set[int] | None = None
+        """Storages that the unit was given whose forward runs, if one does."""
+        self.shared: set[int] = set()
+        """Storages that all layers are given: tables of positions, masks."""
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        key = storage_key(tensor)
+        if key in self._weights:
+            return tensor
+        if tensor.shape and tensor.shape[-1] == self._columns:
+            kind = "logits"
+        elif not self.layer or key in self.shared:
+            kind = "outside"
+        else:
+            is_inside = self.unit is not None and key not in self.unit
+            kind = f"{self.layer} {'interior' if is_inside else 'stream'}"
+        self.held.setdefault(key, (tensor, kind))
+        return tensor
+
+    def bytes_of(self, kind: str) -> int:
+        return sum(tensor.untyped_storage().nbytes() for tensor, found in self.held.values() if found == kind)
+
+
+def _trace(
+    config: Any, names: list[str], units: list[str], *, rows: int, tokens: int, precision: str
+) -> dict[str, float]:
+    with fake_tensors(), _one_sequence_per_row():
+        module = causal_lm(config).train()
+        for parameter in module.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        saved = _Saved(module, columns=config.get_text_config().vocab_size)
+        given: dict[str, float] = {}
+        ids = torch.zeros(rows, tokens, dtype=torch.int64)
+        autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bfloat16" else nullcontext()
+        live = LiveStorages()
+        with live, _named(module, names, units, live=live, saved=saved, given=given):
+            with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), autocast:
+                loss = module(input_ids=ids, labels=ids, use_cache=False).loss
+            kept = {f"{name} {kind}": float(saved.bytes_of(f"{name} {kind}")) for name in names for kind in _KINDS}
+            kept["outside"] = float(saved.bytes_of("outside"))
+            saved.held.clear()
+            loss.backward()
+            live.name(module.parameters(), category=WEIGHTS)
+            live.name((p.grad for p in module.parameters() if p.grad is not None), category=GRADIENTS)
+        highest = live.highest()
+    return {**kept, **given, "logits": float(highest[LOGITS]), "temporaries": float(highest[OTHER])}
+
+
+@contextmanager
+def _one_sequence_per_row() -> Iterator[None]:
+    """Has transformers take rows as single sequences, as it finds in a real run.
+
+    On fake tensors it does not look for several in a row, and makes a mask for the case: attention with a mask keeps
+    it, and heads repeated.
+    """
+    from transformers import masking_utils
+
+    original = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = original
+
+
+_KINDS = ("stream", "interior")
+
+
+@contextmanager
+def _named(
+    module: nn.Module, names: list[str], units: list[str], *, live: LiveStorages, saved: _Saved, given: dict[str, float]
+) -> Iterator[None]:
+    """Tells `saved` whose forward runs and `live` what logits are, and notes the bytes that each layer is given."""
+    handles = []
+    for name in names:
+        layer = module.get_submodule(name)
+
+        def begins(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], name: str = name) -> None:
+            saved.layer = name
+            hidden = args[0] if args else kwargs["hidden_states"]
+            saved.shared |= {storage_key(tensor) for tensor in tensors_in((args, kwargs)) if tensor is not hidden}
+            given[f"{name} given"] = float(hidden.untyped_storage().nbytes())
+
+        def ends(*_: Any) -> None:
+            saved.layer = ""
+
+        handles.append(layer.register_forward_pre_hook(begins, with_kwargs=True))
+        handles.append(layer.register_forward_hook(ends))
+    for name in units:
+        unit = module.get_submodule(name)
+
+        def goes_in(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            saved.unit = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
+
+        def comes_out(*_: Any) -> None:
+            saved.unit = None
+
+        handles.append(unit.register_forward_pre_hook(goes_in, with_kwargs=True))
+        handles.append(unit.register_forward_hook(comes_out))
+    head = module.get_output_embeddings()
+    handles.append(head.register_forward_hook(lambda _, __, output: live.name([output], category=LOGITS)))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,123 @@
+"""`rotorch train --parallel auto`: a run's layout and micro-batch are planned, and the forecast held to what came."""
+
+from __future__ import annotations
+
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rotorch.cli.plan import task_of
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
+from rotorch.mesh import device_type
+from rotorch.planner.cluster import Cluster, load_cluster
+from rotorch.planner.search import Batch, Plan, search
+from rotorch.run_config import RunConfig
+
+AUTO = "auto"
+_FIRST_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A planned run.
+
+    Attributes:
+        plan: the best one.
+        changes: of the run's configuration, as on the command line.
+        told: lines that say what was chosen, and why not others.
+    """
+
+    plan: Plan
+    changes: tuple[str, ...]
+    told: tuple[str, ...]
+
+
+def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
+    """Plans a run whose layout is `auto`.
+
+    Args:
+        config: of the run.
+        nproc: ranks; None: what a launcher says, or one per core.
+
+    Raises:
+        ConfigError: no cluster is known, or nothing fits.
+    """
+    train = config.train
+    ranks = nproc or int(os.environ.get("WORLD_SIZE", "0")) or os.cpu_count() or 1
+    cluster = _cluster(config, ranks=ranks)
+    rows = train.global_batch or train.micro_batch * (train.accumulation or 1) * ranks
+    task = task_of(
+        _model(config),
+        cluster=cluster,
+        batch=Batch(rows, config.data.sequence_length),
+        budget_bytes=cluster.device.memory.reached,
+        precision=train.precision,
+    )
+    found = search(task)
+    best = found.chosen
+    if best is None:
+        raise ConfigError(
+            f"parallel: layout = auto: nothing fits within {format_bytes(task.budget_bytes)} on each of {ranks} ranks. "
+            "Write more ranks, a smaller train.global_batch, or a layout"
+        )
+    others: dict[str, Plan] = {}
+    for plan in found.plans:
+        if plan.parallel != best.parallel:
+            others.setdefault(plan.parallel.partition("=")[0], plan)
+    told = [
+        f"auto: {best.parallel} with a micro-batch of {best.micro_batch} x {best.accumulation}, of {len(found.plans)} "
+        f"plans: {best.step_s:.3g} s a step and {format_bytes(best.memory.total_bytes)} per rank predicted",
+        *(f"auto: not {plan.parallel}: {plan.why_not}" for plan in list(others.values())[:3]),
+    ]
+    changes = (
+        f"parallel.layout={best.parallel}",
+        f"train.micro_batch={best.micro_batch}",
+        f"train.accumulation={best.accumulation}",
+    )
+    return Chosen(best, changes, tuple(told))
+
+
+def _cluster(config: RunConfig, *, ranks: int) -> Cluster:
+    if config.parallel.cluster:
+        cluster = load_cluster(config.parallel.cluster)
+        if cluster.num_devices != ranks:
+            raise ConfigError(
+                f"parallel: cluster = {config.parallel.cluster} has {cluster.num_devices} ranks, and the run {ranks}. "
+                f"Write --nproc {cluster.num_devices}, or another cluster"
+            )
+        return cluster
+    if device_type(config.train.device) != "cpu":
+        raise ConfigError(
+            f"parallel: layout = auto on {config.train.device} plans for a cluster. Write parallel.cluster, a TOML "
+            "file or a name that `rotorch plan --help` lists, or train.device=cpu"
+        )
+    here = load_cluster("cpu2")
+    link = here.links[0].model_copy(update={"devices": ranks})
+    named = {"name": f"{ranks} ranks on this machine", "devices_per_node": ranks, "links": (link,)}
+    return here.model_copy(update=named)
+
+
+def _model(config: RunConfig) -> str | dict[str, Any]:
+    return config.model.config
+
+
+def compared(chosen: Chosen, *, run_directory: Path) -> str:
+    """A line with what was predicted beside what was measured; "" if nothing was."""
+    steps: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError):
+        text = (run_directory / "metrics.jsonl").read_text("utf-8")
+        steps = [json.loads(line) for line in text.splitlines()][_FIRST_STEPS:]
+    seconds = [step["tokens"] / step["tokens_per_s"] for step in steps if step.get("tokens_per_s")]
+    peaks = [step["peak_bytes"] for step in steps if step.get("peak_bytes")]
+    if not seconds or chosen.plan.step_s is None:
+        return ""
+    line = f"auto: {chosen.plan.step_s:.3g} s a step predicted, {median(seconds):.3g} s measured"
+    if peaks:
+        predicted, measured = format_bytes(chosen.plan.memory.total_bytes), format_bytes(max(peaks))
+        line += f"; {predicted} of tensors predicted, {measured} in the rank's peak"
+    return line

@@ -1,0 +1,217 @@
+"""`rotorch plan`: which layout of a cluster a model should be trained under, and why not under the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize, TypeAdapter, ValidationError
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rotorch.cli.plan_page import page
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes, format_count
+from rotorch.planner.cluster import Cluster, load_cluster
+from rotorch.planner.search import Batch, Found, Plan, Task, search
+from rotorch.planner.speeds import speeds_of
+from rotorch.strategies import num_ranks, parse_parallel
+
+OBJECTIVES = ("speed", "memory", "frontier")
+PRECISIONS = ("bfloat16", "float32")
+_SHOWN = 12
+
+
+def plan_command(
+    model_path: str,
+    *,
+    cluster_name: str,
+    batch_text: str,
+    budget_text: str | None,
+    objective: str,
+    precision: str,
+    parallel: Sequence[str],
+    nodes: int | None,
+    html: Path | None = None,
+) -> dict[str, Any]:
+    """Plans, prints tables, and returns what `--json` writes.
+
+    Raises:
+        ConfigError: the model, the cluster, the batch or the budget cannot be; or nothing fits.
+    """
+    if precision not in PRECISIONS:
+        raise ConfigError(f"--precision {precision}: write {' or '.join(PRECISIONS)}")
+    if objective not in OBJECTIVES:
+        raise ConfigError(f"--objective {objective}: write one of {', '.join(OBJECTIVES)}")
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: no directory {html.absolute().parent}")
+    batch = parse_batch(batch_text)
+    cluster = load_cluster(cluster_name)
+    if nodes is not None:
+        if nodes < 1:
+            raise ConfigError(f"--nodes {nodes}: write 1 or more")
+        cluster = cluster.with_nodes(nodes)
+    budget_bytes = _budget(budget_text, cluster=cluster)
+    for text in parallel:
+        if (asked := num_ranks(parse_parallel(text))) != cluster.num_devices:
+            raise ConfigError(
+                f"--parallel {text}: {asked} ranks, but {cluster.name!r} has {cluster.num_devices}. Write a layout of "
+                f"{cluster.num_devices} ranks, or --nodes"
+            )
+    task = task_of(model_path, cluster=cluster, batch=batch, budget_bytes=budget_bytes, precision=precision)
+    found = search(task, texts=list(parallel) or None)
+    if parallel and (refused := [text for text in parallel if text in found.refused]):
+        raise ConfigError(f"--parallel {refused[0]}: {found.refused[refused[0]]}")
+    chosen = _chosen(found, objective=objective)
+    if chosen is None:
+        raise ConfigError(_nothing_fits(found, task))
+    if html is not None:
+        html.write_text(page(found, chosen, task=task), encoding="utf-8")
+    _show(found, chosen, task=task, objective=objective, console=Console())
+    return {
+        "model": model_path,
+        "cluster": cluster.name,
+        "num_ranks": cluster.num_devices,
+        "batch": {"rows": batch.rows, "tokens": batch.tokens},
+        "budget_bytes": round(budget_bytes),
+        "precision": precision,
+        "plans": [plan.to_json() for plan in found.plans],
+        "refused": found.refused,
+        "frontier": [plan.parallel for plan in found.frontier],
+        "chosen": chosen.parallel,
+    }
+
+
+def parse_batch(text: str) -> Batch:
+    """Reads `64x4096`: sequences of a step, by tokens of each."""
+    rows, _, tokens = text.partition("x")
+    if not (rows.isdecimal() and tokens.isdecimal() and int(rows) > 0 and int(tokens) > 0):
+        raise ConfigError(f"--batch {text}: write sequences of a step by tokens of each, for example 64x4096")
+    return Batch(int(rows), int(tokens))
+
+
+def task_of(
+    model: str | dict[str, Any], *, cluster: Cluster, batch: Batch, budget_bytes: float, precision: str
+) -> Task:
+    """The model described and its passes traced; it is a `config.json`'s path, or the contents of one.
+
+    Raises:
+        ConfigError: the model cannot be read or has too short a context, or the cluster has no figures for `precision`.
+    """
+    speeds = speeds_of(cluster, dtype="bfloat16" if precision == "bfloat16" else "float32")
+    from rotorch.bench.traced_memory import trace_memory
+    from rotorch.models.describe import describe
+    from rotorch.models.hf import causal_lm, config_from_dict, load_config, longest_sequence
+    from rotorch.planner.workload import fold
+    from rotorch.shard.materialize import on_meta
+
+    config = load_config(model) if isinstance(model, str) else config_from_dict(model, source="[model.config]")
+    longest = longest_sequence(config)
+    if longest is not None and batch.tokens > longest:
+        raise ConfigError(f"--batch: sequences of {batch.tokens} tokens, but the model takes {longest}. Write fewer")
+    with on_meta():
+        module = causal_lm(config)
+    spec = describe(module, features=True, tokens=True)
+    return Task(
+        spec=spec,
+        traced=trace_memory(config, fold(spec), tokens=batch.tokens, precision=precision),
+        cluster=cluster,
+        speeds=speeds,
+        batch=batch,
+        itemsize=2 if precision == "bfloat16" else 4,
+        budget_bytes=budget_bytes,
+    )
+
+
+def _budget(text: str | None, *, cluster: Cluster) -> float:
+    there = cluster.device.memory.reached
+    if text is None:
+        return there
+    try:
+        asked = TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        raise ConfigError(f"--budget {text}: no number of bytes. Write for example 40GiB") from None
+    if asked <= 0:
+        raise ConfigError(f"--budget {text}: write more than 0 bytes")
+    if asked > cluster.device.memory.value:
+        raise ConfigError(
+            f"--budget {text}: a rank on {cluster.device.name} has {format_bytes(cluster.device.memory.value)}. "
+            "Write that or less"
+        )
+    return float(asked)
+
+
+def _chosen(found: Found, *, objective: str) -> Plan | None:
+    fit = [plan for plan in found.plans if plan.fits]
+    if objective == "memory" and fit:
+        return min(fit, key=lambda plan: plan.memory.total_bytes)
+    return found.chosen
+
+
+def _nothing_fits(found: Found, task: Task) -> str:
+    where = f"within {format_bytes(task.budget_bytes)} per rank"
+    if not found.plans:
+        why = next(iter(found.refused.values()), "no layout has that many ranks")
+        return f"plan: no layout of {task.cluster.num_devices} ranks can hold {task.spec.name}: {why}"
+    least = min(found.plans, key=lambda plan: plan.memory.total_bytes)
+    return (
+        f"plan: nothing fits {where}: the least is {format_bytes(least.memory.total_bytes)}, "
+        f"{least.parallel} with a micro-batch of {least.micro_batch} (most of it {least.memory.largest()}). "
+        "Write a larger --budget, more devices, or shorter sequences"
+    )
+
+
+def _show(found: Found, chosen: Plan, *, task: Task, objective: str, console: Console) -> None:
+    spec, cluster, batch = task.spec, task.cluster, task.batch
+    console.print(
+        f"{spec.name}, {format_count(spec.num_parameters)} parameters, on {cluster.name} "
+        f"({cluster.num_devices} ranks): {batch.rows} x {batch.tokens} tokens a step, "
+        f"{format_bytes(task.budget_bytes)} per rank",
+        highlight=False,
+        markup=False,
+    )
+    shown = list(found.frontier) if objective == "frontier" else _alternatives(found)
+    table = Table("layout", "micro-batch", "step", "tokens/s", "memory", "why not", box=None, header_style="bold")
+    table.columns[0].no_wrap = True
+    for column in (1, 2, 3, 4):
+        table.columns[column].justify = "right"
+    for plan in shown[:_SHOWN]:
+        style = "bold green" if plan.parallel == chosen.parallel and plan.micro_batch == chosen.micro_batch else ""
+        table.add_row(*map(Text, _cells(plan)), style=style)
+    console.print(table)
+    too_large = sum(not plan.fits for plan in found.plans)
+    console.print(
+        f"chosen: --parallel {chosen.parallel} train.micro_batch={chosen.micro_batch}. {len(found.plans)} plans, "
+        f"{too_large} too large; {len(found.refused)} layouts cannot hold the model (--json has all)",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
+
+
+def _alternatives(found: Found) -> list[Plan]:
+    """The best plan of each kind of layout, then of those that do not fit the nearest."""
+    shown: list[Plan] = []
+    kinds: set[tuple[str, ...]] = set()
+    for plan in found.plans:
+        kind = tuple(part.partition("=")[0] for part in plan.parallel.split(","))
+        if kind not in kinds:
+            kinds.add(kind)
+            shown.append(plan)
+    return shown
+
+
+def _cells(plan: Plan) -> list[str]:
+    step, tokens = ("", "")
+    if plan.step_s is not None and plan.tokens_per_s is not None:
+        step, tokens = f"{plan.step_s:.3g} s", format_count(plan.tokens_per_s)
+    return [
+        plan.parallel,
+        f"{plan.micro_batch} x {plan.accumulation}",
+        step,
+        tokens,
+        format_bytes(plan.memory.total_bytes),
+        plan.why_not,
+    ]

@@ -1,0 +1,408 @@
+"""Peak bytes of a rank: what lies there at rest, by the Layouts, and what passes take, by traced layers.
+
+[Note: what is traced]
+    No formula says what autograd saves: `bench/traced_memory.py` runs a shallow copy of the model without any memory,
+    and counts. For each class of equal layers it tells apart tensors as wide as the residual stream and those of a
+    layer's interior, which tensor parallelism cuts; what a layer is given; and what lies around the layers. Each is a
+    part that does not depend on the batch (weights cast for autocast) and a part per row.
+
+[Note: moments]
+    Where the loss begins its way back all that is kept is alive, and logits with their gradient. In the first backward
+    of a layer temporaries are alive beside it, and all of its interior where that is computed again. At the end nothing
+    is kept any more, but all gradients are there. The highest of the three counts. Before the first backward of a step
+    gradients exist only where they have memory of their own (`ddp`'s buckets, `rtp`'s home slices).
+
+[Note: gathered]
+    `fully_shard` has whole: what lies around the layers, from beginning to end, and while a layer goes back that layer,
+    the one fetched ahead, the gradient of each and the message they leave in, beside the head's gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from rotorch.core.spec import Unit
+from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch
+from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.planner.prediction import Prediction, predict_part
+from rotorch.planner.workload import FoldedModel
+from rotorch.strategies.fsdp.plan import FSDP
+from rotorch.strategies.single.plan import Single
+
+CATEGORIES = ("weights", "gradients", "optimizer", "slots", "gathered", "activations", "logits", "temporaries")
+"""Of `Memory`, in the order in which they are shown."""
+
+
+@dataclass(frozen=True)
+class PerRow:
+    """Bytes that grow with the rows of a micro-batch."""
+
+    row_bytes: float = 0.0
+    constant_bytes: float = 0.0
+
+    def of(self, rows: float, *, cut: float = 1.0) -> float:
+        """For so many rows, where `cut` ranks share them."""
+        return (self.row_bytes * rows + self.constant_bytes) / cut
+
+    def without_constant(self) -> PerRow:
+        """What the batch alone takes."""
+        return PerRow(self.row_bytes)
+
+
+@dataclass(frozen=True)
+class TracedLayer:
+    """What autograd keeps of one layer of a class (see [Note: what is traced])."""
+
+    stream: PerRow
+    interior: PerRow
+    given: PerRow
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model's passes for one length of sequence and one precision.
+
+    Attributes:
+        layers: by class, as in `FoldedModel.classes`.
+        outside: kept before and behind the layers, but for logits.
+        logits: of the highest moment: logits, what is made of them, and their gradient.
+        temporaries: the same of all else that is not kept.
+    """
+
+    layers: tuple[TracedLayer, ...]
+    outside: PerRow
+    logits: PerRow
+    temporaries: PerRow
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the rank that holds most, at its highest moment.
+
+    Attributes:
+        by_category: of `CATEGORIES`.
+        rank: which.
+    """
+
+    by_category: dict[str, float]
+    rank: int
+
+    @property
+    def total_bytes(self) -> float:
+        """All categories together."""
+        return sum(self.by_category.values())
+
+    def largest(self) -> str:
+        """The category of what depends on the batch or the layout that takes most."""
+        return max(self.by_category, key=lambda name: self.by_category[name])
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Bytes of weights that are whole for a while (see [Note: gathered]).
+
+    Attributes:
+        root: around the layers.
+        head: of that, a head.
+        block: the largest layer.
+        stage: a whole stage with its gradients, where that is gathered at once.
+    """
+
+    root: float = 0.0
+    head: float = 0.0
+    block: float = 0.0
+    stage: float = 0.0
+
+
+@dataclass(frozen=True)
+class AtRest:
+    """What does not depend on the batch, of one rank.
+
+    Attributes:
+        by_category: bytes of weights, gradients, optimizer, and slots.
+        around: of the gradients, those of what lies around the layers.
+        gathered: what is whole for a while.
+        stages: numbers of the stages that the rank holds; none without a pipeline.
+        rank: which.
+    """
+
+    by_category: dict[str, float]
+    around: float
+    gathered: Gathered
+    stages: tuple[int, ...]
+    rank: int
+
+
+def at_rest(model: FoldedModel, *, strategies: Sequence[Strategy], parts: Sequence[range] = ()) -> tuple[AtRest, ...]:
+    """Of each rank that may hold most: of a pipeline one per stage, else the first.
+
+    Args:
+        model: with its units as the innermost strategy holds them, of one layer per class.
+        strategies: outermost first.
+        parts: layers of each stage, where there are stages.
+    """
+    stages = next((s for s in strategies if isinstance(s, StageStrategy)), None)
+    around = tuple(s for s in strategies if s is not stages) or (Single(),)
+    if stages is not None and stages.gathers_weights and stages.ranks_per_stage > 1:
+        around = (*(s for s in around if s.kind != "single"), FSDP(size=stages.ranks_per_stage))
+    pieces = _Pieces(model, around)
+    if stages is None:
+        everything = pieces.of([range(model.num_layers)], first=True, last=True, borrows=False)
+        gathered = pieces.gathered if around[-1].gathers_weights else Gathered()
+        return (AtRest(everything, pieces.around_bytes, gathered, (), 0),)
+    inside = 1
+    for strategy in strategies[strategies.index(stages) + 1 :]:
+        inside *= strategy.num_ranks
+    at_once = around[-1].gathers_weights
+    found = []
+    for position in range(stages.stages):
+        mine = tuple(number for number in range(stages.num_stages) if stages.rank_of(number) == position)
+        first, last = 0 in mine, stages.num_stages - 1 in mine
+        held = pieces.of([parts[n] for n in mine], first=first, last=last, borrows=last and not first)
+        gathered = Gathered()
+        if at_once:  # a stage is whole, and its gradients
+            whole = _Pieces(model, (Single(),))
+            each = [whole.of([parts[n]], first=n == 0, last=n == stages.num_stages - 1, borrows=False) for n in mine]
+            gathered = Gathered(stage=max(bytes_of["weights"] + bytes_of["gradients"] for bytes_of in each))
+        outside = pieces.around_bytes if first or last else 0.0
+        found.append(AtRest(held, outside, gathered, mine, position * stages.ranks_per_stage * inside))
+    return tuple(found)
+
+
+class _Pieces:
+    """What ranks hold of each class of layers, and of what lies around them."""
+
+    def __init__(self, model: FoldedModel, strategies: Sequence[Strategy]) -> None:
+        self.model = model
+        self._gathers = strategies[-1].gathers_weights
+        self._before, self._after, *self._layers = (
+            self._predicted(units, strategies)
+            for units in (model.before, model.after, *(layer.units for layer in model.classes))
+        )
+
+    @property
+    def around_bytes(self) -> float:
+        """Of gradients of what lies around the layers."""
+        return self._before.trained_bytes + self._after.trained_bytes
+
+    @property
+    def gathered(self) -> Gathered:
+        """Of all weights, as `fully_shard` has them whole."""
+        around = sum(unit.num_bytes for unit in (*self.model.before, *self.model.after))
+        head = self.model.head
+        return Gathered(
+            root=around,
+            head=0.0 if head is None else head.trained_bytes,
+            block=max((sum(unit.num_bytes for unit in layer.units) for layer in self.model.classes), default=0.0),
+        )
+
+    def _predicted(self, units: Sequence[Unit], strategies: Sequence[Strategy]) -> Prediction:
+        spec = replace(self.model.spec, units=tuple(units))
+        return predict_part(spec, strategies=strategies, rank=0)
+
+    def of(self, parts: Sequence[range], *, first: bool, last: bool, borrows: bool) -> dict[str, float]:
+        """Bytes by category of some layers, and of what lies before and behind them."""
+        pieces = [(self._layers[n], count) for part in parts for n, count in self.model.counts_of(part).items()]
+        pieces += [(self._before, 1)] * first + [(self._after, 1)] * last
+        held = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0, "slots": 0.0}
+        for piece, count in pieces:
+            for category in ("weights", "gradients", "optimizer"):
+                held[category] += count * (piece.ledger[category] or 0)
+            held["slots"] = max(held["slots"], 0 if self._gathers else piece.transient_bytes)
+        if borrows and not any(unit.logits for unit in self.model.after):  # a head that the first stage is home to
+            held["weights"] += self._before.weights_bytes
+            held["gradients"] += self._before.trained_bytes
+        return held
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """Among how many ranks activations are cut: interiors of layers, and the residual stream."""
+
+    interior: float = 1.0
+    stream: float = 1.0
+
+
+def cuts_of(strategy: Strategy) -> Cuts:
+    """Of the innermost strategy of a layout."""
+    n = float(strategy.num_ranks)
+    if strategy.kind == "megatron":
+        return Cuts(interior=n, stream=n if strategy.token_axes else 1.0)
+    if strategy.kind == "atp":
+        features = strategy.axes[strategy.feature_axes[0]]
+        return Cuts(interior=n / features, stream=features)
+    if strategy.feature_axes:
+        side = float(strategy.axes[strategy.feature_axes[0]])
+        return Cuts(interior=side, stream=side)
+    return Cuts()
+
+
+def memory_of(
+    model: FoldedModel,
+    traced: Traced,
+    *,
+    ranks: Sequence[AtRest],
+    strategies: Sequence[Strategy],
+    batch: MicroBatch,
+    accumulation: int,
+    parts: Sequence[range] = (),
+    held: FoldedModel | None = None,
+) -> Memory:
+    """Peak of the rank that holds most.
+
+    Args:
+        model: folded.
+        traced: its passes, for the batch's length of sequence and precision.
+        ranks: what they hold at rest, by `at_rest`.
+        strategies: outermost first.
+        batch: one micro-batch.
+        accumulation: micro-batches of a step.
+        parts: layers of each stage, where there are stages.
+        held: the model as the innermost strategy holds it, with one layer per class; given if its buffers grow with the
+            batch.
+    """
+    spec = held.spec if held is not None else None
+    slots = strategies[-1].layout_of(spec, batch=batch).slots_bytes if spec is not None else 0
+    passes = _Passes(model, traced, strategies, batch, accumulation, parts, float(slots))
+    return max((passes.peak(rank) for rank in ranks), key=lambda memory: memory.total_bytes)
+
+
+def _in_flight(stages: StageStrategy, accumulation: int) -> tuple[int, ...]:
+    """Micro-batches that each stage keeps at a time: no more of many than of a few pipelines full."""
+    few = min(accumulation, accumulation % stages.stages + 4 * stages.stages * stages.num_chunks)
+    return _kept(stages.model_copy(update={"layers": None, "recompute": "none"}), few)
+
+
+@lru_cache(maxsize=1024)
+def _kept(stages: StageStrategy, num_micro_batches: int) -> tuple[int, ...]:
+    if getattr(stages, "schedule", "") == "1f1b":
+        return tuple(min(num_micro_batches, stages.stages - stage) for stage in range(stages.stages))
+    return stages.kept_by_stages(num_micro_batches)
+
+
+@dataclass(frozen=True)
+class _Passes:
+    """Micro-batches of a layout, and what they take at each moment (see [Note: moments])."""
+
+    model: FoldedModel
+    traced: Traced
+    strategies: Sequence[Strategy]
+    batch: MicroBatch
+    accumulation: int
+    parts: Sequence[range]
+    slots_bytes: float
+
+    @property
+    def inner(self) -> Strategy:
+        return self.strategies[-1]
+
+    @cached_property
+    def stages(self) -> StageStrategy | None:
+        return next((s for s in self.strategies if isinstance(s, StageStrategy)), None)
+
+    @cached_property
+    def cuts(self) -> Cuts:
+        return cuts_of(self.inner)
+
+    @property
+    def again(self) -> bool:
+        """Whether backward computes layers from their inputs."""
+        return self.inner.recomputes_layers or getattr(self.inner, "recompute", "none") == "block"
+
+    @property
+    def by_units(self) -> bool:
+        """Whether it does so unit by unit, a slice at a time."""
+        return bool(getattr(self.inner, "recomputes_units", False))
+
+    @property
+    def rows(self) -> int:
+        return self.batch.num_rows
+
+    def peak(self, rank: AtRest) -> Memory:
+        """Of one rank."""
+        kept, first, has_head, fewest = self._kept(rank)
+        held, whole = dict(rank.by_category), rank.gathered
+        gradients = held.pop("gradients")
+        held["slots"] = max(held["slots"], self.slots_bytes)
+        has_own = self.inner.kind in ("ddp", "rtp") or self.accumulation > fewest
+        early = gradients if has_own else 0.0
+        given = max(layer.given.of(self.rows, cut=self.cuts.stream) for layer in self.traced.layers)
+        inside = max(self._whole(number) for number in range(len(self.traced.layers))) if self.again else 0.0
+        temporaries = inside
+        if not self.by_units:  # else one unit at a time
+            passing = self.traced.temporaries
+            if self.inner.kind == "rtp":  # gradients of weights are added where they travel
+                passing = passing.without_constant()
+            temporaries += passing.of(self.rows, cut=min(self.cuts.stream, self.cuts.interior))
+        if self.inner.kind == "fsdp":  # its layers' gradients leave one after the other
+            layers = max(1, self.model.num_layers)
+            late = early or (gradients - rank.around) * max(0, layers - (2 if self.again else 1)) / layers
+            gathered = (whole.root + whole.block, whole.root + whole.head + 4 * whole.block)
+            last = {"gradients": late, "gathered": gathered[1], "activations": first, "temporaries": inside}
+        else:
+            gathered = (whole.stage, whole.stage)
+            last = {"gradients": gradients, "gathered": whole.stage, "temporaries": given}
+        moments = [
+            {"gradients": early, "gathered": gathered[0], "activations": kept, **self._loss(given, has_head=has_head)},
+            {"gradients": early, "gathered": gathered[1], "activations": kept, "temporaries": temporaries},
+            last,
+        ]
+        highest = max(moments, key=lambda moment: sum(moment.values()))
+        return Memory({**dict.fromkeys(CATEGORIES, 0.0), **held, **highest}, rank.rank)
+
+    def _loss(self, given: float, *, has_head: bool) -> dict[str, float]:
+        """Logits, what is made of them, and their gradient; ranks that cut a vocabulary make two tensors of it."""
+        inner = self.inner
+        head = self.model.head
+        if not has_head or head is None:
+            return {"temporaries": given}
+        if not (inner.kind in ("megatron", "atp", "rtp") or inner.feature_axes):
+            return {"logits": self.traced.logits.of(self.rows)}
+        matrix = next(weight for weight in head.weights if len(weight.shape) == 2)
+        one = float(self.rows * self.batch.num_tokens * matrix.shape[0] * self.batch.loss_itemsize)
+        if inner.kind == "rtp":
+            keeps = getattr(inner, "recompute", "none") == "none"
+            return {
+                "logits": one if keeps else 2 * one / inner.num_ranks,
+                "temporaries": given * (4 if keeps else 2),
+            }
+        cut = self.cuts.interior if inner.kind in ("megatron", "atp") else self.cuts.stream
+        return {"logits": 2 * one / cut}
+
+    def _kept(self, rank: AtRest) -> tuple[float, float, bool, int]:
+        """What autograd keeps of all micro-batches under way, of one layer, whether a head is here, and how many."""
+        stages, layers = self.stages, self.traced.layers
+        in_flight = _in_flight(stages, self.accumulation) if stages is not None else (1,)
+        kept, has_head = 0.0, False
+        for stage in rank.stages or (0,):
+            part = self.parts[stage] if stages is not None else range(self.model.num_layers)
+            here = sum(count * self._of_layer(number) for number, count in self.model.counts_of(part).items())
+            last = stages is None or stage == stages.num_stages - 1
+            outside = self.traced.outside.of(self.rows, cut=self.cuts.stream) if last or stage == 0 else 0.0
+            kept += in_flight[stage] * (here + outside)
+            has_head |= last
+        fewest = min(in_flight[stage] for stage in rank.stages or (0,))
+        return kept, max(self._of_layer(number) for number in range(len(layers))), has_head, fewest
+
+    def _of_layer(self, number: int) -> float:
+        layer = self.traced.layers[number]
+        if self.by_units:  # inputs of both of its units, and for some what attention gives
+            return layer.given.of(self.rows) * (2 if self.again else 3)
+        if self.again:
+            return layer.given.of(self.rows, cut=self.cuts.stream)
+        return self._all_of(layer, cut=self.cuts.interior)
+
+    def _whole(self, number: int) -> float:
+        """A layer whose interior is there again, a slice at a time where units are computed in slices."""
+        return self._all_of(
+            self.traced.layers[number], cut=self.inner.num_ranks if self.by_units else self.cuts.interior
+        )
+
+    def _all_of(self, layer: TracedLayer, *, cut: float) -> float:
+        interior = layer.interior
+        if self.inner.kind == "rtp":  # nobody keeps slices that were cast for a visit
+            interior = interior.without_constant()
+        return layer.stream.of(self.rows, cut=self.cuts.stream) + interior.of(self.rows, cut=cut)

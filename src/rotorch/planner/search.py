@@ -1,0 +1,429 @@
+"""Layouts of a cluster, by what they hold and how long a step takes: the best one, and why the others are not.
+
+[Note: stages of a search]
+    First the compositions: every way to write the number of ranks as replicas x stages x ranks of an innermost
+    strategy, of those that compose and can hold the model. Then memory: it grows with the rows of a micro-batch, so
+    each composition has a largest one that fits. Then time, for that one and the next smaller one; pipelines by the
+    recurrence of their table. The best are tried again with other schedules.
+
+[Note: reasons]
+    What does not fit says what takes most. What is slower says what it spends more time on than the chosen plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
+from rotorch.core.spec import ModelSpec
+from rotorch.core.strategy import Strategy
+from rotorch.core.traffic import MicroBatch
+from rotorch.pipelining.stage_strategy import StageStrategy
+from rotorch.planner.cluster import Cluster
+from rotorch.planner.memory import AtRest, Memory, Traced, at_rest, memory_of
+from rotorch.planner.speeds import Speeds
+from rotorch.planner.step_time import Planned, StepTime, step_time
+from rotorch.planner.workload import FoldedModel, Numerics, fold
+from rotorch.strategies import batch_ranks, check_composition, parse_parallel
+
+MICRO_BATCHES_TRIED = 2
+"""Sizes of a micro-batch that are timed, the largest that fits first."""
+
+REFINED = 12
+"""Plans with stages that are tried again with other schedules."""
+
+MOST_STAGES_OF_ZEROPP = 8
+"""Its rows take long to make, and its bubble grows with the stages."""
+
+_SCHEDULES = ("zb_h1", "interleaved_1f1b", "zbv")
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step trains on.
+
+    Attributes:
+        rows: sequences of all ranks together.
+        tokens: of each.
+    """
+
+    rows: int
+    tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.tokens
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and a batch, to be trained on a cluster.
+
+    Attributes:
+        spec: the model's units.
+        traced: its passes.
+        cluster: where.
+        speeds: of that, for products in the precision of the passes.
+        batch: of a step.
+        itemsize: bytes of an element in passes.
+        budget_bytes: that a rank may hold.
+    """
+
+    spec: ModelSpec
+    traced: Traced
+    cluster: Cluster
+    speeds: Speeds
+    batch: Batch
+    itemsize: int
+    budget_bytes: float
+
+    @cached_property
+    def model(self) -> FoldedModel:
+        """With one layer of each class only."""
+        return self.folded.short()
+
+    @cached_property
+    def folded(self) -> FoldedModel:
+        return fold(self.spec)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One layout with its micro-batch, and what it is predicted to take.
+
+    Attributes:
+        parallel: as `--parallel` takes it.
+        micro_batch: rows of a rank at once.
+        accumulation: micro-batches of a step.
+        memory: of the rank that holds most.
+        time: of a step; None if it was not worth asking.
+        tokens: of a step.
+        fits: within the budget.
+        why_not: why it was not chosen; "" for the one that was.
+    """
+
+    parallel: str
+    micro_batch: int
+    accumulation: int
+    memory: Memory
+    time: StepTime | None
+    tokens: int
+    fits: bool
+    why_not: str = ""
+
+    @property
+    def step_s(self) -> float | None:
+        return None if self.time is None else self.time.step_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return None if self.time is None else self.tokens / self.time.step_s
+
+    def to_json(self) -> dict[str, object]:
+        """Fields that other tools rely on, and what they consist of."""
+        return {
+            "parallel": self.parallel,
+            "micro_batch": self.micro_batch,
+            "accumulation": self.accumulation,
+            "memory_bytes": round(self.memory.total_bytes),
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "fits": self.fits,
+            "why_not": self.why_not,
+            "memory_by_category": {name: round(value) for name, value in self.memory.by_category.items()},
+            "time_by_part": {} if self.time is None else parts_of_time(self.time),
+        }
+
+
+def parts_of_time(time: StepTime) -> dict[str, float]:
+    """Where a step's seconds go; together they are all of it."""
+    return {
+        "computing": time.compute_s,
+        "waiting for messages": time.waiting_s,
+        "the pipeline's bubble": time.bubble_s,
+        "sums of gradients over replicas": time.sums_s,
+        "the optimizer": time.optimizer_s,
+    }
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found, the best plan first.
+
+    Attributes:
+        plans: those that fit by speed, then those that do not by how much they lack.
+        refused: layouts that cannot hold the model, and why.
+    """
+
+    plans: tuple[Plan, ...]
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def chosen(self) -> Plan | None:
+        return next((plan for plan in self.plans if plan.fits), None)
+
+    @property
+    def frontier(self) -> tuple[Plan, ...]:
+        """Plans that fit of which no other one is both faster and smaller, fastest first."""
+        found: list[Plan] = []
+        for plan in self.plans:
+            if plan.fits and (not found or plan.memory.total_bytes < found[-1].memory.total_bytes):
+                found.append(plan)
+        return tuple(found)
+
+
+# ---------------------------------------------------------------- compositions
+
+
+def compositions(num_ranks: int, *, num_layers: int, wide: int) -> Iterator[str]:
+    """Texts of layouts over all ranks (see [Note: stages of a search]).
+
+    Args:
+        num_ranks: of the cluster.
+        num_layers: of the model; 0: no stages.
+        wide: most ranks that share activations or rotate slices.
+    """
+    if num_ranks == 1:
+        yield "single"
+        return
+    divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+    for stages in (n for n in divisors if n == 1 or n <= num_layers):
+        left = num_ranks // stages
+        pipeline = [f"pp={stages}"] if stages > 1 else []
+        for inside in (n for n in divisors if left % n == 0):
+            around = [f"ddp={left // inside}"] if left > inside else []
+            if inside == 1:
+                for again in ("", "[recompute=block]"):
+                    if pipeline:
+                        yield ",".join([*around, f"pp={stages}{again}"])
+                    else:
+                        yield f"ddp={left}{again}"
+                continue
+            for again in ("", "[recompute=block]"):
+                yield ",".join([*around, *pipeline, f"fsdp={inside}{again}"])
+                if 1 < stages <= MOST_STAGES_OF_ZEROPP:
+                    yield ",".join([*around, f"zeropp={stages}x{inside}{again}"])
+            if inside <= wide:
+                for options in ("[recompute=none]", "", "[recompute=slice]"):
+                    yield ",".join([*around, *pipeline, f"rtp={inside}{options}"])
+                yield ",".join([*around, *pipeline, f"megatron={inside}"])
+                if not pipeline:
+                    yield ",".join([*around, f"megatron={inside}[sequence_parallel=true]"])
+                    yield from (",".join([*around, text]) for text in _grids(inside))
+
+
+def _grids(num_ranks: int) -> Iterator[str]:
+    """Square grids, one or several deep, and rectangles of atp."""
+    for side in range(2, num_ranks):
+        depth, rest = divmod(num_ranks, side * side)
+        if depth and not rest:
+            yield f"tesseract={side}x{side}x{depth}" if depth > 1 else f"summa={side}x{side}"
+        if num_ranks % side == 0:
+            yield f"atp={num_ranks // side}x{side}"
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A layout that can hold the model, with what does not depend on the batch."""
+
+    text: str
+    strategies: tuple[Strategy, ...]
+    ranks: tuple[AtRest, ...]
+    parts: tuple[range, ...]
+    model: FoldedModel
+
+
+class _Search:
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.refused: dict[str, str] = {}
+        self._parts: dict[int, tuple[range, ...]] = {}
+
+    def run(self, texts: Sequence[str] | None = None) -> Found:
+        """All plans, the best one first."""
+        task = self.task
+        layers = 0 if task.spec.order.refused else len(task.spec.order.layers)
+        wide = 2 * task.cluster.devices_per_node
+        every = texts or list(compositions(task.cluster.num_devices, num_layers=layers, wide=wide))
+        plans = [plan for text in every for plan in self._plans(text)]
+        if texts is None:
+            best = sorted((p for p in plans if p.fits and _pipeline(p.parallel)), key=_by_speed)[:REFINED]
+            others = {
+                p.parallel.replace(stages, _with_option(stages, f"schedule={name}"))
+                for p in best
+                for stages in [_pipeline(p.parallel)]
+                if "]" not in stages
+                for name in _SCHEDULES
+            }
+            plans += [plan for text in sorted(others) for plan in self._plans(text)]
+        return Found(_with_reasons(plans, task), self.refused)
+
+    def _plans(self, text: str) -> list[Plan]:
+        try:
+            candidate = self.candidate(text)
+        except ConfigError as error:
+            self.refused[text] = str(error)
+            return []
+        tried: list[Plan] = []
+        smallest: Plan | None = None
+        for rows, accumulation in self._micro_batches(candidate):
+            try:
+                memory = self.memory(candidate, rows, accumulation)
+            except ConfigError as error:
+                self.refused.setdefault(text, str(error))
+                continue
+            fits = memory.total_bytes <= self.task.budget_bytes
+            plan = Plan(text, rows, accumulation, memory, None, self.task.batch.num_tokens, fits)
+            if not fits:
+                smallest = plan
+                continue
+            tried.append(replace(plan, time=self._time(candidate, rows, accumulation)))
+            if len(tried) == MICRO_BATCHES_TRIED:
+                break
+        if not tried and smallest is not None:
+            return [smallest]
+        if not tried:
+            why = f"{self.task.batch.rows} rows are no multiple of its {batch_ranks(candidate.strategies)} batch ranks"
+            self.refused.setdefault(text, why)
+        return tried
+
+    def candidate(self, text: str) -> _Candidate:
+        """A layout, or why it cannot hold the model."""
+        task = self.task
+        strategies = parse_parallel(text)
+        check_composition(strategies)
+        device = task.cluster.device.type
+        for strategy in strategies:
+            strategy.check_device(device)
+        strategies = tuple(_on_device(strategy, device) for strategy in strategies)
+        strategies = tuple(self._with_layers(strategy) for strategy in strategies)
+        for strategy in strategies:
+            strategy.check(task.spec)
+        stages = next((s for s in strategies if isinstance(s, StageStrategy)), None)
+        inner = strategies[-1]
+        model = task.model if inner is stages else task.model.under(inner)
+        parts = stages.parts_of(task.spec) if stages is not None else ()
+        return _Candidate(text, strategies, at_rest(model, strategies=strategies, parts=parts), parts, model)
+
+    def _with_layers(self, strategy: Strategy) -> Strategy:
+        """Stages with their layers written down: to balance them takes long, and is the same for all."""
+        if not isinstance(strategy, StageStrategy) or strategy.layers is not None:
+            return strategy
+        number = strategy.num_stages
+        if number not in self._parts:
+            strategy.check(self.task.spec)
+            self._parts[number] = strategy.parts_of(self.task.spec)
+        return strategy.model_copy(update={"layers": "-".join(str(len(part)) for part in self._parts[number])})
+
+    def _micro_batches(self, candidate: _Candidate) -> Iterator[tuple[int, int]]:
+        """Rows of a micro-batch and how many there are, the largest first."""
+        each, rest = divmod(self.task.batch.rows, batch_ranks(candidate.strategies))
+        if rest or not each:
+            return
+        for rows in sorted((n for n in range(1, each + 1) if each % n == 0), reverse=True):
+            accumulation = each // rows
+            try:
+                for strategy in candidate.strategies:
+                    if isinstance(strategy, StageStrategy) and accumulation < strategy.stages:
+                        raise ConfigError("fewer micro-batches than stages leave ranks idle")
+            except ConfigError as error:
+                self.refused.setdefault(candidate.text, str(error))
+                continue
+            self.refused.pop(candidate.text, None)
+            yield rows, accumulation
+
+    def _micro_batch(self, rows: int) -> MicroBatch:
+        return MicroBatch(rows, self.task.batch.tokens, itemsize=self.task.itemsize)
+
+    def memory(self, candidate: _Candidate, rows: int, accumulation: int) -> Memory:
+        """Of the rank that holds most."""
+        return memory_of(
+            self.task.folded,
+            self.task.traced,
+            ranks=candidate.ranks,
+            strategies=candidate.strategies,
+            batch=self._micro_batch(rows),
+            accumulation=accumulation,
+            parts=candidate.parts,
+            held=candidate.model if getattr(candidate.strategies[-1], "transport", "") == "shared_memory" else None,
+        )
+
+    def _time(self, candidate: _Candidate, rows: int, accumulation: int) -> StepTime:
+        inner = candidate.strategies[-1]
+        again = inner.recomputes_layers or getattr(inner, "recompute", "none") in ("block", "all_but_attention")
+        return step_time(
+            Planned(
+                model=candidate.model,
+                strategies=candidate.strategies,
+                batch=self._micro_batch(rows),
+                accumulation=accumulation,
+                speeds=self.task.speeds,
+                numerics=Numerics(recompute=again),
+                parts=candidate.parts,
+            )
+        )
+
+
+def search(task: Task, *, texts: Sequence[str] | None = None) -> Found:
+    """All plans of a task, the best one first.
+
+    Args:
+        task: what is to be trained where.
+        texts: layouts to judge; None: all that there are.
+
+    Raises:
+        ConfigError: a layout that was asked for cannot hold the model.
+    """
+    return _Search(task).run(texts)
+
+
+def memory_of_plan(task: Task, text: str, *, rows: int, accumulation: int) -> Memory:
+    """What one layout takes with a micro-batch of so many rows.
+
+    Raises:
+        ConfigError: it cannot hold the model.
+    """
+    asked = _Search(task)
+    return asked.memory(asked.candidate(text), rows, accumulation)
+
+
+def _on_device(strategy: Strategy, device: str) -> Strategy:
+    """What `transport=auto` comes to where ranks share memory."""
+    if device == "cpu" and getattr(strategy, "transport", None) == "auto":
+        return strategy.model_copy(update={"transport": "shared_memory"})
+    return strategy
+
+
+def _pipeline(parallel: str) -> str:
+    """The text of `pp` in a layout's; "" if there is none."""
+    return next((text for text in parallel.split(",") if text.startswith("pp=")), "")
+
+
+def _with_option(text: str, option: str) -> str:
+    return f"{text[:-1]},{option}]" if text.endswith("]") else f"{text}[{option}]"
+
+
+def _by_speed(plan: Plan) -> float:
+    return plan.step_s if plan.step_s is not None else float("inf")
+
+
+def _with_reasons(plans: Sequence[Plan], task: Task) -> tuple[Plan, ...]:
+    """In order, with a reason for each that is not the best (see [Note: reasons])."""
+    fit = sorted((plan for plan in plans if plan.fits), key=_by_speed)
+    rest = sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.memory.total_bytes)
+    best = fit[0] if fit else None
+    told = [replace(plan, why_not="" if plan is best else _why_slower(plan, best)) for plan in fit]
+    for plan in rest:
+        too_much = plan.memory.total_bytes - task.budget_bytes
+        told.append(replace(plan, why_not=f"{format_bytes(too_much)} too much: {plan.memory.largest()}"))
+    return tuple(told)
+
+
+def _why_slower(plan: Plan, best: Plan | None) -> str:
+    assert plan.time is not None and best is not None and best.time is not None
+    mine, others = parts_of_time(plan.time), parts_of_time(best.time)
+    what = max(mine, key=lambda name: mine[name] - others[name])
+    return f"{100 * (plan.time.step_s / best.time.step_s - 1):.0f} % slower: {what}"

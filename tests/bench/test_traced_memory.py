@@ -1,0 +1,56 @@
+"""Passes counted without memory are those of real tensors, to the byte."""
+
+import pytest
+import torch
+
+from rotorch.bench.traced_memory import trace_memory
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm, load_config
+from rotorch.planner.workload import fold
+from rotorch.shard.materialize import on_meta
+
+
+def kept_by_autograd(config, *, rows, tokens):
+    """Bytes of distinct storages that a real forward saves, without weights."""
+    module = causal_lm(config).train()
+    weights = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    saved = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = tensor
+        return tensor
+
+    ids = torch.zeros(rows, tokens, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = module(input_ids=ids, labels=ids, use_cache=False).loss
+    del loss
+    return sum(
+        tensor.untyped_storage().nbytes() for tensor in saved.values() if tensor.shape[-1:] != (config.vocab_size,)
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "olmo2"])
+def test_kept_bytes_are_those_of_a_real_forward(name):
+    config = load_config(f"configs/tiny/{name}.json")
+    with on_meta():
+        model = fold(describe(causal_lm(config)))
+    traced = trace_memory(config, model, tokens=32, precision="float32")
+    for rows in (1, 3):
+        layers = sum(
+            layer.count * (found.stream.of(rows) + found.interior.of(rows))
+            for layer, found in zip(model.classes, traced.layers, strict=True)
+        )
+        assert layers + traced.outside.of(rows) == pytest.approx(
+            kept_by_autograd(config, rows=rows, tokens=32), rel=1e-3
+        )
+
+
+def test_autocast_keeps_casts_of_weights_once():
+    config = load_config("configs/tiny/llama.json")
+    with on_meta():
+        model = fold(describe(causal_lm(config)))
+    traced = trace_memory(config, model, tokens=32, precision="bfloat16")
+    matrices = sum(w.numel for u in model.classes[0].units for w in u.weights if len(w.shape) == 2)
+    assert traced.layers[0].interior.constant_bytes >= 2 * matrices

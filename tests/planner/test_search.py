@@ -1,0 +1,98 @@
+"""Search over layouts: what fits, what is fastest, and why the others are not chosen; passes are of round numbers."""
+
+from dataclasses import replace
+
+import pytest
+from shapes import transformer
+
+from rotorch.planner.cluster import load_cluster
+from rotorch.planner.memory import PerRow, Traced, TracedLayer
+from rotorch.planner.search import Batch, Task, compositions, search
+from rotorch.planner.speeds import speeds_of
+from rotorch.strategies import num_ranks, parse_parallel
+
+MIB = float(1 << 20)
+LAYER = TracedLayer(stream=PerRow(8 * MIB), interior=PerRow(24 * MIB), given=PerRow(2 * MIB))
+
+
+def task(*, layers=8, cluster="h100x8", rows=64, budget_bytes=None, width=1024):
+    there = load_cluster(cluster)
+    return Task(
+        spec=transformer(layers=layers, width=width, itemsize=4),
+        traced=Traced((LAYER,), PerRow(4 * MIB), PerRow(100 * MIB), PerRow(4 * MIB)),
+        cluster=there,
+        speeds=speeds_of(there, dtype="bfloat16"),
+        batch=Batch(rows, 1024),
+        itemsize=2,
+        budget_bytes=there.device.memory.reached if budget_bytes is None else budget_bytes,
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8, 12, 64])
+def test_every_composition_uses_all_ranks_and_is_written_once(ranks):
+    texts = list(compositions(ranks, num_layers=32, wide=16))
+    assert len(texts) == len(set(texts))
+    assert {num_ranks(parse_parallel(text)) for text in texts} == {ranks}
+
+
+def test_plans_that_fit_come_first_by_speed_and_the_others_say_why():
+    found = search(task(budget_bytes=600 * MIB))
+    fit = [plan for plan in found.plans if plan.fits]
+    assert fit and found.chosen is found.plans[0] and not found.chosen.why_not
+    assert [plan.step_s for plan in fit] == sorted(plan.step_s for plan in fit)
+    assert all("% slower: " in plan.why_not for plan in fit[1:])
+    rest = found.plans[len(fit) :]
+    assert rest and all(plan.step_s is None and "too much: " in plan.why_not for plan in rest)
+    assert all(plan.memory.total_bytes <= 600 * MIB for plan in fit)
+
+
+def test_less_memory_never_makes_the_best_plan_faster():
+    steps = []
+    for budget in (8000, 2000, 1000, 600):
+        chosen = search(task(budget_bytes=budget * MIB)).chosen
+        assert chosen is not None
+        steps.append(chosen.step_s)
+    assert steps == sorted(steps)
+
+
+def test_no_plan_of_the_frontier_is_beaten_in_both():
+    found = search(task())
+    for plan in found.frontier:
+        assert not any(
+            other.step_s < plan.step_s and other.memory.total_bytes < plan.memory.total_bytes
+            for other in found.plans
+            if other.fits
+        )
+    assert len(found.frontier) >= 2
+
+
+def test_many_layers_are_judged_as_few_are():
+    texts = ["fsdp=8", "rtp=8", "ddp=2,fsdp=4", "pp=8"]
+    few, many = (search(task(layers=layers, rows=8), texts=texts) for layers in (16, 1600))
+    for text in texts:
+        less, more = (next(p for p in found.plans if p.parallel == text) for found in (few, many))
+        assert more.memory.by_category["optimizer"] > 20 * less.memory.by_category["optimizer"]
+        if more.fits:
+            assert more.step_s > 20 * less.step_s
+
+
+def test_larger_micro_batches_hold_more():
+    asked = task()
+    smaller = search(replace(asked, batch=Batch(8, 1024)), texts=["fsdp=8"]).plans[0]
+    larger = search(replace(asked, batch=Batch(32, 1024)), texts=["fsdp=8"]).plans[0]
+    assert (smaller.micro_batch, larger.micro_batch) == (1, 4)
+    assert larger.memory.by_category["activations"] == 4 * smaller.memory.by_category["activations"]
+    assert larger.memory.by_category["weights"] == smaller.memory.by_category["weights"]
+
+
+def test_a_pipeline_counts_the_rank_that_holds_most():
+    (plan,) = search(task(cluster="h100x8", rows=8), texts=["pp=8"]).plans
+    first_stage = 8 * (LAYER.stream.row_bytes + LAYER.interior.row_bytes)
+    assert plan.memory.rank in (0, 7)
+    assert plan.memory.by_category["activations"] >= 0.9 * first_stage or plan.memory.rank == 7
+
+
+def test_what_cannot_hold_the_model_is_named():
+    found = search(task(layers=4), texts=["pp=8", "ddp=8"])
+    assert {plan.parallel for plan in found.plans} == {"ddp=8"}
+    assert "8 stages over Transformer, which has 4 layers" in found.refused["pp=8"]

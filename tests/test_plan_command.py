@@ -1,0 +1,74 @@
+"""`rotorch plan`: figures, tables, and what is wrong said in one line."""
+
+import json
+
+import pytest
+
+from rotorch import cli
+from rotorch.core.errors import ConfigError
+
+MODEL = "configs/tiny/llama.json"
+PLAN = ["plan", MODEL, "--cluster", "cpu2", "--batch", "16x32", "--precision", "float32"]
+FIELDS = {"parallel", "micro_batch", "accumulation", "memory_bytes", "step_s", "tokens_per_s", "fits", "why_not"}
+
+
+def test_figures_are_printed_and_written(capsys, tmp_path):
+    assert cli.run([*PLAN, "--json", str(tmp_path / "plan.json")]) == 0
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert {"model", "cluster", "plans", "chosen"} <= found.keys()
+    assert all(plan.keys() >= FIELDS for plan in found["plans"])
+    assert found["chosen"] == found["plans"][0]["parallel"]
+    assert {"ddp=2", "fsdp=2", "rtp=2", "megatron=2"} <= {plan["parallel"] for plan in found["plans"]}
+    printed = capsys.readouterr().out
+    assert f"chosen: --parallel {found['chosen']}" in printed and "rtp=2[recompute=none]" in printed
+
+
+def test_a_layout_that_was_asked_for_is_judged_alone(tmp_path):
+    file = tmp_path / "plan.json"
+    assert cli.run([*PLAN, "--parallel", "fsdp=2", "--objective", "frontier", "--json", str(file)]) == 0
+    assert {plan["parallel"] for plan in json.loads(file.read_text())["plans"]} == {"fsdp=2"}
+
+
+def test_the_page_needs_nothing_else(tmp_path):
+    file = tmp_path / "plan.html"
+    assert cli.run([*PLAN, "--html", str(file)]) == 0
+    text = file.read_text("utf-8")
+    assert text.count("<html") == text.count("<svg") == 1 and "http" not in text and "<script" not in text
+    assert "rtp=2[recompute=slice]" in text and "slower: " in text
+
+
+def test_a_run_is_planned(tmp_path):
+    from rotorch.cli.auto import planned
+    from rotorch.run_config import load_run_config
+
+    overrides = ["parallel.layout=auto", "train.global_batch=8", f"train.out={tmp_path}/run"]
+    config = load_run_config("configs/demo.toml", overrides=overrides)
+    chosen = planned(config, nproc=2)
+    assert chosen.changes[0] == f"parallel.layout={chosen.plan.parallel}"
+    assert chosen.told[0].startswith(f"auto: {chosen.plan.parallel} with a micro-batch of")
+    assert any("slower: " in line for line in chosen.told[1:])
+    with pytest.raises(ConfigError, match="cluster = h100x8 has 8 ranks, and the run 2"):
+        planned(load_run_config("configs/demo.toml", overrides=[*overrides, "parallel.cluster=h100x8"]), nproc=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--cluster", "h100x9"], "no cluster that rotorch brings"),
+        (["--batch", "16"], "--batch 16: write sequences of a step by tokens of each"),
+        (["--batch", "0x32"], "--batch 0x32: write"),
+        (["--budget", "much"], "--budget much: no number of bytes"),
+        (["--budget", "1TiB"], "has 11.6 GiB. Write that or less"),
+        (["--budget", "1MiB"], "nothing fits within 1.00 MiB per rank: the least is"),
+        (["--nodes", "0"], "--nodes 0: write 1 or more"),
+        (["--objective", "beauty"], "--objective beauty: write one of speed, memory, frontier"),
+        (["--precision", "float16"], "--precision float16: write bfloat16 or float32"),
+        (["--parallel", "megatron=3"], "3 ranks, but '2 cores of one machine' has 2"),
+        (["--parallel", "rtq=2"], "unknown strategy 'rtq'"),
+        (["--batch", "16x100000"], "the model takes 128"),
+    ],
+)
+def test_wrong_input_is_said_in_one_line(options, words, capsys):
+    assert cli.run([*PLAN, *options]) == 2
+    said = capsys.readouterr().err
+    assert words in said and said.count("\n") == 1
