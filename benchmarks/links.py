@@ -14,8 +14,10 @@ bytes from each host, lasts as long as the products of one rank, divided by the 
     wire_s       those bytes at the link's rate
     efficiency   max(compute_s, wire_s) / step_s: 1 is a step in which the busier one of device and link never pauses
     asked_bytes  what the row's busiest rank asks the network for, by the meter
+    exchange     beside the rows: two neighbours send each other 6 MB at the same time, in terms of wire time one way
 
-Without namespaces it says why and ends with exit code 0. Exit code 1: a row's losses are wrong.
+Without namespaces it says why and ends with exit code 0. Exit code 1: a row's losses are
+wrong, or an exchange takes more than 1.15 of its wire time.
 """
 
 from __future__ import annotations
@@ -49,7 +51,15 @@ from rotorch.shard.materialize import on_meta
 
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "benchmarks" / "results" / "links" / "links.json"
-ROWS = ("torch-ddp", "fsdp2", "rtp={n}[transport=send_receive]", "rtp={n}[recompute=none,transport=send_receive]")
+ROWS = (
+    "torch-ddp",
+    "fsdp2",
+    "rtp={n}[transport=send_receive]",
+    "rtp={n}[recompute=none,transport=send_receive]",
+    "rtp={n}[recompute=none,transport=send_receive,ahead=2]",
+)
+EXCHANGE_BYTES, EXCHANGES, LONGEST_EXCHANGE = 6_000_000, 3, 1.15
+"""Of one tensor that neighbours send each other at the same time: size, number, and share of wire time at most."""
 GATE_STEPS, WARM_UP_STEPS, STEPS_TO_WAKE = 3, 2, 1
 
 
@@ -76,6 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         console.print(f"bench-links: skipped: {reason}", markup=False)
         return OK
     found: dict[str, Any] = {**describe_origin(), "emulated": given.emulate, "model": str(given.run.name), "rows": []}
+    found["exchange"] = []
     for count in given.hosts:
         run = load_run_config(given.run, overrides=given.overrides)
         task = task_from_run(run, name=given.run.stem, num_ranks=count)
@@ -84,23 +95,29 @@ def main(arguments: list[str] | None = None) -> int:
         load_code(task)
         for switches in sorted(set(given.switches)):
             if switches == 1 or count >= 4:
-                found["rows"] += measure(task, names, switches=switches, options=given, console=console)
+                rows, exchanges = measure(task, names, switches=switches, options=given, console=console)
+                found["rows"] += rows
+                found["exchange"] += exchanges
                 given.json.parent.mkdir(parents=True, exist_ok=True)
                 given.json.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
     wrong = [row for row in found["rows"] if "invalid" in row]
     for row in wrong:
         console.print(f"{row['row']} on {row['hosts']} hosts: {row['invalid']}", markup=False)
-    return DOES_NOT_HOLD if wrong else OK
+    slow = [one for one in found["exchange"] if one["of_wire_time"] > LONGEST_EXCHANGE]
+    for one in slow:
+        console.print(f"an exchange on {one['hosts']} hosts takes {one['of_wire_time']:.2f} of its wire time")
+    return DOES_NOT_HOLD if wrong or slow else OK
 
 
 def measure(
     task: Task, names: Sequence[str], *, switches: int, options: argparse.Namespace, console: Console
-) -> list[dict[str, Any]]:
-    """The rows of one set of hosts at every ratio."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows of one set of hosts at every ratio, and bare exchanges over the same links."""
     losses, flops, step_s = alone(task)
     compute_s = options.compute if options.emulate else step_s
     rate = flops / compute_s if options.emulate else None
     found: list[dict[str, Any]] = []
+    exchanges: list[dict[str, Any]] = []
     with Hosts(task.num_ranks, bytes_per_s=1e9, switches=switches) as hosts:
         ranks: dict[str, RowRanks] = {}
         try:
@@ -112,6 +129,8 @@ def measure(
             for ratio in options.ratio:
                 link = wire_bytes_of(task) * ratio / compute_s
                 hosts.limit(link)
+                if switches == 1:  # a shared uplink carries more than one exchange
+                    exchanges.append(exchange(ranks[names[0]], link=link, task=task, console=console))
                 turns = take_turns(ranks, hosts, options=options)
                 for name in names:
                     products_s = facts[name]["flops"] / rate if rate else median(turns[LIMIT]["step_s_all"])
@@ -121,7 +140,22 @@ def measure(
         finally:
             for row_ranks in ranks.values():
                 row_ranks.close()
-    return found
+    return found, exchanges
+
+
+def exchange(row: RowRanks, *, link: float, task: Task, console: Console) -> dict[str, Any]:
+    """What it takes two neighbours to send each other a tensor at the same time."""
+    taken = row.ask("exchanges", num_bytes=EXCHANGE_BYTES, count=EXCHANGES)
+    seconds = min(max(times) for times in zip(*taken, strict=True))
+    of_wire_time = seconds / (EXCHANGE_BYTES / link)
+    console.print(f"bare exchange, {EXCHANGE_BYTES / 1e6:.0f} MB both ways: {of_wire_time:.2f} of wire time")
+    return {
+        "hosts": task.num_ranks,
+        "num_bytes": EXCHANGE_BYTES,
+        "link_bytes_per_s": link,
+        "seconds": seconds,
+        "of_wire_time": of_wire_time,
+    }
 
 
 def alone(task: Task) -> tuple[list[float], int, float]:

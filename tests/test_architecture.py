@@ -57,6 +57,12 @@ STATE_OF_A_PROCESS = {
     "models.trial.sequence": "the same",
 }
 """Modules whose functions change what the module itself holds, and why they may."""
+ONLY_THERE = {
+    r"torch\.distributed\.tensor\.DTensor\.from_local$": {"shard.sharded_weight", "bench.peers.tensor_parallel"},
+    r"rotorch\.shard\.sites\.find_sites$": {"parallelize", "shard.at_rest", "models", "bench"},
+    r"rotorch\.shard\.sharded_weight\.dtensor_at_rest$": {"hold.sharded_weights"},
+}
+"""By what is used: the modules that use it. What they make is passed on, so that there is one way to hold a weight."""
 BAD_FILES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 BAD_CLASSES = re.compile(r"(Engine|Manager|Context|Factory|Registry)$")
 MAX_LINES = 600
@@ -184,6 +190,13 @@ def is_container(value: ast.expr | None) -> bool:
     return False
 
 
+def weights_are_held_in_one_way(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for line, name in uses(tree):
+        for pattern, modules in ONLY_THERE.items():
+            if re.match(pattern, name) and not any(f"{module}.".startswith(f"{there}.") for there in modules):
+                yield line, f"uses {name}: take what hold/sharded_weights.py makes, or setup.sites"
+
+
 def file_problems(path: Path, text: str) -> Iterator[str]:
     if bad := BAD_FILES & {Path(part).stem for part in path.parts}:
         yield f"{path}: nothing is called {bad.pop()!r}"
@@ -233,6 +246,7 @@ RULES = [
     only_torch_private_is_private,
     classes_say_what_they_are,
     modules_hold_no_state,
+    weights_are_held_in_one_way,
 ]
 
 
@@ -307,6 +321,18 @@ BITES = [
     (modules_hold_no_state, "comm.ring", "import os; os.register_at_fork()", "import os; x = os.name"),
     (modules_hold_no_state, "models.hf", "_known: dict[str, int] = {}", "NAMES = {}"),
     (modules_hold_no_state, "models.hf", "_known = WeakKeyDictionary()", "_log = logging.getLogger(__name__)"),
+    (
+        weights_are_held_in_one_way,
+        "strategies.rtp.apply",
+        "from torch.distributed.tensor import DTensor; DTensor.from_local(x, mesh)",
+        "from torch.distributed.tensor import DTensor; DTensor.to_local(x)",
+    ),
+    (
+        weights_are_held_in_one_way,
+        "hold.grid",
+        "from rotorch.shard.sites import find_sites",
+        "from rotorch.shard.sites import Site",
+    ),
     (modules_hold_no_state, "models.hf", "known = {}", 'STATE_OF_A_PROCESS = {"probe": "x"}'),
 ]
 

@@ -14,17 +14,20 @@ from rotorch.comm.collectives import open_meetings
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.drop_in import make_parallel
+from rotorch.hold.holding import Holding
+from rotorch.hold.setup import Setup
 from rotorch.mesh import compare_over_ranks, flat_position, join_process_group, make_mesh, pick_device
 from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
 from rotorch.models.losses import LossFn, loss_of
 from rotorch.models.traps import make_stateless
-from rotorch.parallel_model import Holding, ParallelModel
+from rotorch.parallel_model import ParallelModel
 from rotorch.process.forking import start_autograd
 from rotorch.process.gloo_threads import let_computing_go_first
 from rotorch.process.host_memory import keep_freed_memory
 from rotorch.shard.materialize import take_recipes
+from rotorch.shard.sites import find_sites
 from rotorch.strategies import (
     STRATEGIES,
     check_composition,
@@ -110,12 +113,21 @@ def parallelize(
         position = flat_position(strategy.axes, positions)
         parts.append(strategy.part_of(parts[-1], position=position))
     holding: Holding | None = None
+    sites = find_sites(module)
     for number, strategy in reversed(list(enumerate(strategies))):
-        apply = code_of(strategy).apply
-        inside: dict[str, object] = {"compiled": compile}
-        if holding is not None:
-            inside = {"inner": holding, "inside": mesh[tuple(axis for axes in axes_of[number:] for axis in axes)]}
-        holding = apply(module, strategy=strategy, spec=parts[number], mesh=mesh[axes_of[number]], device=on, **inside)
+        holding = code_of(strategy).apply(
+            Setup(
+                module=module,
+                strategy=strategy,
+                spec=parts[number],
+                mesh=mesh[axes_of[number]],
+                device=on,
+                sites=sites,
+                compiled=compile,
+                inner=holding,
+                inside=mesh[tuple(axis for axes in axes_of[number:] for axis in axes)],
+            )
+        )
     if holding is None:
         raise AssertionError("check_composition lets no empty list through")
     for buffer_holder in module.modules():

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.errors import HeardFailure, RankFailure
+from rotorch.hold.holding import StageHolding
 from rotorch.hold.pipeline_step import PipelineStep
 from rotorch.models.stages import StageOutput
-from rotorch.parallel_model import Holding
 from rotorch.pipelining.baselines import make_schedule
 from rotorch.pipelining.lower import lower
 from rotorch.strategies.zeropp.schedule import make_zeropp_schedule
@@ -84,7 +84,7 @@ class StrictLines:
         return wait
 
 
-class NothingHeld(Holding):
+class NothingHeld(StageHolding):
     def lend(self):
         raise NotImplementedError
 

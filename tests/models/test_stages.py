@@ -5,7 +5,7 @@ import torch
 
 import rotorch
 from rotorch.core.errors import ConfigError
-from rotorch.core.stages import of_stages, with_stages
+from rotorch.core.stages import in_stage, of_stages, with_stages
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.models.stages import StagedModule, StageOutput, layer_order
@@ -26,7 +26,7 @@ def test_stages_hold_every_weight_and_a_tied_one_twice(tiny):
     first, last = (of_stages(spec, mine=lambda stage, k=k: stage == k) for k in (0, 2))
     by_rank = [next(u for u in part.units if "embed_tokens" in u.name) for part in (first, last)]
     assert [(u.uses, u.reads_in_backward) for u in by_rank] == [(1, 0), (1, 1)]
-    assert sum(u.hands_on > 0 for u in spec.units) == 3
+    assert sum(in_stage(u).boundary_width > 0 for u in spec.units) == 3
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_neox", "mixtral"])

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.hold.holding import Holding
 from rotorch.mesh import make_mesh
-from rotorch.parallel_model import Holding, ParallelModel
+from rotorch.parallel_model import ParallelModel
 from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
 from rotorch.strategies import parse_parallel
 from rotorch.train.checkpoint.saving import latest, load

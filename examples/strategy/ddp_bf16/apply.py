@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
-from torch import nn
-
-from ddp_bf16.plan import DDPBF16
 from rotorch.comm.collectives import all_reduce_each
-from rotorch.core.spec import ModelSpec
-from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
-from rotorch.hold.shards_holding import ShardsHolding
-from rotorch.parallel_model import Holding
-from rotorch.shard.sites import find_sites
+from rotorch.hold.holding import Holding, ShardsHolding
+from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_weights import ShardPlacement
 
 
 class DDPBF16Holding(ShardsHolding):
     """The whole model on every rank; gradients meet when the step is done."""
 
-    def __init__(
-        self, module: nn.Module, *, strategy: DDPBF16, spec: ModelSpec, mesh: Any, device: torch.device
-    ) -> None:
-        placements = [ShardPlacement.whole(weight, mesh=mesh) for weight in spec.weights]
-        super().__init__(module, ShardedWeights(placements, sites=find_sites(module), mesh=mesh, device=device))
-        self._mesh, self._rounds = mesh, strategy.bfloat16
+    def __init__(self, setup: Setup) -> None:
+        placements = [ShardPlacement.whole(weight, mesh=setup.mesh) for weight in setup.spec.weights]
+        super().__init__(setup.module, setup.shards(placements))
+        self._mesh, self._rounds = setup.mesh, setup.strategy.bfloat16
 
     def finish(self) -> None:
         self.shards.unused_count_as_zero()  # others may have used what this rank's passes did not
@@ -36,6 +26,6 @@ class DDPBF16Holding(ShardsHolding):
         super().finish()
 
 
-def apply(module: nn.Module, *, compiled: bool = False, **setup: Any) -> Holding:
-    """Holds `module` whole on every rank."""
-    return DDPBF16Holding(module, **setup)
+def apply(setup: Setup) -> Holding:
+    """Holds the model whole on every rank."""
+    return DDPBF16Holding(setup)

@@ -34,6 +34,7 @@ from rotorch.bench.tensor_memory import TensorMemory, measure_tensors
 from rotorch.bench.trace import RankTrace, trace_steps
 from rotorch.bench.wire import loopback_bytes
 from rotorch.comm.meter import Meter
+from rotorch.comm.transports.messages import Exchange
 from rotorch.core.first_failure import evidence_of
 from rotorch.parallelize import load_step_code
 from rotorch.process.host_memory import give_back_freed_memory
@@ -176,6 +177,18 @@ class _Rank:
             contender.forward_backward(step)
             contender.update()
         return clock.flops
+
+    def exchanges(self, num_bytes: int, count: int) -> list[float]:
+        """Seconds of each exchange of so many bytes: to the next rank, from the one before, at the same time."""
+        rank, size = self._place.rank, self._place.num_ranks
+        send, receive = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
+        taken = []
+        for _ in range(count):
+            self._wait_for_all()
+            start_s = time.perf_counter()
+            Exchange(send=send, to=(rank + 1) % size, receive=receive, source=(rank - 1) % size, group=None).wait()
+            taken.append(time.perf_counter() - start_s)
+        return taken
 
     def traffic(self) -> Traffic:
         """Runs one step and counts what is sent."""

@@ -102,7 +102,10 @@ class RowRanks:
         store = os.path.join(self._directory.name, "store")
         places = [Place(row, rank, num_ranks, store, timeout_s, os.getpid(), flops_per_s) for rank in range(num_ranks)]
         try:
-            if fresh or why_no_ranks_on_cpu():
+            why = why_no_ranks_on_cpu()
+            if hosts is not None and (fresh or why):
+                raise RankFailure(f"{row}: ranks on hosts of their own are forked, which cannot be done here: {why}")
+            if fresh or why:
                 self._start(task, places, environment=MALLOC_ENVIRONMENT if fresh else {})
             else:
                 self._fork(task, places, hosts=hosts)

@@ -18,6 +18,9 @@ import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from typing import TypeVar
+
+Note = TypeVar("Note")
 
 
 class Combine(StrEnum):
@@ -173,11 +176,7 @@ class Unit:
         added_once: names of biases that are added once, after the sum over slices; they belong to a REPLICATED unit.
         logits: whether one of its uses is a language model's head, whose products only a loss looks at.
         stages: the pipeline stages that use it, where there are any (see `core/stages.py`).
-        lent: whether another rank is home to it, and lends it for a step.
-        hands_on: features of the hidden states that enter and leave its stage, told of a stage's first unit only.
-        along_tokens: whether ranks that hold its slices have a stretch of the tokens each around it.
-        gathers: features of hidden states of which ranks have a stretch of the tokens each, and which become whole: in
-            forward and, of a gradient, in backward. Told of the first unit that needs it.
+        notes: what strategies keep about it for themselves: an object each, of a class of their own (see `note`).
     """
 
     name: str
@@ -190,10 +189,7 @@ class Unit:
     added_once: tuple[str, ...] = ()
     logits: bool = False
     stages: tuple[int, ...] = ()
-    lent: bool = False
-    hands_on: int = 0
-    along_tokens: bool = False
-    gathers: tuple[tuple[int, int], ...] = ()
+    notes: tuple[object, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -203,6 +199,14 @@ class Unit:
     def trained_bytes(self) -> int:
         """Bytes of the weights that get gradients, which are as large."""
         return sum(w.num_bytes for w in self.weights if w.trained)
+
+    def note(self, kind: type[Note]) -> Note | None:
+        """Returns what a strategy has noted about the unit, by the note's class; None if nothing."""
+        return next((note for note in self.notes if type(note) is kind), None)
+
+    def with_note(self, note: object) -> Unit:
+        """The same unit with a note, in place of the one of that class that was there."""
+        return replace(self, notes=(*(other for other in self.notes if type(other) is not type(note)), note))
 
     def slice_bytes(self, *, num_slices: int, index: int) -> int:
         """Returns the bytes of slice `index` of `num_slices` of this unit's weights."""

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.spec import ModelSpec, Unit, UnitKind
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
+
+
+@dataclass(frozen=True)
+class InStage:
+    """What a pipeline notes about a unit.
+
+    Attributes:
+        boundary_width: features of the hidden states that enter and leave its stage, told of a stage's first unit only.
+        borrowed: whether another rank owns it, whose values this rank gets for a step.
+    """
+
+    boundary_width: int = 0
+    borrowed: bool = False
+
+
+def in_stage(unit: Unit) -> InStage:
+    """Returns what a pipeline has noted about a unit."""
+    return unit.note(InStage) or InStage()
 
 
 def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:
@@ -41,7 +59,7 @@ def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:
     for number, unit in enumerate(units):
         if unit.stages[0] not in first:
             first.add(unit.stages[0])
-            units[number] = replace(unit, hands_on=spec.order.width)
+            units[number] = unit.with_note(InStage(boundary_width=spec.order.width))
     return replace(spec, units=tuple(units))
 
 
@@ -57,9 +75,8 @@ def of_stages(spec: ModelSpec, *, mine: Callable[[int], bool]) -> ModelSpec:
             weight = unit.weights[0]
             places = [order.place_of(name) for name in (weight.name, *weight.aliases)]
             here = [place for place in places if mine(unit.stages[0] if place < 0 else unit.stages[-1])]
-            unit = replace(
-                unit, uses=len(here), reads_in_backward=sum(p >= 0 for p in here), lent=not mine(unit.stages[0])
-            )
+            unit = replace(unit, uses=len(here), reads_in_backward=sum(p >= 0 for p in here))
+            unit = unit.with_note(replace(in_stage(unit), borrowed=not mine(unit.stages[0])))
         units.append(unit)
     return replace(spec, units=tuple(units))
 
@@ -112,9 +129,10 @@ def stage_transfers(
 ) -> tuple[Transfer, ...]:
     """The hidden states of one micro-batch that the rank at `position` sends on for a stage that begins with `unit`."""
     stage = unit.stages[0] if unit.stages else 0
-    if not unit.hands_on or rank_of(stage) != position:
+    width = in_stage(unit).boundary_width
+    if not width or rank_of(stage) != position:
         return ()
-    num_bytes = batch.num_rows * batch.num_tokens * unit.hands_on * batch.itemsize
+    num_bytes = batch.num_rows * batch.num_tokens * width * batch.itemsize
     neighbours = {Phase.FORWARD: stage + 1, Phase.BACKWARD: stage - 1}
     return tuple(
         Transfer(Kind.SEND, axis, phase, num_bytes, num_bytes)

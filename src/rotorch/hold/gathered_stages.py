@@ -30,10 +30,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.line import Line, Wait
 from rotorch.core.spec import ModelSpec, Unit
-from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
-from rotorch.hold.shards_holding import ShardsHolding
+from rotorch.hold.holding import ShardsHolding, StageHolding
+from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.shard.sharded_weight import ShardedWeight
-from rotorch.shard.sites import find_sites
 
 
 @dataclass(eq=False)
@@ -241,27 +241,23 @@ class GatheredStages(Memory):
         return found
 
 
-class StageShards(ShardsHolding):
+class StageShards(ShardsHolding, StageHolding):
     """This rank's rows of the weights of its stages.
 
     Args:
-        module: the model.
+        setup: of the strategy that holds them.
         spec: the units of this rank's stages.
         mesh: of the ranks that share them, one axis.
-        device: of this rank.
         reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
     """
 
     weight_gradients_wait = True
 
-    def __init__(
-        self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device, reshard: bool = True
-    ) -> None:
+    def __init__(self, setup: Setup, *, spec: ModelSpec, mesh: DeviceMesh, reshard: bool = True) -> None:
         line = Line.along(mesh, (mesh.mesh_dim_names or ("",))[0])
-        self._memory = GatheredStages(spec.units, line=line, device=device, reshard=reshard)
+        self._memory = GatheredStages(spec.units, line=line, device=setup.device, reshard=reshard)
         placements = [ShardPlacement.rows_of(weight, mesh=mesh) for weight in spec.weights]
-        sites = find_sites(module)
-        super().__init__(module, ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=self._memory))
+        super().__init__(setup.module, setup.shards(placements, memory=self._memory, mesh=mesh))
 
     def unshard(self, stage: int) -> None:
         self._memory.unshard(stage)
@@ -274,9 +270,3 @@ class StageShards(ShardsHolding):
 
     def sum_gradients(self, stage: int) -> None:
         self._memory.sum_gradients(stage)
-
-    def take_memory(self, name: str) -> None:
-        self.weights[name].take_memory()
-
-    def give_memory_back(self, name: str) -> None:
-        self.weights[name].give_memory_back()

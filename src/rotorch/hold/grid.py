@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
@@ -25,96 +24,61 @@ from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
 from rotorch.core.grid_memory import products
-from rotorch.core.grid_strategy import GridStrategy
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
 from rotorch.hold.flat_gradients import FlatGradients
 from rotorch.hold.gathered_blocks import GatheredBlocks
-from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
-from rotorch.hold.shards_holding import ShardsHolding
+from rotorch.hold.holding import Holding, ShardsHolding
+from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import sum_of_parts
 from rotorch.ops.grid_use import GridUse
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.summa import Grid
 from rotorch.ops.weight_proxy import WeightProxy
-from rotorch.parallel_model import Holding
 from rotorch.shard.sharded_weight import Piece, box_pieces
-from rotorch.shard.sites import find_sites
 
 
-def apply(
-    module: nn.Module,
-    *,
-    strategy: GridStrategy,
-    spec: ModelSpec,
-    mesh: DeviceMesh,
-    device: torch.device,
-    compiled: bool = False,
-) -> Holding:
-    """Cuts `module` into blocks over `mesh`, for every strategy on grids."""
-    if compiled:
-        raise ConfigError(f"{strategy}: its blocks travel in the middle of layers, so none is compiled. Leave it out")
-    return GridHolding(
-        module,
-        strategy=strategy.kind,
-        spec=spec,
-        mesh=mesh,
-        device=device,
-        transport=strategy.transport,
-        in_shards=strategy.in_shards,
-    )
+def apply(setup: Setup) -> Holding:
+    """Cuts the model into blocks over the mesh, for every strategy on grids."""
+    if setup.compiled:
+        raise ConfigError(
+            f"{setup.strategy}: its blocks travel in the middle of layers, so none is compiled. Leave it out"
+        )
+    return GridHolding(setup)
 
 
 class GridHolding(ShardsHolding):
-    """One rank's blocks on a square grid, which may be several layers deep.
+    """One rank's blocks on a square grid, which may be several layers deep."""
 
-    Args:
-        module: the model.
-        strategy: kind of the strategy, for errors.
-        spec: its units, with their cuts on a grid.
-        mesh: with the axes `DOWN`, `ACROSS`, and `DEPTH` if there are several layers.
-        device: of this rank.
-        transport: of blocks: "auto", "shared_memory" or "messages".
-        in_shards: layers share their blocks at rest.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        strategy: str,
-        spec: ModelSpec,
-        mesh: DeviceMesh,
-        device: torch.device,
-        transport: str,
-        in_shards: bool = False,
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
+        strategy, spec, mesh, sites = setup.strategy, setup.spec, setup.mesh, setup.sites
         self._mesh = mesh
         axes = mesh.mesh_dim_names or ()
-        make = partial(make_line, mesh, transport=transport, device=device)
+        make = partial(make_line, mesh, transport=strategy.transport, device=setup.device)
         self._depth = make(DEPTH) if DEPTH in axes else Line(DEPTH, 1, 0, None)
         self.grid = Grid(make(DOWN), make(ACROSS))
         self._rank = 0
         for line in self._all_lines():
             self._rank = self._rank * line.size + line.position
-        sites, parameters = find_sites(module), dict(module.named_parameters())
+        parameters = dict(setup.module.named_parameters())
         self._sizes = {"size": self.grid.down.size, "row": self.grid.down.position, "column": self.grid.across.position}
         placements = [self._placement(w, axes=axes) for w in spec.weights]
         sums = {w.name: self._sums(w) for w in spec.weights}
         memory: Memory
-        if in_shards and self._depth.size > 1:
+        if strategy.in_shards and self._depth.size > 1:
             memory = GatheredBlocks(placements, depth=self._depth, sums=sums)
             placements = memory.placements(mesh=mesh)
         else:
-            memory = FlatGradients(sums=sums, homes=self._homes(spec, parameters=parameters, device=device))
-        shards = ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=memory)
-        super().__init__(module, shards)
+            memory = FlatGradients(sums=sums, homes=self._homes(spec, parameters=parameters, device=setup.device))
+        shards = setup.shards(placements, memory=memory)
+        super().__init__(setup.module, shards)
         heads = {w.name for u in spec.units if u.logits for w in u.weights}
         for weight in spec.weights:
             if weight.grid is not None and (weight.grid.rows is not None or weight.grid.whole_output):
                 block = shards.leaves[weight.name]
                 biased = f"{weight.name.removesuffix('weight')}bias" in parameters
-                use = GridUse(weight, block, self.grid, strategy, head=weight.name in heads, biased=biased)
+                use = GridUse(weight, block, self.grid, strategy.kind, head=weight.name in heads, biased=biased)
                 shards.replace(weight.name, WeightProxy(use, like=block))
         for weight in spec.weights:
             if weight.grid is not None and weight.grid.sums and self.grid.across.size > 1:

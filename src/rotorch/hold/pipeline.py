@@ -4,9 +4,9 @@ Another Holding, `inner`, holds the units of this rank's stages. A weight of oth
 same, of which this rank has nothing: so names, optimizers, clipping and checkpoints are those of any layout.
 
 [Note: weights of two stages]
-    An embedding tied to a head is used in the first stage and in the last. Its home is the first. The last has a guest,
-    lent by its own `inner`, which gets the values of the home when a step starts, and sends its gradient home at the
-    end: as many bytes as a sum of gradients, one optimizer state, and values that cannot drift apart.
+    An embedding tied to a head is used in the first stage and in the last. The first owns it. The last borrows it: its
+    own `inner` has memory for it, which gets the owner's values when a step starts, and its gradient goes to the owner
+    at the end: as many bytes as a sum of gradients, one optimizer state, and values that cannot drift apart.
 """
 
 from __future__ import annotations
@@ -24,46 +24,31 @@ from torch.distributed.tensor import Replicate, Shard
 from rotorch.comm.observe import Doing, Observer
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.spec import ModelSpec, UnitKind, Weight
+from rotorch.hold.holding import OuterHolding, Result, ShardsHolding, StageHolding
+from rotorch.hold.inner_memory import InnerMemory
 from rotorch.hold.pipeline_step import PipelineStep, Watch
-from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
-from rotorch.hold.shards_holding import ShardsHolding
+from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.mesh import sum_in_one_message
-from rotorch.models.blocks import recompute_blocks
-from rotorch.models.compiled import compile_blocks
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule
 from rotorch.ops.later_gradients import LaterGradients
-from rotorch.parallel_model import Holding, OuterHolding, Result
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind, Schedule
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces, dtensor_at_rest, dtensor_like
-from rotorch.shard.sites import find_sites
+from rotorch.shard.sharded_weight import cut_pieces, dtensor_like
 
 
-class WholeStages(ShardsHolding):
-    """The weights of this rank's stages, whole: what is inside of a pipeline if nothing else is.
-
-    Args:
-        module: the model.
-        spec: the units of this rank's stages.
-        mesh: of the pipeline.
-        device: where to hold them.
-    """
+class WholeStages(ShardsHolding, StageHolding):
+    """The weights of this rank's stages, whole: what is inside of a pipeline if nothing else is."""
 
     weight_gradients_wait = True
 
-    def __init__(self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
+    def __init__(self, setup: Setup, *, spec: ModelSpec) -> None:
         placements = [
             ShardPlacement(w, cut_pieces(w, num_slices=1, index=0), w.shape, (Replicate(),)) for w in spec.weights
         ]
-        super().__init__(module, ShardedWeights(placements, sites=find_sites(module), mesh=mesh, device=device))
-
-    def take_memory(self, name: str) -> None:
-        self.weights[name].take_memory()
-
-    def give_memory_back(self, name: str) -> None:
-        self.weights[name].give_memory_back()
+        super().__init__(setup.module, setup.shards(placements))
 
 
 class PipelineHolding(OuterHolding):
@@ -71,146 +56,108 @@ class PipelineHolding(OuterHolding):
 
     Args:
         inner: holds the units of this rank's stages.
-        module: the model.
-        spec: all its units, with the stages that use each.
-        strategy: says which stages there are, which rank has which, and the table of a step.
+        setup: of the strategy that cuts the model: its `strategy` says which stages there are, which rank has which,
+            and the table of a step; its `spec` has all units, with the stages that use each.
         mesh: of the pipeline, one axis.
-        inside: the axes of the pipeline and of `inner`.
-        device: of this rank.
     """
 
-    def __init__(
-        self,
-        inner: Holding,
-        *,
-        module: nn.Module,
-        spec: ModelSpec,
-        strategy: StageStrategy,
-        mesh: DeviceMesh,
-        inside: DeviceMesh,
-        device: torch.device,
-    ) -> None:
+    _inner: StageHolding
+
+    def __init__(self, inner: StageHolding, *, setup: Setup, mesh: DeviceMesh) -> None:
         super().__init__(inner)
+        strategy, spec = setup.strategy, setup.spec
+        inside = setup.mesh if setup.inside is None else setup.inside
         self.no_plain_call = (
             f"{strategy}: a forward of one rank ends where its stage does, so the model is not called: write "
             "model.forward_backward(micro_batches, loss=...), and model.evaluate or model.predict without gradients"
         )
-        self._strategy = strategy
+        self._strategy: StageStrategy = strategy
         self._tables: dict[int, Schedule] = {}
         self._watch: Watch | None = None
-        self._mesh, self._inside, self._device = mesh, inside, device
-        sum_in_one_message(inside, device=device)
+        self._mesh, self._inside = mesh, inside
+        sum_in_one_message(inside, device=setup.device)
         self._position = mesh.get_local_rank()
-        self._staged = StagedModule(module, order=spec.order, parts=strategy.parts_of(spec))
+        self._staged = StagedModule(setup.module, order=spec.order, parts=strategy.parts_of(spec))
         # Layers inside of other strategies are run by those: their gradients are all computed at once.
-        self._later = LaterGradients(module) if inner.weight_gradients_wait and strategy.splits_backward else None
-        self._messages = StageMessages(mesh, device=device)
+        self._later = LaterGradients(setup.module) if inner.weight_gradients_wait and strategy.splits_backward else None
+        self._messages = StageMessages(mesh, device=setup.device)
         if inner.loss_scale != 1.0:
             raise AssertionError("the last stage's backward begins with the loss as it is")
-        sites, parameters = find_sites(module), dict(module.named_parameters())
-        homes = {w.name: strategy.rank_of(u.stages[0]) for u in spec.units for w in u.weights}
-        self._homes = {name for name, home in homes.items() if home == self._position}
-        self._guests: list[tuple[str, int]] = []
-        """Weights of stages on two ranks: their names, and the position of the other rank."""
+        owners = {w.name: strategy.rank_of(u.stages[0]) for u in spec.units for w in u.weights}
+        self._owned = {name for name, owner in owners.items() if owner == self._position}
+        self._shared: list[tuple[str, int]] = []
+        """Weights of stages on two ranks, names and positions of the other rank: of a borrower, or of the owner."""
         for unit in spec.units:
-            home, *others = dict.fromkeys(strategy.rank_of(stage) for stage in unit.stages)
-            if self._position == home:
-                self._guests += [(w.name, other) for w in unit.weights for other in others]
+            owner, *others = dict.fromkeys(strategy.rank_of(stage) for stage in unit.stages)
+            if self._position == owner:
+                self._shared += [(w.name, other) for w in unit.weights for other in others]
             elif self._position in others:
-                self._guests += [(w.name, home) for w in unit.weights]
+                self._shared += [(w.name, owner) for w in unit.weights]
         replicated = [w.name for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
         replicates = any(inner.weights[name].num_holders > 1 for name in replicated if name in inner.weights)
-        self.weights = {
-            w.name: self._held(w, parameters[w.name], whole=replicates and w.name in set(replicated))
-            for w in spec.weights
-        }
-        self._sites = [(site, name) for name in self.weights for site in sites[name]]
-        self._take_back()
-        self._forget_guests()
+        memory = InnerMemory(inner.weights, owned=self._owned)
+        placements = [self._placement(w, whole=replicates and w.name in set(replicated)) for w in spec.weights]
+        self.shards = setup.shards(placements, memory=memory, mesh=inside)
+        self.weights = self.shards.held
+        self._free_borrowed()
 
-    def _held(self, weight: Weight, source: nn.Parameter, *, whole: bool) -> ShardedWeight:
+    def _placement(self, weight: Weight, *, whole: bool) -> ShardPlacement:
         """A weight as part of what all ranks of the pipeline have; cut in name only."""
-        inner = self._inner.weights[weight.name] if weight.name in self._homes else None
-        if inner is None:
-            local = torch.empty((0, *weight.shape[1:]), dtype=source.dtype, device=self._device)
-        else:
-            local = inner.local
-        placements = [Shard(0), *[Replicate() if whole else Shard(0)] * (self._inside.ndim - 1)]
-        at_rest = dtensor_at_rest(local, shape=weight.shape, mesh=self._inside, placements=placements)
-        parameter = nn.Parameter(at_rest, requires_grad=source.requires_grad)
-        if inner is None:
-            return ShardedWeight(weight, local, (), parameter)
-        return ShardedWeight(weight, local, inner.pieces, parameter, inner.num_holders, inner.holder)
+        placements = (Shard(0), *[Replicate() if whole else Shard(0)] * (self._inside.ndim - 1))
+        if weight.name not in self._owned:
+            return ShardPlacement(weight, (), (0, *weight.shape[1:]), placements)
+        inner = self._inner.weights[weight.name]
+        return ShardPlacement(
+            weight, inner.pieces, tuple(inner.local.shape), placements, inner.num_holders, inner.holder
+        )
 
     # ---------------------------------------------------------------- lending
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
         try:
-            with self._inner.lend() as callee:
+            with self.shards.unsharded(), self._inner.lend() as callee:
                 yield callee
-        except BaseException:
-            if any(self._is_gone_inside(name) for name in self._homes):
-                for held in self.weights.values():
-                    held.parameter.grad = None
-            raise
         finally:
-            self._take_back()
-            self._forget_guests()
+            self._free_borrowed()
 
-    def _is_gone_inside(self, name: str) -> bool:
-        """Whether a gradient that was there before this pass has been dropped by the inner holding: the same memory."""
-        ours, inner = self.weights[name].parameter, self._inner.weights[name].parameter
-        return ours.grad is not None and inner.grad is None
-
-    def _forget_guests(self) -> None:
-        for name in self._inner.weights.keys() - self._homes:
-            self._inner.give_memory_back(name)
-
-    def _take_back(self) -> None:
-        for site, name in self._sites:
-            site.put(self.weights[name].parameter)
+    def _free_borrowed(self) -> None:
+        for name in self._inner.weights.keys() - self._owned:
+            self._inner.weights[name].free()
 
     def start(self) -> None:
-        for name, inner in self._inner.weights.items():
-            held = self.weights[name]
-            inner.parameter.requires_grad_(held.parameter.requires_grad)
-            before = held.local_grad if name in self._homes else None  # a guest's is nobody's but this step's
-            if before is None:
-                inner.parameter.grad = None
-            elif inner.local_grad is None or inner.local_grad.data_ptr() != before.data_ptr():
-                inner.parameter.grad = dtensor_like(inner.parameter, before)
-        self._values_to_guests()
+        self.shards.start()
+        self._values_to_borrowers()
         self._inner.start()
 
-    def _values_to_guests(self) -> None:
+    def _values_to_borrowers(self) -> None:
         """All ranks of the pipeline (see [Note: weights of two stages])."""
-        mine = [(other, self._inner.weights[name].local) for name, other in self._guests if name in self._homes]
-        guests = [(home, name) for name, home in self._guests if name not in self._homes]
-        for _, name in guests:
-            self._inner.take_memory(name)
-        theirs = [(home, self._inner.weights[name].local) for home, name in guests]
+        mine = [(other, self._inner.weights[name].local) for name, other in self._shared if name in self._owned]
+        borrowed = [(owner, name) for name, owner in self._shared if name not in self._owned]
+        for _, name in borrowed:
+            self._inner.weights[name].allocate()
+        theirs = [(owner, self._inner.weights[name].local) for owner, name in borrowed]
         self._messages.exchange(mine, theirs)
-        if guests:
+        if borrowed:
             self._inner.values_changed()
-            self._inner.guests_came()
+            self._inner.borrowed_ready()
 
-    def _gradients_of_guests(self) -> None:
+    def _gradients_to_owners(self) -> None:
         """All ranks of the pipeline."""
-        trained = [(name, other) for name, other in self._guests if self.weights[name].parameter.requires_grad]
+        trained = [(name, other) for name, other in self._shared if self.weights[name].parameter.requires_grad]
         outgoing: list[tuple[int, Tensor]] = []
         incoming: list[tuple[int, Tensor]] = []
         for name, other in trained:
             inner = self._inner.weights[name]
-            if name in self._homes:
+            if name in self._owned:
                 incoming.append((other, torch.empty_like(inner.local)))
             else:
                 found = inner.local_grad
                 outgoing.append((other, torch.zeros_like(inner.local) if found is None else found.contiguous()))
                 inner.parameter.grad = None
         self._messages.exchange(outgoing, incoming)
-        home = [name for name, _ in trained if name in self._homes]
-        for name, (_, gradient) in zip(home, incoming, strict=True):
+        mine = [name for name, _ in trained if name in self._owned]
+        for name, (_, gradient) in zip(mine, incoming, strict=True):
             inner = self._inner.weights[name]
             if inner.local_grad is None:
                 inner.parameter.grad = dtensor_like(inner.parameter, gradient)
@@ -219,13 +166,8 @@ class PipelineHolding(OuterHolding):
 
     def finish(self) -> None:
         self._inner.finish()
-        self._gradients_of_guests()
-        for name, held in self.weights.items():
-            if held.parameter.requires_grad:
-                found = self._inner.weights[name].local_grad if name in self._homes else None
-                # What no pass used counts as zeros: no rank knows what those of other stages have used.
-                gradient = torch.zeros_like(held.local) if found is None else found
-                held.parameter.grad = dtensor_like(held.parameter, gradient)
+        self._gradients_to_owners()
+        self.shards.finish()
 
     # ---------------------------------------------------------------- running
 
@@ -301,38 +243,21 @@ class PipelineHolding(OuterHolding):
         )
 
 
-def hold_stages(
-    module: nn.Module,
-    *,
-    strategy: StageStrategy,
-    spec: ModelSpec,
-    mesh: DeviceMesh,
-    device: torch.device,
-    compiled: bool,
-    alone: Callable[[ModelSpec], Holding],
-    inner: Holding | None,
-    inside: DeviceMesh,
-) -> PipelineHolding:
-    """Cuts a model into stages; `inner` holds those of this rank, or what `alone` makes for their units.
+def hold_stages(setup: Setup, *, mesh: DeviceMesh, alone: Callable[[ModelSpec], StageHolding]) -> PipelineHolding:
+    """Cuts a model into stages; what is inside holds those of this rank, or what `alone` makes for their units.
 
     Args:
-        module: the model.
-        strategy: says which stages there are.
-        spec: all units of the model, with the stages that use each.
+        setup: of the strategy.
         mesh: of the pipeline, one axis.
-        device: of this rank.
-        compiled: run blocks by torch.compile; what `inner` runs is up to it.
         alone: holds units if no other strategy does.
-        inner: what another strategy holds.
-        inside: the axes of the pipeline and of what holds its stages.
     """
+    inner, strategy = setup.inner, setup.strategy
     if inner is None:
-        if compiled:
-            compile_blocks(module)
-        if strategy.recompute == "block":
-            recompute_blocks(module, strategy=strategy.kind)
-        inner = alone(strategy.part_of(spec, position=mesh.get_local_rank() * strategy.ranks_per_stage))
-    return PipelineHolding(inner, module=module, spec=spec, strategy=strategy, mesh=mesh, inside=inside, device=device)
+        setup.prepare_blocks()
+        inner = alone(strategy.part_of(setup.spec, position=mesh.get_local_rank() * strategy.ranks_per_stage))
+    if not isinstance(inner, StageHolding):
+        raise AssertionError(f"{type(inner).__name__} cannot be inside of a pipeline")
+    return PipelineHolding(inner, setup=setup, mesh=mesh)
 
 
 def _forwards(strategy: StageStrategy, *, num_micro_batches: int) -> Schedule:

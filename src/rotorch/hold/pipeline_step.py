@@ -19,10 +19,10 @@ from torch import Tensor
 from rotorch.comm.stage_messages import HEARD, StageMessages
 from rotorch.comm.whereabouts import Operation, Whereabouts, at
 from rotorch.core.errors import HeardFailure, RankFailure
+from rotorch.hold.holding import StageHolding
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule, StageOutput
 from rotorch.ops.later_gradients import LaterGradients
-from rotorch.parallel_model import Holding
 from rotorch.pipelining.actions import COMPUTE, MESSAGES, SENDS, Action, ActionKind, Schedule, counterpart, peer_stage
 
 Watch = Callable[[Action], AbstractContextManager[None]]
@@ -48,7 +48,7 @@ class PipelineStep:
 
     def __init__(
         self,
-        inner: Holding,
+        inner: StageHolding,
         *,
         staged: StagedModule,
         messages: StageMessages,

@@ -88,6 +88,10 @@ class Memory:
         """Memory for a shard; None: it gets a tensor of its own."""
         return None
 
+    def has_values(self, name: str) -> bool:
+        """Whether the memory of a shard has its values; if not, they are taken from the module, if it has any."""
+        return False
+
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter | None:
         """The plain parameter that a pass computes with; None: the strategy puts something else into the module."""
         return nn.Parameter(held.local, requires_grad=held.parameter.requires_grad)
@@ -160,7 +164,8 @@ class ShardedWeights:
             found = sites[placement.weight.name]
             source = found[0].get()
             assert source is not None
-            local, shape = self._filled(placement, source, device=device), placement.weight.shape
+            given, shape = self._memory.shard(placement), placement.weight.shape
+            local = self._filled(placement, source, given=given, device=device)
             at_rest = dtensor_at_rest(local, shape=shape, mesh=mesh, placements=placement.placements)
             held = ShardedWeight(
                 placement.weight,
@@ -170,6 +175,7 @@ class ShardedWeights:
                 num_holders=placement.num_holders,
                 holder=placement.holder,
                 sites=found,
+                owns_storage=local.untyped_storage().nbytes() == local.nbytes and given is None,
             )
             held.leaf = self._memory.leaf(placement, held)
             held.in_pass = held.parameter if held.leaf is None else held.leaf
@@ -177,15 +183,16 @@ class ShardedWeights:
             self.held[held.name] = held
         self._frozen = [held for held in self.held.values() if not held.parameter.requires_grad]
 
-    def _filled(self, placement: ShardPlacement, source: Tensor, *, device: torch.device) -> Tensor:
-        """A shard with the values that the module's parameter has, if it has any."""
-        local = self._memory.shard(placement)
-        if local is None and not source.is_meta and placement.is_whole:
+    def _filled(
+        self, placement: ShardPlacement, source: Tensor, *, given: Tensor | None, device: torch.device
+    ) -> Tensor:
+        """A shard, in memory that is given or its own, with the values that the module's parameter has, if any."""
+        if given is None and not source.is_meta and placement.is_whole:
             return source.detach().to(device)
-        if local is None:
-            local = torch.empty(placement.shape, dtype=source.dtype, device=device)
-        for piece in () if source.is_meta else placement.pieces:
-            piece.of_local(local).copy_(piece.of_whole(source.detach()))
+        local = torch.empty(placement.shape, dtype=source.dtype, device=device) if given is None else given
+        if not source.is_meta and not self._memory.has_values(placement.weight.name):
+            for piece in placement.pieces:
+                piece.of_local(local).copy_(piece.of_whole(source.detach()))
         return local
 
     @property

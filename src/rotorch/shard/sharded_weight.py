@@ -156,6 +156,7 @@ class ShardedWeight:
         leaf: the plain parameter that a pass computes with and leaves a gradient in, if there is one.
         earlier: a copy of the gradient that was there before a step, because the user had not cleared it. It is added
             to the step's own, or put back if the step breaks off.
+        owns_storage: whether nothing else lies in the storage of `local`.
     """
 
     weight: Weight
@@ -168,6 +169,7 @@ class ShardedWeight:
     in_pass: Tensor | None = None
     leaf: nn.Parameter | None = None
     earlier: Tensor | None = None
+    owns_storage: bool = False
     _attached: tuple[int, DTensor] | None = None
     """A gradient that stays where it is from step to step: its address, and the DTensor over it."""
 
@@ -248,13 +250,15 @@ class ShardedWeight:
 
     # ---------------------------------------------------------------- memory
 
-    def take_memory(self) -> None:
-        """Gives `local`, which has a storage of its own, its memory back after `give_memory_back`; not its values."""
-        self.local.untyped_storage().resize_(self.local.nbytes)
+    def allocate(self) -> None:
+        """Gives `local` its memory back after `free`; not its values."""
+        if self.owns_storage:
+            self.local.untyped_storage().resize_(self.local.nbytes)
 
-    def give_memory_back(self) -> None:
-        """Frees the memory of `local`; whatever shares its storage keeps its shape and has no values."""
-        self.local.untyped_storage().resize_(0)
+    def free(self) -> None:
+        """Frees the memory of `local`, unless others lie in it; what shares its storage is there without values."""
+        if self.owns_storage:
+            self.local.untyped_storage().resize_(0)
 
 
 class Pieces(Tensor):

@@ -11,17 +11,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import Combine, GridCut, ModelSpec, Unit, UnitKind, Weight
-from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
-from rotorch.hold.shards_holding import ShardsHolding
+from rotorch.core.spec import Combine, GridCut, Unit, UnitKind, Weight
+from rotorch.hold.holding import Holding, ShardsHolding
+from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import Boundary, sum_of_parts
 from rotorch.ops.own_shard import OwnShard
@@ -29,41 +28,29 @@ from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.plane_use import Plane, PlaneUse, Role
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.weight_proxy import WeightProxy
-from rotorch.parallel_model import Holding
 from rotorch.shard.sharded_weight import box_pieces
-from rotorch.shard.sites import find_sites
-from rotorch.strategies.atp.plan import ATP, AtpPlace, is_column
+from rotorch.strategies.atp.plan import AtpPlace, is_column
 
 
-def apply(
-    module: nn.Module,
-    *,
-    strategy: ATP,
-    spec: ModelSpec,
-    mesh: DeviceMesh,
-    device: torch.device,
-    compiled: bool = False,
-) -> Holding:
-    """Cuts `module` into blocks over the two axes of `mesh`."""
-    if compiled:
-        raise ConfigError(f"{strategy}: sums lie in the middle of modules, so none is compiled. Leave it out")
-    return ATPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device)
+def apply(setup: Setup) -> Holding:
+    """Cuts the model into blocks over the two axes of the mesh."""
+    if setup.compiled:
+        raise ConfigError(f"{setup.strategy}: sums lie in the middle of modules, so none is compiled. Leave it out")
+    return ATPHolding(setup)
 
 
 class ATPHolding(ShardsHolding):
     """One rank's blocks, and the weights that are whole on every rank."""
 
-    def __init__(
-        self, module: nn.Module, *, strategy: ATP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
+        module, strategy, spec, mesh, sites = setup.module, setup.strategy, setup.spec, setup.mesh, setup.sites
         self._mesh = mesh
         self._strategy = strategy
         interior, features = (Line.along(mesh, axis) for axis in (strategy.interior_axis, strategy.feature_axis))
         self._place = AtpPlace(interior.position, interior.size, features.position, features.size)
         self.plane = Plane(interior, features, strategy.chunks)
-        sites = find_sites(module)
         placements = [self._placement(w) for w in spec.weights]
-        shards = ShardedWeights(placements, sites=sites, mesh=mesh, device=device)
+        shards = setup.shards(placements)
         super().__init__(module, shards)
         self._partial = [w.name for w in spec.weights if w.beside_slices]
         for name in {name for u in spec.units for name in u.added_once}:

@@ -15,29 +15,23 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.comm.collectives import all_reduce_each
-from rotorch.core.spec import ModelSpec
-from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
-from rotorch.hold.shards_holding import ShardsHolding
-from rotorch.models.blocks import recompute_blocks
-from rotorch.models.compiled import compile_blocks
+from rotorch.hold.holding import Holding, OuterHolding, Result, ShardsHolding
+from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.models.losses import Batch
-from rotorch.parallel_model import Holding, OuterHolding, Result
-from rotorch.shard.sites import find_sites
-from rotorch.strategies.ddp.plan import DDP
 
 
 class DDPHolding(ShardsHolding):
     """The whole model on every rank; torch's DDP sums gradients in buckets, under backward."""
 
-    def __init__(self, module: nn.Module, *, spec: ModelSpec, mesh: DeviceMesh, device: torch.device) -> None:
-        placements = [ShardPlacement.whole(weight, mesh=mesh) for weight in spec.weights]
+    def __init__(self, setup: Setup) -> None:
+        placements = [ShardPlacement.whole(weight, mesh=setup.mesh) for weight in setup.spec.weights]
         memory = Memory(gradients_stay=True)  # in DDP's buckets
-        sites = find_sites(module)
-        super().__init__(module, ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=memory))
-        self._mesh = mesh
+        super().__init__(setup.module, setup.shards(placements, memory=memory))
+        self._mesh = setup.mesh
         self._wrapped: DistributedDataParallel | None = None
         self._for_calls = False
-        self.loss_scale = float(mesh.size())  # DDP averages; the rule here is to sum
+        self.loss_scale = float(setup.mesh.size())  # DDP averages; the rule here is to sum
 
     @contextmanager
     def lend(self) -> Iterator[nn.Module]:
@@ -141,22 +135,9 @@ class ReplicatedHolding(OuterHolding):
         return self._inner.gradients()
 
 
-def apply(
-    module: nn.Module,
-    *,
-    strategy: DDP,
-    spec: ModelSpec,
-    mesh: DeviceMesh,
-    device: torch.device,
-    compiled: bool = False,
-    inner: Holding | None = None,
-    inside: DeviceMesh | None = None,
-) -> Holding:
-    """Holds `module` whole on every rank of `mesh`, or replicates what `inner` holds."""
-    if inner is not None:
-        return ReplicatedHolding(inner, mesh=mesh)
-    if compiled:
-        compile_blocks(module)
-    if strategy.recompute == "block":
-        recompute_blocks(module, strategy=strategy.kind)
-    return DDPHolding(module, spec=spec, mesh=mesh, device=device)
+def apply(setup: Setup) -> Holding:
+    """Holds the model whole on every rank, or replicates what the strategy inside holds."""
+    if setup.inner is not None:
+        return ReplicatedHolding(setup.inner, mesh=setup.mesh)
+    setup.prepare_blocks()
+    return DDPHolding(setup)

@@ -8,33 +8,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
-from rotorch.core.spec import ModelSpec
 from rotorch.hold.gathered_stages import StageShards
+from rotorch.hold.holding import Holding
+from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_weights import ShardPlacement
-from rotorch.models.blocks import recompute_blocks, repeated_blocks
-from rotorch.models.compiled import compile_blocks
-from rotorch.parallel_model import Holding
+from rotorch.models.blocks import repeated_blocks
 from rotorch.shard.sharded_weight import ShardedWeight
-from rotorch.shard.sites import find_sites
-from rotorch.strategies.fsdp.plan import FSDP
 
 
 class FSDPHolding(Holding):
     """The model under `fully_shard`: gathered block by block for a pass, sharded along dim 0 at rest."""
 
-    def __init__(
-        self, module: nn.Module, *, strategy: FSDP, spec: ModelSpec, mesh: DeviceMesh, device: torch.device
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
+        module, mesh, strategy = setup.module, setup.mesh, setup.strategy
         self._module = module
         self.loss_scale = float(mesh.size())  # fully_shard averages; the rule here is to sum
         on_meta = any(p.is_meta for p in module.parameters())
-        if strategy.recompute == "block":
-            recompute_blocks(module, strategy=strategy.kind)
         for block in repeated_blocks(module):
             block.register_forward_hook(_return_no_views)
             fully_shard(block, mesh=mesh, reshard_after_forward=strategy.reshard)
@@ -42,12 +35,10 @@ class FSDPHolding(Holding):
         fully_shard(module, mesh=mesh, reshard_after_forward=strategy.reshard)
         if on_meta:
             # _apply is what nn.Module.to_empty calls; here only parameters that have no memory yet get some.
-            module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-        sites = find_sites(module)
+            module._apply(lambda t: torch.empty_like(t, device=setup.device) if t.is_meta else t.to(setup.device))
         self.weights = {}
-        for weight in spec.weights:
-            site = sites[weight.name][0]
-            parameter = site.module._parameters[site.attribute]
+        for weight in setup.spec.weights:
+            parameter = setup.sites[weight.name][0].get()
             if not isinstance(parameter, DTensor):
                 raise AssertionError(f"{weight.name} is no DTensor under fully_shard")
             local = parameter.to_local().detach()
@@ -86,20 +77,9 @@ def _return_no_views(_: nn.Module, __: Any, output: Any) -> Any:
     return tree_unflatten([leaf.clone() if view else leaf for leaf, view in zip(leaves, views, strict=True)], tree)
 
 
-def apply(
-    module: nn.Module,
-    *,
-    strategy: FSDP,
-    spec: ModelSpec,
-    mesh: DeviceMesh,
-    device: torch.device,
-    compiled: bool = False,
-) -> Holding:
-    """Shards `module` over `mesh`; inside a pipeline, its stages, which are gathered when that says so."""
-    if compiled:
-        compile_blocks(module)
-    if any(unit.stages for unit in spec.units):
-        if strategy.recompute == "block":
-            recompute_blocks(module, strategy=strategy.kind)
-        return StageShards(module, spec=spec, mesh=mesh, device=device, reshard=strategy.reshard)
-    return FSDPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device)
+def apply(setup: Setup) -> Holding:
+    """Shards the model; inside a pipeline, its stages, which are gathered when that says so."""
+    setup.prepare_blocks()
+    if any(unit.stages for unit in setup.spec.units):
+        return StageShards(setup, spec=setup.spec, mesh=setup.mesh, reshard=setup.strategy.reshard)
+    return FSDPHolding(setup)

@@ -15,6 +15,25 @@ from rotorch.core.traffic import MicroBatch, Phase, Transfer, all_gather, reduce
 
 
 @dataclass(frozen=True)
+class TokensCut:
+    """What is noted about a unit where activations between modules are cut along the sequence.
+
+    Attributes:
+        around: whether ranks that hold its slices have a stretch of the tokens each around it.
+        gathers: features of hidden states of which ranks have a stretch of the tokens each, and which become whole: in
+            forward and, of a gradient, in backward. Told of the first unit that needs it.
+    """
+
+    around: bool = False
+    gathers: tuple[tuple[int, int], ...] = ()
+
+
+def tokens_cut(unit: Unit) -> TokensCut:
+    """Returns what has been noted about a unit."""
+    return unit.note(TokensCut) or TokensCut()
+
+
+@dataclass(frozen=True)
 class Children:
     """The children of layers that have matrices.
 
@@ -68,7 +87,8 @@ def with_tokens_cut(spec: ModelSpec) -> ModelSpec:
         if unit.kind is UnitKind.REPLICATED:
             weights = tuple(replace(w, beside_slices=w.beside_slices or is_part(w, spec, found)) for w in weights)
         gathers = tuple(widths for w in unit.weights for widths in gathered.get(w.name, ()))
-        return replace(unit, weights=weights, gathers=gathers, along_tokens=unit.name in found.on_slices)
+        note = TokensCut(around=unit.name in found.on_slices, gathers=gathers)
+        return replace(unit, weights=weights).with_note(note)
 
     return replace(spec, units=tuple(map(described, spec.units)))
 
@@ -140,10 +160,11 @@ def stretches_sent(
     def scatter(width: int, phase: Phase) -> Transfer:
         return reduce_scatter(size * width * column, axis=axis, size=size, phase=phase)
 
-    for forward, backward in unit.gathers:
+    note = tokens_cut(unit)
+    for forward, backward in note.gathers:
         yield gather(forward, Phase.FORWARD)
         yield gather(backward, Phase.BACKWARD)
-    if unit.along_tokens:
+    if note.around:
         yield gather(width_in, Phase.FORWARD)
         yield scatter(width_out, Phase.FORWARD)
         yield gather(width_out, Phase.BACKWARD)

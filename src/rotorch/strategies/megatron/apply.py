@@ -11,16 +11,15 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import common_seed
 from rotorch.comm.shared_line import make_line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
-from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
-from rotorch.hold.shards_holding import ShardsHolding
+from rotorch.hold.holding import Holding, ShardsHolding, StageHolding
+from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.describe import module_declares
 from rotorch.ops.along_tokens import OnAllTokens, StretchBoundary, TokenStretch, refuse_hidden_states
 from rotorch.ops.conjugates import Boundary, PartlySynced
@@ -29,57 +28,38 @@ from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.shard_use import ShardUse
 from rotorch.ops.weight_proxy import WeightProxy
-from rotorch.parallel_model import Holding
-from rotorch.shard.sites import find_sites
-from rotorch.strategies.megatron.along_tokens import children
+from rotorch.strategies.megatron.along_tokens import children, tokens_cut
 from rotorch.strategies.megatron.plan import Megatron
 
 _log = logging.getLogger(__name__)
 
 
-def apply(
-    module: nn.Module,
-    *,
-    strategy: Megatron,
-    spec: ModelSpec,
-    mesh: DeviceMesh,
-    device: torch.device,
-    compiled: bool = False,
-) -> Holding:
-    """Cuts `module` over the ranks of `mesh`."""
-    return MegatronHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device, compiled=compiled)
+def apply(setup: Setup) -> Holding:
+    """Cuts the model over the ranks of the mesh."""
+    return MegatronHolding(setup)
 
 
-class MegatronHolding(ShardsHolding):
+class MegatronHolding(ShardsHolding, StageHolding):
     """One rank's slices, and the weights that are whole on every rank."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        strategy: Megatron,
-        spec: ModelSpec,
-        mesh: DeviceMesh,
-        device: torch.device,
-        compiled: bool = False,
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
+        module, strategy, spec, mesh, sites = setup.module, setup.strategy, setup.spec, setup.mesh, setup.sites
         self._mesh = mesh
         if mesh.size() > 1 and mesh.get_rank() == 0:
             _tell(spec, strategy=strategy)
-        sites = find_sites(module)
         placements = [
             (ShardPlacement.whole if u.kind is UnitKind.REPLICATED else ShardPlacement.slice_of)(w, mesh=mesh)
             for u in spec.units
             for w in u.weights
         ]
-        shards = ShardedWeights(placements, sites=sites, mesh=mesh, device=device)
+        shards = setup.shards(placements)
         super().__init__(module, shards)
         for name in {name for u in spec.units for name in u.added_once}:
             shards.replace(name, None)
         equal = not strategy.changes_the_model
         whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
         self._partial = [w.name for w in whole if w.beside_slices or not equal]
-        self._line = line = make_line(mesh, "megatron", transport=strategy.transport, device=device)
+        self._line = line = make_line(mesh, "megatron", transport=strategy.transport, device=setup.device)
         boundary = Boundary(line) if equal else PartlySynced(line, num_synced=strategy.num_synced)
         stretch = TokenStretch(line) if strategy.token_axes else None
         if equal:
@@ -89,7 +69,7 @@ class MegatronHolding(ShardsHolding):
         for unit in spec.cut_units:
             if unit.kind is UnitKind.MODULE:
                 part, leaves = module.get_submodule(unit.name), shards.leaves
-                around = StretchBoundary(stretch, name=unit.name) if stretch and unit.along_tokens else boundary
+                around = StretchBoundary(stretch, name=unit.name) if stretch and tokens_cut(unit).around else boundary
                 PartialModule(
                     part,
                     unit=unit,
@@ -97,7 +77,7 @@ class MegatronHolding(ShardsHolding):
                     sites=sites,
                     once=leaves.__getitem__,
                     proven=module_declares(module),
-                    compiled=compiled,
+                    compiled=setup.compiled,
                 )
             else:
                 for weight in unit.weights:
@@ -120,12 +100,6 @@ class MegatronHolding(ShardsHolding):
 
     def slots(self) -> list[Tensor]:
         return self._line.slots()
-
-    def take_memory(self, name: str) -> None:
-        self.weights[name].take_memory()
-
-    def give_memory_back(self, name: str) -> None:
-        self.weights[name].give_memory_back()
 
     def start(self) -> None:
         self._line.start()

@@ -58,7 +58,7 @@ from rotorch.core.messages import SUM_CHUNK_BYTES, lane_bytes
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_gather, all_reduce
-from rotorch.strategies.megatron.along_tokens import check_tokens, stretches_sent, with_tokens_cut
+from rotorch.strategies.megatron.along_tokens import check_tokens, stretches_sent, tokens_cut, with_tokens_cut
 
 _AXIS = "megatron"
 
@@ -154,7 +154,7 @@ class Megatron(Strategy):
 
     def _whole_sums(self, unit: Unit, batch: MicroBatch) -> tuple[Transfer, ...]:
         """Of a unit at whose sides all ranks have all tokens."""
-        if unit.kind is UnitKind.REPLICATED or unit.along_tokens:
+        if unit.kind is UnitKind.REPLICATED or tokens_cut(unit).around:
             return ()
         tokens = batch.num_rows * batch.num_tokens
         parts = bool(self.changes_the_model)

@@ -18,17 +18,17 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import barrier
 from rotorch.comm.observe import Observer, observe_ring
 from rotorch.comm.transports import make_ring
 from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import ModelSpec, Unit, UnitKind
+from rotorch.core.spec import Unit, UnitKind
+from rotorch.hold.holding import Holding, ShardsHolding, StageHolding
 from rotorch.hold.ring_memory import RingMemory
-from rotorch.hold.sharded_weights import ShardedWeights, ShardPlacement
-from rotorch.hold.shards_holding import ShardsHolding
+from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
 from rotorch.ops.gather_weight import gather_weights
@@ -38,40 +38,23 @@ from rotorch.ops.rotate import RotatingUnit
 from rotorch.ops.rotating_use import RotatingUse
 from rotorch.ops.visiting_slices import VisitingSlices
 from rotorch.ops.weight_proxy import WeightProxy
-from rotorch.parallel_model import Holding
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
-from rotorch.shard.sites import Site, find_sites
-from rotorch.strategies.rtp.plan import RTP
+from rotorch.shard.sites import Site
 
 _log = logging.getLogger(__name__)
 
 
-def apply(
-    module: nn.Module,
-    *,
-    strategy: RTP,
-    spec: ModelSpec,
-    mesh: DeviceMesh,
-    device: torch.device,
-    compiled: bool = False,
-) -> Holding:
-    """Cuts `module` over the ring of `mesh`."""
-    return RTPHolding(module, strategy=strategy, spec=spec, mesh=mesh, device=device, compiled=compiled)
+def apply(setup: Setup) -> Holding:
+    """Cuts the model over the ring of the mesh."""
+    return RTPHolding(setup)
 
 
-class RTPHolding(ShardsHolding):
+class RTPHolding(ShardsHolding, StageHolding):
     """One rank's slices, its ring, and the weights that are whole on every rank."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        *,
-        strategy: RTP,
-        spec: ModelSpec,
-        mesh: DeviceMesh,
-        device: torch.device,
-        compiled: bool = False,
-    ) -> None:
+    def __init__(self, setup: Setup) -> None:
+        module, strategy, spec, mesh, sites = setup.module, setup.strategy, setup.spec, setup.mesh, setup.sites
+        compiled = setup.compiled
         self._mesh = mesh
         if spec.kept_whole and mesh.size() > 1 and mesh.get_rank() == 0:
             _log.warning("rtp: %s", spec.summary())
@@ -80,7 +63,7 @@ class RTPHolding(ShardsHolding):
                 "rtp: recompute=all_but_attention picks operations out of a forward, and a compiled one has none to "
                 "pick. Write recompute=slice, or leave compile out"
             )
-        parameters, sites = dict(module.named_parameters()), find_sites(module)
+        parameters = dict(module.named_parameters())
         heads = head_weights(module)
         units, one_by_one = spec.cut_units, _one_by_one(spec.cut_units, sites=sites, heads=heads)
         slices, side_by_side = (
@@ -96,7 +79,7 @@ class RTPHolding(ShardsHolding):
             numels=[s.numels for s in slices],
             numels_side_by_side=[s.numels for s in side_by_side] if reads_whole else None,
             dtype=_one_dtype(units, parameters),
-            device=device,
+            device=setup.device,
             wire_dtype=wire_dtype,
             fp8=strategy.wire == "fp8",
             buffering=strategy.buffering,
@@ -122,7 +105,7 @@ class RTPHolding(ShardsHolding):
             for w in u.weights
         ]
         memory = RingMemory(self.ring, self.units)
-        shards = ShardedWeights(placements, sites=sites, mesh=mesh, device=device, memory=memory)
+        shards = setup.shards(placements, memory=memory)
         super().__init__(module, shards)
         for name in {name for u in units for name in u.added_once}:
             shards.replace(name, None)
@@ -153,7 +136,7 @@ class RTPHolding(ShardsHolding):
         """A weight that every slice of a module needs: there, or, if it goes round alone, made whole for the call."""
         return gather_weights(alone[name])[0] if name in alone else self.shards.leaves[name]
 
-    def guests_came(self) -> None:
+    def borrowed_ready(self) -> None:
         barrier(mesh=self._mesh)  # in shared memory one rank reads what another has been lent
 
     def computed_backward(self, stage: int) -> None:

@@ -53,6 +53,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.messages import bounce_bytes, fp8_bytes, num_chunks
 from rotorch.core.spec import ModelSpec, Unit, UnitKind
+from rotorch.core.stages import in_stage
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import Kind, Phase, Transfer, all_reduce
 
@@ -119,8 +120,8 @@ class RTP(Strategy):
             return Layout(resident_bytes=unit.num_bytes, transfers=reduced)
         slices = [unit.slice_bytes(num_slices=n, index=k) for k in range(n)]
         home, largest = slices[position], max(slices)
-        # The ring's memory is in one piece: what is lent has its place in it, and its gradient's, for good.
-        kept = 2 * home if unit.lent else 0
+        # The ring's memory is in one piece: borrowed weights and their gradients keep a permanent slot.
+        kept = 2 * home if in_stage(unit).borrowed else 0
         slots = self._slots_bytes(largest, itemsize=unit.weights[0].itemsize)
         if self.transport == "shared_memory" or n == 1:
             return Layout(resident_bytes=home, transient_bytes=slots, slots_bytes=slots, padding_bytes=kept)

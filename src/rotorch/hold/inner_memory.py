@@ -1,0 +1,69 @@
+"""Shards that another holding has: a wider one's DTensors lie over the same memory, and gradients go through it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rotorch.hold.sharded_weights import Memory, ShardPlacement
+from rotorch.shard.sharded_weight import ShardedWeight, dtensor_like
+
+
+class InnerMemory(Memory):
+    """The memory of an inner holding's weights, for those of them that this rank owns.
+
+    The inner holding puts tensors into the module for a pass, and has the rule for gradients of earlier steps: they are
+    handed to it before a step. What it does not hold is empty here.
+
+    Args:
+        inner: the weights that the inner holding has, by name; also those that are borrowed from another rank.
+        owned: names of those that this rank owns.
+    """
+
+    def __init__(self, inner: Mapping[str, ShardedWeight], *, owned: set[str]) -> None:
+        super().__init__()
+        self._inner, self._owned = inner, owned
+
+    def shard(self, placement: ShardPlacement) -> Tensor | None:
+        return self._inner[placement.weight.name].local if self.has_values(placement.weight.name) else None
+
+    def has_values(self, name: str) -> bool:
+        return name in self._owned
+
+    def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter | None:
+        return None
+
+    def adds_in_place(self, name: str) -> bool:
+        return True
+
+    def start(self, weights: Mapping[str, ShardedWeight]) -> None:
+        """Hands gradients that the user has not cleared to the inner holding, which starts next."""
+        for name, inner in self._inner.items():
+            held = weights[name]
+            inner.parameter.requires_grad_(held.parameter.requires_grad)
+            before = held.local_grad if name in self._owned else None  # a borrowed weight's is of this step only
+            if before is None:
+                inner.parameter.grad = None
+            elif inner.local_grad is None or inner.local_grad.data_ptr() != before.data_ptr():
+                inner.parameter.grad = dtensor_like(inner.parameter, before)
+
+    def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
+        """What the inner holding has completed; what no pass used counts as zeros: other ranks may have used it."""
+        found = {}
+        for name, held in weights.items():
+            if held.parameter.requires_grad:
+                gradient = self._inner[name].local_grad if name in self._owned else None
+                found[name] = torch.zeros_like(held.local) if gradient is None else gradient
+        return found
+
+    def break_off(self, weights: Mapping[str, ShardedWeight], error: BaseException) -> None:
+        """Gradients that were there before go if the inner holding has dropped any: the same memory."""
+        gone = [
+            name
+            for name in self._owned
+            if weights[name].parameter.grad is not None and self._inner[name].parameter.grad is None
+        ]
+        for held in weights.values() if gone else ():
+            held.parameter.grad = None

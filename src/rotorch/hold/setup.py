@@ -1,0 +1,65 @@
+"""What a strategy's `apply` gets: all that it needs to hold a model on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.core.spec import ModelSpec
+from rotorch.hold.holding import Holding
+from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
+from rotorch.models.blocks import recompute_blocks
+from rotorch.models.compiled import compile_blocks
+from rotorch.shard.sites import Site
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model, and one strategy's part in it.
+
+    Attributes:
+        module: the model; its parameters may be on meta.
+        strategy: the fields of the strategy, an object of its own class.
+        spec: the units that strategies around this one leave to it.
+        mesh: the axes of this strategy.
+        device: of this rank.
+        sites: by name, where the module looks for each weight.
+        compiled: run blocks by torch.compile.
+        inner: what the strategy inside of this one holds, if there is one.
+        inside: the axes of this strategy and of those inside of it.
+    """
+
+    module: nn.Module
+    strategy: Any
+    spec: ModelSpec
+    mesh: DeviceMesh
+    device: torch.device
+    sites: Mapping[str, tuple[Site, ...]]
+    compiled: bool = False
+    inner: Holding | None = None
+    inside: DeviceMesh | None = None
+
+    def shards(
+        self, placements: Sequence[ShardPlacement], *, memory: Memory | None = None, mesh: DeviceMesh | None = None
+    ) -> ShardedWeights:
+        """Takes the module's weights over, whose places in it get DTensors of this rank's shards.
+
+        Args:
+            placements: which part of which weight.
+            memory: whose memory they lie in; each has its own by default.
+            mesh: of the DTensors, if it is not the strategy's.
+        """
+        mesh = self.mesh if mesh is None else mesh
+        return ShardedWeights(placements, sites=self.sites, mesh=mesh, device=self.device, memory=memory)
+
+    def prepare_blocks(self) -> None:
+        """Has the module's repeated blocks compiled, or run again in backward, as it was asked for."""
+        if self.compiled:
+            compile_blocks(self.module)
+        if self.strategy.recompute == "block":
+            recompute_blocks(self.module, strategy=self.strategy.kind)
