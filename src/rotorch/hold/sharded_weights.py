@@ -145,6 +145,7 @@ class ShardedWeights:
 
     Attributes:
         held: by name.
+        leaves: the plain parameters that passes compute with, by name.
     """
 
     def __init__(
@@ -179,8 +180,11 @@ class ShardedWeights:
             )
             held.leaf = self._memory.leaf(placement, held)
             held.in_pass = held.parameter if held.leaf is None else held.leaf
+            held.gradient_stays = self._memory.gradient_stays(held.name)
+            held.adds_in_place = self._memory.adds_in_place(held.name)
             held.reshard()
             self.held[held.name] = held
+        self.leaves = {name: held.leaf for name, held in self.held.items() if held.leaf is not None}
         self._frozen = [held for held in self.held.values() if not held.parameter.requires_grad]
 
     def _filled(
@@ -194,11 +198,6 @@ class ShardedWeights:
             for piece in placement.pieces:
                 piece.of_local(local).copy_(piece.of_whole(source.detach()))
         return local
-
-    @property
-    def leaves(self) -> dict[str, nn.Parameter]:
-        """The plain parameters that passes compute with, by name."""
-        return {name: held.leaf for name, held in self.held.items() if held.leaf is not None}
 
     def replace(self, name: str, tensor: Tensor | None) -> None:
         """From now on passes find something else for a weight: a proxy, or nothing (a bias that is added elsewhere)."""
@@ -231,8 +230,8 @@ class ShardedWeights:
         """
         for held in self._frozen:
             held.refuse_unfrozen()
-        for name, held in self.held.items():
-            if not self._memory.adds_in_place(name):
+        for held in self.held.values():
+            if not held.adds_in_place:
                 held.set_aside()
         self._memory.start(self.held)
 
@@ -276,7 +275,7 @@ class ShardedWeights:
         """After the last backward: completes gradients and gives them to the DTensors."""
         for name, gradient in self._memory.complete(self.held).items():
             if self.held[name].parameter.requires_grad:  # not frozen after parallelize
-                self.held[name].attach(gradient, stays=self._memory.gradient_stays(name))
+                self.held[name].attach(gradient)
         for held in self.held.values():
             held.earlier = None
 

@@ -3,10 +3,10 @@
 A `WeightProxy` has the shape, dtype and device of a weight. Functions that use a weight as a layer does (linear layers,
 look-ups, convolutions) go to its `WeightUse`, which knows how one algorithm computes them with what this rank has:
 
-    rotating_use.py   slices that visit (rtp)
-    shard_use.py      this rank's shard, on ranks that share a batch (megatron)
-    plane_use.py      a block on two axes of ranks that share a batch (atp)
-    grid_use.py       a block on a square grid (summa, tesseract)
+    ring_use.py    slices that visit, or lie whole in shared memory (rtp)
+    shard_use.py   this rank's shard, on ranks that share a batch (megatron)
+    plane_use.py   a block on two axes of ranks that share a batch (atp)
+    grid_use.py    a block on a square grid (summa, tesseract)
 
 So a layer's own forward runs as it is. Any other function gets the weight whole for that time, and the log says so
 once, or the use refuses it: always where the user's own plan says that the weight is cut.

@@ -157,6 +157,8 @@ class ShardedWeight:
         earlier: a copy of the gradient that was there before a step, because the user had not cleared it. It is added
             to the step's own, or put back if the step breaks off.
         owns_storage: whether nothing else lies in the storage of `local`.
+        gradient_stays: whether gradients lie in the same memory in every step, so that the DTensor over one is kept.
+        adds_in_place: whether a step adds to the gradient that is there before it, which is then not set aside.
     """
 
     weight: Weight
@@ -170,6 +172,8 @@ class ShardedWeight:
     leaf: nn.Parameter | None = None
     earlier: Tensor | None = None
     owns_storage: bool = False
+    gradient_stays: bool = False
+    adds_in_place: bool = False
     _attached: tuple[int, DTensor] | None = None
     """A gradient that stays where it is from step to step: its address, and the DTensor over it."""
 
@@ -221,15 +225,10 @@ class ShardedWeight:
         self.earlier = self.local_grad.clone() if there else None  # type: ignore[union-attr]
         return there
 
-    def attach(self, gradient: Tensor, *, stays: bool = False) -> None:
-        """After a step: its gradient, and what was there before it, become the DTensor's.
-
-        Args:
-            gradient: of this rank's part, plain; what was set aside is added to it.
-            stays: whether it lies in the same memory in every step, so that the DTensor over it can be kept.
-        """
+    def attach(self, gradient: Tensor) -> None:
+        """After a step: a plain gradient of this rank's part, and what was there before, become the DTensor's."""
         self.add_earlier(gradient)
-        if not stays:
+        if not self.gradient_stays:
             self.parameter.grad = dtensor_like(self.parameter, gradient)
             return
         if self._attached is None or self._attached[0] != gradient.data_ptr():

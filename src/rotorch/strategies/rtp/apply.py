@@ -5,7 +5,7 @@ One slice of every cut weight per rank, rotating over a ring for a pass (see `pl
 At rest each parameter is a DTensor over this rank's home slice, which lies in the ring's memory, and so does its
 gradient. For a pass, attentions and MLPs run their own forward once per visiting slice (`ops/partial_module.py`,
 `ops/visiting_slices.py`); embedding, head and other single weights are replaced by proxies that rotate where they are
-used (`ops/rotating_use.py`); norms are lent whole.
+used (`ops/ring_use.py`); norms are lent whole.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from rotorch.comm.collectives import barrier
 from rotorch.comm.observe import Observer, observe_ring
+from rotorch.comm.ring import Ring
 from rotorch.comm.transports import make_ring
 from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError
@@ -34,12 +35,13 @@ from rotorch.models.hf import head_weights
 from rotorch.ops.gather_weight import gather_weights
 from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.recompute_norm import recompute_norm
+from rotorch.ops.ring_use import use_on_ring
 from rotorch.ops.rotate import RotatingUnit
-from rotorch.ops.rotating_use import RotatingUse
 from rotorch.ops.visiting_slices import VisitingSlices
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
 from rotorch.shard.sites import Site
+from rotorch.strategies.rtp.plan import RTP
 
 _log = logging.getLogger(__name__)
 
@@ -63,42 +65,8 @@ class RTPHolding(ShardsHolding, StageHolding):
                 "rtp: recompute=all_but_attention picks operations out of a forward, and a compiled one has none to "
                 "pick. Write recompute=slice, or leave compile out"
             )
-        parameters = dict(module.named_parameters())
         heads = head_weights(module)
-        units, one_by_one = spec.cut_units, _one_by_one(spec.cut_units, sites=sites, heads=heads)
-        slices, side_by_side = (
-            [FlatSlices(u.weights, num_slices=strategy.size, side_by_side=us is one_by_one) for u in us]
-            for us in (units, one_by_one)
-        )
-        wire_dtype = None if strategy.compute is None else getattr(torch, strategy.compute)
-        # Of another precision they would be converted whole, at each use; a graph gives gradients of all its weights.
-        reads_whole = not strategy.recomputes_units and wire_dtype is None and not compiled
-        self.ring = make_ring(
-            strategy.transport,
-            mesh=mesh,
-            numels=[s.numels for s in slices],
-            numels_side_by_side=[s.numels for s in side_by_side] if reads_whole else None,
-            dtype=_one_dtype(units, parameters),
-            device=setup.device,
-            wire_dtype=wire_dtype,
-            fp8=strategy.wire == "fp8",
-            buffering=strategy.buffering,
-            ahead=strategy.ahead,
-        )
-        if self.ring.gives_whole:
-            units, slices = one_by_one, side_by_side
-        self.units = [
-            RotatingUnit(
-                unit,
-                self.ring,
-                item,
-                flat,
-                recompute=strategy.recomputes_units,
-                trained=_trained(unit, parameters),
-                keep_attention=strategy.recompute == "all_but_attention",
-            )
-            for item, (unit, flat) in enumerate(zip(units, slices, strict=True))
-        ]
+        self.ring, self.units = _on_a_ring(setup, heads=heads)
         placements = [
             (ShardPlacement.whole if u.kind is UnitKind.REPLICATED else ShardPlacement.slice_of)(w, mesh=mesh)
             for u in spec.units
@@ -107,7 +75,7 @@ class RTPHolding(ShardsHolding, StageHolding):
         memory = RingMemory(self.ring, self.units)
         shards = setup.shards(placements, memory=memory)
         super().__init__(module, shards)
-        for name in {name for u in units for name in u.added_once}:
+        for name in {name for u in self.units for name in u.unit.added_once}:
             shards.replace(name, None)
         alone = {u.unit.weights[0].name: u for u in self.units if u.unit.kind is UnitKind.WEIGHT}
         for rotating in self.units:
@@ -126,10 +94,10 @@ class RTPHolding(ShardsHolding, StageHolding):
                 for weight in rotating.unit.weights:
                     head = bool(heads & {weight.name, *weight.aliases})
                     keep_logits = strategy.recompute == "none"
-                    use = RotatingUse(weight, rotating, head=head, keep_logits=keep_logits, by_plan=spec.by_plan)
+                    use = use_on_ring(weight, rotating, head=head, keep_logits=keep_logits, by_plan=spec.by_plan)
                     shards.replace(weight.name, WeightProxy(use, like=self.ring.home_weights(rotating.item)))
         if strategy.recomputes_units:
-            for norm in _between_units(module, units, whole=shards.leaves):
+            for norm in _between_units(module, [u.unit for u in self.units], whole=shards.leaves):
                 recompute_norm(norm)
 
     def _whole_weight(self, alone: Mapping[str, RotatingUnit], name: str) -> Tensor:
@@ -166,6 +134,48 @@ class RTPHolding(ShardsHolding, StageHolding):
         self.ring.close()
 
 
+def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUnit]]:
+    """Makes the ring and what goes round on it: the units of the model, whose slices visit, or each weight in place.
+
+    This is the one place that asks which: where the ring's memory gives whole weights, a unit of linear layers becomes
+    one for each weight, each multiplies with its whole weight, and only gradients go round.
+    """
+    strategy: RTP = setup.strategy
+    parameters, size = dict(setup.module.named_parameters()), strategy.size
+    visiting = setup.spec.cut_units
+    in_place = _one_by_one(visiting, sites=setup.sites, heads=heads)
+    slices = [FlatSlices(u.weights, num_slices=size) for u in visiting]
+    side_by_side = [FlatSlices(u.weights, num_slices=size, side_by_side=True) for u in in_place]
+    wire_dtype = None if strategy.compute is None else getattr(torch, strategy.compute)
+    # Of another precision they would be converted whole, at each use; a graph gives gradients of all its weights.
+    reads_whole = not strategy.recomputes_units and wire_dtype is None and not setup.compiled
+    ring = make_ring(
+        strategy.transport,
+        mesh=setup.mesh,
+        numels=[s.numels for s in slices],
+        numels_side_by_side=[s.numels for s in side_by_side] if reads_whole else None,
+        dtype=_one_dtype(visiting, parameters),
+        device=setup.device,
+        wire_dtype=wire_dtype,
+        fp8=strategy.wire == "fp8",
+        buffering=strategy.buffering,
+        ahead=strategy.ahead,
+    )
+    found = zip(in_place, side_by_side, strict=True) if ring.gives_whole else zip(visiting, slices, strict=True)
+    return ring, [
+        RotatingUnit(
+            unit,
+            ring,
+            item,
+            flat,
+            recompute=strategy.recomputes_units,
+            trained=_trained(unit, parameters),
+            keep_attention=strategy.recompute == "all_but_attention",
+        )
+        for item, (unit, flat) in enumerate(found)
+    ]
+
+
 def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> torch.dtype:
     dtypes = {parameters[w.name].dtype for u in units for w in u.weights}
     if len(dtypes) > 1:
@@ -173,7 +183,7 @@ def _one_dtype(units: Sequence[Unit], parameters: dict[str, nn.Parameter]) -> to
     return dtypes.pop() if dtypes else torch.get_default_dtype()
 
 
-def _one_by_one(units: Sequence[Unit], *, sites: dict[str, tuple[Site, ...]], heads: set[str]) -> list[Unit]:
+def _one_by_one(units: Sequence[Unit], *, sites: Mapping[str, tuple[Site, ...]], heads: set[str]) -> list[Unit]:
     """The units of a ring whose items can be read whole (see `ops/side_by_side.py`).
 
     A unit of linear layers only, or of a single layer, becomes a unit for each of its weights and biases. Others

@@ -1,0 +1,136 @@
+"""A weight on a ring at its uses (rtp): its slices visit one after another, or lie whole in memory that ranks share.
+
+`use_on_ring` asks which, once for each weight, by `RotatingUnit.whole`. Either way slices come from the same home, the
+order of gradients is that of the ring, and what has no rule gets the weight whole (`ops/gather_weight.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from rotorch.core.spec import Weight
+from rotorch.ops.conv import rotate_conv
+from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.ops.gather_weight import gather_weights
+from rotorch.ops.linear import rotate_embedding, rotate_linear
+from rotorch.ops.loss import RotatingHead
+from rotorch.ops.rotate import RotatingUnit
+from rotorch.ops.side_by_side import embedding_side_by_side, linear_side_by_side
+from rotorch.ops.weight_proxy import WeightUse, use_of
+
+
+@dataclass(frozen=True)
+class RingUse(WeightUse):
+    """One weight of a WEIGHT unit on a ring.
+
+    Attributes:
+        weight: which.
+        unit: the unit that it belongs to.
+        head: whether products with it are logits, which the loss takes slice by slice.
+        keep_logits: whether the loss keeps them for backward.
+        by_plan: whether the user's own plan says that it goes round; then no function gets it whole.
+    """
+
+    strategy: ClassVar[str] = "rtp"
+    weight: Weight
+    unit: RotatingUnit
+    head: bool = False
+    keep_logits: bool = False
+    by_plan: bool = False
+
+    def _logits(self, x: Tensor) -> DeferredLogits:
+        return DeferredLogits(x, RotatingHead(self.unit, self.keep_logits))
+
+    @staticmethod
+    def _unit_of(bias: Tensor | None) -> RotatingUnit | None:
+        use = use_of(bias)
+        return use.unit if isinstance(use, RingUse) else None
+
+    def refusal(self) -> str | None:
+        """A plan that the user has written is taken at its word."""
+        return (
+            "cannot take a weight that goes round. Give it no role in the plan, or use fsdp" if self.by_plan else None
+        )
+
+    @classmethod
+    def gather(cls, uses: Sequence[RingUse]) -> list[Tensor]:
+        """Each unit's slices once."""
+        units = {id(use.unit): use.unit for use in uses}
+        whole = {key: gather_weights(unit) for key, unit in units.items()}
+        return [whole[id(use.unit)][use.unit.unit.weights.index(use.weight)] for use in uses]
+
+
+class VisitingUse(RingUse):
+    """Slices visit, in this rank's order."""
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The product slice by slice; a head's logits are deferred."""
+        together = self._unit_of(bias) is self.unit
+        if not together and self._brings_more:
+            return None
+        if self.head and (together or bias is None):
+            return self._logits(x)
+        output = rotate_linear(self.unit, x)
+        return output if bias is None or together else output + bias
+
+    def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor:
+        """Each slice answers the ids in its rows."""
+        return rotate_embedding(self.unit, ids, padding_idx=padding_idx)
+
+    def convolution(
+        self, func: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor | None:
+        """Each slice makes its output channels."""
+        together = self._unit_of(bias) is self.unit
+        if not together and self._brings_more:
+            return None
+        output = rotate_conv(func, self.unit, x, *args, **kwargs)
+        if bias is None or together:
+            return output
+        return output + bias.view(-1, *[1] * (len(self.weight.shape) - 2))
+
+    @property
+    def _brings_more(self) -> bool:
+        """True if slices travel with a bias, which the unit's product adds: it has none for the matrix alone."""
+        return len(self.unit.unit.weights) > 1
+
+
+class InPlaceUse(RingUse):
+    """The weight is there whole, and only its gradient goes round, a slice at a time."""
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The product with the whole weight; a head's logits are deferred."""
+        if self.head and bias is None:
+            return self._logits(x)
+        cut_bias = self._unit_of(bias)
+        return linear_side_by_side(self.unit, x, bias=bias if cut_bias is None else cut_bias)
+
+    def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor:
+        """Rows of the whole weight."""
+        return embedding_side_by_side(self.unit, ids, padding_idx=padding_idx)
+
+    def convolution(
+        self, func: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """With the whole weight, in a graph of its own."""
+        (whole,) = gather_weights(self.unit)
+        cut_bias = self._unit_of(bias)
+        if cut_bias is not None:
+            (bias,) = gather_weights(cut_bias)
+        return func(x, whole, bias, *args, **kwargs)
+
+    def copies_whole(self) -> bool:
+        """False: it lies there whole."""
+        return False
+
+
+def use_on_ring(
+    weight: Weight, unit: RotatingUnit, *, head: bool = False, keep_logits: bool = False, by_plan: bool = False
+) -> RingUse:
+    """Returns the use of a weight by where its slices lie; see `RingUse`."""
+    made = VisitingUse if unit.whole is None else InPlaceUse
+    return made(weight, unit, head, keep_logits, by_plan)
