@@ -26,6 +26,7 @@ from rotorch.core.grid_memory import messages_of
 from rotorch.core.spec import Range
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.shard.sharded_weight import Piece, ShardedWeight
+from rotorch.shard.storages import allocate, free
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class GatheredBlocks(Memory):
         whole = held.local
         if placement.shape:  # a scalar has no rows: every layer holds it
             whole = whole.new_empty(self._blocks[held.name].shape)
-            whole.untyped_storage().resize_(0)
+            free(whole)
         self._leaves[held.name] = nn.Parameter(whole, requires_grad=held.parameter.requires_grad)
         return self._leaves[held.name]
 
@@ -117,7 +118,7 @@ class GatheredBlocks(Memory):
             self._sums = []
         for leaf in self._leaves.values():
             if leaf.shape:
-                leaf.untyped_storage().resize_(leaf.numel() * leaf.itemsize)
+                allocate(leaf)
         for message in self._gathers:
             self._gather(message, weights)
 
@@ -174,7 +175,7 @@ class GatheredBlocks(Memory):
     def _free(self) -> None:
         for leaf in self._leaves.values():
             if leaf.shape:
-                leaf.untyped_storage().resize_(0)
+                free(leaf)
 
     def flat_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
         return list(self._sums)

@@ -34,6 +34,7 @@ from rotorch.hold.holding import ShardsHolding, StageHolding
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.shard.sharded_weight import ShardedWeight
+from rotorch.shard.storages import allocate, free
 
 
 @dataclass(eq=False)
@@ -99,7 +100,7 @@ class GatheredStages(Memory):
 
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter:
         whole = nn.Parameter(held.local.new_empty(held.weight.shape), requires_grad=held.parameter.requires_grad)
-        whole.untyped_storage().resize_(0)
+        free(whole)
         group = self._groups.setdefault((self._stages[held.name], whole.dtype), _Group())
         group.shards.append(_Shard(held, whole, -(-whole.shape[0] // self._line.size)))
         return whole
@@ -136,7 +137,7 @@ class GatheredStages(Memory):
         size, wholes, parts, padded = self._line.size, [], [], []
         for shard in group.shards:
             whole, mine = shard.whole, shard.held.local
-            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+            allocate(whole)
             if shard.is_even(size):
                 wholes.append(whole.data.view(-1))  # see [Note: gathered memory]
                 parts.append(mine.reshape(-1))
@@ -164,7 +165,7 @@ class GatheredStages(Memory):
             group.comes()
         group.gathered_for.clear()
         for shard in group.shards:
-            shard.whole.untyped_storage().resize_(0)
+            free(shard.whole)
 
     def _leave(self, group: _Group) -> None:
         """Leaves a gather that is under way, after an exception, to itself: others may never come to it."""

@@ -14,8 +14,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.placement_types import Placement
 
 from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
@@ -63,7 +61,7 @@ class GridHolding(ShardsHolding):
             self._rank = self._rank * line.size + line.position
         parameters = dict(setup.module.named_parameters())
         self._sizes = {"size": self.grid.down.size, "row": self.grid.down.position, "column": self.grid.across.position}
-        placements = [self._placement(w, axes=axes) for w in spec.weights]
+        placements = [self._placement(w) for w in spec.weights]
         sums = {w.name: self._sums(w) for w in spec.weights}
         memory: Memory
         if strategy.in_shards and self._depth.size > 1:
@@ -100,22 +98,9 @@ class GridHolding(ShardsHolding):
         cut = weight.grid or GridCut()
         return [(self._depth, None), (self.grid.down, cut.rows), (self.grid.across, cut.columns)]
 
-    def _placement(self, weight: Weight, *, axes: tuple[str, ...]) -> ShardPlacement:
-        placements: dict[str, Placement] = {axis: Replicate() for axis in axes}
-        num_holders, holder = 1, 0
-        for line, cut in self._lines(weight):
-            if cut is not None:
-                placements[line.axis] = Shard(cut.dim)
-            else:
-                holder, num_holders = holder * line.size + line.position, num_holders * line.size
-        return ShardPlacement(
-            weight,
-            block_pieces(weight, **self._sizes),
-            weight.block_shape(**self._sizes),
-            tuple(placements.values()),
-            num_holders=num_holders,
-            holder=holder,
-        )
+    def _placement(self, weight: Weight) -> ShardPlacement:
+        pieces, shape = block_pieces(weight, **self._sizes), weight.block_shape(**self._sizes)
+        return ShardPlacement.on_lines(weight, pieces=pieces, shape=shape, mesh=self._mesh, cuts=self._lines(weight))
 
     def _sums(self, weight: Weight) -> tuple[Line, ...]:
         return tuple(line for line, cut in self._lines(weight) if cut is None and line.size > 1)

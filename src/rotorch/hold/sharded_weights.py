@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rotorch.comm.collectives import all_reduce_sum
-from rotorch.core.spec import Weight
+from rotorch.comm.line import Line
+from rotorch.core.spec import Cut, Unit, UnitKind, Weight
 from rotorch.shard.sharded_weight import Piece, ShardedWeight, cut_pieces, dtensor_at_rest
 from rotorch.shard.sites import Site
 
@@ -67,6 +68,43 @@ class ShardPlacement:
         shape = (min(each, weight.shape[0] - first), *inner)
         pieces = (Piece((first, *[0] * len(inner)), shape),) if shape[0] else ()
         return ShardPlacement(weight, pieces, shape, (Shard(0),))
+
+    @staticmethod
+    def of_units(units: Sequence[Unit], *, mesh: DeviceMesh) -> list[ShardPlacement]:
+        """This rank's slice of each weight of some units; all of those that nobody cuts."""
+        return [
+            (ShardPlacement.whole if unit.kind is UnitKind.REPLICATED else ShardPlacement.slice_of)(weight, mesh=mesh)
+            for unit in units
+            for weight in unit.weights
+        ]
+
+    @staticmethod
+    def on_lines(
+        weight: Weight,
+        *,
+        pieces: tuple[Piece, ...],
+        shape: tuple[int, ...],
+        mesh: DeviceMesh,
+        cuts: Sequence[tuple[Line, Cut | None]],
+    ) -> ShardPlacement:
+        """A block of a weight that is cut along several axes.
+
+        Args:
+            weight: which.
+            pieces: where the block sits in the whole.
+            shape: of the block.
+            mesh: of the DTensor at rest.
+            cuts: the lines of ranks that this rank is on, and how the weight is cut among each; None: they hold the
+                same.
+        """
+        placements: dict[str, Placement] = {axis: Replicate() for axis in mesh.mesh_dim_names or ()}
+        num_holders, holder = 1, 0
+        for line, cut in cuts:
+            if cut is not None:
+                placements[line.axis] = Shard(cut.dim)
+            else:
+                holder, num_holders = holder * line.size + line.position, num_holders * line.size
+        return ShardPlacement(weight, pieces, shape, tuple(placements.values()), num_holders, holder)
 
     @property
     def is_whole(self) -> bool:
@@ -200,8 +238,13 @@ class ShardedWeights:
         return local
 
     def replace(self, name: str, tensor: Tensor | None) -> None:
-        """From now on passes find something else for a weight: a proxy, or nothing (a bias that is added elsewhere)."""
+        """From now on passes find something else for a weight: a proxy, or nothing."""
         self.held[name].in_pass = tensor
+
+    def withhold(self, units: Iterable[Unit]) -> None:
+        """From now on passes find no biases that are added once, after the sum over a unit's slices."""
+        for name in {name for unit in units for name in unit.added_once}:
+            self.replace(name, None)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Weight
 from rotorch.shard.sites import Site
+from rotorch.shard.storages import allocate, free
 
 
 @dataclass(frozen=True)
@@ -252,12 +253,12 @@ class ShardedWeight:
     def allocate(self) -> None:
         """Gives `local` its memory back after `free`; not its values."""
         if self.owns_storage:
-            self.local.untyped_storage().resize_(self.local.nbytes)
+            allocate(self.local)
 
     def free(self) -> None:
         """Frees the memory of `local`, unless others lie in it; what shares its storage is there without values."""
         if self.owns_storage:
-            self.local.untyped_storage().resize_(0)
+            free(self.local)
 
 
 class Pieces(Tensor):

@@ -24,6 +24,16 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def allocate(tensor: Tensor) -> None:
+    """Gives a tensor that has a storage of its own its memory back after `free`; not its values."""
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+
+
+def free(tensor: Tensor) -> None:
+    """Frees a tensor's memory; whatever shares its storage keeps its shape and has no values."""
+    tensor.untyped_storage().resize_(0)
+
+
 def owned_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes that tensors take: whole private storages, each once; in shared mappings only what the tensors cover."""
     mappings = SharedMappings()

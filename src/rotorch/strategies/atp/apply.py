@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
-from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rotorch.comm.collectives import common_seed
 from rotorch.comm.line import Line
@@ -53,8 +52,7 @@ class ATPHolding(ShardsHolding):
         shards = setup.shards(placements)
         super().__init__(module, shards)
         self._partial = [w.name for w in spec.weights if w.beside_slices]
-        for name in {name for u in spec.units for name in u.added_once}:
-            shards.replace(name, None)
+        shards.withhold(spec.units)
         for unit in spec.units:
             for weight in filter(_is_block, unit.weights):
                 shards.replace(weight.name, self._proxy(weight, unit))
@@ -70,24 +68,9 @@ class ATPHolding(ShardsHolding):
 
     def _placement(self, weight: Weight) -> ShardPlacement:
         cut, place = weight.grid or GridCut(), self._place
-        placements: dict[str, Placement] = {axis: Replicate() for axis in self._strategy.axes}
-        num_holders, holder = 1, 0
-        for part, axis, n, k in (
-            (cut.rows, self._strategy.interior_axis, place.num_interior, place.interior),
-            (cut.columns, self._strategy.feature_axis, place.num_features, place.feature),
-        ):
-            if part is not None:
-                placements[axis] = Shard(part.dim)
-            else:
-                holder, num_holders = holder * n + k, num_holders * n
-        return ShardPlacement(
-            weight,
-            box_pieces(place.ranges(weight)),
-            place.shape(weight),
-            tuple(placements.values()),
-            num_holders=num_holders,
-            holder=holder,
-        )
+        cuts = [(self.plane.interior, cut.rows), (self.plane.features, cut.columns)]
+        pieces, shape = box_pieces(place.ranges(weight)), place.shape(weight)
+        return ShardPlacement.on_lines(weight, pieces=pieces, shape=shape, mesh=self._mesh, cuts=cuts)
 
     def _proxy(self, weight: Weight, unit: Unit) -> WeightProxy:
         if unit.kind is UnitKind.MODULE:

@@ -47,15 +47,9 @@ class MegatronHolding(ShardsHolding, StageHolding):
         self._mesh = mesh
         if mesh.size() > 1 and mesh.get_rank() == 0:
             _tell(spec, strategy=strategy)
-        placements = [
-            (ShardPlacement.whole if u.kind is UnitKind.REPLICATED else ShardPlacement.slice_of)(w, mesh=mesh)
-            for u in spec.units
-            for w in u.weights
-        ]
-        shards = setup.shards(placements)
+        shards = setup.shards(ShardPlacement.of_units(spec.units, mesh=mesh))
         super().__init__(module, shards)
-        for name in {name for u in spec.units for name in u.added_once}:
-            shards.replace(name, None)
+        shards.withhold(spec.units)
         equal = not strategy.changes_the_model
         whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
         self._partial = [w.name for w in whole if w.beside_slices or not equal]

@@ -67,16 +67,10 @@ class RTPHolding(ShardsHolding, StageHolding):
             )
         heads = head_weights(module)
         self.ring, self.units = _on_a_ring(setup, heads=heads)
-        placements = [
-            (ShardPlacement.whole if u.kind is UnitKind.REPLICATED else ShardPlacement.slice_of)(w, mesh=mesh)
-            for u in spec.units
-            for w in u.weights
-        ]
-        memory = RingMemory(self.ring, self.units)
-        shards = setup.shards(placements, memory=memory)
+        placements = ShardPlacement.of_units(spec.units, mesh=mesh)
+        shards = setup.shards(placements, memory=RingMemory(self.ring, self.units))
         super().__init__(module, shards)
-        for name in {name for u in self.units for name in u.unit.added_once}:
-            shards.replace(name, None)
+        shards.withhold(u.unit for u in self.units)
         alone = {u.unit.weights[0].name: u for u in self.units if u.unit.kind is UnitKind.WEIGHT}
         for rotating in self.units:
             if rotating.unit.kind is UnitKind.MODULE:
