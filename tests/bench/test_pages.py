@@ -11,6 +11,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 WITHOUT_ORIGIN = {"grid-models-8ranks.json", "grid-table.json", "grids-8ranks.json", "vit-on-grids.json"}
 """Records from before scripts wrote where figures come from; measured again, they have it."""
 
+COUNTED = {"planner-truth.json", "planner-memory.json"}
+"""Bytes, and formulas against figures that others have measured: no load changes them."""
+
 
 @pytest.fixture
 def pages(monkeypatch):
@@ -68,4 +71,6 @@ def test_every_record_says_where_it_comes_from():
         record = json.loads(file.read_text())
         origin = record.get("origin", record)
         if file.name not in WITHOUT_ORIGIN:
-            assert origin["commit"] and origin["machine"]["load_average"], file.name
+            assert origin["commit"], file.name
+        if file.name not in WITHOUT_ORIGIN | COUNTED:
+            assert origin["machine"]["load_average"], file.name
