@@ -334,7 +334,7 @@ class _Passes:
         temporaries = inside
         if not self.by_units:  # else one unit at a time
             passing = self.traced.temporaries
-            if self.inner.kind == "rtp":  # gradients of weights are added where they travel
+            if self.inner.kind in ("rtp", "fsdp"):  # gradients of weights are added where they travel, or counted above
                 passing = passing.without_constant()
             temporaries += passing.of(self.rows, cut=min(self.cuts.stream, self.cuts.interior))
         if self.inner.kind == "fsdp":  # its layers' gradients leave one after the other

@@ -280,7 +280,7 @@ class _Search:
             if not fits:
                 smallest = plan
                 continue
-            tried.append(replace(plan, time=self._time(candidate, rows, accumulation)))
+            tried.append(replace(plan, time=self.time(candidate, rows, accumulation)))
             if len(tried) == MICRO_BATCHES_TRIED:
                 break
         if not tried and smallest is not None:
@@ -351,7 +351,8 @@ class _Search:
             held=candidate.model if getattr(candidate.strategies[-1], "transport", "") == "shared_memory" else None,
         )
 
-    def _time(self, candidate: _Candidate, rows: int, accumulation: int) -> StepTime:
+    def time(self, candidate: _Candidate, rows: int, accumulation: int) -> StepTime:
+        """Of a step."""
         inner = candidate.strategies[-1]
         again = inner.recomputes_layers or getattr(inner, "recompute", "none") in ("block", "all_but_attention")
         return step_time(
@@ -380,14 +381,17 @@ def search(task: Task, *, texts: Sequence[str] | None = None) -> Found:
     return _Search(task).run(texts)
 
 
-def memory_of_plan(task: Task, text: str, *, rows: int, accumulation: int) -> Memory:
-    """What one layout takes with a micro-batch of so many rows.
+def judged(task: Task, text: str, *, rows: int, accumulation: int) -> Plan:
+    """One layout with a micro-batch of so many rows.
 
     Raises:
         ConfigError: it cannot hold the model.
     """
     asked = _Search(task)
-    return asked.memory(asked.candidate(text), rows, accumulation)
+    candidate = asked.candidate(text)
+    memory = asked.memory(candidate, rows, accumulation)
+    time = asked.time(candidate, rows, accumulation)
+    return Plan(text, rows, accumulation, memory, time, task.batch.num_tokens, memory.total_bytes <= task.budget_bytes)
 
 
 def _on_device(strategy: Strategy, device: str) -> Strategy:

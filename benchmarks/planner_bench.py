@@ -1,6 +1,6 @@
-"""Predicted peaks of memory beside measured ones: of rows of `rotorch bench --json`, by the planner's own estimator.
+"""Predicted peaks of memory and step times beside measured ones: of rows of `rotorch bench --json`.
 
-    python benchmarks/planner_memory.py --run RUN.toml [--set KEY=VALUE ...] --bench bench.json [--record OUT.json]
+    python benchmarks/planner_bench.py --run RUN.toml [--set KEY=VALUE ...] --bench bench.json [--record OUT.json]
 
 The run and its overrides are those that the bench was told of.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import load_cluster
-from rotorch.planner.search import Batch, Task, memory_of_plan
+from rotorch.planner.search import Batch, Task, judged
 from rotorch.planner.speeds import speeds_of
 from rotorch.planner.workload import fold
 from rotorch.run_config import load_run_config
@@ -58,9 +58,8 @@ def compared(run: Path, overrides: list[str], bench: Path) -> list[dict[str, Any
         each = task.batch.rows // batch_ranks(strategies)
         staged = any(isinstance(strategy, StageStrategy) for strategy in strategies)
         accumulation = each // config.train.micro_batch if staged else 1
-        memory = memory_of_plan(
-            replace(task, cluster=cluster), row["parallel"], rows=each // accumulation, accumulation=accumulation
-        )
+        plan = judged(task, row["parallel"], rows=each // accumulation, accumulation=accumulation)
+        memory = plan.memory
         measured = row["peak_bytes_per_rank"]
         rows.append(
             {
@@ -73,9 +72,28 @@ def compared(run: Path, overrides: list[str], bench: Path) -> list[dict[str, Any
                 "error": memory.total_bytes / measured - 1,
                 "predicted_by_category": {name: round(value) for name, value in memory.by_category.items() if value},
                 "measured_by_category": row["peak_by_category"],
+                "measured_s": row["step_s_median"],
+                "predicted_s": plan.step_s,
             }
         )
     return rows
+
+
+def order(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Kendall's tau of predicted and measured step times, and how much slower the row is that would be chosen."""
+    pairs = list(combinations(rows, 2))
+    agree = [
+        (a["measured_s"] - b["measured_s"]) * (a["predicted_s"] - b["predicted_s"]) > 0
+        for a, b in pairs
+        if a["measured_s"] != b["measured_s"]
+    ]
+    chosen = min(rows, key=lambda row: row["predicted_s"])
+    best = min(row["measured_s"] for row in rows)
+    return {
+        "rows": len(rows),
+        "tau": 2 * sum(agree) / max(1, len(agree)) - 1,
+        "regret": chosen["measured_s"] / best - 1,
+    }
 
 
 def main() -> None:
@@ -91,11 +109,13 @@ def main() -> None:
         print(
             f"{row['parallel']:28} {row['rows']:4} x {row['tokens']:<5} "
             f"measured {row['measured_bytes'] / 2**20:8.2f} MiB predicted {row['predicted_bytes'] / 2**20:8.2f} MiB "
-            f"{100 * row['error']:+.2f} %"
+            f"{100 * row['error']:+.2f} %  {row['measured_s']:.4f} s measured {row['predicted_s']:.4f} s predicted"
         )
+    print(order(rows))
     if arguments.record is not None:
         record = json.loads(arguments.record.read_text()) if arguments.record.exists() else {"rows": []}
         record["rows"] += [{"run": arguments.run.stem, **row} for row in rows]
+        record.setdefault("orders", []).append({"bench": arguments.bench.stem, **order(rows)})
         errors = sorted(abs(row["error"]) for row in record["rows"])
         record["commit"] = source_commit()
         record["errors"] = {"rows": len(errors), "mean": sum(errors) / len(errors), "max": errors[-1]}
@@ -107,4 +127,4 @@ if __name__ == "__main__":
     try:
         main()
     except ConfigError as error:
-        sys.exit(f"planner_memory: {error}")
+        sys.exit(f"planner_bench: {error}")
