@@ -171,6 +171,16 @@ def test_the_readme_block_runs(tmp_path: Path, warm: None, no_cuda: None) -> Non
     assert first == second > 0
 
 
+def test_the_block_of_loops_of_ones_own_runs(warm: None, no_cuda: None, tmp_path: Path) -> None:
+    from rotorch.models.hf import causal_lm, load_config
+
+    causal_lm(load_config(ROOT / "configs" / "tiny" / "llama.json")).save_pretrained(tmp_path)
+    block = python_block(ROOT / "docs" / "drop_in.md").replace("path/to/llama", str(tmp_path))
+    first, second = run_ranks(run_block, block.replace('"out"', f'"{tmp_path}/out"'), "loss", num_ranks=2)
+    assert first == second > 0
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
 def test_the_quickstart_block_runs(warm: None, no_cuda: None) -> None:
     first, second = run_ranks(run_block, python_block(ROOT / "docs" / "quickstart.md"), "mean_loss", num_ranks=2)
     assert first == second > 0
@@ -187,4 +197,4 @@ def run_block(block: str, loss: str) -> float:
     names: dict[str, Any] = {"__name__": "page", "batches": [{"input_ids": ids, "labels": ids}] * 2}
     exec(compile(block, "page", "exec"), names)
     names["model"].close()
-    return float(names[loss])
+    return float(names[loss].detach())

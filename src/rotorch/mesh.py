@@ -156,3 +156,11 @@ def flat_position(axes: Mapping[str, int], positions: Mapping[str, int]) -> int:
     for axis, size in axes.items():
         number = number * size + positions[axis]
     return number
+
+
+def place_along(axes: Sequence[str], sizes: Mapping[str, int], positions: Mapping[str, int]) -> tuple[int, int]:
+    """This rank's number along some axes together, the first of them outermost, and how many there are."""
+    number, total = 0, 1
+    for axis in axes:
+        number, total = number * sizes[axis] + positions[axis], total * sizes[axis]
+    return number, total

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_meetings
 from rotorch.comm.one_error import one_error
 from rotorch.comm.roll_call import Doing, RollCall
@@ -26,13 +25,16 @@ from rotorch.comm.whereabouts import Operation, Whereabouts, at
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.hold.holding import Holding
+from rotorch.mesh import place_along
 from rotorch.models.blocks import mark_blocks
 from rotorch.models.hf import head_weights
 from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.modes import evaluating
 from rotorch.models.pretrained import open_pretrained
-from rotorch.ops.deferred_logits import real_for_hooks, with_real_logits
+from rotorch.models.traps import refuse_float16
+from rotorch.ops.deferred_logits import real_for_hooks
+from rotorch.ops.outputs import detached, last_logits, real_outputs
 from rotorch.process.host_memory import make_room
 from rotorch.shard.at_rest import AtRest
 from rotorch.shard.buffers import WrittenBuffers
@@ -94,7 +96,6 @@ class ParallelModel:
         self._recipes = recipes
         self._holding = holding
         self._loss = loss
-        self._count_targets = getattr(loss, "count_targets", count_targets)
         self.written_buffers = WrittenBuffers(module)
         self._autocast_dtype = autocast_dtype
         self._place = Whereabouts()
@@ -107,11 +108,11 @@ class ParallelModel:
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         positions = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
-        self.batch_rank, self.num_batch_ranks = _place(self.batch_axes, sizes, positions)
+        self.batch_rank, self.num_batch_ranks = place_along(self.batch_axes, sizes, positions)
         self.feature_axes = tuple(axis for s in strategies for axis in s.feature_axes)
-        self.feature_rank, self.num_feature_ranks = _place(self.feature_axes, sizes, positions)
+        self.feature_rank, self.num_feature_ranks = place_along(self.feature_axes, sizes, positions)
         self.token_axes = tuple(axis for s in strategies for axis in s.token_axes)
-        self.token_rank, self.num_token_ranks = _place(self.token_axes, sizes, positions)
+        self.token_rank, self.num_token_ranks = place_along(self.token_axes, sizes, positions)
 
     @property
     def device(self) -> torch.device:
@@ -227,26 +228,33 @@ class ParallelModel:
         names = self._holding.mark_on(place)
         return names or (mark_blocks(self.module, place) if blocks else [])
 
-    def forward_backward(self, batch: Batch | Sequence[Batch]) -> Tensor:
+    def forward_backward(self, batch: Batch | Sequence[Batch], *, loss: LossFn | None = None) -> Any:
         """Computes gradients of one optimizer step; they are complete in every parameter's `.grad` when it returns.
 
         Args:
             batch: this rank's micro-batch, or all its micro-batches of this step; every rank gives equally many.
+            loss: how a batch becomes a loss in this step, the same on all ranks; by default that of `parallelize`. It
+                may return a pair, the loss and whatever else the caller wants to have (logits, metrics).
 
         Returns:
             The loss per target token over the whole global batch, 0-dim, the same on all ranks. Buffers that the
-            model has written (running statistics) are the same on all ranks too (see shard/buffers.py).
+            model has written (running statistics) are the same on all ranks too (see shard/buffers.py). If the loss
+            gave pairs: that loss, and a list of what else it gave for each of this rank's micro-batches, detached (in
+            a pipeline the rank of the last stage has them).
 
         Raises:
-            ConfigError: ranks have different numbers of micro-batches, or one of them does something else.
+            ConfigError: ranks have different numbers of micro-batches, or one of them does something else; float16,
+                whose gradients would vanish.
         """
+        trained = {held.local.dtype for held in self.weights.values() if held.parameter.requires_grad}
+        refuse_float16({*trained, self._autocast_dtype})
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
-        num_targets = self._meet_with(micro_batches, doing=Doing.STEP)
-        holding = self._holding
+        num_targets = self._meet_with(micro_batches, doing=Doing.STEP, loss=loss)
+        holding, beside = self._holding, list[Any]()
         self.written_buffers.start()
         with self._noting_lost_gradients(), self.hooks.called_after(), self.lent() as callee, torch.enable_grad():
             holding.start()
-            total = holding.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1)))
+            total = holding.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside))
             sums = torch.cat([total.view(1), self.written_buffers.written()])
             self._place.micro_batch = 0
             self._place.now = at(Operation.COMPLETE_GRADIENTS)
@@ -255,7 +263,8 @@ class ParallelModel:
         loss_and_writers = summed()
         self.written_buffers.even_out(loss_and_writers[1:], mesh=self.mesh)
         self._place.now = 0
-        return loss_and_writers[0] * (self.num_batch_ranks / self.mesh.size())
+        mean = loss_and_writers[0] * (self.num_batch_ranks / self.mesh.size())
+        return (mean, beside) if beside else mean
 
     @torch.no_grad()
     def evaluate(self, batch: Batch | Sequence[Batch]) -> Evaluation:
@@ -282,7 +291,7 @@ class ParallelModel:
         self.meet(Doing.PREDICTION)  # weights are as the optimizer left them
         with evaluating(self.module), self.lent() as callee, self.forward_pass():
             self._holding.start()
-            (output,) = self._holding.forward(callee, [batch], _with_real_logits)
+            (output,) = self._holding.forward(callee, [batch], real_outputs)
         barrier(mesh=self.mesh)  # and may change again
         return output
 
@@ -296,7 +305,7 @@ class ParallelModel:
         self.meet(Doing.NEXT_TOKEN)  # weights are as the optimizer left them
         with evaluating(self.module), self.lent() as callee, self.forward_pass():
             self._holding.start()
-            (logits,) = self._holding.forward(callee, [{"input_ids": input_ids}], _last_logits)
+            (logits,) = self._holding.forward(callee, [{"input_ids": input_ids}], last_logits)
         barrier(mesh=self.mesh)  # and may change again
         return logits.float()
 
@@ -320,12 +329,21 @@ class ParallelModel:
                 error.add_note("Gradients that were there before this step are gone too: it was adding to them")
             raise
 
-    def _loss_over(self, num_targets: int) -> Callable[[nn.Module, Batch], Tensor]:
-        """The forward down to the loss: the sum over a micro-batch, divided by `num_targets`."""
+    def _loss_over(
+        self, num_targets: int, loss: LossFn | None = None, beside: list[Any] | None = None
+    ) -> Callable[[nn.Module, Batch], Tensor]:
+        """The forward down to the loss: the sum over a micro-batch, divided by `num_targets`; the rest to `beside`."""
+        loss = self._loss if loss is None else loss
 
         def loss_of(callee: nn.Module, micro_batch: Batch) -> Tensor:
             with self.forward_pass():
-                return self._loss(callee, micro_batch, num_targets)
+                found: Any = loss(callee, micro_batch, num_targets)
+                if isinstance(found, tuple):
+                    found, more = found
+                    if beside is not None:
+                        beside.append(detached(more))
+            result: Tensor = found
+            return result
 
         return loss_of
 
@@ -364,10 +382,11 @@ class ParallelModel:
             finally:
                 self.in_pass = False
 
-    def _meet_with(self, micro_batches: Sequence[Batch], *, doing: Doing) -> int:
+    def _meet_with(self, micro_batches: Sequence[Batch], *, doing: Doing, loss: LossFn | None = None) -> int:
         """Returns the number of targets of all ranks' micro-batches, of which each has equally many."""
         self._place.now = at(Operation.COUNT_TARGETS)
-        targets = int(sum(self._count_targets(b) for b in micro_batches))
+        count = getattr(self._loss if loss is None else loss, "count_targets", count_targets)
+        targets = int(sum(count(b) for b in micro_batches))
         total = self.meet(doing, num_micro_batches=len(micro_batches), num_targets=targets)
         return total * self.num_batch_ranks // self.mesh.size()
 
@@ -379,22 +398,3 @@ class ParallelModel:
         total = torch.tensor([value], dtype=torch.float64)
         all_reduce_sum(total, mesh=self.mesh)
         return float(total) * self.num_batch_ranks / self.mesh.size()
-
-
-def _with_real_logits(callee: nn.Module, batch: Batch) -> Any:
-    """What the module returns; logits that were deferred to their use would be made by who uses them, alone, later."""
-    leaves, tree = tree_flatten(callee(**batch))
-    return tree_unflatten([with_real_logits(leaf) for leaf in leaves], tree)
-
-
-def _last_logits(callee: nn.Module, batch: Batch) -> Tensor:
-    logits: Tensor = callee(**batch, use_cache=False).logits[:, -1, :].clone()
-    return logits
-
-
-def _place(axes: Sequence[str], sizes: Mapping[str, int], positions: Mapping[str, int]) -> tuple[int, int]:
-    """This rank's number along some axes together, the first of them outermost, and how many there are."""
-    number, total = 0, 1
-    for axis in axes:
-        number, total = number * sizes[axis] + positions[axis], total * sizes[axis]
-    return number, total

@@ -13,7 +13,7 @@ from rotorch._torch_private import import_what_steps_need
 from rotorch.comm.collectives import open_meetings
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
-from rotorch.drop_in import make_parallel
+from rotorch.drop_in.module import make_parallel
 from rotorch.hold.holding import Holding
 from rotorch.hold.setup import Setup
 from rotorch.mesh import compare_over_ranks, flat_position, join_process_group, make_mesh, pick_device
@@ -21,7 +21,7 @@ from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
 from rotorch.models.losses import LossFn, loss_of
-from rotorch.models.traps import make_stateless
+from rotorch.models.traps import make_stateless, refuse_wrapped
 from rotorch.parallel_model import ParallelModel
 from rotorch.process.forking import start_autograd
 from rotorch.process.gloo_threads import let_computing_go_first
@@ -79,6 +79,7 @@ def parallelize(
     """
     strategies = parse_parallel(parallel) if isinstance(parallel, str) else written_out(parallel)
     check_composition(strategies)
+    refuse_wrapped(module)
     spec = describe(module, plan=plan, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
     autocast = None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch.")
     strategies = tuple(strategy.at_precision(autocast) for strategy in strategies)

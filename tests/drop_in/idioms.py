@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 NUM_ROWS, NUM_TOKENS = 2, 10
 NUM_STEPS, MORE_STEPS = 1, 2
@@ -248,6 +248,18 @@ def clipping(loop):
 
 
 @idiom
+def a_frozen_part_of_a_layer(loop):
+    """BitFit and its like: some weights of one layer learn, others do not."""
+    for name, parameter in loop.model.named_parameters():
+        parameter.requires_grad_("q_proj.weight" in name or "up_proj.bias" in name or "norm" in name)
+    for step in range(NUM_STEPS):
+        loop.model(**loop.batch(step)).loss.backward()
+        yield
+    for parameter in loop.model.parameters():
+        parameter.requires_grad_(True)
+
+
+@idiom
 def values_that_are_copied_in_between(loop):
     """As of weights' moving averages that are swapped in for an evaluation, by `copy_`."""
     loop.model(**loop.batch(0)).loss.backward()
@@ -470,7 +482,3 @@ def weights_that_are_frozen_later(loop):
         yield
     for parameter in loop.model.parameters():
         parameter.requires_grad_(True)
-
-
-def names_of(function: nn.Module) -> list[str]:
-    return [name for name, _ in function.named_parameters()]

@@ -57,6 +57,7 @@ def plant(module, *, in_backward):
             raise Planted
         first.register_hook(fail)
 
+    hook.sees_slices = True
     return module.register_forward_hook(hook)
 
 

@@ -419,10 +419,8 @@ def test_frozen_units_get_no_gradients_and_pass_them_on(prefix):
     check(freeze(prefix), "rtp=2", "ddp=2,rtp=2")
 
 
-def test_a_unit_that_is_frozen_in_part_is_refused():
-    (message,) = run_ranks(message_of, freeze("layers.0.up"), "rtp=1[recompute=slice]", num_ranks=1)
-    assert "'layers.0' is frozen in part" in message
-    check(freeze("layers.0.up"), "rtp=2")  # side by side every weight is on its own
+def test_a_unit_that_is_frozen_in_part_trains_the_rest_of_it_under_every_transport():
+    check(freeze("layers.0.up"), "rtp=2", "rtp=2[recompute=slice]", "rtp=2[transport=send_receive]")
 
 
 class Skips(Net):

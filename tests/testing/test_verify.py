@@ -90,10 +90,15 @@ def test_gradients_averaged_instead_of_summed_are_recognised(tiny, plant):
     assert "0.5 times the reference's" in report.verdict
 
 
+def on_slices(hook):
+    hook.sees_slices = True
+    return hook
+
+
 def test_a_bias_added_twice_is_named(tiny, plant):
     def mistake(model):
         layer = model.module.model.layers[1].self_attn.o_proj
-        layer.register_forward_hook(lambda module, _, output: output + 0.25)
+        layer.register_forward_hook(on_slices(lambda module, _, output: output + 0.25))
 
     plant(mistake)
     report = verify(tiny("llama"), parallel="fsdp=2", steps=1)
@@ -116,7 +121,7 @@ def test_experts_are_run_in_a_way_that_knows_float64(tiny, tmp_path):
 def test_of_a_unit_that_runs_on_slices_the_unit_is_named(tiny, plant, inside):
     def mistake(model):
         module = model.module.get_submodule(f"model.layers.1.{inside}")
-        module.register_forward_hook(lambda module, _, output: output * 1.01)
+        module.register_forward_hook(on_slices(lambda module, _, output: output * 1.01))
 
     plant(mistake)
     report = verify(tiny("llama"), parallel="rtp=2[recompute=slice]", steps=1)

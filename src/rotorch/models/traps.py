@@ -6,6 +6,9 @@ other data. What it leaves behind then counts too often, or differs between rank
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+import torch
 from torch import nn
 
 from rotorch.core.errors import ConfigError
@@ -37,6 +40,26 @@ def make_stateless(module: nn.Module, *, num_ranks: int, device_type: str) -> No
                 f"{name!r} has max_norm={child.max_norm}: its forward rewrites the rows that it looks up, on each rank "
                 "others, and the ranks' weights would part. Leave max_norm out, or norm rows between steps"
             )
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Raises `ConfigError` for a model in a wrapper whose names no plan fits, or that is parallel already."""
+    if type(module).__module__.startswith("peft."):
+        raise ConfigError(
+            "parallelize: a PeftModel has other names than its model's plan, so most weights would be whole on every "
+            "rank. Write peft.inject_adapter_in_model(config, model) in the place of get_peft_model(model, config)"
+        )
+    if hasattr(module, "forward_backward") and hasattr(module, "parallel"):
+        raise ConfigError(f"parallelize: this {type(module).__name__} is parallel already. Give each model once")
+
+
+def refuse_float16(dtypes: Collection[torch.dtype | None]) -> None:
+    """Raises `ConfigError` if what a step computes gradients with has float16 in it, and nothing scales the loss."""
+    if torch.float16 in dtypes:
+        raise ConfigError(
+            "float16: small gradients would become 0, and forward_backward scales no loss. Use bfloat16, or call "
+            "model(**batch) and scale its loss by torch.amp.GradScaler"
+        )
 
 
 _LOOKUPS = (nn.Embedding, nn.EmbeddingBag)

@@ -62,8 +62,9 @@ class ModuleSlices(ABC):
             prove: called once at the end.
         """
 
-    def refuse_arguments(self, given: Sequence[Any]) -> None:  # noqa: B027
-        """Raises `ConfigError` for arguments that a module on slices cannot be given."""
+
+SEES_SLICES = "sees_slices"
+"""A hook with this attribute expects slices inside of what is cut; others are refused there."""
 
 
 class PartialModule:
@@ -95,6 +96,9 @@ class PartialModule:
     ) -> None:
         self._module, self._unit, self._slices = module, unit, slices
         self._sites = [sites[w.name] for w in unit.weights]
+        self._inside = {
+            site.module: w.name for w in unit.weights for site in sites[w.name] if site.module is not module
+        }
         self._once = once
         self._proven = proven
         self._num_sums = 1
@@ -107,7 +111,7 @@ class PartialModule:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward over all slices."""
-        self._slices.refuse_arguments((*args, *kwargs.values()))
+        self._refuse_hooks()
         leaves, tree = tree_flatten((args, kwargs))
         length: list[int | None] = [None]  # of the tuple that the module returns, if it returns one
 
@@ -124,6 +128,17 @@ class PartialModule:
         for name in self._unit.added_once:
             first = first + self._once(name)
         return first if length[0] is None else (first, *more, *[None] * (length[0] - 1 - len(more)))
+
+    def _refuse_hooks(self) -> None:
+        """Raises `ConfigError` for hooks that would see outputs of slices, and under another transport whole ones."""
+        for child, name in self._inside.items() if self._slices.num_slices > 1 else ():
+            hooks = [*child._forward_hooks.values(), *child._forward_pre_hooks.values()]
+            hooks += [*child._backward_hooks.values(), *child._backward_pre_hooks.values()]
+            if not all(getattr(hook, SEES_SLICES, False) for hook in hooks):
+                raise ConfigError(
+                    f"{self._slices.strategy}: a hook on {name.rpartition('.')[0]!r} would see a slice of its output. "
+                    f"Hook {self._unit.name!r}, which gives whole ones, or use ddp or fsdp"
+                )
 
     def _put(self, weights: Sequence[Tensor | None]) -> None:
         for sites, weight in zip(self._sites, weights, strict=True):

@@ -14,6 +14,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
 from rotorch.ops.rotate import RotatingUnit, rotate_module
 from rotorch.ops.slice_linear import slice_linear
+from rotorch.ops.sliced_cache import CacheOfSlice, is_cache, make_room
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.sites import Site
 
@@ -42,7 +43,7 @@ class VisitingSlices(ModuleSlices):
         compiled: bool,
     ) -> None:
         self.num_slices = rotating.slices.num_slices
-        self._rotating = rotating
+        self._module, self._rotating = module, rotating
         self._buffers = WrittenBuffers(module)
         self._whole = whole
         self._whole_sites = [sites[name] for name in rotating.unit.replicated]
@@ -83,6 +84,9 @@ class VisitingSlices(ModuleSlices):
         lent = [sites[0].get() for sites in self._whole_sites]
         inputs = [*(leaves[i] for i in where), *map(self._whole, unit.replicated)]
         packed = _Packed()
+        caches = [i for i, leaf in enumerate(leaves) if is_cache(leaf)]
+        for i in caches:
+            make_room(leaves[i], module=self._module, name=unit.name, num_slices=self.num_slices)
 
         def run_slice(weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
             self._visiting = weights
@@ -90,6 +94,8 @@ class VisitingSlices(ModuleSlices):
             given = list(leaves)
             for i, tensor in zip(where, inputs, strict=False):
                 given[i] = tensor
+            for i in caches:
+                given[i] = CacheOfSlice(leaves[i], self.index)
             parts = run(weights, given)
             self._lend_whole(lent)  # other modules may share them, and know nothing of this unit's graph
             return packed.pack(parts)
@@ -110,7 +116,8 @@ class VisitingSlices(ModuleSlices):
                 f"rtp: {unit.name!r} writes its buffers in forward (running statistics), once per "
                 "slice. Give its weights no role in the plan, or 'colwise_gather_output'"
             )
-        prove(lambda weights: run_slice(weights, inputs))
+        if not caches:  # to which it would append
+            prove(lambda weights: run_slice(weights, inputs))
         return packed.unpack(total)
 
     def _lend_whole(self, tensors: Sequence[Tensor | None]) -> None:
@@ -118,14 +125,6 @@ class VisitingSlices(ModuleSlices):
         for sites, tensor in zip(self._whole_sites, tensors, strict=True):
             for site in sites:
                 site.put(tensor)
-
-    def refuse_arguments(self, given: Sequence[Any]) -> None:
-        """A Hugging Face cache of keys and values is refused."""
-        if any(hasattr(value, "get_seq_length") for value in given):
-            raise ConfigError(
-                f"rtp: {self._rotating.unit.name!r} is given a cache of keys and values, to which every slice would "
-                "append. Leave use_cache and past_key_values out of the batch"
-            )
 
 
 class _Packed:

@@ -288,6 +288,12 @@ class Pieces(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError(f"Pieces are for saving and loading; {func} needs the tensor itself: use .local")
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise ConfigError(
+            "what state_dict() gives are parts of weights, for torch.distributed.checkpoint. For torch.save "
+            "write model.full_state_dict(), on all ranks: the first one gets whole tensors"
+        )
+
     def __repr__(self, *_: Any, **__: Any) -> str:
         return f"Pieces(shape={tuple(self.shape)}, dtype={self.dtype}, pieces={self.pieces})"
 

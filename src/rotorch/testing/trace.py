@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rotorch._torch_private import tree_flatten
 from rotorch.core.spec import Cut
+from rotorch.ops.partial_module import SEES_SLICES
 from rotorch.testing.compare import relative_error
 
 Calls = dict[str, list[list[Tensor]]]
@@ -45,13 +46,17 @@ def recorded(module: nn.Module) -> Iterator[list[Calls]]:
         nonlocal running
         running = False
 
-    def keep(name: str, output: Any) -> None:
-        if running:
-            passes[-1][name].append([t.detach().clone() for t in _tensors(output)])
+    def keep(name: str) -> Callable[[nn.Module, Any, Any], None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            if running:
+                passes[-1][name].append([t.detach().clone() for t in _tensors(output)])
+
+        setattr(hook, SEES_SLICES, True)
+        return hook
 
     handles: list[RemovableHandle] = [module.register_forward_pre_hook(begin)]
     for name, child in module.named_modules():
-        handles.append(child.register_forward_hook(lambda _, __, output, name=name: keep(name, output)))
+        handles.append(child.register_forward_hook(keep(name)))
     handles.append(module.register_forward_hook(end, always_call=True))
     try:
         yield passes

@@ -197,10 +197,8 @@ def _one_by_one(units: Sequence[Unit], *, sites: Mapping[str, tuple[Site, ...]],
 
 
 def _trained(unit: Unit, parameters: dict[str, nn.Parameter]) -> bool:
-    wanted = {parameters[w.name].requires_grad for w in unit.weights}
-    if len(wanted) > 1:
-        raise ConfigError(f"rtp: {unit.name!r} is frozen in part. Freeze all of its weights or none")
-    return wanted == {True}
+    # Of a unit that is frozen in part all gradients travel; those of frozen weights are dropped at home.
+    return any(parameters[w.name].requires_grad for w in unit.weights)
 
 
 def _between_units(module: nn.Module, units: Sequence[Unit], *, whole: Iterable[str]) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""The user's own module, parallel in place: what `parallelize` returns, and its calls in a loop of the user's own.
+"""Calls of a parallel module in a loop of the user's own: forward and backward passes.
 
 [Note: nothing stays open]
     A call of the model is one pass: ranks meet, the module has what passes compute with, its forward runs, the module
@@ -18,11 +18,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,118 +32,6 @@ from rotorch.comm.roll_call import Doing
 from rotorch.core.errors import ConfigError
 from rotorch.ops.deferred_logits import with_real_logits
 from rotorch.parallel_model import ParallelModel
-
-Module = TypeVar("Module", bound=nn.Module)
-_KEPT = "_rotorch"
-"""Where a module keeps its `PlainCalls`."""
-
-
-class ParallelModule(nn.Module):
-    """What a module that `parallelize` returns has beside what its own class has; a class made on the fly has both.
-
-    All public names of `ParallelModel` are there too (`forward_backward`, `evaluate`, `weights`, ...), but those that
-    the module's own class has; `parallel` has all of them.
-    """
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Makes a module of its own class: one that is made anew is not parallel."""
-        return cls.__bases__[1](*args, **kwargs)
-
-    @property
-    def parallel(self) -> ParallelModel:
-        """The passes, weights and ranks of this module."""
-        return calls_of(self).model
-
-    @property
-    def module(self) -> nn.Module:
-        """This module itself: wrappers of other libraries have theirs here."""
-        return self
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One pass of this module's own forward (see [Note: nothing stays open]). All ranks, equally often.
-
-        Raises:
-            ConfigError: ranks do different things; the strategy has no such pass.
-        """
-        calls = calls_of(self)
-        calls.settle()
-        if calls.model.in_pass:
-            return super().__call__(*args, **kwargs)
-        return calls(args, kwargs)
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of every module; at rest also after a backward that broke off."""
-        calls_of(self).settle()
-        return super().named_parameters(*args, **kwargs)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of every module; weights in the form that `torch.distributed.checkpoint` saves, and loads in place."""
-        calls = calls_of(self)
-        calls.settle()
-        found = super().state_dict(*args, **kwargs)
-        if kwargs.get("keep_vars"):
-            return found
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        pieces = {id(held.parameter): calls.model.pieces_of(name) for name, held in calls.model.weights.items()}
-        for name, parameter in nn.Module.named_parameters(self, remove_duplicate=False):
-            found[prefix + name] = pieces[id(parameter)]
-        return found
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Raises: memory that ranks share, and messages between them, cannot be copied."""
-        raise ConfigError(
-            f"{type(self).__name__} is spread over ranks and cannot be copied. Copy it before parallelize, and give "
-            "both to parallelize"
-        )
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Does nothing where nothing would change (`.to(device)`), and raises where it would (`.half()`)."""
-        for parameter in self.parameters():
-            sample = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            changed = fn(sample)
-            if (changed.dtype, changed.device) != (sample.dtype, sample.device):
-                raise ConfigError(
-                    f"{type(self).__name__} is spread over ranks as {sample.dtype} on {sample.device}, and would "
-                    f"become {changed.dtype} on {changed.device}. Convert it before parallelize"
-                )
-        return self
-
-
-def make_parallel(module: Module, model: ParallelModel) -> Module:
-    """Gives `module` a class made on the fly, with its own class and `ParallelModule`; returns it."""
-    own = type(module)
-    names = [n for n in (*vars(ParallelModel), *vars(model)) if not n.startswith("_") and not hasattr(module, n)]
-    added: dict[str, Any] = {name: _passed_on(name) for name in names if name != "module"}
-    added.update(__module__=own.__module__, __qualname__=own.__qualname__, __doc__=own.__doc__)
-    if hasattr(module, "module"):
-        added["module"] = getattr(own, "module", None) or _own_attribute("module")
-    vars(module)[_KEPT] = PlainCalls(model)
-    module.__class__ = type(own.__name__, (ParallelModule, own), added)
-    return module
-
-
-def calls_of(module: ParallelModule) -> PlainCalls:
-    """The calls of a module that is parallel."""
-    found: PlainCalls = vars(module)[_KEPT]
-    return found
-
-
-def _passed_on(name: str) -> Any:
-    """A name of `ParallelModel` for the class of a module; what returns the model returns the module."""
-    its = inspect.getattr_static(ParallelModel, name, None)
-    if not callable(its):
-        return property(lambda self: getattr(self.parallel, name), doc=inspect.getdoc(its))
-
-    @functools.wraps(its)
-    def call(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
-        result = getattr(self.parallel, name)(*args, **kwargs)
-        return self if result is self.parallel else result
-
-    return call
-
-
-def _own_attribute(name: str) -> property:
-    return property(lambda self: nn.Module.__getattr__(self, name))
 
 
 class PlainCalls:
@@ -301,6 +187,11 @@ class _Exit(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         calls: PlainCalls = ctx.calls
+        if torch.is_grad_enabled() and calls.model.mesh.size() > 1:
+            raise ConfigError(
+                "backward(create_graph=True): gradients of gradients would need slices to go round a third time, which "
+                "no strategy here does. Compute such a penalty on one process, or leave it out"
+            )
         calls.begin_backward()
         return grad if calls.scale == 1.0 else grad * calls.scale, None, None
 

@@ -1,0 +1,178 @@
+"""The user's own module, parallel in place: what `parallelize` returns."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from rotorch.comm.one_error import one_error
+from rotorch.core.errors import ConfigError
+from rotorch.drop_in.calls import PlainCalls
+from rotorch.drop_in.whole import copy_into, full_state_dict, pieces_by_name
+from rotorch.parallel_model import ParallelModel
+
+Module = TypeVar("Module", bound=nn.Module)
+_CACHE_FITS = {"single", "ddp", "fsdp", "rtp", "megatron", "atp"}
+"""Strategies under which each rank, or each slice, has whole heads, so keys and values can be kept."""
+
+_KEPT = "_rotorch"
+"""Where a module keeps its `PlainCalls`."""
+
+
+class ParallelModule(nn.Module):
+    """What a module that `parallelize` returns has beside what its own class has; a class made on the fly has both.
+
+    All public names of `ParallelModel` are there too (`forward_backward`, `evaluate`, `weights`, ...), but those that
+    the module's own class has; `parallel` has all of them.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Makes a module of its own class: one that is made anew is not parallel."""
+        return cls.__bases__[1](*args, **kwargs)
+
+    @property
+    def parallel(self) -> ParallelModel:
+        """The passes, weights and ranks of this module."""
+        return calls_of(self).model
+
+    @property
+    def module(self) -> nn.Module:
+        """This module itself: wrappers of other libraries have theirs here."""
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One pass of this module's own forward (see [Note: nothing stays open]). All ranks, equally often.
+
+        Raises:
+            ConfigError: ranks do different things; the strategy has no such pass.
+        """
+        calls = calls_of(self)
+        calls.settle()
+        if calls.model.in_pass:
+            return super().__call__(*args, **kwargs)
+        return calls(args, kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of every module; at rest also after a backward that broke off."""
+        calls_of(self).settle()
+        return super().named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of every module; weights in the form that `torch.distributed.checkpoint` saves, and loads in place."""
+        calls = calls_of(self)
+        calls.settle()
+        found = super().state_dict(*args, **kwargs)
+        if kwargs.get("keep_vars"):
+            return found
+        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
+        for name, pieces in pieces_by_name(self, calls.model).items():
+            found[prefix + name] = pieces
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As of every module; all ranks. Weights may be whole ones (of a plain module) or what `state_dict()` gave.
+
+        Raises:
+            ConfigError: `assign`, or a part of a weight that is not the one that this rank has.
+        """
+        if assign:
+            raise ConfigError("load_state_dict: assign=True would replace weights that ranks share. Leave it out")
+        calls = calls_of(self)
+        calls.settle()
+        result = super().load_state_dict(copy_into(self, calls.model, state_dict), strict=strict)
+        calls.model.values_changed()
+        return result
+
+    def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
+        """Whole weights and buffers on CPU, as the module on one process has them. All ranks call it.
+
+        Args:
+            all_ranks: every rank gets them; by default the first one does, and the others get an empty dict.
+        """
+        calls = calls_of(self)
+        calls.settle()
+        return full_state_dict(self, calls.model, all_ranks=all_ranks)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Raises: memory that ranks share, and messages between them, cannot be copied."""
+        raise ConfigError(
+            f"{type(self).__name__} is spread over ranks and cannot be copied. Copy it before parallelize, and give "
+            "both to parallelize; for averages of weights keep `[p.detach().clone() for p in model.parameters()]`"
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Does nothing where nothing would change (`.to(device)`), and raises where it would (`.half()`)."""
+        for parameter in self.parameters():
+            sample = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            changed = fn(sample)
+            if (changed.dtype, changed.device) != (sample.dtype, sample.device):
+                raise ConfigError(
+                    f"{type(self).__name__} is spread over ranks as {sample.dtype} on {sample.device}, and would "
+                    f"become {changed.dtype} on {changed.device}. Convert it before parallelize"
+                )
+        return self
+
+
+def make_parallel(module: Module, model: ParallelModel) -> Module:
+    """Gives `module` a class made on the fly, with its own class and `ParallelModule`; returns it."""
+    own = type(module)
+    names = [n for n in (*vars(ParallelModel), *vars(model)) if not n.startswith("_") and not hasattr(module, n)]
+    added: dict[str, Any] = {name: _passed_on(name) for name in names if name != "module"}
+    added.update(__module__=own.__module__, __qualname__=own.__qualname__, __doc__=own.__doc__)
+    if hasattr(module, "module"):
+        added["module"] = getattr(own, "module", None) or _own_attribute("module")
+    for name, method in (("save_pretrained", _save_pretrained), ("generate", _generate)):
+        if hasattr(own, name):
+            added[name] = functools.wraps(getattr(own, name))(method)
+    vars(module)[_KEPT] = PlainCalls(model)
+    module.__class__ = type(own.__name__, (ParallelModule, own), added)
+    return module
+
+
+def calls_of(module: ParallelModule) -> PlainCalls:
+    """The calls of a module that is parallel."""
+    found: PlainCalls = vars(module)[_KEPT]
+    return found
+
+
+def _passed_on(name: str) -> Any:
+    """A name of `ParallelModel` for the class of a module; what returns the model returns the module."""
+    its = inspect.getattr_static(ParallelModel, name, None)
+    if not callable(its):
+        return property(lambda self: getattr(self.parallel, name), doc=inspect.getdoc(its))
+
+    @functools.wraps(its)
+    def call(self: ParallelModule, *args: Any, **kwargs: Any) -> Any:
+        result = getattr(self.parallel, name)(*args, **kwargs)
+        return self if result is self.parallel else result
+
+    return call
+
+
+def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+    """Writes whole weights, once: all ranks gather them, the first one writes."""
+    model, own = self.parallel, super(ParallelModule, self)
+    whole = kwargs.pop("state_dict", None) or self.full_state_dict()
+    result = None
+    with one_error(model.mesh):
+        if not any(model.mesh.get_coordinate() or [0]):
+            result = own.save_pretrained(save_directory, *args, state_dict=whole, **kwargs)
+    return result
+
+
+def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """As of every model; ranks whose sequences are shorter go on until all are done, as each of them has slices."""
+    if kwargs.get("synced_gpus") is None and self.parallel.mesh.size() > 1:
+        kwargs["synced_gpus"] = True
+    if "generation_config" not in kwargs and all(s.kind in _CACHE_FITS for s in self.parallel.strategies):
+        kwargs.setdefault("use_cache", True)  # parallelize has switched it off, for passes with gradients
+    return super(ParallelModule, self).generate(*args, **kwargs)
+
+
+def _own_attribute(name: str) -> property:
+    return property(lambda self: nn.Module.__getattr__(self, name))

@@ -1,0 +1,83 @@
+"""Whole weights of a parallel module: its state as one process has it, and into its parts again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rotorch.core.errors import ConfigError
+from rotorch.parallel_model import ParallelModel
+from rotorch.shard.sharded_weight import Pieces
+
+
+def weights_by_name(module: nn.Module, model: ParallelModel) -> dict[str, str]:
+    """Every name of a weight in the module, to its name in `model`; tied ones have several."""
+    of_parameter = {id(held.parameter): name for name, held in model.weights.items()}
+    named = nn.Module.named_parameters(module, remove_duplicate=False)
+    return {name: of_parameter[id(parameter)] for name, parameter in named}
+
+
+def pieces_by_name(module: nn.Module, model: ParallelModel) -> dict[str, Pieces]:
+    """This rank's part of each weight, under all its names."""
+    pieces = model.pieces()
+    return {name: pieces[weight] for name, weight in weights_by_name(module, model).items()}
+
+
+@torch.no_grad()
+def full_state_dict(module: nn.Module, model: ParallelModel, *, all_ranks: bool) -> dict[str, Tensor]:
+    """What `module` on one process would have as its state, on CPU; one weight at a time is gathered. All ranks."""
+    names = weights_by_name(module, model)
+    keeps = all_ranks or not any(model.mesh.get_coordinate() or [0])
+    whole: dict[str, Tensor] = {}
+    for weight in model.weights:
+        tensor = model.full_tensor(weight)
+        if keeps:
+            whole[weight] = tensor.cpu()
+    if not keeps:
+        return {}
+    found = nn.Module.state_dict(module, keep_vars=True)
+    for name, value in found.items():
+        if name not in names:
+            whole[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value
+    return {name: whole[names.get(name, name)] for name in found}
+
+
+@torch.no_grad()
+def copy_into(module: nn.Module, model: ParallelModel, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies weights into this rank's parts; returns what `nn.Module.load_state_dict` has to do and to say.
+
+    Nothing is copied if a weight has another shape: torch then says which.
+
+    Raises:
+        ConfigError: a part of a weight that is not the one that this rank has.
+    """
+    names = {name: weight for name, weight in weights_by_name(module, model).items() if name in given}
+    rest = dict(given)
+    fitting = {}
+    for name, weight in names.items():
+        value, held = given[name], model.weights[weight]
+        if isinstance(value, DTensor) and value is not held.parameter:
+            raise ConfigError(
+                f"load_state_dict: {name!r} is a DTensor, and how torch cut it is not how this model is cut. "
+                "Give whole tensors, or what model.state_dict() gave"
+            )
+        if isinstance(value, Pieces) and value.pieces != held.pieces:
+            raise ConfigError(
+                f"load_state_dict: {name!r} is a part of a weight that another rank or layout has. "
+                "Save and load by torch.distributed.checkpoint, or give whole tensors"
+            )
+        if tuple(value.shape) == held.weight.shape:
+            fitting[name] = value
+            rest[name] = held.parameter.data  # torch copies it into itself
+    for name, value in fitting.items() if len(fitting) == len(names) else ():
+        held = model.weights[names[name]]
+        if isinstance(value, Pieces):
+            held.local.copy_(value.local)
+        elif value is not held.parameter:
+            for piece in held.pieces:
+                piece.of_local(held.local).copy_(piece.of_whole(value))
+    return rest

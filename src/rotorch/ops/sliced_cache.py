@@ -1,0 +1,77 @@
+"""A cache of keys and values that all slices of an attention append to, each in layers of its own (rtp, `generate`).
+
+Slice k of layer l is layer `l + k * num_layers` of the user's own cache: what that does to all its layers (reorder for
+beams, crop, repeat) it does to all slices, and its length is that of slice 0.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from rotorch.core.errors import ConfigError
+
+_NUM_LAYERS = "_rotorch_num_layers"
+"""The attribute of a cache that has layers for all slices: how many a slice has."""
+
+
+def is_cache(value: Any) -> bool:
+    """Whether an argument is a cache of transformers."""
+    return hasattr(value, "get_seq_length")
+
+
+class CacheOfSlice:
+    """What one slice of an attention is given in the place of a cache.
+
+    Args:
+        cache: the user's own, after `make_room`.
+        index: which slice.
+    """
+
+    def __init__(self, cache: Any, index: int) -> None:
+        self._cache, self._first = cache, index * getattr(cache, _NUM_LAYERS)
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Appends the slice's keys and values; returns all that it has of them."""
+        return self._cache.update(keys, values, layer_idx + self._first, *args, **kwargs)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many tokens a layer of the slice has seen."""
+        return int(self._cache.get_seq_length(layer_idx + self._first))
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._cache, name)
+        if callable(value):
+            raise ConfigError(
+                f"rtp: a forward calls {name} of its cache, of which slices know nothing. Write use_cache=False"
+            )
+        return value
+
+
+def make_room(cache: Any, *, module: torch.nn.Module, name: str, num_slices: int) -> None:
+    """Gives a cache layers for all slices, before the first of them appends.
+
+    Raises:
+        ConfigError: gradients are computed, which would append again in backward; keys and values of whole heads are
+            in it already; it has no list of layers.
+    """
+    if torch.is_grad_enabled():
+        raise ConfigError(
+            f"rtp: {name!r} is given a cache of keys and values, to which backward would append again. "
+            "Leave use_cache and past_key_values out of the batch, or write torch.no_grad()"
+        )
+    if hasattr(cache, _NUM_LAYERS):
+        return
+    layers = getattr(cache, "layers", None)
+    number = len(layers or ()) or getattr(getattr(module, "config", None), "num_hidden_layers", 0)
+    if not isinstance(layers, list) or not number or any(layer.is_initialized for layer in layers):
+        raise ConfigError(
+            f"rtp: a {type(cache).__name__} that is filled already, or has no list of layers, cannot take keys and "
+            "values of slices. Write use_cache=False"
+        )
+    if not layers:
+        layers = [cache.layer_class_to_replicate() for _ in range(number)]
+    cache.layers = [copy.deepcopy(layer) for _ in range(num_slices) for layer in layers]
+    setattr(cache, _NUM_LAYERS, number)

@@ -1,0 +1,180 @@
+"""What would be silently wrong in a loop of one's own is refused in one line, on all ranks; and losses per call."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from idioms import Loop, cross_entropy
+from lockstep import build
+from torch import nn
+
+import rotorch
+from rotorch.core.errors import ConfigError
+from rotorch.models.hf import load_config
+from rotorch.parallelize import load_step_code
+from rotorch.testing.ranks import run_ranks
+
+MESSAGES = "rtp=2[transport=send_receive]"
+LAYOUTS = ("ddp=2", "fsdp=2", "rtp=2", MESSAGES, "megatron=2")
+
+
+@pytest.fixture(scope="module")
+def config(tiny):
+    config = load_config(tiny("llama"))
+    config.num_hidden_layers, config.vocab_size = 2, 91
+    return config
+
+
+@pytest.fixture(scope="module")
+def ranks(config):
+    """What each rank was told, by layout and danger."""
+    load_step_code(["ddp", "fsdp", "rtp", "megatron", "pp"])
+    return run_ranks(everything, config, num_ranks=2, timeout_s=300)
+
+
+def refusal(call):
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def data_that_is_assigned(loop):
+    parameter = next(loop.model.parameters())
+    parameter.data = parameter.data.clone()
+    loop.model(**loop.batch(0))
+
+
+def a_weight_that_is_replaced(loop):
+    loop.model.model.norm.weight = nn.Parameter(torch.ones(loop.model.config.hidden_size, dtype=torch.float64))
+    loop.model(**loop.batch(0))
+
+
+def a_hook_inside_of_what_is_cut(loop):
+    seen = []
+    part = loop.model.model.layers[0].mlp.gate_proj
+    handle = part.register_forward_hook(lambda _, __, output: seen.append(output.shape[-1]))
+    try:
+        loop.model(**loop.batch(0))
+    finally:
+        handle.remove()
+    assert seen == [loop.model.config.intermediate_size], seen  # whole, once
+
+
+def a_gradient_of_a_gradient(loop):
+    given = torch.randn(2, 5, loop.model.config.hidden_size, dtype=torch.float64).requires_grad_()
+    torch.autograd.grad(loop.model(inputs_embeds=given).logits.sum(), [given], create_graph=True)
+
+
+def spread_twice(loop):
+    rotorch.parallelize(loop.model, "ddp=2", device="cpu")
+
+
+DANGERS = {
+    data_that_is_assigned: "data was assigned: training would go on with the old values",
+    a_weight_that_is_replaced: "is another object than parallelize left there",
+    a_hook_inside_of_what_is_cut: "would see a slice of its output. Hook 'model.layers.0.mlp'",
+    a_gradient_of_a_gradient: "create_graph=True",
+    spread_twice: "is parallel already",
+}
+
+
+def everything(config):
+    told = {}
+    for layout in LAYOUTS:
+        for danger in DANGERS:
+            model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
+            loop = Loop(model, None, model.batch_rank, config.vocab_size)
+            told[layout, danger.__name__] = refusal(partial(danger, loop))
+        told[layout, "pairs"] = pairs(config, layout)
+        told[layout, "scaled"] = scaled(config, layout)
+    model = rotorch.parallelize(build(config, seed=1), "pp=2", device="cpu")
+    told["pp"] = refusal(lambda: model(input_ids=torch.ones(1, 4, dtype=torch.int64)))
+    half = rotorch.parallelize(build(config, seed=1).half(), "ddp=2", device="cpu")
+    told["float16"] = refusal(lambda: half.forward_backward({}))
+    return told
+
+
+def scaled(config, layout):
+    """By how much gradients differ that a scaler has scaled and unscaled, and whether it skips a step of infinities."""
+    model = rotorch.parallelize(build(config, seed=1).float(), layout, device="cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = Loop(model, None, model.batch_rank, config.vocab_size).batch(0)
+    model(**batch).loss.backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    optimizer.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(model(**batch).loss).backward()
+    scaler.unscale_(optimizer)
+    off = max(float((p.grad - g).to_local().abs().max()) for p, g in zip(model.parameters(), expected, strict=True))
+    optimizer.zero_grad()
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    scaler.scale(model(**batch).loss * (float("inf") if torch.distributed.get_rank() == 1 else 1.0)).backward()
+    scaler.step(optimizer)
+    kept = all(bool((p == b).to_local().all()) for p, b in zip(model.parameters(), before, strict=True))
+    model.close()
+    return off, kept
+
+
+def pairs(config, layout):
+    """A loss per call, on logits in lists, which gives logits beside it."""
+
+    def loss(module, batch, num_targets):
+        logits = module(input_ids=batch["input_ids"]).logits
+        twice = torch.cat([logits, logits])
+        labels = torch.cat([batch["labels"], batch["labels"]])
+        return cross_entropy(twice, labels, reduction="sum") / (2 * num_targets), {"logits": logits}
+
+    model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
+    batches = [Loop(model, None, model.batch_rank, config.vocab_size).batch(0, part) for part in range(2)]
+    expected, gradients = float(model.forward_backward(batches)), [p.grad.clone() for p in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = None
+    found, beside = model.forward_backward(batches, loss=loss)
+    off = max(float((p.grad - g).to_local().abs().max()) for p, g in zip(model.parameters(), gradients, strict=True))
+    model.close()
+    return abs(float(found) - expected), off, [tuple(each["logits"].shape) for each in beside]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("danger", DANGERS, ids=lambda danger: danger.__name__)
+def test_a_danger_is_refused_or_right(ranks, layout, danger):
+    for told in ranks:
+        found = told[layout, danger.__name__]
+        if danger is a_hook_inside_of_what_is_cut and layout not in (MESSAGES, "megatron=2"):
+            assert found is None
+        else:
+            assert found is not None and DANGERS[danger] in found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_loss_per_call_may_give_more_than_the_loss(ranks, layout):
+    for told in ranks:
+        loss, gradients, shapes = told[layout, "pairs"]
+        assert loss < 1e-6 and gradients < 1e-6  # norms and losses in float32, as the model asks for it
+        assert shapes == [(2, 10, 91)] * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_scaled_loss_gives_the_same_gradients_and_no_rank_steps_where_one_overflows(ranks, layout):
+    for told in ranks:
+        off, kept = told[layout, "scaled"]
+        assert off < 1e-5 and kept
+
+
+def test_pipelines_and_float16_are_refused_in_one_line(ranks):
+    for told in ranks:
+        assert "write model.forward_backward(micro_batches, loss=...)" in told["pp"]
+        assert "torch.amp.GradScaler" in told["float16"]
+
+
+def test_a_wrapper_of_peft_is_refused_with_what_to_write(config):
+    peft = pytest.importorskip("peft")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = peft.get_peft_model(build(config, seed=1), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(ConfigError, match="inject_adapter_in_model"):
+        rotorch.parallelize(model, "single", device="cpu")

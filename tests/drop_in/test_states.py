@@ -1,0 +1,139 @@
+"""State dicts, published directories and texts of parallel modules, held against one process."""
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from lockstep import build
+from torch.optim.swa_utils import AveragedModel
+
+import rotorch
+from rotorch.models.hf import load_config
+from rotorch.parallelize import load_step_code
+from rotorch.testing.arithmetic import exact_arithmetic
+from rotorch.testing.ranks import run_ranks
+
+LAYOUTS = ("ddp=2", "fsdp=2", "rtp=2", "rtp=2[transport=send_receive]", "megatron=2", "atp=2x1", "pp=2")
+TEXTS = {"text": {}, "without a cache": {"use_cache": False}, "beams": {"num_beams": 2}}
+PROMPTS = ([[5, 9, 2, 7]], [[3, 1, 4, 1, 5, 9, 2]])
+
+
+@pytest.fixture(scope="module")
+def config(tiny):
+    config = load_config(tiny("llama"))
+    config.num_hidden_layers, config.vocab_size = 2, 91
+    config.hidden_size, config.num_attention_heads, config.num_key_value_heads = 96, 6, 3  # uneven over two ranks
+    config.tie_word_embeddings = True
+    return config
+
+
+@pytest.fixture(scope="module")
+def said(config, tmp_path_factory):
+    """What each rank says, by layout."""
+    load_step_code(["ddp", "fsdp", "rtp", "megatron", "atp", "pp"])
+    folder = tmp_path_factory.mktemp("states")
+    return run_ranks(everything, config, folder, num_ranks=2, timeout_s=300), folder
+
+
+def refusal(call):
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was said"
+
+
+def everything(config, folder):
+    return {layout: of_layout(config, layout, folder / str(number)) for number, layout in enumerate(LAYOUTS)}
+
+
+def lengths(model, ids):
+    """How many tokens at a time pass a layer."""
+    seen = []
+    handle = model.model.norm.register_forward_hook(lambda _, given, __: seen.append(given[0].shape[1]))
+    model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    handle.remove()
+    return seen
+
+
+def of_layout(config, layout, folder):
+    model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
+    other = build(config, seed=2)
+    said = {"full": model.full_state_dict()}
+    model.save_pretrained(folder / "published")
+    dcp.save(model.state_dict(), checkpoint_id=folder / "dcp")
+    said["torch.save"] = refusal(lambda: torch.save(model.state_dict(), io.BytesIO()))
+    said["deepcopy"] = refusal(lambda: copy.deepcopy(model))
+    said["AveragedModel"] = refusal(lambda: AveragedModel(model))
+    said["strict"] = refusal(lambda: model.load_state_dict({**other.state_dict(), "unheard.of": torch.ones(1)}))
+    said["shape"] = refusal(lambda: model.load_state_dict({"model.norm.weight": torch.ones(3)}, strict=False))
+    said["half"] = refusal(model.half)
+    model.load_state_dict(other.state_dict())
+    said["loaded"] = model.full_state_dict(all_ranks=True)
+    dcp.load(model.state_dict(), checkpoint_id=folder / "dcp")
+    model.values_changed()
+    said["again"] = model.full_state_dict(all_ranks=True)
+    if not layout.startswith("pp"):
+        ids = torch.tensor(PROMPTS[model.batch_rank])
+        with exact_arithmetic():
+            model.eval()
+            for name, more in TEXTS.items():
+                said[name] = model.generate(ids, max_new_tokens=4 + model.batch_rank, do_sample=False, **more)
+            said["lengths"] = lengths(model, ids)
+    model.close()
+    return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in said.items()}
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_states_come_and_go(said, config, layout):
+    ranks, _ = said
+    first, second = (build(config, seed=seed).state_dict() for seed in (1, 2))
+    same(ranks[0][layout]["full"], first)
+    assert ranks[1][layout]["full"] == {}
+    for rank in ranks:
+        same(rank[layout]["loaded"], second)
+        same(rank[layout]["again"], first)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_published_directories_are_those_of_one_process(said, config, layout):
+    from transformers import AutoModelForCausalLM
+
+    _, folder = said
+    published = folder / str(LAYOUTS.index(layout)) / "published"
+    same(
+        AutoModelForCausalLM.from_pretrained(published, dtype="float64").state_dict(),
+        build(config, seed=1).state_dict(),
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_cannot_be_is_refused_in_one_line(said, layout):
+    for rank in said[0]:
+        found = rank[layout]
+        assert "write model.full_state_dict()" in found["torch.save"]
+        assert "is spread over ranks and cannot be copied" in found["deepcopy"]
+        assert "is spread over ranks and cannot be copied" in found["AveragedModel"]
+        assert "unheard.of" in found["strict"]
+        assert "size mismatch for model.norm.weight" in found["shape"]
+        assert "would become torch.float16" in found["half"]
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if not layout.startswith("pp")])
+def test_texts_are_those_of_one_process(said, config, layout):
+    model = build(config, seed=1).eval()
+    for number, rank in enumerate(said[0]):
+        share = number if layout.startswith(("ddp", "fsdp", "rtp")) else 0
+        ids = torch.tensor(PROMPTS[share])
+        for name, more in TEXTS.items():
+            with exact_arithmetic():
+                expected = model.generate(ids, max_new_tokens=4 + share, do_sample=False, **more)
+            assert rank[layout][name].tolist() == expected.tolist(), name
+        assert rank[layout]["lengths"] == [ids.shape[1], 1, 1]  # keys and values are kept
