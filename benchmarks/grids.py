@@ -47,9 +47,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rotorch.bench.process_settings import ProcessSetter
 from rotorch.bench.record import describe_origin, load_average
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.meter import Meter
-from rotorch.comm.shared_line import make_line
+from rotorch.comm.shared_axis_group import make_axis_group
 from rotorch.ops.summa import Grid, summa_linear
 from rotorch.testing.ranks import run_ranks
 
@@ -139,7 +139,7 @@ def part(whole: Tensor, dim: int, index: int, of: int) -> Tensor:
 def ours(shape: Shape, mesh: DeviceMesh, *, transport: str) -> Row:
     """Tesseract by `ops/summa.py`: depth layers have rows of their own, so their weight gradients are summed."""
     cpu = torch.device("cpu")
-    depth, row, col = (make_line(mesh, axis, transport=transport, device=cpu) for axis in ("depth", "row", "col"))
+    depth, row, col = (make_axis_group(mesh, axis, transport=transport, device=cpu) for axis in ("depth", "row", "col"))
     grid = Grid(row, col)
     x, up, down, grad = shape.whole()
 
@@ -208,7 +208,7 @@ def tensor_parallel(shape: Shape, mesh: DeviceMesh) -> Row:
 def colossalai(shape: Shape, mesh: DeviceMesh, *, sums_over_depth: bool) -> Row:
     """ColossalAI's block products; its weights are transposed, and with `sums_over_depth` right."""
     operation = colossalai_products(mesh)
-    depth, row, col = (Line.along(mesh, axis) for axis in ("depth", "row", "col"))
+    depth, row, col = (AxisGroup.along(mesh, axis) for axis in ("depth", "row", "col"))
     x, up, down, grad = shape.whole()
 
     def mine(whole: Tensor) -> Tensor:

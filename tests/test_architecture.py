@@ -51,7 +51,7 @@ OPERATIONS = re.compile(
 )
 STATE_OF_A_PROCESS = {
     "process.forking": "a fork must know of the process before it, and only the process itself can tell it",
-    "comm.meeting": "memory that ranks share goes with a process group, which is torch's",
+    "comm.shared_memory_reduce": "memory that ranks share goes with a process group, which is torch's",
     "models.trial.slices": "a trial of a kind of model is made once per process",
     "models.trial.features": "the same",
     "models.trial.sequence": "the same",

@@ -56,7 +56,7 @@ from rotorch._torch_private import (
     will_be_run,
     wrapper_tensor,
 )
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind
 from rotorch.testing.fake import as_rank
@@ -388,7 +388,7 @@ def test_collectives_are_recorded(tmp_path):
 def test_collectives_of_one_kind_go_as_one_message():
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=2)
     try:
-        line = Line("all", 2, 0, dist.group.WORLD)
+        line = AxisGroup("all", 2, 0, dist.group.WORLD)
         parts, wholes = [torch.ones(2), torch.ones(3)], [torch.ones(4), torch.ones(6)]
         with Meter(smallest_counted_bytes=1) as meter:
             line.gather_each(wholes, parts)()

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from rotorch._torch_private import default_store, flat_group, group_timeout, set_group_timeout
 from rotorch.comm.agreement import Agreement, Disagreement, Table
-from rotorch.comm.own_store import own_store
+from rotorch.comm.fresh_store import fresh_store
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.strategies import format_parallel, num_ranks
@@ -68,7 +68,7 @@ def find_store(*, timeout_s: float) -> dist.Store:
     timeout = timedelta(seconds=timeout_s)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         shared, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-        return own_store(shared, rank=rank, num_ranks=world_size, timeout_s=timeout_s)
+        return fresh_store(shared, rank=rank, num_ranks=world_size, timeout_s=timeout_s)
     # Not by `rendezvous`, where rank 0 would wait for as many ranks as it was told of before anybody can say that they
     # were told of other numbers.
     return dist.TCPStore(

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_meetings
+from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_shared_reduces
 from rotorch.comm.one_error import one_error
 from rotorch.comm.roll_call import Doing, RollCall
-from rotorch.comm.whereabouts import Operation, Whereabouts, at
+from rotorch.comm.status_word import Operation, StatusWord, at
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.hold.holding import Holding
@@ -41,7 +41,7 @@ from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.gradient_hooks import GradientHooks
 from rotorch.shard.load import load_stored
 from rotorch.shard.materialize import Recipe, initialise
-from rotorch.shard.sharded_weight import Pieces, ShardedWeight
+from rotorch.shard.sharded_weight import ChunkedTensor, ShardedWeight
 from rotorch.shard.sites import persistent_buffers
 
 
@@ -98,7 +98,7 @@ class ParallelModel:
         self._loss = loss
         self.written_buffers = WrittenBuffers(module)
         self._autocast_dtype = autocast_dtype
-        self._place = Whereabouts()
+        self._status = StatusWord()
         self._roll_call = RollCall(mesh)
         self._heads = {module.get_submodule(name.rpartition(".")[0]) for name in head_weights(module)}
         self._at_rest = AtRest(module)
@@ -185,17 +185,17 @@ class ParallelModel:
         self._holding.values_changed()
         return self
 
-    def pieces(self) -> dict[str, Pieces]:
+    def chunks(self) -> dict[str, ChunkedTensor]:
         """Every weight in the form that `torch.distributed.checkpoint` saves, and loads in place, under any layout."""
-        return {name: self.pieces_of(name) for name in self.weights}
+        return {name: self.chunks_of(name) for name in self.weights}
 
-    def pieces_of(self, name: str) -> Pieces:
+    def chunks_of(self, name: str) -> ChunkedTensor:
         """One weight in that form."""
         held = self.weights[name]
-        return Pieces(held.local, shape=held.weight.shape, pieces=held.pieces)
+        return ChunkedTensor(held.local, shape=held.weight.shape, chunks=held.chunks)
 
     def values_changed(self) -> None:
-        """Call after writing into `weights[..].local` or loading into `pieces()`."""
+        """Call after writing into `weights[..].local` or loading into `chunks()`."""
         self._holding.values_changed()
 
     def full_tensor(self, name: str, *, grad: bool = False) -> Tensor:
@@ -207,26 +207,26 @@ class ParallelModel:
         local = held.local_grad if grad else held.local
         whole = torch.zeros(held.weight.shape, dtype=held.local.dtype, device=held.local.device)
         if local is not None and held.holder == 0:  # one holder's values, exactly, not the mean of all
-            for piece in held.pieces:
-                piece.of_whole(whole).copy_(piece.of_local(local))
+            for chunk in held.chunks:
+                chunk.of_whole(whole).copy_(chunk.of_local(local))
         all_reduce_sum(whole, mesh=self.mesh)
         return whole
 
     # ---------------------------------------------------------------- passes
 
-    def mark_on(self, place: Whereabouts, *, blocks: bool = True) -> list[str]:
-        """From now on this rank writes down on `place` what it is at in a pass. This rank only; call it once.
+    def write_status_to(self, status: StatusWord, *, blocks: bool = True) -> list[str]:
+        """From now on this rank writes down on `status` what it is at in a pass. This rank only; call it once.
 
         Args:
-            place: where.
+            status: where.
             blocks: hook the model's repeated blocks, if the strategy has no units of its own to speak of.
 
         Returns:
             The names of the units that it speaks of, by number.
         """
-        self._place = place
-        names = self._holding.mark_on(place)
-        return names or (mark_blocks(self.module, place) if blocks else [])
+        self._status = status
+        names = self._holding.write_status_to(status)
+        return names or (mark_blocks(self.module, status) if blocks else [])
 
     def forward_backward(self, batch: Batch | Sequence[Batch], *, loss: LossFn | None = None) -> Any:
         """Computes gradients of one optimizer step; they are complete in every parameter's `.grad` when it returns.
@@ -252,17 +252,17 @@ class ParallelModel:
         num_targets = self._meet_with(micro_batches, doing=Doing.STEP, loss=loss)
         holding, beside = self._holding, list[Any]()
         self.written_buffers.start()
-        with self._noting_lost_gradients(), self.hooks.called_after(), self.lent() as callee, torch.enable_grad():
+        with self._noting_lost_gradients(), self.hooks.called_after(), self.unsharded() as callee, torch.enable_grad():
             holding.start()
             total = holding.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside))
             sums = torch.cat([total.view(1), self.written_buffers.written()])
-            self._place.micro_batch = 0
-            self._place.now = at(Operation.COMPLETE_GRADIENTS)
+            self._status.micro_batch = 0
+            self._status.now = at(Operation.COMPLETE_GRADIENTS)
             summed = all_reduce_sum_later(sums, mesh=self.mesh)  # sent while gradients are completed
             holding.finish()
         loss_and_writers = summed()
         self.written_buffers.even_out(loss_and_writers[1:], mesh=self.mesh)
-        self._place.now = 0
+        self._status.now = 0
         mean = loss_and_writers[0] * (self.num_batch_ranks / self.mesh.size())
         return (mean, beside) if beside else mean
 
@@ -275,10 +275,10 @@ class ParallelModel:
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         num_targets = self._meet_with(micro_batches, doing=Doing.EVALUATION)
         loss = self._loss_over(1)
-        with evaluating(self.module), self.lent() as callee:
+        with evaluating(self.module), self.unsharded() as callee:
             self._holding.start()
             loss_sum = sum(self._holding.forward(callee, micro_batches, lambda *a: float(loss(*a))))
-        self._place.now = 0
+        self._status.now = 0
         return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets)
 
     @torch.no_grad()
@@ -289,7 +289,7 @@ class ParallelModel:
             batch: what the module's forward takes, by name; without labels no loss is computed.
         """
         self.meet(Doing.PREDICTION)  # weights are as the optimizer left them
-        with evaluating(self.module), self.lent() as callee, self.forward_pass():
+        with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
             self._holding.start()
             (output,) = self._holding.forward(callee, [batch], real_outputs)
         barrier(mesh=self.mesh)  # and may change again
@@ -301,9 +301,9 @@ class ParallelModel:
 
         All ranks give the same input.
         """
-        self._place.passes += 1
+        self._status.passes += 1
         self.meet(Doing.NEXT_TOKEN)  # weights are as the optimizer left them
-        with evaluating(self.module), self.lent() as callee, self.forward_pass():
+        with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
             self._holding.start()
             (logits,) = self._holding.forward(callee, [{"input_ids": input_ids}], last_logits)
         barrier(mesh=self.mesh)  # and may change again
@@ -316,7 +316,7 @@ class ParallelModel:
         """
         self._roll_call.meet(Doing.CLOSE)
         self._holding.close()
-        close_meetings(self.mesh)
+        close_shared_reduces(self.mesh)
 
     @contextmanager
     def _noting_lost_gradients(self) -> Iterator[None]:
@@ -373,9 +373,9 @@ class ParallelModel:
         return self._roll_call.meet(doing, num_micro_batches=num_micro_batches, num_targets=num_targets)
 
     @contextmanager
-    def lent(self, *, for_calls: bool = False) -> Iterator[nn.Module]:
-        """The module has what a pass computes with, within it; yields what to call (see [Note: lending])."""
-        with self._holding.lend_for_calls() if for_calls else self._holding.lend() as callee:
+    def unsharded(self, *, for_calls: bool = False) -> Iterator[nn.Module]:
+        """The module has what a pass computes with, within it; yields what to call (see [Note: unsharding])."""
+        with self._holding.unsharded_for_calls() if for_calls else self._holding.unsharded() as callee:
             self.in_pass = True
             try:
                 yield callee
@@ -384,7 +384,7 @@ class ParallelModel:
 
     def _meet_with(self, micro_batches: Sequence[Batch], *, doing: Doing, loss: LossFn | None = None) -> int:
         """Returns the number of targets of all ranks' micro-batches, of which each has equally many."""
-        self._place.now = at(Operation.COUNT_TARGETS)
+        self._status.now = at(Operation.COUNT_TARGETS)
         count = getattr(self._loss if loss is None else loss, "count_targets", count_targets)
         targets = int(sum(count(b) for b in micro_batches))
         total = self.meet(doing, num_micro_batches=len(micro_batches), num_targets=targets)

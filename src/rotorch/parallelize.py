@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rotorch._torch_private import import_what_steps_need
-from rotorch.comm.collectives import open_meetings
+from rotorch.comm.collectives import open_shared_reduces
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.drop_in.module import make_parallel
@@ -105,7 +105,7 @@ def parallelize(
         device=on,
     )
     mesh = make_mesh(strategies, device=on)
-    open_meetings(mesh, device=on)
+    open_shared_reduces(mesh, device=on)
     recipes = take_recipes(module)
     make_stateless(module, num_ranks=mesh.size(), device_type=on.type)
     positions = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or [0] * mesh.ndim, strict=True))

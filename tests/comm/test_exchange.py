@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from rotorch.bench.tensor_memory import LiveStorages
 from rotorch.comm import exchange
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind
 from rotorch.testing.ranks import run_ranks
@@ -25,7 +25,7 @@ def wholes_of(rank, n, *, seed=0):
 
 
 def line_of_all():
-    return Line("all", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
+    return AxisGroup("all", dist.get_world_size(), dist.get_rank(), dist.group.WORLD)
 
 
 def gathers_and_sums():

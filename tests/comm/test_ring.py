@@ -12,7 +12,7 @@ from torch import distributed as dist
 from rotorch.comm.meter import Meter
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.core.traffic import Kind
-from rotorch.ops.side_by_side import Turns
+from rotorch.ops.side_by_side import OrderedAdds
 from rotorch.testing.ranks import run_ranks
 
 TRANSPORTS = (
@@ -237,7 +237,7 @@ def left_behind(ring):
         if ring.position == 0:
             with pytest.raises(Abandoned):
                 backward(ring, 2, stop=0)
-            ring.come_home(after=Abandoned())
+            ring.restore_owners(after=Abandoned())
         else:
             backward(ring, 2)
             backward(ring, 0, wait=False)
@@ -261,7 +261,7 @@ def at_different_places(make):
     ring.start(fresh=[True] * 3)
     with pytest.raises(Abandoned):
         forward(ring, 0, stop=2 if ring.position == 1 else 1)
-    for go_on in (lambda: ring.come_home(after=Abandoned()), lambda: ring.start(fresh=[True] * 3)):
+    for go_on in (lambda: ring.restore_owners(after=Abandoned()), lambda: ring.start(fresh=[True] * 3)):
         with pytest.raises(RankFailure, match="ranks left the step at different places: they cannot return"):
             go_on()
 
@@ -283,7 +283,7 @@ def somebody_ends(ring, *, ended):
     with pytest.raises(HeardFailure) as told:
         backward(ring, 2)
         ring.finish()
-    ring.come_home(after=told.value)
+    ring.restore_owners(after=told.value)
     expected = "rank 1 has ended, and this one" if ring.position == 0 else "rank 0 has left this step in the middle"
     assert str(told.value).startswith(expected)
 
@@ -307,7 +307,7 @@ def turns(ring, item):
         mine = part(ring.position, item, index, numels[index])
         gradient.copy_(mine) if fresh else gradient.add_(mine)
 
-    return Turns(unit, add)
+    return OrderedAdds(unit, add)
 
 
 def kept_back(ring):
@@ -317,7 +317,7 @@ def kept_back(ring):
         ring.start(fresh=[True] * 3)
         if ring.position == 0:
             turns(ring, 0).go_on()
-            assert len(ring._late) == 1
+            assert len(ring._deferred) == 1
         dist.barrier()
         if ring.position != 0:
             turns(ring, 0).go_on()
@@ -325,11 +325,11 @@ def kept_back(ring):
         for _ in range(4):  # the others come as far as they can without rank 0
             dist.barrier()
             if ring.position != 0:
-                ring.make_late()
+                ring.flush_ready()
         dist.barrier()
         if ring.position == 0:
             turns(ring, 2).go_on()
-            assert ring._late == []
+            assert ring._deferred == []
         ring.finish()
         assert all(torch.equal(ring.home_gradients(item), summed(ring, item)) for item in (0, 2))
 

@@ -85,7 +85,7 @@ class StrictLines:
 
 
 class NothingHeld(StageHolding):
-    def lend(self):
+    def unsharded(self):
         raise NotImplementedError
 
 

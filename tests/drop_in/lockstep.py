@@ -121,8 +121,8 @@ class Models:
     def _reset(self, model: Any, values: dict[str, Tensor]) -> None:
         for name, held in model.weights.items():
             held.parameter.grad = None
-            for piece in held.pieces:
-                piece.of_local(held.local).copy_(piece.of_whole(values[name].detach()))
+            for chunk in held.chunks:
+                chunk.of_local(held.local).copy_(chunk.of_whole(values[name].detach()))
         model.values_changed()
 
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Weight
 from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
 from rotorch.mesh import make_mesh
-from rotorch.shard.sharded_weight import Piece
+from rotorch.shard.sharded_weight import Chunk
 from rotorch.shard.sites import find_sites
 from rotorch.strategies import parse_parallel
 from rotorch.testing.fake import as_rank
@@ -98,7 +98,7 @@ def test_a_weight_that_was_frozen_stays_so():
 def test_the_last_rank_has_fewer_rows():
     with held(place=ShardPlacement.rows_of) as (_, shards):
         assert shards.held["weight"].local.shape == (2, 3)
-        assert shards.held["weight"].pieces == (Piece((3, 0), (2, 3)),)
+        assert shards.held["weight"].chunks == (Chunk((3, 0), (2, 3)),)
         assert shards.held["weight"].parameter.shape == (5, 3)
 
 
@@ -121,10 +121,11 @@ def test_memory_of_a_shard_goes_and_comes_unless_others_lie_in_it():
 def test_a_block_is_held_by_those_among_whom_it_is_not_cut():
     with as_rank(0, num_ranks=2):
         mesh = make_mesh(parse_parallel("tesseract=1x1x2"), device=torch.device("cpu"))
-    lines = [
-        Line(axis, size, position, None) for axis, size, position in (("depth", 2, 1), ("row", 3, 2), ("col", 4, 1))
+    axis_groups = [
+        AxisGroup(axis, size, position, None)
+        for axis, size, position in (("depth", 2, 1), ("row", 3, 2), ("col", 4, 1))
     ]
-    cuts = list(zip(lines, (None, Cut(0, 5), None), strict=True))
-    found = ShardPlacement.on_lines(WEIGHTS[0], pieces=(), shape=(2, 3), mesh=mesh, cuts=cuts)
+    cuts = list(zip(axis_groups, (None, Cut(0, 5), None), strict=True))
+    found = ShardPlacement.on_axis_groups(WEIGHTS[0], chunks=(), shape=(2, 3), mesh=mesh, cuts=cuts)
     assert found.placements == (Replicate(), Shard(0), Replicate())
     assert (found.num_holders, found.holder) == (8, 1 * 4 + 1)

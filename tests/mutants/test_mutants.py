@@ -112,7 +112,7 @@ def test_files_are_asked_from_the_most_specific_to_the_widest():
     texts = {
         "tests/comm/test_ring.py": "",
         "tests/ops/test_linear.py": "from rotorch.comm.ring import Ring",
-        "tests/comm/test_line.py": "from rotorch.comm.line import Line",
+        "tests/comm/test_line.py": "from rotorch.comm.axis_group import Line",
         "tests/conformance/test_invariants.py": "",
         "tests/test_cli.py": "",
         "tests/gpu/test_ring_on_gpu.py": "from rotorch.comm.ring import Ring",

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from rotorch._torch_private import TorchDispatchMode
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.ops.plane_use import Plane, _column, _row
 from rotorch.ops.summa import Grid, summa_linear, summa_table_linear
 
 PRODUCTS = {"mm", "addmm", "addmm_"}
 
 
-class Watched(Line):
+class Watched(AxisGroup):
     """Sends nothing, and writes down when something would begin to be sent, and when it is waited for."""
 
     def __init__(self, axis, size, events):
@@ -95,7 +95,7 @@ def test_a_table_s_next_block_is_under_way_too():
 def test_the_sum_of_a_chunk_is_under_way_during_the_next_product(chunks):
     """atp: of a column's product in forward, of a row's in backward."""
     events, features, _ = watched(2)
-    plane = Plane(Line("interior", 1, 0, None), features, chunks)
+    plane = Plane(AxisGroup("interior", 1, 0, None), features, chunks)
     x, w = torch.zeros(6, 4, requires_grad=True), torch.zeros(5, 4, requires_grad=True)
 
     def check():

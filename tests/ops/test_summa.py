@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch.comm.meter import Meter
-from rotorch.comm.shared_line import make_line
+from rotorch.comm.shared_axis_group import make_axis_group
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import Cut
 from rotorch.core.traffic import Kind
@@ -24,17 +24,19 @@ TRANSPORTS = ("messages", "shared_memory")
 
 def grid_of(q, transport="messages"):
     mesh = init_device_mesh("cpu", (q, q), mesh_dim_names=("row", "col"))
-    lines = [make_line(mesh, axis, transport=transport, device=torch.device("cpu")) for axis in ("row", "col")]
-    assert q == 1 or {line.transport for line in lines} == {transport}
-    return Grid(*lines)
+    axis_groups = [
+        make_axis_group(mesh, axis, transport=transport, device=torch.device("cpu")) for axis in ("row", "col")
+    ]
+    assert q == 1 or {axis_group.transport for axis_group in axis_groups} == {transport}
+    return Grid(*axis_groups)
 
 
 def values(*shape, seed):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def part(whole, dim, line):
-    return whole.tensor_split(line.size, dim)[line.position].clone()
+def part(whole, dim, axis_group):
+    return whole.tensor_split(axis_group.size, dim)[axis_group.position].clone()
 
 
 def close(ours, theirs):
@@ -113,7 +115,7 @@ def table(q, transport):
     y = summa_table_linear(grid, mine + looked_up, block, num_rows=[r.length for r in rows])
     columns = rows[grid.across.position]
     whole = (x + F.embedding(ids, e)).detach() @ e.detach().t()
-    all_columns = gather_from_region(y, dim=-1, lengths=[r.length for r in rows], line=grid.across)
+    all_columns = gather_from_region(y, dim=-1, lengths=[r.length for r in rows], axis_group=grid.across)
     y.backward(part(dy, 0, grid.down)[:, columns.start : columns.stop])
     return [
         not close(y, part(whole, 0, grid.down)[:, columns.start : columns.stop]),
@@ -145,7 +147,7 @@ def loss_and_norm(q, transport):
     x = values(B, V, seed=2).requires_grad_()
     (x * x.pow(2).sum(-1, keepdim=True).rsqrt()).backward(logits.detach())
     my_x = x.detach()[:, columns.start : columns.stop].clone().requires_grad_()
-    y = my_x * sum_of_parts(my_x.pow(2).sum(-1, keepdim=True), line=grid.across).rsqrt()
+    y = my_x * sum_of_parts(my_x.pow(2).sum(-1, keepdim=True), axis_group=grid.across).rsqrt()
     y.backward(logits.detach()[:, columns.start : columns.stop])
     return [
         not close(found, expected.detach()),

@@ -12,7 +12,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Weight
 from rotorch.shard.load import load_directory, load_stored
 from rotorch.shard.safetensors_files import open_safetensors
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
+from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 from rotorch.shard.stored import Computed, Joined, Stacked
 
 WEIGHTS = (
@@ -31,8 +31,8 @@ def held(num_slices=1, index=0, dtype=torch.float32, weights=WEIGHTS):
     found = {}
     for weight in weights:
         local = torch.full(weight.slice_shape(num_slices=num_slices, index=index), float("nan"), dtype=dtype)
-        pieces = cut_pieces(weight, num_slices=num_slices, index=index)
-        found[weight.name] = ShardedWeight(weight, local, pieces, nn.Parameter(local))
+        chunks = cut_chunks(weight, num_slices=num_slices, index=index)
+        found[weight.name] = ShardedWeight(weight, local, chunks, nn.Parameter(local))
     return found
 
 
@@ -59,8 +59,8 @@ def test_every_rank_gets_its_pieces(tmp_path, shards, num_slices):
         load_directory(str(directory), weights=weights)
         for name, found in weights.items():
             assert not found.local.isnan().any()
-            for piece in found.pieces:
-                assert torch.equal(piece.of_local(found.local), piece.of_whole(STORED[name]))
+            for chunk in found.chunks:
+                assert torch.equal(chunk.of_local(found.local), chunk.of_whole(STORED[name]))
 
 
 def test_a_tied_weight_may_be_stored_under_any_of_its_names(tmp_path):
@@ -82,7 +82,7 @@ def test_values_are_converted(tmp_path, stored, kept):
     weights = held(2, 1, dtype=kept)
     load_directory(str(write(tmp_path / "model", {n: t.to(stored) for n, t in STORED.items()})), weights=weights)
     found = weights["down.weight"]
-    assert torch.equal(found.local, found.pieces[0].of_whole(STORED["down.weight"].to(stored).to(kept)))
+    assert torch.equal(found.local, found.chunks[0].of_whole(STORED["down.weight"].to(stored).to(kept)))
 
 
 def refused(directory, *words, weights=None):

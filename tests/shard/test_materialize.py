@@ -14,7 +14,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Weight
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.shard.materialize import initialise, take_recipes
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
+from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 
 
 class Made(nn.Module):
@@ -40,7 +40,7 @@ def values(build, *, seed=0, cut=None, num_slices=1, index=0, dtype=torch.float3
     parameter = dict(module.named_parameters())[name]
     weight = Weight(name, tuple(parameter.shape), dtype.itemsize, cut)
     local = torch.full(weight.slice_shape(num_slices=num_slices, index=index), float("nan"), dtype=dtype)
-    held = ShardedWeight(weight, local, cut_pieces(weight, num_slices=num_slices, index=index), nn.Parameter(local))
+    held = ShardedWeight(weight, local, cut_chunks(weight, num_slices=num_slices, index=index), nn.Parameter(local))
     initialise({name: held}, recipes=recipes, seed=seed)
     return local
 
@@ -232,8 +232,8 @@ def test_slices_are_bit_for_bit_what_the_whole_has_there(fill, dim, groups, bloc
     weight = Weight("weight", shape, 4, cut)
     for index in range(num_slices):
         local = values(lambda: Made(FILLS[fill], shape), cut=cut, num_slices=num_slices, index=index)
-        for piece in cut_pieces(weight, num_slices=num_slices, index=index):
-            assert torch.equal(piece.of_local(local), piece.of_whole(whole))
+        for chunk in cut_chunks(weight, num_slices=num_slices, index=index):
+            assert torch.equal(chunk.of_local(local), chunk.of_whole(whole))
 
 
 def test_large_weights_are_filled_in_chunks_alike(monkeypatch):
@@ -346,7 +346,7 @@ def test_families_are_initialised_as_their_own_code_does(tiny, family):
     for name, parameter in theirs.items():
         weight = Weight(name, tuple(parameter.shape), 4)
         local = torch.empty(weight.shape)
-        held = ShardedWeight(weight, local, cut_pieces(weight, num_slices=1, index=0), nn.Parameter(local))
+        held = ShardedWeight(weight, local, cut_chunks(weight, num_slices=1, index=0), nn.Parameter(local))
         initialise({name: held}, recipes=recipes, seed=0)
         if float(parameter.std()) == 0:
             assert torch.equal(local, parameter), name

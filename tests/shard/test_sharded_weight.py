@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rotorch.core.spec import Cut, Weight
-from rotorch.shard.sharded_weight import Piece, Pieces, cut_pieces
+from rotorch.shard.sharded_weight import Chunk, ChunkedTensor, cut_chunks
 
 
 @given(
@@ -21,32 +21,32 @@ def test_pieces_of_all_slices_cover_the_whole_once(dim, groups, blocks, group_si
     seen = torch.zeros(shape)
     for index in range(num_slices):
         local = torch.zeros(weight.slice_shape(num_slices=num_slices, index=index))
-        for piece in cut_pieces(weight, num_slices=num_slices, index=index):
-            assert piece.of_local(local).shape == piece.of_whole(seen).shape == torch.Size(piece.sizes)
-            piece.of_whole(seen).add_(1)
-            piece.of_local(local).add_(1)
+        for chunk in cut_chunks(weight, num_slices=num_slices, index=index):
+            assert chunk.of_local(local).shape == chunk.of_whole(seen).shape == torch.Size(chunk.sizes)
+            chunk.of_whole(seen).add_(1)
+            chunk.of_local(local).add_(1)
         assert (local == 1).all()
     assert (seen == 1).all()
 
 
 def test_a_weight_that_is_not_cut_is_one_piece():
-    assert cut_pieces(Weight("w", (3, 2), 4), num_slices=4, index=2) == (Piece((0, 0), (3, 2)),)
+    assert cut_chunks(Weight("w", (3, 2), 4), num_slices=4, index=2) == (Chunk((0, 0), (3, 2)),)
     number = torch.tensor(5.0)
-    (piece,) = cut_pieces(Weight("w", (), 4), num_slices=4, index=2)
-    assert piece.of_local(number) is number and torch.equal(piece.of_whole(number), number)
+    (chunk,) = cut_chunks(Weight("w", (), 4), num_slices=4, index=2)
+    assert chunk.of_local(number) is number and torch.equal(chunk.of_whole(number), number)
 
 
-def pieces_of(weight, whole, *, num_slices, index):
-    pieces = cut_pieces(weight, num_slices=num_slices, index=index)
+def chunks_of(weight, whole, *, num_slices, index):
+    chunks = cut_chunks(weight, num_slices=num_slices, index=index)
     local = torch.zeros(weight.slice_shape(num_slices=num_slices, index=index))
-    for piece in pieces:
-        piece.of_local(local).copy_(piece.of_whole(whole))
-    return Pieces(local, shape=weight.shape, pieces=pieces)
+    for chunk in chunks:
+        chunk.of_local(local).copy_(chunk.of_whole(whole))
+    return ChunkedTensor(local, shape=weight.shape, chunks=chunks)
 
 
 def test_they_are_a_tensor_of_the_whole_shape_that_takes_part_in_nothing():
     weight = Weight("w", (6, 4), 4, Cut(0, 3, blocks=2))
-    found = pieces_of(weight, torch.arange(24.0).view(6, 4), num_slices=2, index=1)
+    found = chunks_of(weight, torch.arange(24.0).view(6, 4), num_slices=2, index=1)
     assert isinstance(found, Tensor)
     assert (tuple(found.shape), found.dtype) == ((6, 4), torch.float32)
     assert "Pieces(shape=(6, 4)" in repr(found)
@@ -59,13 +59,13 @@ def test_they_are_a_tensor_of_the_whole_shape_that_takes_part_in_nothing():
 def test_torchs_own_checkpoints_save_and_load_them_under_any_cut(tmp_path, cut):
     weight = Weight("w", (12, 5), 4, cut)
     whole = torch.arange(60.0).view(12, 5)
-    dcp.save({"w": pieces_of(weight, whole, num_slices=1, index=0)}, checkpoint_id=tmp_path, no_dist=True)
+    dcp.save({"w": chunks_of(weight, whole, num_slices=1, index=0)}, checkpoint_id=tmp_path, no_dist=True)
     for num_slices in (1, 2, 3, 6):
         for index in range(num_slices):
-            wanted = pieces_of(weight, torch.zeros(12, 5), num_slices=num_slices, index=index)
+            wanted = chunks_of(weight, torch.zeros(12, 5), num_slices=num_slices, index=index)
             dcp.load({"w": wanted}, checkpoint_id=tmp_path, no_dist=True)
-            for piece in wanted.pieces:
-                assert torch.equal(piece.of_local(wanted.local), piece.of_whole(whole))
+            for chunk in wanted.chunks:
+                assert torch.equal(chunk.of_local(wanted.local), chunk.of_whole(whole))
     plain = {"w": torch.zeros(12, 5)}
     dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)
     assert torch.equal(plain["w"], whole)

@@ -271,8 +271,8 @@ def losses_along(config, layout, scale):
     for sign in (1, -1):
         for name, (local, whole) in start.items():
             held = model.weights[name]
-            for piece in held.pieces:
-                piece.of_local(held.local).copy_(piece.of_local(local) + sign * scale * piece.of_whole(whole))
+            for chunk in held.chunks:
+                chunk.of_local(held.local).copy_(chunk.of_local(local) + sign * scale * chunk.of_whole(whole))
         model.values_changed()
         with exact_arithmetic():
             found.append(float(model.forward_backward(batch)))

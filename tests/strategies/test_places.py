@@ -5,7 +5,7 @@ import torch
 from torch import distributed as dist
 
 import rotorch
-from rotorch.comm.whereabouts import describe_place
+from rotorch.comm.status_word import describe_status
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.testing.ranks import run_ranks
 
@@ -31,11 +31,11 @@ def places_of(path, layout):
     config.num_hidden_layers = 2
     model = rotorch.parallelize(causal_lm(config), layout, device="cpu")
     place = Diary()
-    names = model.mark_on(place)
+    names = model.write_status_to(place)
     ids = torch.randint(0, 300, (2, 16), generator=torch.Generator().manual_seed(dist.get_rank()))
     model.forward_backward([{"input_ids": ids, "labels": ids}] * 2)
     model.evaluate({"input_ids": ids, "labels": ids})
-    return [describe_place(*seen, names=names) for seen in place.seen], place.now
+    return [describe_status(*seen, names=names) for seen in place.seen], place.now
 
 
 EXPECTED = {

@@ -142,8 +142,8 @@ def groups_and_pieces(model, dense):
         held = model.weights[name]
         assert isinstance(held.parameter, DTensor) and held.parameter.shape == parameter.shape
         assert model.state_dict()[name].size() == parameter.shape
-        for piece in held.pieces:
-            torch.testing.assert_close(piece.of_local(held.local), piece.of_whole(parameter.detach()))
+        for chunk in held.chunks:
+            torch.testing.assert_close(chunk.of_local(held.local), chunk.of_whole(parameter.detach()))
     all_gradients(model, dense)
 
 

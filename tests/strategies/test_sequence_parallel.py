@@ -117,7 +117,7 @@ def kept(config, parallel, num_tokens):
             found[storage.data_ptr()] = tensor  # alive, so that no other takes its place
         return tensor
 
-    with model.parallel.lent() as callee, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with model.parallel.unsharded() as callee, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.holding.start()
         callee(input_ids=batch["input_ids"], use_cache=False)
     model.close()

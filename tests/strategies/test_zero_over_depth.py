@@ -71,11 +71,11 @@ def held(config, parallel):
     gradients = sum(h.local_grad.nbytes for h in model.weights.values())
     averages = sum(s["exp_avg"].to_local().nbytes for s in optimizer.state.values())
     slots = sum(slot.nbytes for slot in model.holding.slots())
-    lent = [twin.untyped_storage().nbytes() for twin in model.holding.shards.leaves.values()]
+    unsharded = [twin.untyped_storage().nbytes() for twin in model.holding.shards.leaves.values()]
     position = torch.distributed.get_rank()
     said = model.strategies[0].layout_of(model.spec, batch=micro_batch_of(model, batch), position=position)
     model.close()
-    return weights, sum(storages), gradients, averages, sum(lent), slots, said.resident_bytes, said.slots_bytes
+    return weights, sum(storages), gradients, averages, sum(unsharded), slots, said.resident_bytes, said.slots_bytes
 
 
 @pytest.mark.parametrize("parallel", ["tesseract=1x1x3[zero=true,transport=shared_memory]"])
@@ -83,11 +83,11 @@ def test_a_rank_holds_its_stretch_at_rest_and_nothing_else(tiny, parallel):
     config = load_config(tiny("llama"))
     config.num_hidden_layers = 2
     total = 0
-    for weights, storages, gradients, averages, lent, slots, said, said_slots in run_ranks(
+    for weights, storages, gradients, averages, unsharded, slots, said, said_slots in run_ranks(
         held, config, parallel, num_ranks=3
     ):
         assert weights == storages == gradients == averages == said
-        assert lent == 0
+        assert unsharded == 0
         assert slots == said_slots > 0
         total += weights
     with rotorch.on_meta():

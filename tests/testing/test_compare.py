@@ -8,7 +8,7 @@ from torch import nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Weight
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
+from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 from rotorch.testing.batches import global_batch, share_of
 from rotorch.testing.compare import gradient_errors, gradients_along, relative_error, value_errors
 from rotorch.testing.parity import NUM_ROWS, my_micro_batches, parity_batch
@@ -31,12 +31,12 @@ def test_relative_errors():
 
 
 def held(weight, whole, *, num_slices, index, grad=None):
-    pieces = cut_pieces(weight, num_slices=num_slices, index=index)
-    local = torch.cat([p.of_whole(whole) for p in pieces]) if pieces else whole[:0].clone()
+    chunks = cut_chunks(weight, num_slices=num_slices, index=index)
+    local = torch.cat([p.of_whole(whole) for p in chunks]) if chunks else whole[:0].clone()
     parameter = nn.Parameter(local.clone())
     if grad is not None:
-        parameter.grad = torch.cat([p.of_whole(grad) for p in pieces])
-    return ShardedWeight(weight, local, pieces, parameter)
+        parameter.grad = torch.cat([p.of_whole(grad) for p in chunks])
+    return ShardedWeight(weight, local, chunks, parameter)
 
 
 def test_every_rank_compares_its_pieces_on_the_scale_of_the_whole():

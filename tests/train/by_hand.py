@@ -10,7 +10,7 @@ from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.hold.holding import Holding
 from rotorch.mesh import make_mesh
 from rotorch.parallel_model import ParallelModel
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
+from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 from rotorch.strategies import parse_parallel
 from rotorch.train.checkpoint.saving import latest, load
 from rotorch.train.state import TrainState
@@ -25,10 +25,10 @@ class ByHand(Holding):
         self.weights = {}
         for weight in weights:
             local = torch.full(weight.slice_shape(num_slices=num_ranks, index=rank), 0.5, dtype=dtype)
-            pieces = cut_pieces(weight, num_slices=num_ranks, index=rank)
-            self.weights[weight.name] = ShardedWeight(weight, local, pieces, nn.Parameter(local))
+            chunks = cut_chunks(weight, num_slices=num_ranks, index=rank)
+            self.weights[weight.name] = ShardedWeight(weight, local, chunks, nn.Parameter(local))
 
-    def lend(self):
+    def unsharded(self):
         raise NotImplementedError
 
 

@@ -168,12 +168,12 @@ def _compare(state: TrainState, whole: dict[str, Tensor]) -> tuple[list[str], di
     wrong, boxes = [], {}
     assert state.optimizer is not None
     for name, held in state.model.weights.items():
-        boxes[name] = {(*piece.offsets, *piece.sizes) for piece in held.pieces}
+        boxes[name] = {(*chunk.offsets, *chunk.sizes) for chunk in held.chunks}
         moments = state.optimizer.state[held.local_parameter]
         for prefix, key in _KEYS.items():
             local = held.local if key == "weight" else moments[key]
-            for piece in held.pieces:
-                if not torch.equal(piece.of_local(local), piece.of_whole(whole[prefix + name])):
+            for chunk in held.chunks:
+                if not torch.equal(chunk.of_local(local), chunk.of_whole(whole[prefix + name])):
                     wrong.append(prefix + name)
         if float(moments["step"]) != STEPS:
             wrong.append(f"optimizer/step/{name}")
@@ -193,15 +193,15 @@ def whole_tensors(path: Path) -> dict[str, Tensor]:
                 box = [slice(*map(int, r.split(":"))) for r in match["box"].split(",")] if match["box"] else []
                 parts.setdefault(match["name"], []).append((box, opened.get_tensor(name)))
     whole = {}
-    for name, pieces in parts.items():
+    for name, chunks in parts.items():
         if not name.startswith(tuple(_KEYS)):
             continue
-        if not pieces[0][0]:
-            whole[name] = pieces[0][1]
+        if not chunks[0][0]:
+            whole[name] = chunks[0][1]
             continue
-        shape = [max(box[dim].stop for box, _ in pieces) for dim in range(pieces[0][1].dim())]
-        tensor = torch.full(shape, math.nan, dtype=pieces[0][1].dtype)
-        for box, part in pieces:
+        shape = [max(box[dim].stop for box, _ in chunks) for dim in range(chunks[0][1].dim())]
+        tensor = torch.full(shape, math.nan, dtype=chunks[0][1].dtype)
+        for box, part in chunks:
             tensor[tuple(box)] = part
         assert not tensor.isnan().any(), f"{path}: {name} has holes"
         whole[name] = tensor

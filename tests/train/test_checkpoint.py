@@ -18,7 +18,7 @@ from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.hold.holding import Holding
 from rotorch.mesh import make_mesh
 from rotorch.parallel_model import ParallelModel
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
+from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 from rotorch.strategies import parse_parallel
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.checkpoint.saving import check, inspect_checkpoint, latest, load, save
@@ -65,10 +65,10 @@ class ByHand(Holding):
         self.weights = {}
         for weight in weights:
             local = torch.zeros(weight.slice_shape(num_slices=num_ranks, index=rank), dtype=dtype)
-            pieces = cut_pieces(weight, num_slices=num_ranks, index=rank)
-            self.weights[weight.name] = ShardedWeight(weight, local, pieces, nn.Parameter(local))
+            chunks = cut_chunks(weight, num_slices=num_ranks, index=rank)
+            self.weights[weight.name] = ShardedWeight(weight, local, chunks, nn.Parameter(local))
 
-    def lend(self):
+    def unsharded(self):
         raise NotImplementedError
 
 
@@ -91,9 +91,9 @@ def fill(state):
     """Gives weights known values and takes one step with known gradients: elementwise, so that no cut shows."""
     for held in state.model.weights.values():
         held.parameter.grad = torch.zeros_like(held.parameter)
-        for piece in held.pieces:
-            piece.of_local(held.local).copy_(piece.of_whole(whole_values(held.weight)))
-            piece.of_local(held.parameter.grad).copy_(piece.of_whole(whole_values(held.weight, salt=7)))
+        for chunk in held.chunks:
+            chunk.of_local(held.local).copy_(chunk.of_whole(whole_values(held.weight)))
+            chunk.of_local(held.parameter.grad).copy_(chunk.of_whole(whole_values(held.weight, salt=7)))
     state.optimizer.step()
     state.step, state.tokens = 5, 640
 
@@ -130,7 +130,7 @@ def differences(path, num_ranks, optimizer=torch.optim.AdamW, options=None):
             if not isinstance(value, torch.Tensor):
                 same = ours[key] == value
             elif ours[key].shape == held.local.shape and key != "step":
-                same = all(torch.equal(p.of_local(ours[key]), p.of_whole(value)) for p in held.pieces)
+                same = all(torch.equal(p.of_local(ours[key]), p.of_whole(value)) for p in held.chunks)
             else:
                 same = torch.equal(ours[key], value)
             if not same:

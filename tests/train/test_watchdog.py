@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from commands import rotorch, write_run
 
+from rotorch.comm.status_word import Operation, at
 from rotorch.comm.transports import send_receive
-from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import RankFailure
 from rotorch.parallelize import parallelize
 from rotorch.process.forking import forking
@@ -176,7 +176,7 @@ def marks_of(run):
         return module(**batch).logits.sum() / num_targets
 
     model = parallelize(Plain(), "single", device="cpu", loss=loss)
-    assert model.mark_on(board.place) == []
+    assert model.write_status_to(board.place) == []
     run(model)
     return marks
 

@@ -24,7 +24,7 @@ from rotorch.parallel_model import causal_lm_loss, count_targets
 from rotorch.parallelize import parallelize
 from rotorch.run_config import OptimizerSection
 from rotorch.shard.materialize import initialise, on_meta, take_recipes
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
+from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 from rotorch.shard.sites import find_sites
 from rotorch.shard.storages import local_part
 from rotorch.train.optim import clip_gradients, make_optimizer, squared_norm_share
@@ -254,7 +254,7 @@ def whole_model(task: Task) -> nn.Module:
     empty = {name: torch.empty_like(p, device=device) for name, p in module.named_parameters()}
     for weight in describe(module).weights:
         parameter = nn.Parameter(empty[weight.name])
-        whole = cut_pieces(weight, num_slices=1, index=0)
+        whole = cut_chunks(weight, num_slices=1, index=0)
         held[weight.name] = ShardedWeight(weight, parameter.detach(), whole, parameter)
         for site in sites[weight.name]:
             site.put(parameter)

@@ -1,6 +1,7 @@
 """Collectives over a mesh. Each is called by all ranks of the mesh, and does nothing over a single rank.
 
-Small sums over ranks of one host go through shared memory, once `open_meetings` was called (`comm/meeting.py`).
+Small sums over ranks of one host go through shared memory, once `open_shared_reduces` was called
+(`comm/shared_memory_reduce.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import group_timeout
-from rotorch.comm.meeting import close_meeting, meeting_of, open_meeting
+from rotorch.comm.shared_memory_reduce import close_shared_reduce, open_shared_reduce, shared_reduce_of
 
 _ALONE_S = 600.0  # one rank waits for nobody
 
@@ -32,16 +33,16 @@ def _groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
                 yield mesh.get_group(axis)
 
 
-def open_meetings(mesh: DeviceMesh, *, device: torch.device) -> None:
+def open_shared_reduces(mesh: DeviceMesh, *, device: torch.device) -> None:
     """From now on small sums over `mesh`, and over each of its axes, go through shared memory where they can."""
     for group in (*_groups(mesh), *_groups_of_axes(mesh)):
-        open_meeting(group, device=device)
+        open_shared_reduce(group, device=device)
 
 
-def close_meetings(mesh: DeviceMesh) -> None:
-    """Gives back what `open_meetings` took for the axes of `mesh`; all ranks of the job go on meeting as such."""
+def close_shared_reduces(mesh: DeviceMesh) -> None:
+    """Gives back what `open_shared_reduces` took for the axes of `mesh`; all ranks of the job go on meeting as such."""
     for group in _groups_of_axes(mesh):
-        close_meeting(group)
+        close_shared_reduce(group)
 
 
 def _groups_of_axes(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -51,8 +52,8 @@ def _groups_of_axes(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 def all_reduce_sum(tensor: Tensor, *, mesh: DeviceMesh) -> Tensor:
     """Sums `tensor` over all ranks of `mesh`, in place, and returns it. Contiguous tensors only."""
     for group in _groups(mesh):
-        if (meeting := meeting_of(group, tensor=tensor)) is not None:
-            meeting.sum(tensor)
+        if (shared_reduce := shared_reduce_of(group, tensor=tensor)) is not None:
+            shared_reduce.sum(tensor)
         else:
             dist.all_reduce(tensor, group=group)
     return tensor
@@ -73,7 +74,7 @@ def all_reduce_sum_later(tensor: Tensor, *, mesh: DeviceMesh) -> Callable[[], Te
     if len(groups) != 1:  # several groups must follow one another
         all_reduce_sum(tensor, mesh=mesh)
         return lambda: tensor
-    if meeting_of(groups[0], tensor=tensor) is not None:
+    if shared_reduce_of(groups[0], tensor=tensor) is not None:
         return cache(partial(all_reduce_sum, tensor, mesh=mesh))
     work = dist.all_reduce(tensor, group=groups[0], async_op=True)
 
@@ -96,8 +97,8 @@ def all_reduce_max(value: float, *, mesh: DeviceMesh) -> float:
     """Returns the largest `value` of all ranks of `mesh`."""
     tensor = torch.tensor([value], dtype=torch.float64)
     for group in _groups(mesh):
-        if (meeting := meeting_of(group, tensor=tensor)) is not None:
-            meeting.maximum(tensor)
+        if (shared_reduce := shared_reduce_of(group, tensor=tensor)) is not None:
+            shared_reduce.maximum(tensor)
         else:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return float(tensor)

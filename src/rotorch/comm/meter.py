@@ -3,8 +3,8 @@
 Every transfer of torch.distributed goes through the dispatcher as an operation of the `c10d` namespace, whoever
 issued it: our ring, torch's DDP, `fully_shard`. The meter is a dispatch mode around a step; it changes nothing.
 Messages that stand for one collective (`comm/exchange.py`) count as that, and so does a small sum through shared
-memory (`comm/meeting.py`). Slices and blocks that are read in place move nothing and count nothing. Copies over
-symmetric memory are no operations of torch.distributed: they are not counted, though their Layout has them.
+memory (`comm/shared_memory_reduce.py`). Slices and blocks that are read in place move nothing and count nothing. Copies
+over symmetric memory are no operations of torch.distributed: they are not counted, though their Layout has them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import TorchDispatchMode, group_size, tree_flatten
 from rotorch.comm.exchange import BLOCKS
-from rotorch.comm.meeting import listening
+from rotorch.comm.shared_memory_reduce import listening
 from rotorch.core.traffic import Kind, sent_by_broadcast, sent_by_reduce
 
 _KINDS = {

@@ -6,7 +6,7 @@ block and take them away again, so the ring and torch.distributed pay nothing ot
 [Note: what a ring waits for]
     All time that `visits` takes to give the next slice is waiting for a slice, and all time in `gradient` and `pass_on`
     is waiting for a gradient, whatever the transport does there: waits, posts messages, copies. It is what computing
-    would not need. Additions that were kept back (`Ring.add_late`) and are made there count as waiting too.
+    would not need. Additions that were kept back (`Ring.defer`) and are made there count as waiting too.
 
 [Note: under way]
     A message is under way from when it is posted until somebody has waited for it: it may have come earlier, but nobody
@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rotorch._torch_private import functional_collectives
-from rotorch.comm.meeting import Meeting
 from rotorch.comm.ring import Ring, Visit
+from rotorch.comm.shared_memory_reduce import SharedMemoryReduce
 from rotorch.core.quantities import format_bytes
 from rotorch.pipelining.actions import Action
 
@@ -171,7 +171,7 @@ def observe_waits(observer: Observer) -> Iterator[None]:
     """
     functional = functional_collectives()
     wait, batch, wait_tensor = dist.Work.wait, dist.batch_isend_irecv, functional.wait_tensor
-    sum_, maximum = Meeting.sum, Meeting.maximum
+    sum_, maximum = SharedMemoryReduce.sum, SharedMemoryReduce.maximum
     under_way: dict[int, tuple[Any, Doing, str, float]] = {}
     """Of each receive: its work (kept, so that its id stays its own), what it brings, and since when."""
 
@@ -185,11 +185,11 @@ def observe_waits(observer: Observer) -> Iterator[None]:
     def observed_wait_tensor(tensor: Any) -> Any:
         return observer.wait(Doing.COLLECTIVE, "collective", lambda: wait_tensor(tensor))
 
-    def observed_sum(meeting: Meeting, tensor: Tensor) -> None:
-        observer.wait(Doing.COLLECTIVE, "sum", lambda: sum_(meeting, tensor))
+    def observed_sum(shared_reduce: SharedMemoryReduce, tensor: Tensor) -> None:
+        observer.wait(Doing.COLLECTIVE, "sum", lambda: sum_(shared_reduce, tensor))
 
-    def observed_maximum(meeting: Meeting, tensor: Tensor) -> None:
-        observer.wait(Doing.COLLECTIVE, "maximum", lambda: maximum(meeting, tensor))
+    def observed_maximum(shared_reduce: SharedMemoryReduce, tensor: Tensor) -> None:
+        observer.wait(Doing.COLLECTIVE, "maximum", lambda: maximum(shared_reduce, tensor))
 
     def observed_batch(operations: list[dist.P2POp]) -> list[Any]:
         posted_s, works = time.perf_counter(), batch(operations)
@@ -203,13 +203,13 @@ def observe_waits(observer: Observer) -> Iterator[None]:
 
     dist.Work.wait, dist.batch_isend_irecv = observed_wait, observed_batch
     functional.wait_tensor = observed_wait_tensor
-    Meeting.sum, Meeting.maximum = observed_sum, observed_maximum  # type: ignore[method-assign]
+    SharedMemoryReduce.sum, SharedMemoryReduce.maximum = observed_sum, observed_maximum  # type: ignore[method-assign]
     try:
         yield
     finally:
         dist.Work.wait, dist.batch_isend_irecv = wait, batch
         functional.wait_tensor = wait_tensor
-        Meeting.sum, Meeting.maximum = sum_, maximum  # type: ignore[method-assign]
+        SharedMemoryReduce.sum, SharedMemoryReduce.maximum = sum_, maximum  # type: ignore[method-assign]
 
 
 _BRINGS = {Doing.SLICE: Doing.FETCH, Doing.GRADIENT: Doing.HOP}

@@ -27,7 +27,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from rotorch.comm.whereabouts import Operation, Whereabouts, at
+from rotorch.comm.status_word import Operation, StatusWord, at
 
 
 class Visit(NamedTuple):
@@ -60,7 +60,7 @@ class GradientBuffer(NamedTuple):
     fresh: bool
 
 
-class LateAddition(Protocol):
+class DeferredAdd(Protocol):
     """An addition to a gradient; returns whether it was made, which it is if told to wait."""
 
     def __call__(self, *, wait: bool) -> bool: ...
@@ -80,8 +80,8 @@ class Ring(ABC):
     moves_weights: bool
     """Whether slices pass through buffers that are used again; then nothing may keep a view of one."""
 
-    adds_late: bool
-    """Whether a rank may add its part to a gradient later than in its visit (see `add_late`)."""
+    defers_adds: bool
+    """Whether a rank may add its part to a gradient later than in its visit (see `defer`)."""
 
     gives_whole: bool = False
     """Whether an item's slices lie side by side where every rank can read them (`whole_weights`)."""
@@ -105,21 +105,21 @@ class Ring(ABC):
         self.wire_dtype = wire_dtype or dtype
         self.fresh = [True] * len(self.numels)
         """Per item: whether nothing has been added to its gradients in this step."""
-        self._late: list[LateAddition] = []
-        self.place = Whereabouts()
+        self._deferred: list[DeferredAdd] = []
+        self.status = StatusWord()
         """Where it writes down which slice of which item this rank is at."""
         self._ranks = list(range(size))
         self._forward_order = [(position - i) % size for i in range(size)]
         self._backward_order = [(position + 1 + j) % size for j in range(size)]
 
-    def mark_on(self, place: Whereabouts, *, ranks: Sequence[int]) -> None:
-        """From now on writes down on `place` where this rank is; `ranks` are those of the ring, by position."""
-        self.place, self._ranks = place, list(ranks)
+    def write_status_to(self, status: StatusWord, *, ranks: Sequence[int]) -> None:
+        """From now on writes down on `status` where this rank is; `ranks` are those of the ring, by position."""
+        self.status, self._ranks = status, list(ranks)
 
     def _mark_wait(self, operation: Operation, item: int, index: int, *, source: int) -> None:
         """This rank is about to wait for a slice, or its gradient, from the rank at position `source`."""
-        self.place.peer = self._ranks[source] + 1
-        self.place.now = at(operation, unit=item, part=index)
+        self.status.peer = self._ranks[source] + 1
+        self.status.now = at(operation, unit=item, part=index)
 
     @abstractmethod
     def home_weights(self, item: int) -> Tensor:
@@ -145,7 +145,7 @@ class Ring(ABC):
         here.
         """
         self.fresh = list(fresh)
-        self._late = []
+        self._deferred = []
 
     @abstractmethod
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
@@ -163,39 +163,39 @@ class Ring(ABC):
         """This rank has added its part to `gradient(item, visit)`: sends it on its way."""
 
     @torch.no_grad()
-    def add_late(self, addition: LateAddition, *, at_most: int = 1) -> None:
+    def defer(self, addition: DeferredAdd, *, at_most: int = 1) -> None:
         """Notes an addition to a gradient for which the ranks before this one were not ready.
 
         Makes those noted before that have become possible, and waits for the oldest if more than `at_most` are left:
         what they are made from stays in memory until then.
         """
-        self.make_late()
-        self._late.append(addition)
-        while len(self._late) > at_most:
-            self._late.pop(0)(wait=True)
+        self.flush_ready()
+        self._deferred.append(addition)
+        while len(self._deferred) > at_most:
+            self._deferred.pop(0)(wait=True)
 
-    def make_late(self) -> None:
+    def flush_ready(self) -> None:
         """Makes those of the noted additions that have become possible: other ranks may be waiting for them."""
-        if self._late:
+        if self._deferred:
             with torch.no_grad():
-                self._late = [addition for addition in self._late if not addition(wait=False)]
+                self._deferred = [addition for addition in self._deferred if not addition(wait=False)]
 
     @torch.no_grad()
-    def catch_up(self) -> None:
-        """Makes what `add_late` noted, waiting if need be."""
-        late, self._late = self._late, []
+    def flush(self) -> None:
+        """Makes what `defer` noted, waiting if need be."""
+        late, self._deferred = self._deferred, []
         for addition in late:
             addition(wait=True)
 
     def finish(self) -> None:
         """Ends a step: everything sent has left, everything due has come."""
-        self.catch_up()
+        self.flush()
 
     def stays(self, visit: Visit) -> bool:
         """Whether the memory of a visit's weights holds them for the rest of the step, so that views may be kept."""
         return not self.moves_weights or (visit.index == self.position and self.wire_dtype == self.dtype)
 
-    def come_home(self, *, after: BaseException | None = None) -> None:
+    def restore_owners(self, *, after: BaseException | None = None) -> None:
         """After a pass: slices that it has moved away return. All ranks.
 
         Args:

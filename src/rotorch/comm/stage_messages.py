@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import group_timeout, set_group_timeout
-from rotorch.comm.line import Wait
+from rotorch.comm.axis_group import Wait
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.pipelining.simulate import MOST_UNCLAIMED
 

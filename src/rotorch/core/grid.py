@@ -168,7 +168,7 @@ class GridPlace:
         yield self._broadcasts(sizes, phase=Phase.BACKWARD, **where)  # type: ignore[arg-type]
 
     def widths(self, weight: Weight, cut: Cut | None) -> list[int]:
-        """How much each position along a line has of the dim that `cut` cuts."""
+        """How much each position along an axis has of the dim that `cut` cuts."""
         if cut is None:
             raise AssertionError(f"{weight.name} is not cut")
         each = (cut.ranges(weight.shape[cut.dim], num_slices=self.size, index=k) for k in range(self.size))

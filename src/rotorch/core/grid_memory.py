@@ -1,10 +1,10 @@
 """What products of blocks take beyond weights at rest: blocks in flight, and slots in memory that ranks share.
 
 [Note: slots]
-    Over shared memory (`comm/shared_line.py`) a rank has two slots on every line of ranks for what all others read
-    (blocks of activations, tensors that are summed over the line, in chunks), and one for every other rank for parts of
-    its sums. They are as large as the largest thing that goes through them, in whole pages, and stay from step to step.
-    Weights are read at home, unless they are computed with in another precision.
+    Over shared memory (`comm/shared_axis_group.py`) a rank has two slots in every axis group for what all others
+    read (blocks of activations, tensors that are summed over the group, in chunks), and one for every other rank for
+    parts of its sums. They are as large as the largest thing that goes through them, in whole pages, and stay from
+    step to step. Weights are read at home, unless they are computed with in another precision.
 
 [Note: shards over depth]
     Where layers of a grid share their blocks at rest, blocks are gathered for a step, and gradients of whole blocks are
@@ -30,7 +30,7 @@ from rotorch.core.spec import GridCut, Unit, Weight
 from rotorch.core.traffic import MicroBatch
 
 _Passing = tuple[str, int, int]
-"""On which line something goes, how large it is for all to read, how large as a part of a sum for one rank."""
+"""The axis group of a message, its size where all read it, its size as one rank's part of a sum."""
 
 
 def in_flight_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatch | None, shared: bool) -> int:

@@ -40,7 +40,7 @@ def fp8_bytes(numel: int) -> int:
 
 
 def lane_bytes(size: int, *, whole: int, part: int = 0) -> int:
-    """Slots of one rank in memory that `size` ranks share (`comm/shared_line.py`).
+    """Slots of one rank in memory that `size` ranks share (`comm/shared_axis_group.py`).
 
     Args:
         size: how many ranks.

@@ -67,7 +67,7 @@ class PlainCalls:
         model, learns = self.model, torch.is_grad_enabled()
         model.meet(Doing.FORWARD if learns else Doing.LOOK)
         model.written_buffers.start()
-        with model.lent(for_calls=True) as callee, model.forward_pass():
+        with model.unsharded(for_calls=True) as callee, model.forward_pass():
             with torch.no_grad():  # gradients are the backward's affair
                 model.holding.start()
             output = run(callee)
@@ -137,10 +137,10 @@ class _Backward:
         self.task = graph_task()
         self._model = model
         self._kept = None if all_gradients else _kept_gradients(model)
-        self._lent = ExitStack()
+        self._unsharded = ExitStack()
         with self._breaking_off(), torch.enable_grad():
-            self._lent.enter_context(model.hooks.called_after(all_gradients=all_gradients))
-            self._lent.enter_context(model.lent(for_calls=True))
+            self._unsharded.enter_context(model.hooks.called_after(all_gradients=all_gradients))
+            self._unsharded.enter_context(model.unsharded(for_calls=True))
             model.holding.start()
 
     @contextmanager
@@ -148,14 +148,14 @@ class _Backward:
         try:
             yield
         except BaseException as error:
-            self._lent.__exit__(type(error), error, error.__traceback__)
+            self._unsharded.__exit__(type(error), error, error.__traceback__)
             raise
 
     def end(self) -> None:
         """Completes gradients, and gives the module its parameters again."""
         with self._breaking_off(), torch.enable_grad():
             self._model.holding.finish()
-        self._lent.close()
+        self._unsharded.close()
         if self._kept is None:
             return
         for name, held in self._model.weights.items():
@@ -169,7 +169,7 @@ class _Backward:
         """As after an exception in it."""
         error = RuntimeError("a backward pass broke off")
         with suppress(RuntimeError):  # what undoes a pass raises what broke it off
-            self._lent.__exit__(RuntimeError, error, None)
+            self._unsharded.__exit__(RuntimeError, error, None)
 
 
 def _kept_gradients(model: ParallelModel) -> dict[str, Tensor]:

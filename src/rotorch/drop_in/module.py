@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
 from rotorch.drop_in.calls import PlainCalls
-from rotorch.drop_in.whole import copy_into, full_state_dict, pieces_by_name
+from rotorch.drop_in.whole import chunks_by_name, copy_into, full_state_dict
 from rotorch.parallel_model import ParallelModel
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -70,8 +70,8 @@ class ParallelModule(nn.Module):
         if kwargs.get("keep_vars"):
             return found
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        for name, pieces in pieces_by_name(self, calls.model).items():
-            found[prefix + name] = pieces
+        for name, chunks in chunks_by_name(self, calls.model).items():
+            found[prefix + name] = chunks
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rotorch.core.errors import ConfigError
 from rotorch.parallel_model import ParallelModel
-from rotorch.shard.sharded_weight import Pieces
+from rotorch.shard.sharded_weight import ChunkedTensor
 
 
 def weights_by_name(module: nn.Module, model: ParallelModel) -> dict[str, str]:
@@ -21,10 +21,10 @@ def weights_by_name(module: nn.Module, model: ParallelModel) -> dict[str, str]:
     return {name: of_parameter[id(parameter)] for name, parameter in named}
 
 
-def pieces_by_name(module: nn.Module, model: ParallelModel) -> dict[str, Pieces]:
+def chunks_by_name(module: nn.Module, model: ParallelModel) -> dict[str, ChunkedTensor]:
     """This rank's part of each weight, under all its names."""
-    pieces = model.pieces()
-    return {name: pieces[weight] for name, weight in weights_by_name(module, model).items()}
+    chunks = model.chunks()
+    return {name: chunks[weight] for name, weight in weights_by_name(module, model).items()}
 
 
 @torch.no_grad()
@@ -65,7 +65,7 @@ def copy_into(module: nn.Module, model: ParallelModel, given: Mapping[str, Any])
                 f"load_state_dict: {name!r} is a DTensor, and how torch cut it is not how this model is cut. "
                 "Give whole tensors, or what model.state_dict() gave"
             )
-        if isinstance(value, Pieces) and value.pieces != held.pieces:
+        if isinstance(value, ChunkedTensor) and value.chunks != held.chunks:
             raise ConfigError(
                 f"load_state_dict: {name!r} is a part of a weight that another rank or layout has. "
                 "Save and load by torch.distributed.checkpoint, or give whole tensors"
@@ -75,9 +75,9 @@ def copy_into(module: nn.Module, model: ParallelModel, given: Mapping[str, Any])
             rest[name] = held.parameter.data  # torch copies it into itself
     for name, value in fitting.items() if len(fitting) == len(names) else ():
         held = model.weights[names[name]]
-        if isinstance(value, Pieces):
+        if isinstance(value, ChunkedTensor):
             held.local.copy_(value.local)
         elif value is not held.parameter:
-            for piece in held.pieces:
-                piece.of_local(held.local).copy_(piece.of_whole(value))
+            for chunk in held.chunks:
+                chunk.of_local(held.local).copy_(chunk.of_whole(value))
     return rest

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.shard.sharded_weight import ShardedWeight
 
@@ -20,14 +20,14 @@ class FlatGradients(Memory):
     """Gradients side by side, shards where their readers want them.
 
     Args:
-        sums: by name, the lines of ranks over which a gradient is summed, one after another.
+        sums: by name, the axis groups over which a gradient is summed, one after another.
         homes: by name, where to hold a shard; the others get memory of their own.
     """
 
-    def __init__(self, *, sums: Mapping[str, tuple[Line, ...]], homes: Mapping[str, Tensor]) -> None:
+    def __init__(self, *, sums: Mapping[str, tuple[AxisGroup, ...]], homes: Mapping[str, Tensor]) -> None:
         super().__init__(gradients_stay=True)
-        self._lines, self._homes = dict(sums), dict(homes)
-        self._flat: dict[tuple[tuple[Line, ...], torch.dtype], Tensor] = {}
+        self._axis_groups, self._homes = dict(sums), dict(homes)
+        self._flat: dict[tuple[tuple[AxisGroup, ...], torch.dtype], Tensor] = {}
         self._in_flat: dict[str, Tensor] = {}
 
     def shard(self, placement: ShardPlacement) -> Tensor | None:
@@ -47,10 +47,10 @@ class FlatGradients(Memory):
             leaf.grad = gradient
 
     def _lay_out(self, weights: Mapping[str, ShardedWeight]) -> None:
-        alike: dict[tuple[tuple[Line, ...], torch.dtype], list[ShardedWeight]] = {}
+        alike: dict[tuple[tuple[AxisGroup, ...], torch.dtype], list[ShardedWeight]] = {}
         for name, held in weights.items():
             if held.leaf is not None and held.leaf.requires_grad:
-                alike.setdefault((self._lines[name], held.local.dtype), []).append(held)
+                alike.setdefault((self._axis_groups[name], held.local.dtype), []).append(held)
         for key, same in alike.items():
             sizes = [held.local.numel() for held in same]
             self._flat[key] = torch.empty(sum(sizes), dtype=key[1], device=same[0].local.device)
@@ -59,9 +59,9 @@ class FlatGradients(Memory):
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
         """Sums each buffer over its ranks. A weight that no pass has used counts as zeros."""
-        for (lines, _), flat in self._flat.items():
-            for line in lines:
-                line.all_reduce(flat)
+        for (axis_groups, _), flat in self._flat.items():
+            for axis_group in axis_groups:
+                axis_group.all_reduce(flat)
         return super().complete(weights)
 
     def flat_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:

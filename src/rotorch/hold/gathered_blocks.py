@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.grid import shard_of
 from rotorch.core.grid_memory import messages_of
 from rotorch.core.spec import Range
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
-from rotorch.shard.sharded_weight import Piece, ShardedWeight
+from rotorch.shard.sharded_weight import Chunk, ShardedWeight
 from rotorch.shard.storages import allocate, free
 
 
@@ -37,13 +37,13 @@ class _Message:
         names: which.
         rows: per weight and layer of the grid, its rows of the block.
         width: elements of every layer's part: those of the first one, which is longest.
-        lines: over which gradients are summed after that over the depth.
+        axis_groups: over which gradients are summed after that over the depth.
     """
 
     names: tuple[str, ...]
     rows: tuple[tuple[Range, ...], ...]
     width: int
-    lines: tuple[Line, ...]
+    axis_groups: tuple[AxisGroup, ...]
 
     def parts(self, flat: Tensor, like: Mapping[str, Tensor], *, layer: int) -> dict[str, Tensor]:
         """The weights' rows in one layer's part, `flat [width]`."""
@@ -61,14 +61,16 @@ class GatheredBlocks(Memory):
     Args:
         blocks: this rank's block of each weight, as all layers of the grid have it.
         depth: the ranks that have the same blocks.
-        sums: by name, the lines of ranks over which a gradient is summed, that over the depth first.
+        sums: by name, the axis groups over which a gradient is summed, that over the depth first.
     """
 
-    def __init__(self, blocks: Sequence[ShardPlacement], *, depth: Line, sums: Mapping[str, tuple[Line, ...]]) -> None:
+    def __init__(
+        self, blocks: Sequence[ShardPlacement], *, depth: AxisGroup, sums: Mapping[str, tuple[AxisGroup, ...]]
+    ) -> None:
         super().__init__()
         self._blocks = {block.weight.name: block for block in blocks}
         self._depth = depth
-        self._lines = dict(sums)
+        self._axis_groups = dict(sums)
         self._leaves: dict[str, nn.Parameter] = {}
         self._gathers: list[_Message] = []
         self._scatters: list[_Message] = []
@@ -87,9 +89,9 @@ class GatheredBlocks(Memory):
         self._leaves[held.name] = nn.Parameter(whole, requires_grad=held.parameter.requires_grad)
         return self._leaves[held.name]
 
-    def _messages(self, lines: Mapping[str, tuple[Line, ...]]) -> list[_Message]:
-        alike: dict[tuple[tuple[Line, ...], torch.dtype], list[str]] = {}
-        for name, over in lines.items():
+    def _messages(self, axis_groups: Mapping[str, tuple[AxisGroup, ...]]) -> list[_Message]:
+        alike: dict[tuple[tuple[AxisGroup, ...], torch.dtype], list[str]] = {}
+        for name, over in axis_groups.items():
             if self._leaves[name].shape:
                 alike.setdefault((over, self._leaves[name].dtype), []).append(name)
         found = []
@@ -98,7 +100,7 @@ class GatheredBlocks(Memory):
             longest = [r[0].length * math.prod(self._leaves[n].shape[1:]) for n, r in zip(names, rows, strict=True)]
             for k in messages_of([numel * dtype.itemsize for numel in longest], depth=self._depth.size):
                 together = slice(k.start, k.stop)
-                after = tuple(line for line in over if line is not self._depth)
+                after = tuple(axis_group for axis_group in over if axis_group is not self._depth)
                 if width := sum(longest[together]):
                     found.append(_Message(tuple(names[together]), tuple(rows[together]), width, after))
         return found
@@ -113,7 +115,7 @@ class GatheredBlocks(Memory):
         if not self._gathers:
             self._gathers = self._messages({name: () for name in self._leaves})
             trained = [name for name, leaf in self._leaves.items() if leaf.requires_grad]
-            self._scatters = self._messages({name: self._lines[name] for name in trained})
+            self._scatters = self._messages({name: self._axis_groups[name] for name in trained})
         if torch.is_grad_enabled():  # the last step's would lie beside the whole ones of this step
             self._sums = []
         for leaf in self._leaves.values():
@@ -142,8 +144,8 @@ class GatheredBlocks(Memory):
         for name, leaf in self._leaves.items():
             if not leaf.shape and leaf.requires_grad:
                 found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
-                for line in self._lines[name]:
-                    line.all_reduce(found[name])
+                for axis_group in self._axis_groups[name]:
+                    axis_group.all_reduce(found[name])
                 self._sums.append(found[name])
         return found
 
@@ -160,8 +162,8 @@ class GatheredBlocks(Memory):
         mine = self._depth.reduce_scatter(whole.view(-1))
         parts = message.parts(mine, self._leaves, layer=self._depth.position)
         own = mine[: sum(part.numel() for part in parts.values())]
-        for line in message.lines:
-            line.all_reduce(own)
+        for axis_group in message.axis_groups:
+            axis_group.all_reduce(own)
         self._sums.append(mine)
         return parts
 
@@ -181,7 +183,7 @@ class GatheredBlocks(Memory):
         return list(self._sums)
 
 
-def _rows_of(block: ShardPlacement, *, depth: Line, mesh: DeviceMesh) -> ShardPlacement:
+def _rows_of(block: ShardPlacement, *, depth: AxisGroup, mesh: DeviceMesh) -> ShardPlacement:
     """This rank's rows of a block, along the block's first dim."""
     if not block.shape:
         return block
@@ -192,7 +194,7 @@ def _rows_of(block: ShardPlacement, *, depth: Line, mesh: DeviceMesh) -> ShardPl
     num_holders = block.num_holders // depth.size
     return replace(
         block,
-        pieces=_pieces_of(block.pieces, rows),
+        chunks=_chunks_of(block.chunks, rows),
         shape=(rows.length, *block.shape[1:]),
         placements=placements,
         num_holders=num_holders,
@@ -200,14 +202,14 @@ def _rows_of(block: ShardPlacement, *, depth: Line, mesh: DeviceMesh) -> ShardPl
     )
 
 
-def _pieces_of(pieces: Sequence[Piece], rows: Range) -> tuple[Piece, ...]:
-    """What `rows` of a local tensor leave of its pieces."""
+def _chunks_of(chunks: Sequence[Chunk], rows: Range) -> tuple[Chunk, ...]:
+    """What `rows` of a local tensor leave of its chunks."""
     found = []
-    for piece in pieces:
-        first = piece.local_start if piece.dim == 0 else 0
-        start, stop = max(rows.start, first), min(rows.stop, first + piece.sizes[0])
+    for chunk in chunks:
+        first = chunk.local_start if chunk.dim == 0 else 0
+        start, stop = max(rows.start, first), min(rows.stop, first + chunk.sizes[0])
         if start < stop:
-            offsets = (piece.offsets[0] + start - first, *piece.offsets[1:])
-            local_start = start - rows.start if piece.dim == 0 else piece.local_start
-            found.append(Piece(offsets, (stop - start, *piece.sizes[1:]), piece.dim, local_start))
+            offsets = (chunk.offsets[0] + start - first, *chunk.offsets[1:])
+            local_start = start - rows.start if chunk.dim == 0 else chunk.local_start
+            found.append(Chunk(offsets, (stop - start, *chunk.sizes[1:]), chunk.dim, local_start))
     return tuple(found)

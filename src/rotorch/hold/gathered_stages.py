@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.line import Line, Wait
+from rotorch.comm.axis_group import AxisGroup, Wait
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.hold.holding import ShardsHolding, StageHolding
 from rotorch.hold.setup import Setup
@@ -81,15 +81,17 @@ class GatheredStages(Memory):
 
     Args:
         units: of this rank's stages.
-        line: the ranks that share them.
+        axis_group: the ranks that share them.
         device: of this rank.
         reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
     """
 
-    def __init__(self, units: Sequence[Unit], *, line: Line, device: torch.device, reshard: bool = True) -> None:
+    def __init__(
+        self, units: Sequence[Unit], *, axis_group: AxisGroup, device: torch.device, reshard: bool = True
+    ) -> None:
         super().__init__()
         self._stages = {weight.name: unit.stages for unit in units for weight in unit.weights}
-        self._line = line
+        self._axis_group = axis_group
         self._reshard = reshard
         self._hides_sums = hides_sums(device)
         self._groups: dict[tuple[tuple[int, ...], torch.dtype], _Group] = {}
@@ -102,7 +104,7 @@ class GatheredStages(Memory):
         whole = nn.Parameter(held.local.new_empty(held.weight.shape), requires_grad=held.parameter.requires_grad)
         free(whole)
         group = self._groups.setdefault((self._stages[held.name], whole.dtype), _Group())
-        group.shards.append(_Shard(held, whole, -(-whole.shape[0] // self._line.size)))
+        group.shards.append(_Shard(held, whole, -(-whole.shape[0] // self._axis_group.size)))
         return whole
 
     # ---------------------------------------------------------------- whole weights
@@ -134,7 +136,7 @@ class GatheredStages(Memory):
 
     @torch.no_grad()
     def _gather(self, group: _Group) -> None:
-        size, wholes, parts, padded = self._line.size, [], [], []
+        size, wholes, parts, padded = self._axis_group.size, [], [], []
         for shard in group.shards:
             whole, mine = shard.whole, shard.held.local
             allocate(whole)
@@ -148,7 +150,7 @@ class GatheredStages(Memory):
                 wholes.append(all_parts)
                 parts.append(part)
                 padded.append((whole, all_parts))
-        came = self._line.gather_each(wholes, parts)
+        came = self._axis_group.gather_each(wholes, parts)
 
         def end() -> None:
             came()
@@ -199,7 +201,7 @@ class GatheredStages(Memory):
             return
         if self._sums_end is not None:
             self._sums_end()
-        size, like = self._line.size, trained[0].whole
+        size, like = self._axis_group.size, trained[0].whole
         wholes = []
         for shard in trained:
             found, shard.whole.grad = shard.whole.grad, None
@@ -212,7 +214,7 @@ class GatheredStages(Memory):
             wholes.append(whole)
             del found
         mine = like.new_empty(sum(shard.padded for shard in trained))
-        came = self._line.sum_each(list(mine.split([shard.padded for shard in trained])), wholes)
+        came = self._axis_group.sum_each(list(mine.split([shard.padded for shard in trained])), wholes)
 
         def end() -> None:
             came()
@@ -255,8 +257,8 @@ class StageShards(ShardsHolding, StageHolding):
     weight_gradients_wait = True
 
     def __init__(self, setup: Setup, *, spec: ModelSpec, mesh: DeviceMesh, reshard: bool = True) -> None:
-        line = Line.along(mesh, (mesh.mesh_dim_names or ("",))[0])
-        self._memory = GatheredStages(spec.units, line=line, device=setup.device, reshard=reshard)
+        axis_group = AxisGroup.along(mesh, (mesh.mesh_dim_names or ("",))[0])
+        self._memory = GatheredStages(spec.units, axis_group=axis_group, device=setup.device, reshard=reshard)
         placements = [ShardPlacement.rows_of(weight, mesh=mesh) for weight in spec.weights]
         super().__init__(setup.module, setup.shards(placements, memory=self._memory, mesh=mesh))
 

@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import common_seed
-from rotorch.comm.line import Line
-from rotorch.comm.shared_line import make_line
-from rotorch.comm.whereabouts import Whereabouts
+from rotorch.comm.shared_axis_group import make_axis_group
+from rotorch.comm.status_word import StatusWord
 from rotorch.core.errors import ConfigError
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
 from rotorch.core.grid_memory import products
@@ -34,7 +34,7 @@ from rotorch.ops.grid_use import GridUse
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.summa import Grid
 from rotorch.ops.weight_proxy import WeightProxy
-from rotorch.shard.sharded_weight import Piece, box_pieces
+from rotorch.shard.sharded_weight import Chunk, box_chunks
 
 
 def apply(setup: Setup) -> Holding:
@@ -53,12 +53,12 @@ class GridHolding(ShardsHolding):
         strategy, spec, mesh, sites = setup.strategy, setup.spec, setup.mesh, setup.sites
         self._mesh = mesh
         axes = mesh.mesh_dim_names or ()
-        make = partial(make_line, mesh, transport=strategy.transport, device=setup.device)
-        self._depth = make(DEPTH) if DEPTH in axes else Line(DEPTH, 1, 0, None)
+        make = partial(make_axis_group, mesh, transport=strategy.transport, device=setup.device)
+        self._depth = make(DEPTH) if DEPTH in axes else AxisGroup(DEPTH, 1, 0, None)
         self.grid = Grid(make(DOWN), make(ACROSS))
         self._rank = 0
-        for line in self._all_lines():
-            self._rank = self._rank * line.size + line.position
+        for axis_group in self._all_axis_groups():
+            self._rank = self._rank * axis_group.size + axis_group.position
         parameters = dict(setup.module.named_parameters())
         self._sizes = {"size": self.grid.down.size, "row": self.grid.down.position, "column": self.grid.across.position}
         placements = [self._placement(w) for w in spec.weights]
@@ -93,60 +93,62 @@ class GridHolding(ShardsHolding):
         dtypes = {w.name: parameters[w.name].dtype for w in matrices}
         return self.grid.down.homes(shapes, dtypes=dtypes, device=device)
 
-    def _lines(self, weight: Weight) -> list[tuple[Line, Cut | None]]:
-        """The lines of ranks that this rank is on, and how a weight is cut among each."""
+    def _axis_groups(self, weight: Weight) -> list[tuple[AxisGroup, Cut | None]]:
+        """The axis groups of this rank, and how a weight is cut among each."""
         cut = weight.grid or GridCut()
         return [(self._depth, None), (self.grid.down, cut.rows), (self.grid.across, cut.columns)]
 
     def _placement(self, weight: Weight) -> ShardPlacement:
-        pieces, shape = block_pieces(weight, **self._sizes), weight.block_shape(**self._sizes)
-        return ShardPlacement.on_lines(weight, pieces=pieces, shape=shape, mesh=self._mesh, cuts=self._lines(weight))
+        chunks, shape = block_chunks(weight, **self._sizes), weight.block_shape(**self._sizes)
+        return ShardPlacement.on_axis_groups(
+            weight, chunks=chunks, shape=shape, mesh=self._mesh, cuts=self._axis_groups(weight)
+        )
 
-    def _sums(self, weight: Weight) -> tuple[Line, ...]:
-        return tuple(line for line, cut in self._lines(weight) if cut is None and line.size > 1)
+    def _sums(self, weight: Weight) -> tuple[AxisGroup, ...]:
+        return tuple(axis_group for axis_group, cut in self._axis_groups(weight) if cut is None and axis_group.size > 1)
 
     def _complete_sums(self, norm: nn.Module, weight: Weight) -> None:
         (total,) = weight.shape
         (mine,) = weight.block_shape(**self._sizes)
-        complete_sums(norm, mine=mine, total=total, sum_over=partial(sum_of_parts, line=self.grid.across))
+        complete_sums(norm, mine=mine, total=total, sum_over=partial(sum_of_parts, axis_group=self.grid.across))
 
     @contextmanager
-    def lend(self) -> Iterator[nn.Module]:
+    def unsharded(self) -> Iterator[nn.Module]:
         # Every rank has tokens or features that no other has, so what is drawn (dropout) must differ from all others'.
-        with drawn_alike(common_seed(mesh=self._mesh) + self._rank), super().lend() as callee:
+        with drawn_alike(common_seed(mesh=self._mesh) + self._rank), super().unsharded() as callee:
             yield callee
 
     def start(self) -> None:
-        for line in self._all_lines():
-            line.start()
+        for axis_group in self._all_axis_groups():
+            axis_group.start()
         super().start()
 
-    def _all_lines(self) -> tuple[Line, ...]:
+    def _all_axis_groups(self) -> tuple[AxisGroup, ...]:
         return (self._depth, self.grid.down, self.grid.across)
 
     @property
     def transport(self) -> str | None:
-        found = {line.transport for line in self._all_lines() if line.size > 1}
+        found = {axis_group.transport for axis_group in self._all_axis_groups() if axis_group.size > 1}
         return None if not found else found.pop() if len(found) == 1 else "auto"
 
     def slots(self) -> list[Tensor]:
-        return [slot for line in self._all_lines() for slot in line.slots()]
+        return [slot for axis_group in self._all_axis_groups() for slot in axis_group.slots()]
 
-    def mark_on(self, place: Whereabouts) -> list[str]:
-        for line in self._all_lines():
-            line.mark_on(place)
-        return super().mark_on(place)
+    def write_status_to(self, status: StatusWord) -> list[str]:
+        for axis_group in self._all_axis_groups():
+            axis_group.write_status_to(status)
+        return super().write_status_to(status)
 
     def close(self) -> None:
-        for line in self._all_lines():
-            line.close()
+        for axis_group in self._all_axis_groups():
+            axis_group.close()
 
 
-def block_pieces(weight: Weight, *, size: int, row: int, column: int) -> tuple[Piece, ...]:
+def block_chunks(weight: Weight, *, size: int, row: int, column: int) -> tuple[Chunk, ...]:
     """Where the block at `row` and `column` of a grid of `size` x `size` sits in the whole weight."""
     cut = weight.grid or GridCut()
     boxes: list[tuple[Range, ...]] = [(Range(0, length),) for length in weight.shape]
     for part, index in ((cut.rows, row), (cut.columns, column)):
         if part is not None:
             boxes[part.dim] = part.ranges(weight.shape[part.dim], num_slices=size, index=index)
-    return box_pieces(boxes)
+    return box_chunks(boxes)

@@ -1,9 +1,9 @@
-"""`Holding`: how a strategy holds a model on this rank, and lends it to a pass; the boundary below `ParallelModel`.
+"""`Holding`: how a strategy holds a model on this rank, and unshards it for a pass; the boundary below `ParallelModel`.
 
-[Note: lending]
+[Note: unsharding]
     At rest the module's parameters are DTensors, so optimizers, clipping and checkpoints work as on any model. A
-    forward pass wants plain tensors. `Holding.lend()` puts them into the module for the time of a pass and takes them
-    back afterwards, also after an exception: the weights are always home.
+    forward pass wants plain tensors. `Holding.unsharded()` puts them into the module for the time of a pass and takes
+    them back afterwards, also after an exception: the weights are always home.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rotorch.comm.observe import Observer
-from rotorch.comm.whereabouts import Whereabouts
+from rotorch.comm.status_word import StatusWord
 from rotorch.hold.sharded_weights import ShardedWeights
 from rotorch.models.losses import Batch
 from rotorch.shard.sharded_weight import ShardedWeight
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Holding(ABC):
-    """How one strategy holds the model on this rank and lends it to a pass.
+    """How one strategy holds the model on this rank and unshards it for a pass.
 
     `strategies/<kind>/apply.py` subclasses it.
     """
@@ -37,22 +37,22 @@ class Holding(ABC):
     loss_scale: float = 1.0
     """The loss is multiplied by this before backward (for libraries that average gradients over ranks)."""
 
-    place: Whereabouts | None = None
+    status: StatusWord | None = None
     """Where this rank writes down what it is at, if anybody wants to know."""
 
     no_plain_call: str | None = None
     """Why the model cannot be called in a loop of the user's own, and what to write instead; None if it can."""
 
     @abstractmethod
-    def lend(self) -> AbstractContextManager[nn.Module]:
-        """Puts plain tensors into the module for one pass and yields what to call (see [Note: lending]).
+    def unsharded(self) -> AbstractContextManager[nn.Module]:
+        """Puts plain tensors into the module for one pass and yields what to call (see [Note: unsharding]).
 
         Takes them back on leaving, also after an exception.
         """
 
-    def lend_for_calls(self) -> AbstractContextManager[nn.Module]:
-        """As `lend`, for passes in a loop of the user's own: a forward need not be followed by its backward."""
-        return self.lend()
+    def unsharded_for_calls(self) -> AbstractContextManager[nn.Module]:
+        """As `unsharded`, for passes in a loop of the user's own: a forward need not be followed by its backward."""
+        return self.unsharded()
 
     def start(self) -> None:
         """Before the first micro-batch of a step, on all ranks: weights as the optimizer left them become visible."""
@@ -68,7 +68,7 @@ class Holding(ABC):
         """Runs all micro-batches of a step, between `start` and `finish`: one after another, unless overridden.
 
         Args:
-            callee: what `lend` gave.
+            callee: what `unsharded` gave.
             micro_batches: this rank's.
             loss_of: the forward, down to the loss.
 
@@ -77,8 +77,8 @@ class Holding(ABC):
         """
         total = torch.zeros((), dtype=torch.float64)
         for number, micro_batch in enumerate(micro_batches):
-            if self.place is not None:
-                self.place.micro_batch = number + 1
+            if self.status is not None:
+                self.status.micro_batch = number + 1
             with self.micro_batch(last=number == len(micro_batches) - 1):
                 loss = loss_of(callee, micro_batch)
                 (loss if self.loss_scale == 1.0 else loss * self.loss_scale).backward()
@@ -91,11 +91,11 @@ class Holding(ABC):
         """Runs forwards without gradients, after `start`; returns what `run(callee, micro_batch)` gives for each."""
         results = []
         for number, micro_batch in enumerate(micro_batches):
-            if self.place is not None:  # of a model without blocks to mark, nothing else says that it gets on
-                self.place.micro_batch = number + 1
+            if self.status is not None:  # of a model without blocks to mark, nothing else says that it gets on
+                self.status.micro_batch = number + 1
             results.append(run(callee, micro_batch))
-        if self.place is not None:
-            self.place.micro_batch = 0
+        if self.status is not None:
+            self.status.micro_batch = 0
         return results
 
     def finish(self) -> None:
@@ -113,13 +113,13 @@ class Holding(ABC):
         """After `weights[..].local` were written from outside (initialised, loaded)."""
         return None
 
-    def mark_on(self, place: Whereabouts) -> list[str]:
-        """From now on this rank writes down on `place` what it is at. This rank only.
+    def write_status_to(self, status: StatusWord) -> list[str]:
+        """From now on this rank writes down on `status` what it is at. This rank only.
 
         Returns:
             The names of the units that it speaks of, by number; none if it leaves units to others.
         """
-        self.place = place
+        self.status = status
         return []
 
     @property
@@ -154,7 +154,7 @@ class ShardsHolding(Holding):
         self.weights = shards.held
 
     @contextmanager
-    def lend(self) -> Iterator[nn.Module]:
+    def unsharded(self) -> Iterator[nn.Module]:
         with self.shards.unsharded():
             yield self.module
 
@@ -169,7 +169,7 @@ class ShardsHolding(Holding):
 
 
 class StageHolding(Holding):
-    """A Holding that a pipeline can have inside: it holds the stages of this rank and is lent for a whole step."""
+    """A Holding that a pipeline can have inside: it holds the stages of this rank and is unsharded for a whole step."""
 
     weight_gradients_wait: bool = False
     """Whether a pipeline may put gradients of linear layers off: the module computes with plain, whole weights."""
@@ -214,9 +214,9 @@ class OuterHolding(Holding):
     def values_changed(self) -> None:
         self._inner.values_changed()
 
-    def mark_on(self, place: Whereabouts) -> list[str]:
-        super().mark_on(place)
-        return self._inner.mark_on(place)
+    def write_status_to(self, status: StatusWord) -> list[str]:
+        super().write_status_to(status)
+        return self._inner.write_status_to(status)
 
     @property
     def transport(self) -> str | None:

@@ -36,7 +36,7 @@ from rotorch.ops.later_gradients import LaterGradients
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind, Schedule
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.shard.sharded_weight import cut_pieces, dtensor_like
+from rotorch.shard.sharded_weight import cut_chunks, dtensor_like
 
 
 class WholeStages(ShardsHolding, StageHolding):
@@ -46,7 +46,7 @@ class WholeStages(ShardsHolding, StageHolding):
 
     def __init__(self, setup: Setup, *, spec: ModelSpec) -> None:
         placements = [
-            ShardPlacement(w, cut_pieces(w, num_slices=1, index=0), w.shape, (Replicate(),)) for w in spec.weights
+            ShardPlacement(w, cut_chunks(w, num_slices=1, index=0), w.shape, (Replicate(),)) for w in spec.weights
         ]
         super().__init__(setup.module, setup.shards(placements))
 
@@ -108,15 +108,15 @@ class PipelineHolding(OuterHolding):
             return ShardPlacement(weight, (), (0, *weight.shape[1:]), placements)
         inner = self._inner.weights[weight.name]
         return ShardPlacement(
-            weight, inner.pieces, tuple(inner.local.shape), placements, inner.num_holders, inner.holder
+            weight, inner.chunks, tuple(inner.local.shape), placements, inner.num_holders, inner.holder
         )
 
     # ---------------------------------------------------------------- lending
 
     @contextmanager
-    def lend(self) -> Iterator[nn.Module]:
+    def unsharded(self) -> Iterator[nn.Module]:
         try:
-            with self.shards.unsharded(), self._inner.lend() as callee:
+            with self.shards.unsharded(), self._inner.unsharded() as callee:
                 yield callee
         finally:
             self._free_borrowed()
@@ -237,7 +237,7 @@ class PipelineHolding(OuterHolding):
             run=run,
             micro_batches=micro_batches,
             later=self._later,
-            place=self.place,
+            status=self.status,
             ranks=self._mesh.mesh.flatten().tolist(),
             watch=self._watch,
         )

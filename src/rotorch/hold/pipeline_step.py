@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rotorch.comm.stage_messages import HEARD, StageMessages
-from rotorch.comm.whereabouts import Operation, Whereabouts, at
+from rotorch.comm.status_word import Operation, StatusWord, at
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.hold.holding import StageHolding
 from rotorch.models.losses import Batch
@@ -32,13 +32,13 @@ class PipelineStep:
     """What a rank has in hand during a step.
 
     Args:
-        inner: holds the weights of this rank's stages, and is lent.
+        inner: holds the weights of this rank's stages, and is unsharded.
         staged: the module.
         messages: to and from the other ranks of the pipeline.
         run: the whole model's forward on a micro-batch, and what is made of it (its loss, before `backward`).
         micro_batches: of the step.
         later: what puts weight gradients off, where they can be.
-        place: where this rank writes down what it is at.
+        status: where this rank writes down what it is at.
         ranks: of the pipeline, by position.
         watch: is entered around every action of the row.
 
@@ -55,11 +55,11 @@ class PipelineStep:
         run: Callable[[Batch], Any],
         micro_batches: Sequence[Batch],
         later: LaterGradients | None = None,
-        place: Whereabouts | None = None,
+        status: StatusWord | None = None,
         ranks: Sequence[int] = (),
         watch: Watch | None = None,
     ) -> None:
-        self._place = place or Whereabouts()
+        self._status = status or StatusWord()
         self._ranks = ranks
         self._inner = inner
         self._later = later
@@ -134,19 +134,19 @@ class PipelineStep:
         peer = table.rank_of(send.stage)
         if peer == table.rank_of(stage):
             return self._given.pop(send)
-        here = self._place.now
-        self._place.peer = self._ranks[peer] + 1 if self._ranks else 0
-        self._place.now = at(Operation.AWAIT_STAGE, part=send.stage)
+        here = self._status.now
+        self._status.peer = self._ranks[peer] + 1 if self._ranks else 0
+        self._status.now = at(Operation.AWAIT_STAGE, part=send.stage)
         tensor = self._messages.receive(source=peer, tag=_tag(receive, table))
         if kind is ActionKind.RECV_BACKWARD:
             self._messages.arrived(to=peer, tag=_tag(Action(ActionKind.SEND_FORWARD, stage, micro_batch), table))
         self._heard = self._heard or tensor is None
-        self._place.now = here
+        self._status.now = here
         return tensor
 
     def _compute(self, action: Action, table: Schedule) -> None:
-        self._place.micro_batch = 0 if action.micro_batch is None else action.micro_batch + 1
-        self._place.now = at(Operation.STAGE, part=action.stage)
+        self._status.micro_batch = 0 if action.micro_batch is None else action.micro_batch + 1
+        self._status.now = at(Operation.STAGE, part=action.stage)
         if action.kind in COMPUTE:
             self._inner.computes(action.stage, backward=action.kind is not ActionKind.FORWARD)
         match action.kind:

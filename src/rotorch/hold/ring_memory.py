@@ -86,12 +86,12 @@ class RingMemory(Memory):
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Slices that have moved return. All ranks."""
         self._adds_up = False
-        self._ring.come_home()
+        self._ring.restore_owners()
 
     def break_off(self, weights: Mapping[str, ShardedWeight], error: BaseException) -> None:
         """Slices return if all ranks are here; the error says so if they cannot."""
         try:
-            self._ring.come_home(after=error)
+            self._ring.restore_owners(after=error)
         except RankFailure as lost:
             error.add_note(str(lost))
         for held in weights.values():

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import all_reduce_sum
-from rotorch.comm.line import Line
 from rotorch.core.spec import Cut, Unit, UnitKind, Weight
-from rotorch.shard.sharded_weight import Piece, ShardedWeight, cut_pieces, dtensor_at_rest
+from rotorch.shard.sharded_weight import Chunk, ShardedWeight, cut_chunks, dtensor_at_rest
 from rotorch.shard.sites import Site
 
 
@@ -30,7 +30,7 @@ class ShardPlacement:
 
     Attributes:
         weight: which.
-        pieces: where the parts of the shard sit in the whole.
+        chunks: where the parts of the shard sit in the whole.
         shape: of the shard.
         placements: of the DTensor at rest, one per axis of the mesh. Uneven and fused cuts are Shard in name only.
         num_holders: how many ranks of the mesh hold the same.
@@ -38,7 +38,7 @@ class ShardPlacement:
     """
 
     weight: Weight
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
     num_holders: int = 1
@@ -47,8 +47,8 @@ class ShardPlacement:
     @staticmethod
     def whole(weight: Weight, *, mesh: DeviceMesh) -> ShardPlacement:
         """All of a weight, on every rank of a one-axis mesh."""
-        pieces, holders = cut_pieces(weight, num_slices=1, index=0), mesh.size()
-        return ShardPlacement(weight, pieces, weight.shape, (Replicate(),), holders, mesh.get_local_rank())
+        chunks, holders = cut_chunks(weight, num_slices=1, index=0), mesh.size()
+        return ShardPlacement(weight, chunks, weight.shape, (Replicate(),), holders, mesh.get_local_rank())
 
     @staticmethod
     def slice_of(weight: Weight, *, mesh: DeviceMesh) -> ShardPlacement:
@@ -57,8 +57,8 @@ class ShardPlacement:
         if weight.cut is None:
             raise AssertionError(f"{weight.name} is not cut")
         shape = weight.slice_shape(num_slices=n, index=position)
-        pieces = cut_pieces(weight, num_slices=n, index=position)
-        return ShardPlacement(weight, pieces, shape, (Shard(weight.cut.dim),))
+        chunks = cut_chunks(weight, num_slices=n, index=position)
+        return ShardPlacement(weight, chunks, shape, (Shard(weight.cut.dim),))
 
     @staticmethod
     def rows_of(weight: Weight, *, mesh: DeviceMesh) -> ShardPlacement:
@@ -66,8 +66,8 @@ class ShardPlacement:
         each, position = -(-weight.shape[0] // mesh.size()), mesh.get_local_rank()
         first, inner = min(position * each, weight.shape[0]), weight.shape[1:]
         shape = (min(each, weight.shape[0] - first), *inner)
-        pieces = (Piece((first, *[0] * len(inner)), shape),) if shape[0] else ()
-        return ShardPlacement(weight, pieces, shape, (Shard(0),))
+        chunks = (Chunk((first, *[0] * len(inner)), shape),) if shape[0] else ()
+        return ShardPlacement(weight, chunks, shape, (Shard(0),))
 
     @staticmethod
     def of_units(units: Sequence[Unit], *, mesh: DeviceMesh) -> list[ShardPlacement]:
@@ -79,37 +79,37 @@ class ShardPlacement:
         ]
 
     @staticmethod
-    def on_lines(
+    def on_axis_groups(
         weight: Weight,
         *,
-        pieces: tuple[Piece, ...],
+        chunks: tuple[Chunk, ...],
         shape: tuple[int, ...],
         mesh: DeviceMesh,
-        cuts: Sequence[tuple[Line, Cut | None]],
+        cuts: Sequence[tuple[AxisGroup, Cut | None]],
     ) -> ShardPlacement:
         """A block of a weight that is cut along several axes.
 
         Args:
             weight: which.
-            pieces: where the block sits in the whole.
+            chunks: where the block sits in the whole.
             shape: of the block.
             mesh: of the DTensor at rest.
-            cuts: the lines of ranks that this rank is on, and how the weight is cut among each; None: they hold the
+            cuts: this rank's axis groups, and how the weight is cut among each; None: they hold the
                 same.
         """
         placements: dict[str, Placement] = {axis: Replicate() for axis in mesh.mesh_dim_names or ()}
         num_holders, holder = 1, 0
-        for line, cut in cuts:
+        for axis_group, cut in cuts:
             if cut is not None:
-                placements[line.axis] = Shard(cut.dim)
+                placements[axis_group.axis] = Shard(cut.dim)
             else:
-                holder, num_holders = holder * line.size + line.position, num_holders * line.size
-        return ShardPlacement(weight, pieces, shape, tuple(placements.values()), num_holders, holder)
+                holder, num_holders = holder * axis_group.size + axis_group.position, num_holders * axis_group.size
+        return ShardPlacement(weight, chunks, shape, tuple(placements.values()), num_holders, holder)
 
     @property
     def is_whole(self) -> bool:
         """Whether the shard is all of the weight."""
-        return self.shape == self.weight.shape and len(self.pieces) == 1
+        return self.shape == self.weight.shape and len(self.chunks) == 1
 
 
 class Memory:
@@ -209,7 +209,7 @@ class ShardedWeights:
             held = ShardedWeight(
                 placement.weight,
                 local,
-                placement.pieces,
+                placement.chunks,
                 nn.Parameter(at_rest, requires_grad=source.requires_grad),
                 num_holders=placement.num_holders,
                 holder=placement.holder,
@@ -233,8 +233,8 @@ class ShardedWeights:
             return source.detach().to(device)
         local = torch.empty(placement.shape, dtype=source.dtype, device=device) if given is None else given
         if not source.is_meta and not self._memory.has_values(placement.weight.name):
-            for piece in placement.pieces:
-                piece.of_local(local).copy_(piece.of_whole(source.detach()))
+            for chunk in placement.chunks:
+                chunk.of_local(local).copy_(chunk.of_whole(source.detach()))
         return local
 
     def replace(self, name: str, tensor: Tensor | None) -> None:

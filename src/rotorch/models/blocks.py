@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from rotorch.comm.whereabouts import Operation, Whereabouts, at
+from rotorch.comm.status_word import Operation, StatusWord, at
 from rotorch.core.errors import ConfigError
 from rotorch.shard.buffers import buffers_untouched
 
@@ -23,27 +23,27 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return [b for b in blocks if any(True for _ in b.parameters())]
 
 
-def mark_blocks(module: nn.Module, place: Whereabouts) -> list[str]:
-    """Has a model write down on `place` at which of its repeated blocks it is; returns their names, by number.
+def mark_blocks(module: nn.Module, status: StatusWord) -> list[str]:
+    """Has a model write down on `status` at which of its repeated blocks it is; returns their names, by number.
 
     Forward by hooks of the blocks, backward by hooks of what they return: neither changes what is computed.
     """
     names, wanted = [], {id(block) for block in repeated_blocks(module)}
     for name, block in module.named_modules():
         if id(block) in wanted:
-            _mark_block(block, place, unit=len(names))
+            _mark_block(block, status, unit=len(names))
             names.append(name)
     return names
 
 
-def _mark_block(block: nn.Module, place: Whereabouts, *, unit: int) -> None:
+def _mark_block(block: nn.Module, status: StatusWord, *, unit: int) -> None:
     forward, backward = (at(way, unit=unit) for way in (Operation.BLOCK_FORWARD, Operation.BLOCK_BACKWARD))
 
     def begin(_: nn.Module, __: Any) -> None:
-        place.now = forward
+        status.now = forward
 
     def begin_backward(_: Any) -> None:
-        place.now = backward
+        status.now = backward
 
     def end(_: nn.Module, __: Any, output: Any) -> None:
         first = output[0] if isinstance(output, tuple) and output else output

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.function import Function, once_differentiable
 
 from rotorch._torch_private import storage_key, tree_flatten, tree_unflatten
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut
 from rotorch.ops.conjugates import (
@@ -56,14 +56,14 @@ class TokenStretch:
     """This rank's tokens in a pass: what the layers of one model have in common.
 
     Attributes:
-        line: the ranks that share the tokens.
+        axis_group: the ranks that share the tokens.
         rows: sequences of the micro-batch that is under way.
         lengths: tokens of every rank.
         is_cut: whether activations are cut in this pass; without gradients, fewer tokens than ranks stay whole.
     """
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, axis_group: AxisGroup) -> None:
+        self.axis_group = axis_group
         self.rows = 0
         self.lengths: tuple[int, ...] = ()
         self.is_cut = True
@@ -72,7 +72,7 @@ class TokenStretch:
 
     def is_own(self, x: Any) -> bool:
         """Whether `x` may be hidden states of this rank's tokens."""
-        own = (self.rows, self.lengths[self.line.position])
+        own = (self.rows, self.lengths[self.axis_group.position])
         return isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3 and x.shape[:2] == own
 
     def is_whole(self, x: Any) -> bool:
@@ -85,22 +85,22 @@ class TokenStretch:
 
     def own(self, x_BTD: Tensor) -> Tensor:
         """This rank's stretch of an equal tensor; its gradient is placed side by side."""
-        return scatter_to_region(x_BTD, dim=_DIM, lengths=self.lengths, line=self.line)
+        return scatter_to_region(x_BTD, dim=_DIM, lengths=self.lengths, axis_group=self.axis_group)
 
     def whole(self, x_BSD: Tensor) -> Tensor:
         """All tokens, equal on all ranks; of the gradient each takes its stretch."""
-        return gather_from_region(x_BSD, dim=_DIM, lengths=self.lengths, line=self.line)
+        return gather_from_region(x_BSD, dim=_DIM, lengths=self.lengths, axis_group=self.axis_group)
 
     @contextmanager
     def drawn_alike(self) -> Iterator[None]:
         """Within it all ranks draw the same, and other numbers each time (see [Note: who draws what])."""
-        shared = torch.initial_seed() - 1 - self.line.position
+        shared = torch.initial_seed() - 1 - self.axis_group.position
         with drawn_alike(shared):
             yield
-        self._seed(shared + 1 + self.line.size)
+        self._seed(shared + 1 + self.axis_group.size)
 
     def _seed(self, shared: int) -> None:
-        torch.manual_seed(shared + 1 + self.line.position)
+        torch.manual_seed(shared + 1 + self.axis_group.position)
 
     def run_in(self, layers: Sequence[nn.Module]) -> None:
         """Lets a row of layers run on stretches: hooks of the first and the last one, which stay."""
@@ -111,15 +111,18 @@ class TokenStretch:
     def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.rows, tokens = hidden.shape[:2]
-        pieces = (Cut(_DIM, tokens).ranges(tokens, num_slices=self.line.size, index=k) for k in range(self.line.size))
+        pieces = (
+            Cut(_DIM, tokens).ranges(tokens, num_slices=self.axis_group.size, index=k)
+            for k in range(self.axis_group.size)
+        )
         self.lengths = tuple(piece.length for (piece,) in pieces)
         self.is_cut = min(self.lengths) > 0
         self._before = None  # a first layer that was computed again has left one, behind which no last layer ran
         if not self.is_cut:
             if torch.is_grad_enabled():
                 raise ConfigError(
-                    f"megatron: sequence_parallel: sequences of {tokens} tokens over {self.line.size} ranks leave some "
-                    "without any. Give longer sequences, or leave sequence_parallel out"
+                    f"megatron: sequence_parallel: sequences of {tokens} tokens over {self.axis_group.size} ranks "
+                    "leave some without any. Give longer sequences, or leave sequence_parallel out"
                 )
             return args, kwargs
         if any(module.training for layer in self._layers for module in layer.modules()):
@@ -147,7 +150,7 @@ class StretchBoundary(Boundary):
     """
 
     def __init__(self, stretch: TokenStretch, *, name: str) -> None:
-        super().__init__(stretch.line)
+        super().__init__(stretch.axis_group)
         self._stretch, self._name = stretch, name
         self._again: list[_GatheredAgain] = []
 
@@ -158,11 +161,13 @@ class StretchBoundary(Boundary):
         self._again, entered = [], []
         for x in inputs:
             if stretch.is_own(x):
-                whole = _Gather.apply(x, stretch.lengths, self.line)
-                self._again.append(_GatheredAgain(x.detach(), whole, stretch.lengths, self.line))
+                whole = _Gather.apply(x, stretch.lengths, self.axis_group)
+                self._again.append(_GatheredAgain(x.detach(), whole, stretch.lengths, self.axis_group))
                 entered.append(whole)
             else:
-                entered.append(copy_to_region(x, line=self.line) if isinstance(x, Tensor) and x.requires_grad else x)
+                entered.append(
+                    copy_to_region(x, axis_group=self.axis_group) if isinstance(x, Tensor) and x.requires_grad else x
+                )
         if not self._again:
             raise _no_tokens(self._name)
         return entered
@@ -177,7 +182,7 @@ class StretchBoundary(Boundary):
             return super().leave(x)
         if not self._stretch.is_whole(x):
             raise _no_tokens(self._name)
-        return _ScatterSum.apply(x, self._stretch.lengths, self.line)
+        return _ScatterSum.apply(x, self._stretch.lengths, self.axis_group)
 
 
 class OnAllTokens:
@@ -234,35 +239,35 @@ class _Gather(Function):
     """All tokens of stretches; of the gradients, which are parts, this rank's stretch of the sum."""
 
     @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, lengths: tuple[int, ...], line: Line) -> Tensor:
-        ctx.lengths, ctx.line = lengths, line
-        return gathered_along(x_BSD, _DIM, lengths, line)
+    def forward(ctx: Any, x_BSD: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> Tensor:
+        ctx.lengths, ctx.axis_group = lengths, axis_group
+        return gathered_along(x_BSD, _DIM, lengths, axis_group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return summed_stretch(grad_BTD, _DIM, ctx.lengths, ctx.line), None, None
+        return summed_stretch(grad_BTD, _DIM, ctx.lengths, ctx.axis_group), None, None
 
 
 class _ScatterSum(Function):
     """This rank's stretch of a sum of parts; the gradient of all tokens is gathered."""
 
     @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, lengths: tuple[int, ...], line: Line) -> Tensor:
-        ctx.lengths, ctx.line = lengths, line
-        return summed_stretch(x_BTD, _DIM, lengths, line)
+    def forward(ctx: Any, x_BTD: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> Tensor:
+        ctx.lengths, ctx.axis_group = lengths, axis_group
+        return summed_stretch(x_BTD, _DIM, lengths, axis_group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return gathered_along(grad_BSD, _DIM, ctx.lengths, ctx.line), None, None
+        return gathered_along(grad_BSD, _DIM, ctx.lengths, ctx.axis_group), None, None
 
 
 class _GatheredAgain:
     """A gathered tensor that is forgotten after forward and gathered once more in backward."""
 
-    def __init__(self, own: Tensor, whole: Tensor, lengths: tuple[int, ...], line: Line) -> None:
-        self._own, self._place = own, (_DIM, lengths, line)
+    def __init__(self, own: Tensor, whole: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> None:
+        self._own, self._place = own, (_DIM, lengths, axis_group)
         self._key, self._version, self._dtype = storage_key(whole), whole._version, whole.dtype
         self.alive: Tensor | None = whole  # until the module is through: nothing else may take its storage
         self._made: Tensor | None = None

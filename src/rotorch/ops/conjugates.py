@@ -21,40 +21,40 @@ import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 
-_Move = Callable[[Tensor, int, Sequence[int], Line], Tensor]
-
-
-def copy_to_region(x: Tensor, *, line: Line) -> Tensor:
-    """Lets an equal tensor into what is cut: `x` itself, its gradient summed over `line`."""
-    return x if line.size == 1 else _CopyToRegion.apply(x, line)
+_Move = Callable[[Tensor, int, Sequence[int], AxisGroup], Tensor]
 
 
-def reduce_from_region(x: Tensor, *, line: Line) -> Tensor:
-    """Sums parts over `line` to an equal tensor; the gradient passes as it is."""
-    return x if line.size == 1 else _ReduceFromRegion.apply(x, line)
+def copy_to_region(x: Tensor, *, axis_group: AxisGroup) -> Tensor:
+    """Lets an equal tensor into what is cut: `x` itself, its gradient summed over `axis_group`."""
+    return x if axis_group.size == 1 else _CopyToRegion.apply(x, axis_group)
 
 
-def gather_from_region(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def reduce_from_region(x: Tensor, *, axis_group: AxisGroup) -> Tensor:
+    """Sums parts over `axis_group` to an equal tensor; the gradient passes as it is."""
+    return x if axis_group.size == 1 else _ReduceFromRegion.apply(x, axis_group)
+
+
+def gather_from_region(x: Tensor, *, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
     """Makes an equal tensor of what each rank has a stretch of along `dim`; of the gradient each takes its stretch."""
-    return x if line.size == 1 else _Along.apply(x, gathered_along, _own, dim, tuple(lengths), line)
+    return x if axis_group.size == 1 else _Along.apply(x, gathered_along, _own, dim, tuple(lengths), axis_group)
 
 
-def scatter_to_region(x: Tensor, *, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def scatter_to_region(x: Tensor, *, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
     """Takes this rank's stretch of an equal tensor along `dim`; its gradient is placed side by side."""
-    return x if line.size == 1 else _Along.apply(x, _own, gathered_along, dim, tuple(lengths), line)
+    return x if axis_group.size == 1 else _Along.apply(x, _own, gathered_along, dim, tuple(lengths), axis_group)
 
 
 class Boundary:
     """How activations go into a module that is cut, and how its output comes out: equal on both sides.
 
     Attributes:
-        line: the ranks over which it is cut.
+        axis_group: the ranks over which it is cut.
     """
 
-    def __init__(self, line: Line) -> None:
-        self.line = line
+    def __init__(self, axis_group: AxisGroup) -> None:
+        self.axis_group = axis_group
 
     def enter_all(self, inputs: Sequence[Any]) -> list[Any]:
         """What the module's code sees of its inputs, of which some are tensors."""
@@ -66,11 +66,11 @@ class Boundary:
 
     def enter(self, x: Tensor) -> Tensor:
         """What the module's code sees of an input that requires a gradient."""
-        return copy_to_region(x, line=self.line)
+        return copy_to_region(x, axis_group=self.axis_group)
 
     def leave(self, x: Tensor) -> Tensor:
         """What the code around the module sees of an output, of which this rank has a part."""
-        return reduce_from_region(x, line=self.line)
+        return reduce_from_region(x, axis_group=self.axis_group)
 
 
 class PartlySynced(Boundary):
@@ -82,12 +82,12 @@ class PartlySynced(Boundary):
     forward computes, for as many bytes as forward sends.
 
     Args:
-        line: the ranks over which modules are cut.
+        axis_group: the ranks over which modules are cut.
         num_synced: how many channels of an output of so many features are summed.
     """
 
-    def __init__(self, line: Line, *, num_synced: Callable[[int], int]) -> None:
-        super().__init__(line)
+    def __init__(self, axis_group: AxisGroup, *, num_synced: Callable[[int], int]) -> None:
+        super().__init__(axis_group)
         self._num_synced = num_synced
 
     def enter(self, x: Tensor) -> Tensor:
@@ -96,35 +96,35 @@ class PartlySynced(Boundary):
 
     def leave(self, x: Tensor) -> Tensor:
         """The first channels summed, the others scaled."""
-        return x if self.line.size == 1 else _SyncSome.apply(x, self._num_synced(x.shape[-1]), self.line)
+        return x if self.axis_group.size == 1 else _SyncSome.apply(x, self._num_synced(x.shape[-1]), self.axis_group)
 
 
-def sum_of_parts(x: Tensor, *, line: Line) -> Tensor:
-    """Sums over `line`, its gradient too: where each rank goes on with it for its own part (see `PartlySynced`)."""
-    return x if line.size == 1 else _SumOfParts.apply(x, line)
+def sum_of_parts(x: Tensor, *, axis_group: AxisGroup) -> Tensor:
+    """Sums over `axis_group`, its gradient too: each rank goes on with it for its own part (see `PartlySynced`)."""
+    return x if axis_group.size == 1 else _SumOfParts.apply(x, axis_group)
 
 
-def _summed(x: Tensor, line: Line) -> Tensor:
-    return line.all_reduce(x.clone(memory_format=torch.contiguous_format))
+def _summed(x: Tensor, axis_group: AxisGroup) -> Tensor:
+    return axis_group.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
-def _own(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
-    return x.split(list(lengths), dim=dim)[line.position].contiguous()
+def _own(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
+    return x.split(list(lengths), dim=dim)[axis_group.position].contiguous()
 
 
-def gathered_along(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def gathered_along(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
     """All ranks' stretches of `lengths` along `dim`, side by side. Not differentiable."""
     longest = max(lengths)
-    parts = line.all_gather(_padded(x.movedim(dim, 0), longest)).split(longest)
+    parts = axis_group.all_gather(_padded(x.movedim(dim, 0), longest)).split(longest)
     return torch.cat([p[:n] for p, n in zip(parts, lengths, strict=True)]).movedim(0, dim).contiguous()
 
 
-def summed_stretch(x: Tensor, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
+def summed_stretch(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
     """This rank's stretch of `lengths` along `dim` of the sum of `x` over ranks. Not differentiable."""
     longest, moved = max(lengths), x.movedim(dim, 0)
     if min(lengths) < longest:
         moved = torch.cat([_padded(part, longest) for part in moved.split(list(lengths))])
-    mine = line.reduce_scatter(moved.contiguous())[: lengths[line.position]]
+    mine = axis_group.reduce_scatter(moved.contiguous())[: lengths[axis_group.position]]
     return mine.movedim(0, dim).contiguous()
 
 
@@ -139,20 +139,20 @@ def _padded(part: Tensor, length: int) -> Tensor:
 
 class _CopyToRegion(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
+    def forward(ctx: Any, x: Tensor, axis_group: AxisGroup) -> Tensor:
+        ctx.axis_group = axis_group
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _summed(grad, ctx.line), None
+        return _summed(grad, ctx.axis_group), None
 
 
 class _ReduceFromRegion(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        return _summed(x, line)
+    def forward(ctx: Any, x: Tensor, axis_group: AxisGroup) -> Tensor:
+        return _summed(x, axis_group)
 
     @staticmethod
     @once_differentiable
@@ -162,39 +162,41 @@ class _ReduceFromRegion(Function):
 
 class _SumOfParts(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: Line) -> Tensor:
-        ctx.line = line
-        return _summed(x, line)
+    def forward(ctx: Any, x: Tensor, axis_group: AxisGroup) -> Tensor:
+        ctx.axis_group = axis_group
+        return _summed(x, axis_group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _summed(grad, ctx.line), None
+        return _summed(grad, ctx.axis_group), None
 
 
 class _SyncSome(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, num_synced: int, line: Line) -> Tensor:
-        ctx.num_synced, ctx.line = num_synced, line
-        return _some_summed(x, num_synced, line)
+    def forward(ctx: Any, x: Tensor, num_synced: int, axis_group: AxisGroup) -> Tensor:
+        ctx.num_synced, ctx.axis_group = num_synced, axis_group
+        return _some_summed(x, num_synced, axis_group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _some_summed(grad, ctx.num_synced, ctx.line), None, None
+        return _some_summed(grad, ctx.num_synced, ctx.axis_group), None, None
 
 
-def _some_summed(x: Tensor, num_synced: int, line: Line) -> Tensor:
+def _some_summed(x: Tensor, num_synced: int, axis_group: AxisGroup) -> Tensor:
     first, own = x.split([num_synced, x.shape[-1] - num_synced], dim=-1)
-    return torch.cat([_summed(first, line), own * line.size**0.5], dim=-1)
+    return torch.cat([_summed(first, axis_group), own * axis_group.size**0.5], dim=-1)
 
 
 class _Along(Function):
     """One operation along a dim in forward, its conjugate in backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forth: _Move, back: _Move, dim: int, lengths: Sequence[int], line: Line) -> Tensor:
-        ctx.back, ctx.place = back, (dim, lengths, line)
+    def forward(
+        ctx: Any, x: Tensor, forth: _Move, back: _Move, dim: int, lengths: Sequence[int], axis_group: AxisGroup
+    ) -> Tensor:
+        ctx.back, ctx.place = back, (dim, lengths, axis_group)
         return forth(x, *ctx.place)
 
     @staticmethod

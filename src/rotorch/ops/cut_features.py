@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import Range
 from rotorch.ops.ids_in_slice import add_rows, ids_in_slice, look_up, pick, put
@@ -38,23 +38,25 @@ def look_up_on_grid(grid: Grid, ids: Tensor, table: Tensor, *, rows: Range, padd
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, line: Line, rows: Range, padding_idx: int | None, ids: Tensor, table: Tensor) -> Tensor:
-        if not line.all_equal(ids.numel()):
+    def forward(
+        ctx: Any, axis_group: AxisGroup, rows: Range, padding_idx: int | None, ids: Tensor, table: Tensor
+    ) -> Tensor:
+        if not axis_group.all_equal(ids.numel()):
             raise RankFailure(
                 f"an embedding is asked for {ids.numel()} tokens on this rank and for another number on others of its "
                 "column of the grid. Give all ranks micro-batches of one shape"
             )
-        all_ids_B = line.all_gather(ids.reshape(-1).contiguous())
+        all_ids_B = axis_group.all_gather(ids.reshape(-1).contiguous())
         found_BD = look_up(all_ids_B, table.detach(), rows=rows)
-        ctx.line, ctx.rows, ctx.padding_idx, ctx.shape = line, rows, padding_idx, table.shape
+        ctx.axis_group, ctx.rows, ctx.padding_idx, ctx.shape = axis_group, rows, padding_idx, table.shape
         ctx.save_for_backward(all_ids_B)
-        return line.reduce_scatter(found_BD).view(*ids.shape, table.shape[1])
+        return axis_group.reduce_scatter(found_BD).view(*ids.shape, table.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (all_ids_B,) = ctx.saved_tensors
-        all_grads_BD = ctx.line.all_gather(grad.reshape(-1, grad.shape[-1]).contiguous())
+        all_grads_BD = ctx.axis_group.all_gather(grad.reshape(-1, grad.shape[-1]).contiguous())
         if ctx.padding_idx is not None:
             all_grads_BD = all_grads_BD.masked_fill((all_ids_B == ctx.padding_idx).unsqueeze(1), 0.0)
         d_table = all_grads_BD.new_zeros(ctx.shape)
@@ -63,38 +65,40 @@ class _LookUp(torch.autograd.Function):
 
 
 def cut_cross_entropy(
-    line: Line, logits_BV: Tensor, target_B: Tensor, *, columns: Range, ignore_index: int = -100
+    axis_group: AxisGroup, logits_BV: Tensor, target_B: Tensor, *, columns: Range, ignore_index: int = -100
 ) -> Tensor:
     """Per-token cross-entropy [B] where this rank has the logits of `columns` of the vocabulary; the same on all ranks.
 
-    Differentiable. All ranks of the line call it for the same tokens. Sends three numbers per token: the largest logit,
-    the sum of exponentials, the target's logit.
+    Differentiable. All ranks of the axis group call it for the same tokens. Sends three numbers per token: the
+    largest logit, the sum of exponentials, the target's logit.
 
     Args:
-        line: the ranks that have the other columns.
+        axis_group: the ranks that have the other columns.
         logits_BV: this rank's.
         target_B: int64, columns of the whole vocabulary.
         columns: which this rank has.
         ignore_index: the loss of such targets is 0.
     """
-    return _CutCrossEntropy.apply(line, columns, ignore_index, logits_BV, target_B)
+    return _CutCrossEntropy.apply(axis_group, columns, ignore_index, logits_BV, target_B)
 
 
 class _CutCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, line: Line, columns: Range, ignore_index: int, logits_BV: Tensor, target_B: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, axis_group: AxisGroup, columns: Range, ignore_index: int, logits_BV: Tensor, target_B: Tensor
+    ) -> Tensor:
         lowest = torch.finfo(logits_BV.dtype).min
         largest_B = logits_BV.new_full(target_B.shape, lowest)
         if logits_BV.shape[1]:
             largest_B = logits_BV.amax(-1).clamp_min_(lowest)
-        line.all_reduce_max(largest_B)
+        axis_group.all_reduce_max(largest_B)
         inside, local = ids_in_slice(target_B, columns)
         exp_BV = (logits_BV - largest_B.unsqueeze(1)).exp_()
         sums_2B = logits_BV.new_zeros(2, target_B.shape[0])
         sums_2B[0] = exp_BV.sum(-1)
         if columns.length:
             sums_2B[1] = torch.where(inside, pick(logits_BV, local), 0.0)
-        total_B, picked_B = line.all_reduce(sums_2B)
+        total_B, picked_B = axis_group.all_reduce(sums_2B)
         valid_B = target_B != ignore_index
         ctx.save_for_backward(exp_BV.div_(total_B.unsqueeze(1)), inside, local, valid_B)
         return torch.where(valid_B, total_B.log() + largest_B - picked_B, 0.0)

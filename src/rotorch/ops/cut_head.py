@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.profiler import record_function
 
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.spec import Range
 from rotorch.ops.conjugates import gather_from_region
 from rotorch.ops.cut_features import cut_cross_entropy
@@ -17,15 +17,15 @@ from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
 
 @dataclass(frozen=True)
 class CutHead(Head):
-    """A head of whose logits each rank of a line makes some columns.
+    """A head of whose logits each rank of an axis group makes some columns.
 
     Attributes:
-        line: the ranks.
+        axis_group: the ranks.
         columns: of the vocabulary, by position.
         product: makes this rank's logits of its features of hidden states.
     """
 
-    line: Line
+    axis_group: AxisGroup
     columns: tuple[Range, ...]
     product: Callable[[Tensor], Tensor]
 
@@ -35,10 +35,10 @@ class CutHead(Head):
 
     def logits(self, hidden: Tensor) -> Tensor:
         lengths = [r.length for r in self.columns]
-        return gather_from_region(self.product(hidden), dim=-1, lengths=lengths, line=self.line)
+        return gather_from_region(self.product(hidden), dim=-1, lengths=lengths, axis_group=self.axis_group)
 
     def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:
         with record_function(LOGITS_BLOCK):
             logits_BV = replay(self.product(hidden_BD), chain)
-        mine = self.columns[self.line.position]
-        return cut_cross_entropy(self.line, logits_BV, target_B, columns=mine, ignore_index=ignore_index)
+        mine = self.columns[self.axis_group.position]
+        return cut_cross_entropy(self.axis_group, logits_BV, target_B, columns=mine, ignore_index=ignore_index)

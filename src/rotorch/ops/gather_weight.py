@@ -15,8 +15,8 @@ from torch.autograd.function import once_differentiable
 from rotorch.comm.ring import Visit
 from rotorch.core.spec import Range
 from rotorch.ops.rotate import RotatingUnit, SliceGradient
-from rotorch.ops.side_by_side import Turns
-from rotorch.shard.sharded_weight import cut_pieces
+from rotorch.ops.side_by_side import OrderedAdds
+from rotorch.shard.sharded_weight import cut_chunks
 
 
 def gather_weights(unit: RotatingUnit) -> list[Tensor]:
@@ -37,7 +37,7 @@ def _gather(unit: RotatingUnit) -> list[Tensor]:
     whole = [home.new_empty(weight.shape) for weight in unit.slices.weights]
     for visit in unit.visits(backward=False):
         for weight, part, target in zip(unit.slices.weights, unit.weights(visit), whole, strict=True):
-            for piece in cut_pieces(weight, num_slices=unit.slices.num_slices, index=visit.index):
+            for piece in cut_chunks(weight, num_slices=unit.slices.num_slices, index=visit.index):
                 piece.of_whole(target).copy_(piece.of_local(part.detach()))
     return whole
 
@@ -53,7 +53,7 @@ class _MadeWhole(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: RotatingUnit = ctx.unit
         if unit.whole is not None:
-            Turns(unit, lambda gradient, fresh, part: _add(unit, gradient, fresh, part, grads[0])).go_on()
+            OrderedAdds(unit, lambda gradient, fresh, part: _add(unit, gradient, fresh, part, grads[0])).go_on()
             return None, None
         for visit in unit.visits(backward=True, fetch=False):
             _add_slice(unit, visit, grads)
@@ -72,7 +72,7 @@ def _add(unit: RotatingUnit, gradient: Tensor, fresh: bool, part: Range, whole: 
 def _add_slice(unit: RotatingUnit, visit: Visit, grads: tuple[Tensor, ...]) -> None:
     receiver = SliceGradient(unit, visit, wait=True)
     for number, (weight, grad) in enumerate(zip(unit.slices.weights, grads, strict=True)):
-        pieces = cut_pieces(weight, num_slices=unit.slices.num_slices, index=visit.index)
+        pieces = cut_chunks(weight, num_slices=unit.slices.num_slices, index=visit.index)
         parts = [piece.of_whole(grad) for piece in pieces]
         receiver.add(number, parts[0] if len(parts) == 1 else torch.cat(parts, dim=pieces[0].dim))
     receiver.pass_on()

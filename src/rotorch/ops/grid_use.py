@@ -43,7 +43,7 @@ class GridUse(WeightUse):
         return self.weight.grid is not None and self.weight.grid.is_table
 
     def ranges(self, cut: Cut | None) -> tuple[Range, ...]:
-        """Where each position of a line lies along a cut in one range each."""
+        """The one range along a cut that each position of an axis group has."""
         if cut is None:
             raise AssertionError(f"{self.weight.name} is not cut")
         size, n = self.weight.shape[cut.dim], self.grid.across.size
@@ -68,11 +68,11 @@ class GridUse(WeightUse):
                 )
             # The bias is whole on every rank and its gradients are summed over them: so one of each row adds it.
             mine = F.linear(x, self.block, bias if across.position == 0 else None)
-            return reduce_from_region(mine, line=across)
+            return reduce_from_region(mine, axis_group=across)
         if across.size > 1 and not self.is_table and x.shape[-1] == self.weight.shape[1]:
             # What comes from outside is whole (patches of an image): of that each rank takes its features.
             lengths = [r.length for r in self.ranges(self.weight.grid.rows if self.weight.grid else None)]
-            x = scatter_to_region(x, dim=-1, lengths=lengths, line=across)
+            x = scatter_to_region(x, dim=-1, lengths=lengths, axis_group=across)
 
         def product(x: Tensor) -> Tensor:
             if not self.is_table:

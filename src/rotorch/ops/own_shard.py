@@ -36,13 +36,13 @@ class OwnShard(ModuleSlices):
     def __init__(
         self, module: nn.Module, unit: Unit, *, shards: Mapping[str, Tensor], boundary: Boundary, strategy: str
     ) -> None:
-        self.strategy, self.num_slices = strategy, boundary.line.size
+        self.strategy, self.num_slices = strategy, boundary.axis_group.size
         self._module, self._unit, self._shards, self._boundary = module, unit, shards, boundary
         self._is_empty = not any(shards[w.name].numel() for w in unit.weights)
 
     @property
     def index(self) -> int:
-        return 0 if self._is_empty else self._boundary.line.position
+        return 0 if self._is_empty else self._boundary.axis_group.position
 
     def own(self) -> list[Tensor] | None:
         return None if self._is_empty else [self._shards[w.name].detach() for w in self._unit.weights]
@@ -52,7 +52,7 @@ class OwnShard(ModuleSlices):
         boundary, active = self._boundary, self._module.training
         entered = boundary.enter_all(leaves)
         weights = self._zeros() if self._is_empty else None  # the pass has put the shards there
-        with drawn_apart(boundary.line.position, like=leaves, active=active), boundary.inside():
+        with drawn_apart(boundary.axis_group.position, like=leaves, active=active), boundary.inside():
             parts = run(weights, entered)
         sums = [boundary.leave(part) for part in parts]
         prove(lambda weights: run(weights, entered)[0])

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.spec import Range, Weight
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.conjugates import copy_to_region, gather_from_region, reduce_from_region
@@ -54,8 +54,8 @@ class Plane:
         chunks: in how many parts of the tokens a product is computed whose sum over features follows.
     """
 
-    interior: Line
-    features: Line
+    interior: AxisGroup
+    features: AxisGroup
     chunks: int = 1
 
 
@@ -89,15 +89,15 @@ class PlaneUse(WeightUse):
         if self.role is Role.ROW:
             return _row(plane, x, block, bias)
         if self.role is Role.COLLECT:
-            output = _row(plane, copy_to_region(x, line=interior), block, bias)
-            return gather_from_region(output, dim=-1, lengths=lengths, line=interior)
+            output = _row(plane, copy_to_region(x, axis_group=interior), block, bias)
+            return gather_from_region(output, dim=-1, lengths=lengths, axis_group=interior)
 
         def product(x: Tensor) -> Tensor:
-            return _column(plane, copy_to_region(x, line=interior), block, bias)
+            return _column(plane, copy_to_region(x, axis_group=interior), block, bias)
 
         if self.head:
             return DeferredLogits(x, CutHead(interior, self.rows, product))
-        return gather_from_region(product(x), dim=-1, lengths=lengths, line=interior)
+        return gather_from_region(product(x), dim=-1, lengths=lengths, axis_group=interior)
 
     def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:
         """This rank's features of the rows, summed over the ranks that have other rows."""
@@ -105,7 +105,7 @@ class PlaneUse(WeightUse):
             return None
         interior = self.plane.interior
         found = look_up(ids, self.block, rows=self.rows[interior.position], padding_idx=padding_idx)
-        return reduce_from_region(found, line=interior)
+        return reduce_from_region(found, axis_group=interior)
 
     def refusal(self) -> str:
         """No rank has a whole activation to use a whole weight on."""
@@ -119,7 +119,7 @@ def _column(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tens
     if plane.chunks > 1:
         y = _ProductThenSum.apply(plane, _dtype(x), x, block)
     else:
-        y = reduce_from_region(F.linear(x, block), line=plane.features)
+        y = reduce_from_region(F.linear(x, block), axis_group=plane.features)
     return y if bias is None else y + bias
 
 
@@ -128,7 +128,7 @@ def _row(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
     if plane.features.size > 1 and plane.chunks > 1:
         y = _ProductSumInBackward.apply(plane, _dtype(x), x, block)
         return y if bias is None else y + bias
-    return F.linear(copy_to_region(x, line=plane.features), block, bias)
+    return F.linear(copy_to_region(x, axis_group=plane.features), block, bias)
 
 
 def _dtype(x: Tensor) -> torch.dtype:

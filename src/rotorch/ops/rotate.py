@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from rotorch._torch_private import storage_key
 from rotorch.comm.ring import Ring, Visit
-from rotorch.comm.whereabouts import Operation, at
+from rotorch.comm.status_word import Operation, at
 from rotorch.core.spec import Range, Unit
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.ids_in_slice import add_rows
@@ -81,7 +81,7 @@ class RotatingUnit:
 
     @cached_property
     def forward_place(self) -> int:
-        """The number for being at the whole unit in forward, for `Whereabouts.now`."""
+        """The number for being at the whole unit in forward, for `StatusWord.now`."""
         return at(Operation.BLOCK_FORWARD, unit=self.item)
 
     @cached_property
@@ -178,8 +178,8 @@ class SliceGradient:
         unit = self._unit
         if not unit.trained or self._complete(wait=False):
             return
-        if unit.ring.adds_late and self._visit.index == unit.ring.position:
-            unit.ring.add_late(self._complete)
+        if unit.ring.defers_adds and self._visit.index == unit.ring.position:
+            unit.ring.defer(self._complete)
         else:
             self._complete(wait=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.spec import Range, Weight
 from rotorch.ops.conjugates import (
     copy_to_region,
@@ -37,7 +37,7 @@ class ShardUse(WeightUse):
     Attributes:
         weight: which.
         shard: this rank's part, a plain parameter.
-        line: the ranks over which it is cut.
+        axis_group: the ranks over which it is cut.
         strategy: kind of the strategy, for errors.
         head: whether products with it are logits.
         by_plan: whether the user's own plan says that it is cut; then no function gets it whole.
@@ -47,7 +47,7 @@ class ShardUse(WeightUse):
 
     weight: Weight
     shard: Tensor
-    line: Line
+    axis_group: AxisGroup
     strategy: str
     head: bool = False
     by_plan: bool = False
@@ -56,7 +56,7 @@ class ShardUse(WeightUse):
     @cached_property
     def ranges(self) -> tuple[Range, ...]:
         """Every rank's range along the dim that is cut."""
-        cut, n = self.weight.cut, self.line.size
+        cut, n = self.weight.cut, self.axis_group.size
         if cut is None or cut.blocks > 1:
             raise AssertionError(f"{self.weight.name} is not cut in one block")
         return tuple(cut.ranges(self.weight.shape[cut.dim], num_slices=n, index=k)[0] for k in range(n))
@@ -72,7 +72,7 @@ class ShardUse(WeightUse):
         return [r.length for r in self.ranges]
 
     def _enter(self, x: Tensor) -> Tensor:
-        return copy_to_region(x, line=self.line) if self.equal else x
+        return copy_to_region(x, axis_group=self.axis_group) if self.equal else x
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """This rank's outputs, gathered over ranks; a head's logits are deferred."""
@@ -81,23 +81,23 @@ class ShardUse(WeightUse):
         own_bias = self._own_bias(bias)
         if self.head:
             if bias is not None and own_bias is None:
-                own_bias = scatter_to_region(bias, dim=0, lengths=self._lengths, line=self.line)
+                own_bias = scatter_to_region(bias, dim=0, lengths=self._lengths, axis_group=self.axis_group)
 
             def product(hidden: Tensor) -> Tensor:
                 return F.linear(self._enter(hidden), self.shard, own_bias)
 
-            return DeferredLogits(x, CutHead(self.line, self.ranges, product))
+            return DeferredLogits(x, CutHead(self.axis_group, self.ranges, product))
         output = F.linear(self._enter(x), self.shard, own_bias)
-        output = gather_from_region(output, dim=-1, lengths=self._lengths, line=self.line)
+        output = gather_from_region(output, dim=-1, lengths=self._lengths, axis_group=self.axis_group)
         return output if bias is None or own_bias is not None else output + bias
 
     def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:
         """Rows of this rank's shard, summed over ranks."""
         if self._dim != 0:
             return None
-        found = look_up(ids, self.shard, rows=self.ranges[self.line.position], padding_idx=padding_idx)
+        found = look_up(ids, self.shard, rows=self.ranges[self.axis_group.position], padding_idx=padding_idx)
         total = reduce_from_region if self.equal else sum_of_parts
-        return total(found, line=self.line)
+        return total(found, axis_group=self.axis_group)
 
     def convolution(
         self, func: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
@@ -108,9 +108,9 @@ class ShardUse(WeightUse):
         if self._dim != 0 or groups != 1 or 0 in self._lengths or func not in PLAIN:
             return None
         own_bias = self._own_bias(bias)
-        output = func(copy_to_region(x, line=self.line), self.shard, own_bias, *args, **kwargs)
+        output = func(copy_to_region(x, axis_group=self.axis_group), self.shard, own_bias, *args, **kwargs)
         channels = output.dim() - 1 - PLAIN[func]
-        output = gather_from_region(output, dim=channels, lengths=self._lengths, line=self.line)
+        output = gather_from_region(output, dim=channels, lengths=self._lengths, axis_group=self.axis_group)
         if bias is None or own_bias is not None:
             return output
         return output + bias.view(-1, *[1] * PLAIN[func])
@@ -130,9 +130,9 @@ class ShardUse(WeightUse):
 
     def copies_whole(self) -> bool:
         """False on one rank."""
-        return self.line.size > 1
+        return self.axis_group.size > 1
 
     @classmethod
     def gather(cls, uses: Sequence[ShardUse]) -> list[Tensor]:
         """Gradients are equal on all ranks, and each takes its own shard's."""
-        return [gather_from_region(u.shard, dim=u._dim, lengths=u._lengths, line=u.line) for u in uses]
+        return [gather_from_region(u.shard, dim=u._dim, lengths=u._lengths, axis_group=u.axis_group) for u in uses]

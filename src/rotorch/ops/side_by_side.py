@@ -37,8 +37,8 @@ def linear_side_by_side(unit: RotatingUnit, x: Tensor, *, bias: RotatingUnit | T
 
     Returns `[.., O]`. Differentiable in `x`, a plain `bias` and, through the ring, the weights.
     """
-    unit.ring.place.now = unit.forward_place
-    unit.ring.make_late()
+    unit.ring.status.now = unit.forward_place
+    unit.ring.flush_ready()
     cut_bias, plain = (bias, None) if isinstance(bias, RotatingUnit) else (None, bias)
     if not torch.is_grad_enabled() or not (unit.trained or any(t is not None and t.requires_grad for t in (x, plain))):
         return F.linear(x, _whole(unit), plain if cut_bias is None else _whole(cut_bias))
@@ -47,7 +47,7 @@ def linear_side_by_side(unit: RotatingUnit, x: Tensor, *, bias: RotatingUnit | T
 
 def embedding_side_by_side(unit: RotatingUnit, ids: Tensor, *, padding_idx: int | None) -> Tensor:
     """Rows of the unit's whole weight `[V, D]` for int64 `ids [..]`: `[.., D]`."""
-    unit.ring.place.now = unit.forward_place
+    unit.ring.status.now = unit.forward_place
     if not torch.is_grad_enabled() or not unit.trained:
         return F.embedding(ids, _whole(unit))
     return _EmbeddingSideBySide.apply(unit, padding_idx, unit.anchor, ids)
@@ -79,14 +79,14 @@ class _LinearSideBySide(torch.autograd.Function):
             d_bias = grad_BO.sum(0)
         if unit.trained:
             # The first slice's part before the product for the input: its owner's neighbour is waiting for it.
-            turns = Turns(unit, _product(unit, grad_BO, _as(x_BI, grad.dtype)))
+            turns = OrderedAdds(unit, _product(unit, grad_BO, _as(x_BI, grad.dtype)))
         if ctx.needs_input_grad[3]:
             # Not a view of a product: where layers share an input, autograd adds to the first one's in place.
             dx = _as(torch.matmul(grad_BO.view(grad.shape), _as(_whole(unit), grad.dtype)), x.dtype)
         if turns is not None:
             turns.go_on()
         if ctx.cut_bias is not None and ctx.cut_bias.trained:
-            Turns(ctx.cut_bias, _part(d_bias)).go_on()
+            OrderedAdds(ctx.cut_bias, _part(d_bias)).go_on()
         return None, None, None, dx, d_bias if ctx.needs_input_grad[4] else None
 
 
@@ -109,7 +109,7 @@ class _EmbeddingSideBySide(torch.autograd.Function):
                 slice_RD.zero_()
             add_rows(slice_RD, ids_B, grad_BD, rows=rows)
 
-        Turns(ctx.unit, add).go_on()
+        OrderedAdds(ctx.unit, add).go_on()
         return None, None, None, None
 
 
@@ -149,7 +149,7 @@ def _part_of(gradient: Tensor, fresh: bool, part: Tensor) -> None:
         gradient.add_(part)
 
 
-class Turns:
+class OrderedAdds:
     """This rank's additions to the slices of one weight's gradient, each in its turn (see [Note: out of step]).
 
     Making it takes the first turn, if that has come. `add` is called once for every slice.
@@ -164,9 +164,9 @@ class Turns:
     def go_on(self) -> None:
         """Takes the other turns as far as they have come; what is left is made later."""
         if self._take_all(wait=False):
-            self._unit.ring.make_late()
+            self._unit.ring.flush_ready()
         else:
-            self._unit.ring.add_late(self._take_all, at_most=_LAYERS_APART)
+            self._unit.ring.defer(self._take_all, at_most=_LAYERS_APART)
 
     def _take_all(self, *, wait: bool) -> bool:
         while self._next is not None:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rotorch.comm.line import Line
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.ops.autocast_state import AutocastState
 
 
@@ -37,8 +37,8 @@ class Grid:
         across: the ranks of its row, which have other columns.
     """
 
-    down: Line
-    across: Line
+    down: AxisGroup
+    across: AxisGroup
 
 
 def summa_linear(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

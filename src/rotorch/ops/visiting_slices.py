@@ -81,7 +81,7 @@ class VisitingSlices(ModuleSlices):
         """Runs the module once per visit, in one autograd function."""
         unit = self._rotating.unit
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        lent = [sites[0].get() for sites in self._whole_sites]
+        whole = [sites[0].get() for sites in self._whole_sites]
         inputs = [*(leaves[i] for i in where), *map(self._whole, unit.replicated)]
         packed = _Packed()
         caches = [i for i, leaf in enumerate(leaves) if is_cache(leaf)]
@@ -90,14 +90,14 @@ class VisitingSlices(ModuleSlices):
 
         def run_slice(weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
             self._visiting = weights
-            self._lend_whole(inputs[len(where) :])
+            self._put_whole(inputs[len(where) :])
             given = list(leaves)
             for i, tensor in zip(where, inputs, strict=False):
                 given[i] = tensor
             for i in caches:
                 given[i] = CacheOfSlice(leaves[i], self.index)
             parts = run(weights, given)
-            self._lend_whole(lent)  # other modules may share them, and know nothing of this unit's graph
+            self._put_whole(whole)  # other modules may share them, and know nothing of this unit's graph
             return packed.pack(parts)
 
         watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
@@ -120,7 +120,7 @@ class VisitingSlices(ModuleSlices):
             prove(lambda weights: run_slice(weights, inputs))
         return packed.unpack(total)
 
-    def _lend_whole(self, tensors: Sequence[Tensor | None]) -> None:
+    def _put_whole(self, tensors: Sequence[Tensor | None]) -> None:
         """Puts the weights that the unit needs whole wherever they are used."""
         for sites, tensor in zip(self._whole_sites, tensors, strict=True):
             for site in sites:

@@ -14,7 +14,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Weight
 from rotorch.process.host_memory import give_back_freed_memory
 from rotorch.shard.safetensors_files import open_safetensors
-from rotorch.shard.sharded_weight import Piece, ShardedWeight
+from rotorch.shard.sharded_weight import Chunk, ShardedWeight
 from rotorch.shard.stored import Stored, kind_of
 
 _NAMES_SHOWN = 100  # of each kind; beyond that it is another model
@@ -43,7 +43,7 @@ def load_stored(
     may_lack: Sequence[str] = (),
     may_have: Sequence[str] = (),
 ) -> None:
-    """Reads what this rank holds of each weight, one piece at a time, once all is known to fit. Every rank alone.
+    """Reads what this rank holds of each weight, one chunk at a time, once all is known to fit. Every rank alone.
 
     A tied weight may be stored under any of its names. Real numbers are converted to the weight's dtype; integers,
     bools and complex numbers are not weights.
@@ -73,11 +73,11 @@ def load_stored(
     give_back_freed_memory()  # what finding out took
     for name, held in weights.items():
         if (there := found[name]) is not None:
-            for piece in held.pieces:
-                out = piece.of_local(held.local)
-                stored[there].read(_box(piece), out=out)
+            for chunk in held.chunks:
+                out = chunk.of_local(held.local)
+                stored[there].read(_box(chunk), out=out)
                 if not is_finite(out):
-                    raise ConfigError(_why_not_finite(stored[there], piece, name=there, dtype=out.dtype, source=source))
+                    raise ConfigError(_why_not_finite(stored[there], chunk, name=there, dtype=out.dtype, source=source))
     for name, buffer in buffers.items():
         if (there := found[name]) is not None:
             stored[there].read(stored[there].whole, out=buffer)
@@ -135,13 +135,13 @@ def is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(least)) and bool(torch.isfinite(most))
 
 
-def _why_not_finite(stored: Stored, piece: Piece, *, name: str, dtype: torch.dtype, source: str) -> str:
+def _why_not_finite(stored: Stored, chunk: Chunk, *, name: str, dtype: torch.dtype, source: str) -> str:
     """Says where the first such value is, and whether it came so or does not fit the weight's dtype."""
-    there = torch.empty(piece.sizes, dtype=torch.float64)
-    stored.read(_box(piece), out=there)
+    there = torch.empty(chunk.sizes, dtype=torch.float64)
+    stored.read(_box(chunk), out=there)
     where = (~torch.isfinite(there.to(dtype))).nonzero()[0].tolist()
     value = float(there[tuple(where)])
-    element = f"{name}{[offset + place for offset, place in zip(piece.offsets, where, strict=True)] if where else ''}"
+    element = f"{name}{[offset + place for offset, place in zip(chunk.offsets, where, strict=True)] if where else ''}"
     if math.isfinite(value):
         return (
             f"load: {source!r}: {element} is {value:.6g}, and {dtype} ends at {torch.finfo(dtype).max:.6g}. "
@@ -153,8 +153,8 @@ def _why_not_finite(stored: Stored, piece: Piece, *, name: str, dtype: torch.dty
     )
 
 
-def _box(piece: Piece) -> tuple[range, ...]:
-    return tuple(range(o, o + s) for o, s in zip(piece.offsets, piece.sizes, strict=True))
+def _box(chunk: Chunk) -> tuple[range, ...]:
+    return tuple(range(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
 
 
 def _any_matches(patterns: Iterable[str], name: str) -> bool:

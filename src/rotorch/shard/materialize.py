@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.shard.recipes import Instruction, Recipe, Recorder, listening, recipe_of, set_recipe
-from rotorch.shard.sharded_weight import Piece, ShardedWeight
+from rotorch.shard.sharded_weight import Chunk, ShardedWeight
 
 _KEPT_ELEMENTS = 1 << 18
 """Values that a constructor writes directly (`nn.Parameter(torch.ones(n))`) are kept up to this size."""
@@ -136,8 +136,8 @@ def initialise(weights: Mapping[str, ShardedWeight], *, recipes: Mapping[str, Re
                 f"materialize: cannot tell how {name!r} is initialised ({did}). "
                 "Initialise it with torch.nn.init in reset_parameters(), or load weights from a directory"
             )
-        for piece in held.pieces:
-            _replay(recipe, piece.of_local(held.local), piece=piece, shape=held.weight.shape, key=_key(name, seed=seed))
+        for chunk in held.chunks:
+            _replay(recipe, chunk.of_local(held.local), chunk=chunk, shape=held.weight.shape, key=_key(name, seed=seed))
 
 
 def _key(name: str, *, seed: int) -> int:
@@ -145,32 +145,32 @@ def _key(name: str, *, seed: int) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _replay(recipe: Recipe, target: Tensor, *, piece: Piece, shape: tuple[int, ...], key: int) -> None:
-    """Runs a recipe on one piece, in chunks of rows so that temporaries stay small."""
-    if not piece.sizes:
-        values = _values(recipe, torch.zeros(1, dtype=torch.int64), key=key, shape=shape, piece=None)
+def _replay(recipe: Recipe, target: Tensor, *, chunk: Chunk, shape: tuple[int, ...], key: int) -> None:
+    """Runs a recipe on one chunk, a few rows at a time so that temporaries stay small."""
+    if not chunk.sizes:
+        values = _values(recipe, torch.zeros(1, dtype=torch.int64), key=key, shape=shape, chunk=None)
         target.copy_(values.reshape(()))
         return
-    row_elements = max(math.prod(piece.sizes[1:]), 1)
+    row_elements = max(math.prod(chunk.sizes[1:]), 1)
     step = max(1, _CHUNK_ELEMENTS // row_elements)
-    for first in range(0, piece.sizes[0], step):
-        rows = min(step, piece.sizes[0] - first)
-        part = Piece((piece.offsets[0] + first, *piece.offsets[1:]), (rows, *piece.sizes[1:]))
-        values = _values(recipe, _flat_indices(part, shape=shape), key=key, shape=shape, piece=part)
+    for first in range(0, chunk.sizes[0], step):
+        rows = min(step, chunk.sizes[0] - first)
+        part = Chunk((chunk.offsets[0] + first, *chunk.offsets[1:]), (rows, *chunk.sizes[1:]))
+        values = _values(recipe, _flat_indices(part, shape=shape), key=key, shape=shape, chunk=part)
         target.narrow(0, first, rows).copy_(values.reshape(part.sizes))
 
 
-def _flat_indices(piece: Piece, *, shape: tuple[int, ...]) -> Tensor:
-    """Global row-major indices of a piece's elements, int64, in the piece's own row-major order."""
-    index, stride = torch.zeros(piece.sizes, dtype=torch.int64), 1
+def _flat_indices(chunk: Chunk, *, shape: tuple[int, ...]) -> Tensor:
+    """Global row-major indices of a chunk's elements, int64, in the chunk's own row-major order."""
+    index, stride = torch.zeros(chunk.sizes, dtype=torch.int64), 1
     for dim in reversed(range(len(shape))):
-        line = torch.arange(piece.offsets[dim], piece.offsets[dim] + piece.sizes[dim], dtype=torch.int64) * stride
+        line = torch.arange(chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim], dtype=torch.int64) * stride
         index += line.reshape([-1 if d == dim else 1 for d in range(len(shape))])
         stride *= shape[dim]
     return index.reshape(-1)
 
 
-def _values(recipe: Recipe, index: Tensor, *, key: int, shape: tuple[int, ...], piece: Piece | None) -> Tensor:
+def _values(recipe: Recipe, index: Tensor, *, key: int, shape: tuple[int, ...], chunk: Chunk | None) -> Tensor:
     values = torch.zeros(index.shape, dtype=torch.float64)
     for instruction in recipe:
         start, stop = instruction.flat_range or (0, math.prod(shape))
@@ -178,7 +178,7 @@ def _values(recipe: Recipe, index: Tensor, *, key: int, shape: tuple[int, ...], 
         if instruction.value is None:
             done = _apply(instruction, values, index, key=key)
         elif instruction.flat_range is None:
-            source = instruction.value if piece is None else piece.of_whole(instruction.value.reshape(shape))
+            source = instruction.value if chunk is None else chunk.of_whole(instruction.value.reshape(shape))
             done = source.reshape(-1).double()
         else:
             done = values.masked_scatter(inside, instruction.value.double().reshape(-1)[index[inside] - start])

@@ -1,7 +1,7 @@
 """What one rank holds of each weight: plain local tensors, their place in the whole weight, and the DTensor at rest.
 
 Everything that must see weights independently of the strategy reads this: optimizers and clipping (through the
-DTensor), checkpoints and loading (through the pieces), verification (both).
+DTensor), checkpoints and loading (through the chunks), verification (both).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rotorch.shard.storages import allocate, free
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """A box of a whole weight.
 
     Where it starts in each dim, its sizes, and where its first element along the cut dim sits locally.
@@ -38,8 +38,8 @@ class Piece:
     Attributes:
         offsets: start in the whole weight, one per dim.
         sizes: lengths, one per dim.
-        dim: the dim along which a rank's pieces lie side by side in its local tensor.
-        local_start: where this piece starts along `dim` in the local tensor.
+        dim: the dim along which a rank's chunks lie side by side in its local tensor.
+        local_start: where this chunk starts along `dim` in the local tensor.
     """
 
     offsets: tuple[int, ...]
@@ -48,45 +48,45 @@ class Piece:
     local_start: int = 0
 
     def of_local(self, local: Tensor) -> Tensor:
-        """Returns the view of `local` (this rank's part of the weight) that this piece describes."""
+        """Returns the view of `local` (this rank's part of the weight) that this chunk describes."""
         if not self.sizes:
             return local
         return local.narrow(self.dim, self.local_start, self.sizes[self.dim])
 
     def of_whole(self, whole: Tensor) -> Tensor:
-        """Returns the view of the whole weight that this piece describes."""
+        """Returns the view of the whole weight that this chunk describes."""
         for dim, (start, length) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             whole = whole.narrow(dim, start, length)
         return whole
 
 
-def cut_pieces(weight: Weight, *, num_slices: int, index: int) -> tuple[Piece, ...]:
-    """Returns the pieces of slice `index` of `num_slices` of `weight`: one per block of its cut, none if empty."""
+def cut_chunks(weight: Weight, *, num_slices: int, index: int) -> tuple[Chunk, ...]:
+    """Returns the chunks of slice `index` of `num_slices` of `weight`: one per block of its cut, none if empty."""
     if weight.cut is None:
-        return (Piece((0,) * len(weight.shape), weight.shape),)
-    dim, pieces, local_start = weight.cut.dim, [], 0
+        return (Chunk((0,) * len(weight.shape), weight.shape),)
+    dim, chunks, local_start = weight.cut.dim, [], 0
     for part in weight.cut.ranges(weight.shape[dim], num_slices=num_slices, index=index):
         if part.length:
             offsets = tuple(part.start if d == dim else 0 for d in range(len(weight.shape)))
             sizes = tuple(part.length if d == dim else s for d, s in enumerate(weight.shape))
-            pieces.append(Piece(offsets, sizes, dim, local_start))
+            chunks.append(Chunk(offsets, sizes, dim, local_start))
             local_start += part.length
-    return tuple(pieces)
+    return tuple(chunks)
 
 
-def box_pieces(boxes: Sequence[Sequence[Range]]) -> tuple[Piece, ...]:
-    """Returns the pieces of a part that takes `boxes[dim]` of a weight: one range, but of one dim at most several."""
+def box_chunks(boxes: Sequence[Sequence[Range]]) -> tuple[Chunk, ...]:
+    """Returns the chunks of a part that takes `boxes[dim]` of a weight: one range, but of one dim at most several."""
     several = [dim for dim, ranges in enumerate(boxes) if len(ranges) > 1]
     if len(several) > 1:
         raise AssertionError(f"a weight is fused along the dims {several}")
     along = several[0] if several else 0
-    pieces, local_start = [], 0
+    chunks, local_start = [], 0
     for part in boxes[along] if boxes else ():
         ranges = [part if dim == along else other[0] for dim, other in enumerate(boxes)]
         if all(r.length for r in ranges):
-            pieces.append(Piece(tuple(r.start for r in ranges), tuple(r.length for r in ranges), along, local_start))
+            chunks.append(Chunk(tuple(r.start for r in ranges), tuple(r.length for r in ranges), along, local_start))
         local_start += part.length
-    return tuple(pieces) if boxes else (Piece((), ()),)
+    return tuple(chunks) if boxes else (Chunk((), ()),)
 
 
 def dtensor_at_rest(
@@ -94,7 +94,7 @@ def dtensor_at_rest(
 ) -> DTensor:
     """A DTensor of `shape` over `local`, this rank's part of it; sends nothing.
 
-    Uneven and fused cuts are Shard in name only: see `ShardedWeight.pieces` for what is where.
+    Uneven and fused cuts are Shard in name only: see `ShardedWeight.chunks` for what is where.
     """
     if all(isinstance(placement, Replicate) for placement in placements):
         return DTensor.from_local(local, mesh, placements, run_check=False)
@@ -148,9 +148,9 @@ class ShardedWeight:
     Attributes:
         weight: its description: name, whole shape, aliases.
         local: this rank's part, a plain tensor sharing memory with `parameter` (may be empty).
-        pieces: where the parts of `local` sit in the whole weight.
+        chunks: where the parts of `local` sit in the whole weight.
         parameter: the DTensor that the module holds at rest; `.grad` is complete after `forward_backward`.
-        num_holders: how many ranks of the model's mesh hold these same pieces (1: nobody else does).
+        num_holders: how many ranks of the model's mesh hold these same chunks (1: nobody else does).
         holder: this rank's number among them, 0-based.
         sites: where the module looks for it; none if somebody else puts tensors there.
         in_pass: the tensor that the module finds there during a pass; None: nothing (a bias that is added elsewhere).
@@ -164,7 +164,7 @@ class ShardedWeight:
 
     weight: Weight
     local: Tensor
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
     parameter: nn.Parameter
     num_holders: int = 1
     holder: int = 0
@@ -261,8 +261,8 @@ class ShardedWeight:
             free(self.local)
 
 
-class Pieces(Tensor):
-    """A whole tensor of which this rank holds some pieces, in the form that `torch.distributed.checkpoint` knows.
+class ChunkedTensor(Tensor):
+    """A whole tensor of which this rank holds some chunks, in the form that `torch.distributed.checkpoint` knows.
 
     Implements torch's `_Checkpointable` protocol, so that cuts which no DTensor placement describes (uneven heads,
     fused halves) are saved with their true offsets and load, in place, under any other layout. It is a tensor because
@@ -271,17 +271,17 @@ class Pieces(Tensor):
 
     Attributes:
         local: this rank's part, a plain tensor.
-        pieces: where the parts of `local` sit in the whole.
+        chunks: where the parts of `local` sit in the whole.
     """
 
     local: Tensor
-    pieces: tuple[Piece, ...]
+    chunks: tuple[Chunk, ...]
 
     @staticmethod
-    def __new__(cls, local: Tensor, *, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> Pieces:
+    def __new__(cls, local: Tensor, *, shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> ChunkedTensor:
         """Makes the view of `local` as part of a tensor of `shape`."""
-        self: Pieces = wrapper_tensor(cls, shape, like=local)
-        self.local, self.pieces = local, pieces
+        self: ChunkedTensor = wrapper_tensor(cls, shape, like=local)
+        self.local, self.chunks = local, chunks
         return self
 
     @classmethod
@@ -295,27 +295,27 @@ class Pieces(Tensor):
         )
 
     def __repr__(self, *_: Any, **__: Any) -> str:
-        return f"Pieces(shape={tuple(self.shape)}, dtype={self.dtype}, pieces={self.pieces})"
+        return f"ChunkedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, chunks={self.chunks})"
 
-    def _chunk(self, piece: Piece) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes))
+    def _chunk(self, chunk: Chunk) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         properties = TensorProperties.create_from_tensor(self.local)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, torch.Size(piece.offsets), number),
+                index=MetadataIndex(fqn, torch.Size(chunk.offsets), number),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=self._chunk(piece), properties=properties, size=self.shape),
+                tensor_data=TensorWriteData(chunk=self._chunk(chunk), properties=properties, size=self.shape),
             )
-            for number, piece in enumerate(self.pieces)
+            for number, chunk in enumerate(self.chunks)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk(piece) for piece in self.pieces]
+        return [self._chunk(chunk) for chunk in self.chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for piece in self.pieces:
-            if index.offset is None or torch.Size(piece.offsets) == index.offset:
-                return piece.of_local(self.local)
-        raise KeyError(f"{index.fqn}: no piece at offset {index.offset}")
+        for chunk in self.chunks:
+            if index.offset is None or torch.Size(chunk.offsets) == index.offset:
+                return chunk.of_local(self.local)
+        raise KeyError(f"{index.fqn}: no chunk at offset {index.offset}")

@@ -1,4 +1,4 @@
-"""Where parameters sit in a module: there a pass's tensors are put, and taken back (see [Note: lending])."""
+"""Where parameters sit in a module: there a pass's tensors are put, and taken back (see [Note: unsharding])."""
 
 from __future__ import annotations
 

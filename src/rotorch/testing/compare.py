@@ -69,7 +69,7 @@ def gradients_along(
     along = {}
     for name, held in weights.items():
         ours, whole = _gradients(held, theirs.get(name))
-        pairs = [(p.of_local(ours), p.of_whole(whole)) for p in held.pieces]
+        pairs = [(p.of_local(ours), p.of_whole(whole)) for p in held.chunks]
         along[name] = (sum(float((a * b).sum()) for a, b in pairs), sum(float((b * b).sum()) for _, b in pairs))
     return along
 
@@ -85,9 +85,9 @@ def _piece_error(
     """Error of this rank's pieces, relative to the whole weight's largest element, so that all ranks measure alike."""
     scale = max(float(theirs.abs().max()), floor, torch.finfo(theirs.dtype).tiny)
     errors = [0.0]
-    for piece in held.pieces:
-        own, whole = piece.of_local(ours), piece.of_whole(theirs)
+    for chunk in held.chunks:
+        own, whole = chunk.of_local(ours), chunk.of_whole(theirs)
         if set_aside is not None:
-            own = torch.where(piece.of_whole(set_aside), whole, own)
+            own = torch.where(chunk.of_whole(set_aside), whole, own)
         errors.append(relative_error(own / scale, whole / scale, floor=1.0))
     return max(errors)

@@ -171,7 +171,7 @@ class Examination:
             whole = self.model.full_tensor(name)
             if not torch.equal(whole, expected[name]):
                 yield f"{when}: {name} differs by {relative_error(whole, expected[name]):.1e}"
-            elif not all(torch.equal(p.of_local(held.local), p.of_whole(whole)) for p in held.pieces):
+            elif not all(torch.equal(p.of_local(held.local), p.of_whole(whole)) for p in held.chunks):
                 yield f"{when}: this rank's part of {name} is not what all ranks together have"
 
 
@@ -434,14 +434,14 @@ def sent_bytes_are_the_layouts(e: Examination) -> Iterator[str]:
 
 def checkpoints_hold_whole_weights(e: Examination) -> Iterator[str]:
     """What is saved is whole and knows no layout; what was saved without any layout loads."""
-    dcp.save(e.model.pieces(), checkpoint_id=e.scratch)
+    dcp.save(e.model.chunks(), checkpoint_id=e.scratch)
     read = {name: torch.full_like(value, float("nan")) for name, value in e.case.weights.items()}
     with _alone():
         dcp.load(read, checkpoint_id=e.scratch, no_dist=True)
     for name, value in e.case.weights.items():
         if not torch.equal(read[name], value):
             yield f"saved: {name} differs"
-    dcp.load(e.model.pieces(), checkpoint_id=e.case.checkpoint)
+    dcp.load(e.model.chunks(), checkpoint_id=e.case.checkpoint)
     e.model.values_changed()
     yield from e.whole_problems("loaded", e.case.other_weights)
 

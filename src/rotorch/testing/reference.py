@@ -14,7 +14,7 @@ from rotorch.core.spec import ModelSpec
 from rotorch.models.hf import config_from_dict, load_config
 from rotorch.models.losses import LossFn, count_targets
 from rotorch.shard.materialize import Recipe, initialise
-from rotorch.shard.sharded_weight import ShardedWeight, cut_pieces
+from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 from rotorch.testing.arithmetic import widen
 
 
@@ -77,7 +77,7 @@ def fill(module: nn.Module, *, spec: ModelSpec, recipes: Mapping[str, Recipe], s
         weight.name: ShardedWeight(
             weight,
             parameters[weight.name].detach(),
-            cut_pieces(weight, num_slices=1, index=0),
+            cut_chunks(weight, num_slices=1, index=0),
             parameters[weight.name],
         )
         for weight in spec.weights

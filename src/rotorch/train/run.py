@@ -250,7 +250,7 @@ def _train(
     board.doing(Phase.BUILDING)
     running.state = state = build(run, store=store)
     model = state.model
-    board.name_units(model.mark_on(board.place, blocks=not config.train.compile))
+    board.name_units(model.write_status_to(board.place, blocks=not config.train.compile))
     file = TokenFile.open(tokens_path)
     state.data = {**data_position(config, sizes=run.sizes), "corpus": file.fingerprint}
     if config.train.compile:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from rotorch.core.errors import ConfigError
 from rotorch.models.lora import adapter_config
 from rotorch.parallel_model import ParallelModel
-from rotorch.shard.sharded_weight import Pieces, ShardedWeight
+from rotorch.shard.sharded_weight import ChunkedTensor, ShardedWeight
 from rotorch.shard.sites import persistent_buffers
 from rotorch.train.checkpoint.manifest import (
     BUFFER,
@@ -101,9 +101,9 @@ class TrainState:
 # ---------------------------------------------------------------- model
 
 
-def model_tensors(model: ParallelModel) -> dict[str, Pieces | Tensor]:
+def model_tensors(model: ParallelModel) -> dict[str, ChunkedTensor | Tensor]:
     """The weights and persistent buffers under their names in a checkpoint; loading into them changes the model."""
-    tensors: dict[str, Pieces | Tensor] = {MODEL + name: pieces for name, pieces in model.pieces().items()}
+    tensors: dict[str, ChunkedTensor | Tensor] = {MODEL + name: chunks for name, chunks in model.chunks().items()}
     tensors.update((BUFFER + name, buffer) for name, buffer in persistent_buffers(model.module).items())
     return tensors
 
@@ -175,9 +175,9 @@ def optimizer_entry(state: TrainState) -> OptimizerEntry | None:
     return OptimizerEntry(name=type(optimizer).__name__, groups=groups, kinds=kinds)
 
 
-def optimizer_tensors(state: TrainState) -> dict[str, Pieces | Tensor]:
+def optimizer_tensors(state: TrainState) -> dict[str, ChunkedTensor | Tensor]:
     """The optimizer's state under its names in a checkpoint (see [Note: names in a checkpoint])."""
-    tensors: dict[str, Pieces | Tensor] = {}
+    tensors: dict[str, ChunkedTensor | Tensor] = {}
     for held, key, value in optimizer_values(state):
         name = f"{OPTIMIZER}{key}/{held.name}"
         match _kind(state.optimizer, held, key, value):
@@ -237,8 +237,8 @@ def _local(value: Tensor) -> Tensor:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _like_weight(held: ShardedWeight, value: Tensor) -> Pieces:
-    return Pieces(_local(value), shape=held.weight.shape, pieces=held.pieces)
+def _like_weight(held: ShardedWeight, value: Tensor) -> ChunkedTensor:
+    return ChunkedTensor(_local(value), shape=held.weight.shape, chunks=held.chunks)
 
 
 def _plain_group(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:

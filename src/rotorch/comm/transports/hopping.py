@@ -11,7 +11,7 @@
 [Note: away from home]
     A forward pass ends with slice r + 1 on rank r, where backward begins; backward ends at home. Between the two, and
     after a forward pass that no backward follows, slices are away. A pass begins by moving them to where it begins,
-    `finish` and `come_home` move them home. `_offsets` says how far they are: rank r holds slice r + offset.
+    `finish` and `restore_owners` move them home. `_offsets` says how far they are: rank r holds slice r + offset.
 
 [Note: broken off]
     A hop needs all ranks. After an exception each rank tells the others where its slices are. If all say the same, none
@@ -33,8 +33,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.comm.status_word import Operation, at
 from rotorch.comm.transports.messages import Bounce, Hop
-from rotorch.comm.whereabouts import Operation, at
 from rotorch.comm.wire import Wire
 from rotorch.core.errors import RankFailure
 
@@ -54,7 +54,7 @@ class HoppingRing(Ring):
     """
 
     moves_weights = True
-    adds_late = False  # a slot must be free for the next unit
+    defers_adds = False  # a slot must be free for the next unit
     name = "send_receive"
 
     def __init__(
@@ -133,7 +133,7 @@ class HoppingRing(Ring):
     def close(self) -> None:
         self._drop()
 
-    def come_home(self, *, after: BaseException | None = None) -> None:
+    def restore_owners(self, *, after: BaseException | None = None) -> None:
         if self._lost is not None or not self._homes_travel or self.size == 1:
             return
         if after is not None:
@@ -180,7 +180,7 @@ class HoppingRing(Ring):
             if fetch and step:
                 self._mark_wait(Operation.AWAIT_SLICE, item, index, source=neighbour)
             weights = brings(item, step, index, backward=backward) if fetch else None
-            self.place.now = here + index
+            self.status.now = here + index
             yield Visit(index, weights, step)
         if backward:
             self.fresh[item] = False
@@ -265,11 +265,11 @@ class HoppingRing(Ring):
         if self._gradient_hop is not None:
             if not wait:  # chunks do not replace each other by themselves
                 return None
-            here = self.place.now
+            here = self.status.now
             self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % n)
             self._gradient_hop.wait()
             self._gradient_hop = None
-            self.place.now = here
+            self.status.now = here
         if step < n - 1:
             return GradientBuffer(travelling, False)
         if self.fresh[item]:  # own slice: the sum of all others has arrived

@@ -39,9 +39,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.comm.status_word import Operation, at
 from rotorch.comm.transports.messages import Exchange
 from rotorch.comm.transports.passes import Pass, Passes
-from rotorch.comm.whereabouts import Operation, at
 from rotorch.comm.wire import Wire
 
 
@@ -78,7 +78,7 @@ class SendReceiveRing(Ring):
     """
 
     moves_weights = True
-    adds_late = False  # a slot must be free for the next unit
+    defers_adds = False  # a slot must be free for the next unit
     name = "send_receive"
 
     def __init__(
@@ -176,7 +176,7 @@ class SendReceiveRing(Ring):
             if fetch and index != self.position:
                 self._mark_wait(Operation.AWAIT_SLICE, item, index, source=index)
             weights = self._arrive(this, step, index) if fetch else None
-            self.place.now = here + index
+            self.status.now = here + index
             coming = islice(self._passes.coming(this, step), len(self._ahead), self._most_ahead)
             self._ahead.extend(self._post(*fetch) for fetch in coming)
             yield Visit(index, weights, step)
@@ -316,7 +316,7 @@ class SendReceiveRing(Ring):
             self._owed = None
 
     def _await_gradient(self, hop: Exchange, item: int, index: int) -> None:
-        here = self.place.now
+        here = self.status.now
         self._mark_wait(Operation.AWAIT_GRADIENT, item, index, source=(self.position + 1) % self.size)
         hop.wait_received()
-        self.place.now = here
+        self.status.now = here

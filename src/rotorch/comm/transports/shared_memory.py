@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.shared_file import Extent, Patience, announce, share_file
-from rotorch.comm.whereabouts import Operation, at
+from rotorch.comm.status_word import Operation, at
 from rotorch.core.errors import HeardFailure
 
 _ALIGNMENT = 64
@@ -97,7 +97,7 @@ class SharedMemoryRing(Ring):
     """
 
     moves_weights = False
-    adds_late = True
+    defers_adds = True
     name = "shared_memory"
 
     def __init__(
@@ -184,12 +184,12 @@ class SharedMemoryRing(Ring):
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         first, fresh = self._base + self._rounds[item] * self.size, False
-        if backward:  # now, not at the end of the pass: another pass of this item may begin before (see `add_late`)
+        if backward:  # now, not at the end of the pass: another pass of this item may begin before (see `defer`)
             fresh, self.fresh[item] = self.fresh[item], False
             self._rounds[item] += 1
-        place, here = self.place, at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
+        status, here = self.status, at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
         for step, index in enumerate(self.order(backward=backward)):
-            place.now = here + index
+            status.now = here + index
             weights = self._visiting(item, index) if fetch else None
             yield Visit(index, weights, step, first + step, fresh and step == 0)
 
@@ -231,7 +231,7 @@ class SharedMemoryRing(Ring):
         # The ranks add to a slice's gradient in the order of the ring, each after its neighbour.
         if self._in_vain:
             return
-        here = self.place.now
+        here = self.status.now
         self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % self.size)
         # While waiting: the rank that this one waits for may itself wait for what this one has kept back.
         self._patience.wait(
@@ -244,10 +244,10 @@ class SharedMemoryRing(Ring):
                 f"of item {item} (turn {turns[item] - self._base} of {visit.turn - self._base}): "
                 "the rank before it is late"
             ),
-            meanwhile=self.make_late,
+            meanwhile=self.flush_ready,
         )
         self._in_vain = bool(turns[item] < visit.turn)
-        self.place.now = here
+        self.status.now = here
 
     def _who_adds(self, turn: int, index: int) -> int:
         """The position of the rank whose turn it is to add to the gradient of slice `index`; of its owner, before."""
@@ -262,7 +262,7 @@ class SharedMemoryRing(Ring):
             ranks = ", ".join(map(str, self._who_left()))
             raise HeardFailure(f"rank {ranks} has left this step in the middle: gradients are incomplete")
 
-    def come_home(self, *, after: BaseException | None = None) -> None:
+    def restore_owners(self, *, after: BaseException | None = None) -> None:
         if after is not None:  # weights are at home; see [Note: a step that is broken off]
             announce(self._broken_off[self.position], 0, self._base, fence=self._fence)
-            self._late = []  # with what they would be made from
+            self._deferred = []  # with what they would be made from

@@ -47,9 +47,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.comm.status_word import Operation, at
 from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemory
-from rotorch.comm.whereabouts import Operation, at
 from rotorch.core.errors import RankFailure
 
 _ALIGNMENT = 256  # bytes between the starts of slices: what matrix products and copy engines like
@@ -83,7 +83,7 @@ class SymmetricMemoryRing(Ring):
     """
 
     moves_weights = True
-    adds_late = False  # parts are made at once, and added on a lane of their own
+    defers_adds = False  # parts are made at once, and added on a lane of their own
     name = "symmetric_memory"
 
     def __init__(
@@ -209,7 +209,7 @@ class SymmetricMemoryRing(Ring):
         self._passes.enter(this)
         here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
         for step, index in enumerate(self.order(backward=backward)):
-            self.place.now = here + index  # of what this rank has given its GPU to do, not of what that is at
+            self.status.now = here + index  # of what this rank has given its GPU to do, not of what that is at
             slot, weights = self._arrive(this, step, index) if fetch else (None, None)
             ahead = self._passes.next_fetch(this, step)
             if ahead is not None and self._in_flight is None:

@@ -33,7 +33,7 @@ from rotorch.models.trial.stages import why_not_in_stages
 from rotorch.models.trial.tiny import inputs_for, shrunk_like, with_values
 from rotorch.models.trial.uses import Use, uses_in_passes
 from rotorch.shard.materialize import off_meta
-from rotorch.shard.sharded_weight import cut_pieces
+from rotorch.shard.sharded_weight import cut_chunks
 from rotorch.shard.sites import find_sites
 
 _log = logging.getLogger(__name__)
@@ -230,7 +230,7 @@ def _adds_up(module: nn.Module, unit: Unit, sites: Any, args: Any, kwargs: Any, 
                 site.put(None)
         for index in range(_NUM_SLICES):
             for weight in unit.weights:
-                pieces = cut_pieces(weight, num_slices=_NUM_SLICES, index=index)
+                pieces = cut_chunks(weight, num_slices=_NUM_SLICES, index=index)
                 if not pieces:
                     continue
                 part = torch.cat([piece.of_whole(whole[weight.name]) for piece in pieces], dim=pieces[0].dim)

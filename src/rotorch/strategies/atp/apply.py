@@ -13,8 +13,8 @@ from functools import partial
 
 from torch import nn
 
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import common_seed
-from rotorch.comm.line import Line
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, GridCut, Unit, UnitKind, Weight
 from rotorch.hold.holding import Holding, ShardsHolding
@@ -27,7 +27,7 @@ from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.plane_use import Plane, PlaneUse, Role
 from rotorch.ops.random_state import drawn_alike
 from rotorch.ops.weight_proxy import WeightProxy
-from rotorch.shard.sharded_weight import box_pieces
+from rotorch.shard.sharded_weight import box_chunks
 from rotorch.strategies.atp.plan import AtpPlace, is_column
 
 
@@ -45,7 +45,7 @@ class ATPHolding(ShardsHolding):
         module, strategy, spec, mesh, sites = setup.module, setup.strategy, setup.spec, setup.mesh, setup.sites
         self._mesh = mesh
         self._strategy = strategy
-        interior, features = (Line.along(mesh, axis) for axis in (strategy.interior_axis, strategy.feature_axis))
+        interior, features = (AxisGroup.along(mesh, axis) for axis in (strategy.interior_axis, strategy.feature_axis))
         self._place = AtpPlace(interior.position, interior.size, features.position, features.size)
         self.plane = Plane(interior, features, strategy.chunks)
         placements = [self._placement(w) for w in spec.weights]
@@ -69,8 +69,8 @@ class ATPHolding(ShardsHolding):
     def _placement(self, weight: Weight) -> ShardPlacement:
         cut, place = weight.grid or GridCut(), self._place
         cuts = [(self.plane.interior, cut.rows), (self.plane.features, cut.columns)]
-        pieces, shape = box_pieces(place.ranges(weight)), place.shape(weight)
-        return ShardPlacement.on_lines(weight, pieces=pieces, shape=shape, mesh=self._mesh, cuts=cuts)
+        chunks, shape = box_chunks(place.ranges(weight)), place.shape(weight)
+        return ShardPlacement.on_axis_groups(weight, chunks=chunks, shape=shape, mesh=self._mesh, cuts=cuts)
 
     def _proxy(self, weight: Weight, unit: Unit) -> WeightProxy:
         if unit.kind is UnitKind.MODULE:
@@ -88,11 +88,11 @@ class ATPHolding(ShardsHolding):
     def _complete_sums(self, norm: nn.Module, weight: Weight) -> None:
         (mine,) = self._place.shape(weight)
         (total,) = weight.shape
-        complete_sums(norm, mine=mine, total=total, sum_over=partial(sum_of_parts, line=self.plane.features))
+        complete_sums(norm, mine=mine, total=total, sum_over=partial(sum_of_parts, axis_group=self.plane.features))
 
     @contextmanager
-    def lend(self) -> Iterator[nn.Module]:
-        with drawn_alike(common_seed(mesh=self._mesh)), super().lend() as module:
+    def unsharded(self) -> Iterator[nn.Module]:
+        with drawn_alike(common_seed(mesh=self._mesh)), super().unsharded() as module:
             yield module
 
     def finish(self) -> None:

@@ -34,8 +34,8 @@ class DDPHolding(ShardsHolding):
         self.loss_scale = float(setup.mesh.size())  # DDP averages; the rule here is to sum
 
     @contextmanager
-    def lend(self) -> Iterator[nn.Module]:
-        with super().lend() as module:
+    def unsharded(self) -> Iterator[nn.Module]:
+        with super().unsharded() as module:
             if not torch.is_grad_enabled():
                 yield module
                 return
@@ -44,11 +44,11 @@ class DDPHolding(ShardsHolding):
             yield self._wrapped
 
     @contextmanager
-    def lend_for_calls(self) -> Iterator[nn.Module]:
+    def unsharded_for_calls(self) -> Iterator[nn.Module]:
         """The module itself: torch's DDP wants each forward followed by its backward, and all weights used in it."""
         self._for_calls = True
         try:
-            with super().lend() as module:
+            with super().unsharded() as module:
                 yield module
         finally:
             self._for_calls = False
@@ -92,11 +92,11 @@ class ReplicatedHolding(OuterHolding):
             for name, held in inner.weights.items()
         }
 
-    def lend(self) -> AbstractContextManager[nn.Module]:
-        return self._inner.lend()
+    def unsharded(self) -> AbstractContextManager[nn.Module]:
+        return self._inner.unsharded()
 
-    def lend_for_calls(self) -> AbstractContextManager[nn.Module]:
-        return self._inner.lend_for_calls()
+    def unsharded_for_calls(self) -> AbstractContextManager[nn.Module]:
+        return self._inner.unsharded_for_calls()
 
     def start(self) -> None:
         # Gradients that the user has not cleared are summed over the replicas already: set aside, added at the end.

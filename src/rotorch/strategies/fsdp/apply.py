@@ -42,11 +42,11 @@ class FSDPHolding(Holding):
             if not isinstance(parameter, DTensor):
                 raise AssertionError(f"{weight.name} is no DTensor under fully_shard")
             local = parameter.to_local().detach()
-            pieces = ShardPlacement.rows_of(weight, mesh=mesh).pieces
-            self.weights[weight.name] = ShardedWeight(weight, local, pieces, parameter)
+            chunks = ShardPlacement.rows_of(weight, mesh=mesh).chunks
+            self.weights[weight.name] = ShardedWeight(weight, local, chunks, parameter)
 
     @contextmanager
-    def lend(self) -> Iterator[nn.Module]:
+    def unsharded(self) -> Iterator[nn.Module]:
         try:
             yield self._module
         except BaseException:

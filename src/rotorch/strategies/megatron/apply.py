@@ -2,7 +2,7 @@
 
 At rest each parameter is a DTensor over this rank's slice. For a pass, attentions and MLPs run their own forward on it
 (`ops/partial_module.py`, `ops/own_shard.py`); embedding, head and other single weights are replaced by proxies that
-compute this rank's part where they are used (`ops/shard_use.py`); what nobody cuts is lent whole.
+compute this rank's part where they are used (`ops/shard_use.py`); what nobody cuts is whole.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from rotorch.comm.collectives import common_seed
-from rotorch.comm.shared_line import make_line
+from rotorch.comm.shared_axis_group import make_axis_group
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.hold.holding import Holding, ShardsHolding, StageHolding
@@ -53,9 +53,11 @@ class MegatronHolding(ShardsHolding, StageHolding):
         equal = not strategy.changes_the_model
         whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
         self._partial = [w.name for w in whole if w.beside_slices or not equal]
-        self._line = line = make_line(mesh, "megatron", transport=strategy.transport, device=setup.device)
-        boundary = Boundary(line) if equal else PartlySynced(line, num_synced=strategy.num_synced)
-        stretch = TokenStretch(line) if strategy.token_axes else None
+        self._axis_group = axis_group = make_axis_group(
+            mesh, "megatron", transport=strategy.transport, device=setup.device
+        )
+        boundary = Boundary(axis_group) if equal else PartlySynced(axis_group, num_synced=strategy.num_synced)
+        stretch = TokenStretch(axis_group) if strategy.token_axes else None
         if equal:
             _refuse_shared(spec, partial=self._partial)
         else:
@@ -77,30 +79,30 @@ class MegatronHolding(ShardsHolding, StageHolding):
                 for weight in unit.weights:
                     shard = shards.leaves[weight.name]
                     use = ShardUse(
-                        weight, shard, line, strategy.kind, head=unit.logits, by_plan=spec.by_plan, equal=equal
+                        weight, shard, axis_group, strategy.kind, head=unit.logits, by_plan=spec.by_plan, equal=equal
                     )
                     shards.replace(weight.name, WeightProxy(use, like=shard))
         if stretch is not None:
             _cut_along_tokens(module, spec=spec, stretch=stretch)
 
     @contextmanager
-    def lend(self) -> Iterator[nn.Module]:
-        with drawn_alike(common_seed(mesh=self._mesh)), super().lend() as module:
+    def unsharded(self) -> Iterator[nn.Module]:
+        with drawn_alike(common_seed(mesh=self._mesh)), super().unsharded() as module:
             yield module
 
     @property
     def transport(self) -> str | None:
-        return self._line.transport
+        return self._axis_group.transport
 
     def slots(self) -> list[Tensor]:
-        return self._line.slots()
+        return self._axis_group.slots()
 
     def start(self) -> None:
-        self._line.start()
+        self._axis_group.start()
         super().start()
 
     def close(self) -> None:
-        self._line.close()
+        self._axis_group.close()
 
     def finish(self) -> None:
         self.shards.reduce(self._partial)

@@ -5,7 +5,7 @@ One slice of every cut weight per rank, rotating over a ring for a pass (see `pl
 At rest each parameter is a DTensor over this rank's home slice, which lies in the ring's memory, and so does its
 gradient. For a pass, attentions and MLPs run their own forward once per visiting slice (`ops/partial_module.py`,
 `ops/visiting_slices.py`); embedding, head and other single weights are replaced by proxies that rotate where they are
-used (`ops/ring_use.py`); norms are lent whole.
+used (`ops/ring_use.py`); norms are passed whole.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from rotorch.comm.collectives import barrier
 from rotorch.comm.observe import Observer, observe_ring
 from rotorch.comm.ring import Ring
+from rotorch.comm.status_word import StatusWord
 from rotorch.comm.transports import make_ring
-from rotorch.comm.whereabouts import Whereabouts
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Unit, UnitKind
 from rotorch.hold.holding import Holding, ShardsHolding, StageHolding
@@ -99,10 +99,10 @@ class RTPHolding(ShardsHolding, StageHolding):
         return gather_weights(alone[name])[0] if name in alone else self.shards.leaves[name]
 
     def borrowed_ready(self) -> None:
-        barrier(mesh=self._mesh)  # in shared memory one rank reads what another has been lent
+        barrier(mesh=self._mesh)  # in shared memory one rank reads what another one has received
 
     def computed_backward(self, stage: int) -> None:
-        self.ring.catch_up()
+        self.ring.flush()
 
     def finish(self) -> None:
         self.ring.finish()
@@ -116,9 +116,9 @@ class RTPHolding(ShardsHolding, StageHolding):
     def slots(self) -> list[Tensor]:
         return self.ring.slots()
 
-    def mark_on(self, place: Whereabouts) -> list[str]:
-        super().mark_on(place)
-        self.ring.mark_on(place, ranks=self._mesh.mesh.flatten().tolist())
+    def write_status_to(self, status: StatusWord) -> list[str]:
+        super().write_status_to(status)
+        self.ring.write_status_to(status, ranks=self._mesh.mesh.flatten().tolist())
         return [rotating.unit.name for rotating in self.units]
 
     def observed(self, observer: Observer) -> AbstractContextManager[None]:

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import own_group
 from rotorch.core.errors import RotorchError
-from rotorch.shard.sharded_weight import Pieces
+from rotorch.shard.sharded_weight import ChunkedTensor
 from rotorch.train.checkpoint.saving import Snapshot, take, write
 from rotorch.train.checkpoint.store import Place
 from rotorch.train.state import TrainState
@@ -101,10 +101,10 @@ class Saver:
         except BaseException as error:
             self._error = error
 
-    def _copied(self, name: str, tensor: Pieces | Tensor) -> Pieces | Tensor:
+    def _copied(self, name: str, tensor: ChunkedTensor | Tensor) -> ChunkedTensor | Tensor:
         """The tensor's values in host memory, in the memory of the last save where they fit."""
-        if isinstance(tensor, Pieces):
-            return Pieces(self._copy(name, tensor.local), shape=tuple(tensor.shape), pieces=tensor.pieces)
+        if isinstance(tensor, ChunkedTensor):
+            return ChunkedTensor(self._copy(name, tensor.local), shape=tuple(tensor.shape), chunks=tensor.chunks)
         return self._copy(name, tensor)
 
     def _copy(self, name: str, tensor: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ from rotorch.comm.collectives import all_reduce_max, all_reduce_min
 from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError, HeardFailure, RankFailure, RotorchError
 from rotorch.models.lora import adapter_config, adapter_scale
-from rotorch.shard.sharded_weight import Pieces
+from rotorch.shard.sharded_weight import ChunkedTensor
 from rotorch.strategies import format_parallel
 from rotorch.train.checkpoint.directories import (
     check,
@@ -65,8 +65,8 @@ from rotorch.train.checkpoint.storage import (
     DTYPE_NAMES,
     CheckpointReader,
     CheckpointWriter,
+    ChunksSavePlanner,
     PiecesLoadPlanner,
-    PiecesSavePlanner,
     without_dcp_notices,
 )
 from rotorch.train.checkpoint.store import Place, as_place
@@ -124,7 +124,7 @@ class Snapshot:
     """All that goes into one checkpoint: `tensors` may be the run's own, or copies of them."""
 
     path: Place
-    tensors: dict[str, Pieces | Tensor]
+    tensors: dict[str, ChunkedTensor | Tensor]
     manifest: Manifest
     copies: dict[str, Path]
     keep: int
@@ -162,7 +162,7 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
             dcp.save(
                 snapshot.tensors,
                 storage_writer=writer,
-                planner=PiecesSavePlanner(),
+                planner=ChunksSavePlanner(),
                 process_group=group,
                 no_dist=alone,
             )
@@ -320,10 +320,10 @@ def _manifest(state: TrainState) -> Manifest:
         ) from None
 
 
-def _all_tensors(state: TrainState) -> dict[str, Pieces | Tensor]:
+def _all_tensors(state: TrainState) -> dict[str, ChunkedTensor | Tensor]:
     tensors = {**model_tensors(state.model), **optimizer_tensors(state), rng_name(state.rank): rng_tensor()}
     for name, tensor in tensors.items():
-        dtype = tensor.local.dtype if isinstance(tensor, Pieces) else tensor.dtype
+        dtype = tensor.local.dtype if isinstance(tensor, ChunkedTensor) else tensor.dtype
         if dtype not in DTYPE_NAMES:
             raise ConfigError(f"checkpoint: {name}: {dtype} cannot be saved. Known: {', '.join(map(str, DTYPE_NAMES))}")
     return tensors

@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from rotorch.core.errors import ConfigError
-from rotorch.shard.sharded_weight import Pieces
+from rotorch.shard.sharded_weight import ChunkedTensor
 from rotorch.train.checkpoint.commit import landing
 from rotorch.train.checkpoint.manifest import (
     ITEM_BYTES,
@@ -197,19 +197,19 @@ def _read_rows(
 # ---------------------------------------------------------------- planners
 
 
-class PiecesSavePlanner(DefaultSavePlanner):
-    """torch's planner for a flat dict of `Pieces` and plain tensors; spreads what several ranks hold over them."""
+class ChunksSavePlanner(DefaultSavePlanner):
+    """torch's planner for a flat dict of `ChunkedTensor`s and plain tensors; replicated ones are spread over ranks."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
-        return found.__get_tensor_shard__(index) if isinstance(found, Pieces) else super().lookup_object(index)
+        return found.__get_tensor_shard__(index) if isinstance(found, ChunkedTensor) else super().lookup_object(index)
 
 
 class PiecesLoadPlanner(LoadPlanner):
-    """Fills a flat dict of `Pieces` and plain tensors in place.
+    """Fills a flat dict of `ChunkedTensor` and plain tensors in place.
 
     `DefaultLoadPlanner` would do, but it first walks the dict and puts None for every value that is not a tensor.
     """
@@ -235,7 +235,7 @@ class PiecesLoadPlanner(LoadPlanner):
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
         found = self._tensors[read_item.dest_index.fqn]
-        tensor = found.__get_tensor_shard__(read_item.dest_index) if isinstance(found, Pieces) else found
+        tensor = found.__get_tensor_shard__(read_item.dest_index) if isinstance(found, ChunkedTensor) else found
         for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
             tensor = tensor.narrow(dim, start, length)
         return tensor

@@ -150,7 +150,7 @@ def _take(state: TrainState) -> Sums:
 
 def _which_part(held: ShardedWeight) -> int:
     """A number, not 0, for the part of the weight that a rank holds: the same for those that hold the same."""
-    return 1 + zlib.crc32(repr([(piece.offsets, piece.sizes) for piece in held.pieces]).encode())
+    return 1 + zlib.crc32(repr([(chunk.offsets, chunk.sizes) for chunk in held.chunks]).encode())
 
 
 def _difference(sums: list[tuple[int, int]]) -> str:

@@ -1,7 +1,7 @@
 """Who was where when a run failed: a page with every rank's last word, state, place in its pass and Python stack.
 
 A rank that is alive writes its stack when it gets SIGUSR1, from a handler in C, whatever it is waiting for. One that is
-stopped cannot, and its state says so; its place in the pass it has written down before (`comm/whereabouts.py`). What
+stopped cannot, and its state says so; its place in the pass it has written down before (`comm/status_word.py`). What
 torch has recorded of collectives is written by a thread of the rank (`watchdog.py`).
 """
 

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from rotorch.comm.whereabouts import PLACE_BYTES, Whereabouts, describe_place
+from rotorch.comm.status_word import STATUS_BYTES, StatusWord, describe_status
 
 _HEADER_BYTES = 64
 _SLOT = struct.Struct("<qqqqddq")  # pid, step, phase, failure kind, time of failure, of the last new phase, compiles
 _SLOT_BYTES = 4096
-_TEXT_START = _SLOT.size + PLACE_BYTES
+_TEXT_START = _SLOT.size + STATUS_BYTES
 _TEXT_BYTES = _SLOT_BYTES - _TEXT_START - 8
 _NAMES_BYTES = 1 << 18  # pages that nobody writes take no memory
 _STOP, _RECORD, _STOPPED = 0, 1, 2
@@ -146,9 +146,9 @@ class StatusBoard:
         self._to_compile = _COMPILES_ONCE | _COMPILES_AGAIN
 
     @property
-    def place(self) -> Whereabouts:
+    def place(self) -> StatusWord:
         """Where this rank writes down what it is at in a pass."""
-        return Whereabouts.from_buffer(self._memory, self._start(self.own_rank) + _SLOT.size)
+        return StatusWord.from_buffer(self._memory, self._start(self.own_rank) + _SLOT.size)
 
     def name_units(self, names: Sequence[str]) -> None:
         """Called by a rank when it knows its units: the names that its places speak of by number."""
@@ -167,7 +167,7 @@ class StatusBoard:
         """Returns what the board says about a rank."""
         start = self._start(rank)
         pid, step, phase, failure, failed_at_s, since_s, compiles = _SLOT.unpack_from(self._memory, start)
-        place = Whereabouts.from_buffer_copy(self._memory, start + _SLOT.size)
+        place = StatusWord.from_buffer_copy(self._memory, start + _SLOT.size)
         start += _TEXT_START
         (length,) = struct.unpack_from("<q", self._memory, start)
         return RankStatus(
@@ -187,14 +187,14 @@ class StatusBoard:
         """Numbers that change whenever a rank gets on."""
         start = self._start(rank)
         _, step, phase, _, _, since_s, _ = _SLOT.unpack_from(self._memory, start)
-        place = Whereabouts.from_buffer_copy(self._memory, start + _SLOT.size)
+        place = StatusWord.from_buffer_copy(self._memory, start + _SLOT.size)
         return step, phase, since_s, place.now, place.micro_batch, place.passes
 
-    def _words(self, rank: int, place: Whereabouts) -> str:
+    def _words(self, rank: int, place: StatusWord) -> str:
         start = self._names_start(rank)
         end = self._memory.find(b"\0", start, start + _NAMES_BYTES)
         names = self._memory[start:end].decode(errors="replace").split("\n") if end > start else []
-        return describe_place(place.now, place.micro_batch, place.peer, names=names)
+        return describe_status(place.now, place.micro_batch, place.peer, names=names)
 
     def all(self) -> list[RankStatus]:
         """Returns what the board says about every rank."""

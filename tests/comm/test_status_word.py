@@ -4,7 +4,7 @@ import mmap
 
 import pytest
 
-from rotorch.comm.whereabouts import PLACE_BYTES, Operation, Whereabouts, at, describe_place
+from rotorch.comm.status_word import STATUS_BYTES, Operation, StatusWord, at, describe_status
 
 NAMES = ["model.embed_tokens", "model.layers.0.mlp"]
 
@@ -22,18 +22,18 @@ NAMES = ["model.embed_tokens", "model.layers.0.mlp"]
     ],
 )
 def test_words(now, micro_batch, peer, words):
-    assert describe_place(now, micro_batch, peer, names=NAMES) == words
+    assert describe_status(now, micro_batch, peer, names=NAMES) == words
 
 
 def test_every_operation_has_words():
-    assert all(describe_place(at(o), 0, 0, names=NAMES) for o in Operation if o)
+    assert all(describe_status(at(o), 0, 0, names=NAMES) for o in Operation if o)
 
 
 def test_others_see_an_assignment_at_once():
-    memory = mmap.mmap(-1, 64 + PLACE_BYTES)
-    place = Whereabouts.from_buffer(memory, 64)
+    memory = mmap.mmap(-1, 64 + STATUS_BYTES)
+    place = StatusWord.from_buffer(memory, 64)
     place.now = at(Operation.SLICE_FORWARD, unit=70_000, part=9)
     place.peer = 5
-    seen = Whereabouts.from_buffer_copy(memory, 64)
+    seen = StatusWord.from_buffer_copy(memory, 64)
     assert (seen.now, seen.micro_batch, seen.peer) == (place.now, 0, 5)
-    assert describe_place(seen.now, 0, 0, names=[]) == "at slice 9 of unit 70000, forward"
+    assert describe_status(seen.now, 0, 0, names=[]) == "at slice 9 of unit 70000, forward"

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from rotorch.comm.shared_line import SharedLine, make_line
+from rotorch.comm.shared_axis_group import SharedAxisGroup, make_axis_group
 from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
 from rotorch.testing.ranks import run_ranks
 
@@ -13,50 +13,50 @@ from rotorch.testing.ranks import run_ranks
 def make(timeout_s=60.0):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("row",))
     if timeout_s == 60.0:
-        return make_line(mesh, "row", transport="auto", device=torch.device("cpu"))
-    plain = make_line(mesh, "row", transport="messages", device=torch.device("cpu"))
-    return SharedLine(plain, timeout_s=timeout_s)
+        return make_axis_group(mesh, "row", transport="auto", device=torch.device("cpu"))
+    plain = make_axis_group(mesh, "row", transport="messages", device=torch.device("cpu"))
+    return SharedAxisGroup(plain, timeout_s=timeout_s)
 
 
 def of(rank, number, shape):
     return torch.full(shape, 100.0 * number + rank)
 
 
-def everything(line, number, *, size):
+def everything(axis_group, number, *, size):
     """One of each operation, of sizes that grow from one to the next; says what is wrong."""
-    n, me = line.size, line.position
+    n, me = axis_group.size, axis_group.position
     shapes = [(size + rank, 3) for rank in range(n)]
-    for rank, block in enumerate(line.blocks(of(me, number, shapes[me]), shapes=shapes)):
+    for rank, block in enumerate(axis_group.blocks(of(me, number, shapes[me]), shapes=shapes)):
         if not torch.equal(block, of(rank, number, shapes[rank])):
             yield f"block {rank} of {number}"
-    sums = line.sums()
+    sums = axis_group.sums()
     for target in range(n):
         sums.add(of(me, number + target, shapes[target]), target=target)
     if not torch.equal(sums.mine(), sum(of(rank, number + me, shapes[me]) for rank in range(n))):
         yield f"sum of {number}"
-    total = line.all_reduce(of(me, number, (size,)))
+    total = axis_group.all_reduce(of(me, number, (size,)))
     if not torch.equal(total, sum(of(rank, number, (size,)) for rank in range(n))):
         yield f"sum over all of {number}"
-    if not torch.equal(line.all_reduce_max(of(me, number, (size,))), of(n - 1, number, (size,))):
+    if not torch.equal(axis_group.all_reduce_max(of(me, number, (size,))), of(n - 1, number, (size,))):
         yield f"largest of {number}"
     ids = torch.arange(size) + 10 * me
-    if line.all_gather(ids).tolist() != [10 * rank + i for rank in range(n) for i in range(size)]:
+    if axis_group.all_gather(ids).tolist() != [10 * rank + i for rank in range(n) for i in range(size)]:
         yield f"all of {number}"
     whole = torch.cat([of(me, number + target, (size, 2)) for target in range(n)])
-    if not torch.equal(line.reduce_scatter(whole), sum(of(rank, number + me, (size, 2)) for rank in range(n))):
+    if not torch.equal(axis_group.reduce_scatter(whole), sum(of(rank, number + me, (size, 2)) for rank in range(n))):
         yield f"scattered sum of {number}"
-    if not line.all_equal(number) or line.all_equal(number + me):
+    if not axis_group.all_equal(number) or axis_group.all_equal(number + me):
         yield f"comparison of {number}"
 
 
 def many():
-    line = make()
+    axis_group = make()
     problems = []
     for number in range(30):
         if number % 10 == 0:
-            line.start()
-        problems += everything(line, number, size=1 + 300 * (number % 7))
-    return line.transport, problems, sum(slot.numel() for slot in line.slots())
+            axis_group.start()
+        problems += everything(axis_group, number, size=1 + 300 * (number % 7))
+    return axis_group.transport, problems, sum(slot.numel() for slot in axis_group.slots())
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
@@ -68,22 +68,22 @@ def test_every_operation_gives_what_it_should(num_ranks):
 
 def at_home():
     """What ranks read of two weights, of uneven blocks, before and after their owners change them; and the slots."""
-    line = make()
-    me, dtypes = line.position, {"a": torch.float32, "b": torch.float64}
-    shapes = {"a": [(2 + rank, 3) for rank in range(line.size)], "b": [(5,)] * line.size}
-    homes = line.homes(shapes, dtypes=dtypes, device=torch.device("cpu"))
+    axis_group = make()
+    me, dtypes = axis_group.position, {"a": torch.float32, "b": torch.float64}
+    shapes = {"a": [(2 + rank, 3) for rank in range(axis_group.size)], "b": [(5,)] * axis_group.size}
+    homes = axis_group.homes(shapes, dtypes=dtypes, device=torch.device("cpu"))
     found = []
     for step in range(2):
         for number, (name, home) in enumerate(homes.items()):
             assert (home.shape, home.dtype) == (torch.Size(shapes[name][me]), dtypes[name])
             home.fill_(100.0 * step + 10.0 * number + me)
         dist.barrier()
-        line.start()
+        axis_group.start()
         for home in homes.values():
-            found.append([block.unique().tolist() for block in line.blocks(home)])
+            found.append([block.unique().tolist() for block in axis_group.blocks(home)])
         dist.barrier()
-    copies = [block.data_ptr() for block in line.blocks(homes["b"])]
-    return found, copies == [block.data_ptr() for block in line.blocks(homes["b"])], len(line.slots()[0])
+    copies = [block.data_ptr() for block in axis_group.blocks(homes["b"])]
+    return found, copies == [block.data_ptr() for block in axis_group.blocks(homes["b"])], len(axis_group.slots()[0])
 
 
 def test_blocks_at_home_are_read_where_they_lie():
@@ -93,14 +93,14 @@ def test_blocks_at_home_are_read_where_they_lie():
 
 
 def no_room_for_homes():
-    line = make()
+    axis_group = make()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROTORCH_SHARED_MEMORY_DIR", "/proc/nowhere")
         patch.delenv("ROTORCH_SHARED_MEMORY_LATER", raising=False)
-        homes = line.homes({"a": [(3,)] * 2}, dtypes={"a": torch.float32}, device=torch.device("cpu"))
-    homes["a"].fill_(line.position)
-    line.start()
-    return [block.tolist() for block in line.blocks(homes["a"])]
+        homes = axis_group.homes({"a": [(3,)] * 2}, dtypes={"a": torch.float32}, device=torch.device("cpu"))
+    homes["a"].fill_(axis_group.position)
+    axis_group.start()
+    return [block.tolist() for block in axis_group.blocks(homes["a"])]
 
 
 def test_without_room_for_weights_their_blocks_are_copied():
@@ -108,10 +108,10 @@ def test_without_room_for_weights_their_blocks_are_copied():
 
 
 def sum_in_chunks():
-    line = make()
-    line.start()
-    total = line.all_reduce(torch.arange(3_000_000, dtype=torch.float32) * (line.position + 1))
-    expected = torch.arange(3_000_000, dtype=torch.float32) * sum(range(1, line.size + 1))
+    axis_group = make()
+    axis_group.start()
+    total = axis_group.all_reduce(torch.arange(3_000_000, dtype=torch.float32) * (axis_group.position + 1))
+    expected = torch.arange(3_000_000, dtype=torch.float32) * sum(range(1, axis_group.size + 1))
     return torch.equal(total, expected)
 
 
@@ -121,21 +121,21 @@ def test_a_sum_larger_than_a_chunk(num_ranks):
 
 
 def broken_off():
-    line = make()
-    me = line.position
-    line.start()
-    assert list(everything(line, 9, size=20)) == []
+    axis_group = make()
+    me = axis_group.position
+    axis_group.start()
+    assert list(everything(axis_group, 9, size=20)) == []
     dist.barrier()
-    line.start()
+    axis_group.start()
     with pytest.raises(ValueError, match="here"):
-        for number, _ in enumerate(line.blocks(of(me, 0, (5,)))):
+        for number, _ in enumerate(axis_group.blocks(of(me, 0, (5,)))):
             if number == me:  # ranks leave at different places, and one of them has made a part already
                 raise ValueError("here")
     if me == 0:
-        line.sums().add(of(me, 1, (5,)), target=1)
+        axis_group.sums().add(of(me, 1, (5,)), target=1)
     dist.barrier()  # as before every step
-    line.start()
-    return list(everything(line, 3, size=4))
+    axis_group.start()
+    return list(everything(axis_group, 3, size=4))
 
 
 def test_after_a_step_that_broke_off_the_next_one_is_right():
@@ -143,12 +143,12 @@ def test_after_a_step_that_broke_off_the_next_one_is_right():
 
 
 def nested():
-    line = make()
-    line.start()
-    blocks = line.blocks(of(line.position, 0, (5,)))
+    axis_group = make()
+    axis_group.start()
+    blocks = axis_group.blocks(of(axis_group.position, 0, (5,)))
     next(blocks)
     with pytest.raises(AssertionError, match="before the last one was over"):
-        line.all_reduce(torch.ones(3))
+        axis_group.all_reduce(torch.ones(3))
     return True
 
 
@@ -157,13 +157,13 @@ def test_an_operation_inside_another_one_is_refused():
 
 
 def late():
-    line = make(timeout_s=2.0)
-    line.start()
-    line.all_reduce(torch.ones(3))
-    if line.position == 1:
+    axis_group = make(timeout_s=2.0)
+    axis_group.start()
+    axis_group.all_reduce(torch.ones(3))
+    if axis_group.position == 1:
         return ""
     with pytest.raises(RankFailure) as told:
-        line.all_reduce(torch.ones(3))
+        axis_group.all_reduce(torch.ones(3))
     return str(told.value)
 
 
@@ -173,14 +173,14 @@ def test_a_rank_that_is_late_is_named():
 
 
 def gone(ended):
-    line = make(timeout_s=300.0)
-    line.start()
-    line.all_reduce(torch.ones(3))
-    if line.position == 1:
+    axis_group = make(timeout_s=300.0)
+    axis_group.start()
+    axis_group.all_reduce(torch.ones(3))
+    if axis_group.position == 1:
         return ""
-    ended(line._whole.patience, 1)
+    ended(axis_group._whole.patience, 1)
     with pytest.raises(HeardFailure) as told:
-        line.all_reduce(torch.ones(3))
+        axis_group.all_reduce(torch.ones(3))
     return str(told.value)
 
 
@@ -190,14 +190,14 @@ def test_a_rank_that_has_ended_is_noticed_at_once(ended):
 
 
 def growing(directory):
-    line = make()
-    line.start()
-    list(line.blocks(torch.ones(1)))
+    axis_group = make()
+    axis_group.start()
+    list(axis_group.blocks(torch.ones(1)))
     dist.barrier()
-    if line.position == 0:
+    if axis_group.position == 0:
         directory.rmdir()
     dist.barrier()
-    return [float(block.sum()) for block in line.blocks(torch.full((5000,), float(line.position)))]
+    return [float(block.sum()) for block in axis_group.blocks(torch.full((5000,), float(axis_group.position)))]
 
 
 def test_memory_that_is_made_after_the_launchers_directory_has_gone(monkeypatch, tmp_path):
@@ -212,7 +212,7 @@ def test_memory_that_is_made_after_the_launchers_directory_has_gone(monkeypatch,
 def without_room(transport):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("row",))
     try:
-        return make_line(mesh, "row", transport=transport, device=torch.device("cpu")).transport
+        return make_axis_group(mesh, "row", transport=transport, device=torch.device("cpu")).transport
     except ConfigError as error:
         return str(error)
 

@@ -47,7 +47,7 @@ _WAITS = {Operation.AWAIT_SLICE, Operation.AWAIT_GRADIENT, Operation.AWAIT_STAGE
 _PART_BITS, _UNIT_BITS = 16, 32
 
 
-class Whereabouts(ctypes.Structure):
+class StatusWord(ctypes.Structure):
     """This rank's place. Without `from_buffer` it is in this process's own memory, where nobody looks.
 
     Attributes:
@@ -65,7 +65,7 @@ class Whereabouts(ctypes.Structure):
     )
 
 
-PLACE_BYTES = ctypes.sizeof(Whereabouts)
+STATUS_BYTES = ctypes.sizeof(StatusWord)
 
 
 def at(operation: Operation, *, unit: int = 0, part: int = 0) -> int:
@@ -73,11 +73,11 @@ def at(operation: Operation, *, unit: int = 0, part: int = 0) -> int:
     return operation << (_UNIT_BITS + _PART_BITS) | unit << _PART_BITS | part
 
 
-def describe_place(now: int, micro_batch: int, peer: int, *, names: Sequence[str]) -> str:
+def describe_status(now: int, micro_batch: int, peer: int, *, names: Sequence[str]) -> str:
     """A place in words; "" for none.
 
     Args:
-        now: of a `Whereabouts`, as are `micro_batch` and `peer`.
+        now: of a `StatusWord`, as are `micro_batch` and `peer`.
         micro_batch: see there.
         peer: see there.
         names: of the units, by number.

@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from rotorch.comm.own_store import own_store
+from rotorch.comm.fresh_store import fresh_store
 from rotorch.core.errors import RankFailure
 
 
@@ -14,7 +14,7 @@ def start(shared, *, ranks, num_ranks):
     """Each rank of a start writes its rank where the others look."""
 
     def rank_main(rank):
-        store = own_store(shared, rank=rank, num_ranks=num_ranks, timeout_s=60)
+        store = fresh_store(shared, rank=rank, num_ranks=num_ranks, timeout_s=60)
         before = store.check([f"address/{rank}"])
         store.set(f"address/{rank}", str(rank))
         return before, [int(store.get(f"address/{other}")) for other in range(num_ranks)]
@@ -39,10 +39,10 @@ def test_each_start_finds_its_own_ranks_only():
 def test_a_start_that_was_broken_off_is_not_taken_for_the_next():
     shared = hash_store(0.2)
     with pytest.raises(RankFailure, match=r"rank 2 did not come within 0\.2 s"), ThreadPoolExecutor(1) as thread:
-        rank_1 = thread.submit(own_store, shared, rank=1, num_ranks=3, timeout_s=0.2)
-        own_store(shared, rank=0, num_ranks=3, timeout_s=0.2)
+        rank_1 = thread.submit(fresh_store, shared, rank=1, num_ranks=3, timeout_s=0.2)
+        fresh_store(shared, rank=0, num_ranks=3, timeout_s=0.2)
     rank_1.result()  # was answered
     with pytest.raises(dist.DistStoreError):  # no rank 0
-        own_store(shared, rank=1, num_ranks=3, timeout_s=0.2)
+        fresh_store(shared, rank=1, num_ranks=3, timeout_s=0.2)
     shared.set_timeout(timedelta(seconds=60))
     assert start(shared, ranks=(2, 1, 0), num_ranks=3) == [(False, [0, 1, 2])] * 3

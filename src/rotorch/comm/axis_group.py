@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import as_one_message
 from rotorch.comm import exchange
-from rotorch.comm.whereabouts import Whereabouts
+from rotorch.comm.status_word import StatusWord
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 """By name: the shape of the block that the rank at each position has."""
@@ -24,7 +24,7 @@ Wait = Callable[[], None]
 
 
 class Sums(Protocol):
-    """Sums of parts that ranks of a line make for each other."""
+    """Sums of parts that ranks of a group make for each other."""
 
     def add(self, part: Tensor, *, target: int) -> None:
         """This rank's part of what belongs to the rank at `target`; it may be overwritten."""
@@ -34,17 +34,18 @@ class Sums(Protocol):
 
 
 @dataclass(eq=False)
-class Line:
+class AxisGroup:
     """This rank and those that differ from it on one axis only. Every method is called by all of them, in one order.
 
-    This one sends messages; `SharedLine` (`comm/shared_line.py`) reads in place. With a single rank nothing is sent.
+    This one sends messages; `SharedAxisGroup` (`comm/shared_axis_group.py`) reads in place. With a single rank
+    nothing is sent.
 
     Attributes:
         axis: name of the mesh's axis.
         size: number of ranks.
         position: this rank's, 0-based.
         group: their process group; None for a single rank.
-        place: where this rank writes down that it waits for another one of the line, if it knows that it does.
+        status: where this rank writes down that it waits for another one of the group, if it knows that it does.
     """
 
     transport: ClassVar[str] = "messages"
@@ -53,24 +54,24 @@ class Line:
     size: int
     position: int
     group: dist.ProcessGroup | None
-    place: Whereabouts = field(default_factory=Whereabouts, repr=False)
+    status: StatusWord = field(default_factory=StatusWord, repr=False)
 
     @cached_property
     def ranks(self) -> list[int]:
         """The ranks of the job that these are, by position."""
         return list(range(self.size)) if self.group is None else dist.get_process_group_ranks(self.group)
 
-    def mark_on(self, place: Whereabouts) -> None:
-        """From now on writes down on `place` whom this rank waits for."""
-        self.place = place
+    def write_status_to(self, status: StatusWord) -> None:
+        """From now on writes down on `status` whom this rank waits for."""
+        self.status = status
 
     @staticmethod
-    def along(mesh: DeviceMesh, axis: str) -> Line:
+    def along(mesh: DeviceMesh, axis: str) -> AxisGroup:
         """The ranks that this rank shares an axis of `mesh` with."""
         names = mesh.mesh_dim_names or ()
         size = mesh.size(names.index(axis))
         group = mesh.get_group(axis) if size > 1 else None
-        return Line(axis, size, mesh.get_local_rank(axis) if size > 1 else 0, group)
+        return AxisGroup(axis, size, mesh.get_local_rank(axis) if size > 1 else 0, group)
 
     def broadcast(self, block: Tensor, *, source: int) -> Wait:
         """Starts sending `block` of the rank at `source` to all, who give one to be overwritten. Contiguous."""
@@ -205,16 +206,16 @@ class Line:
 
 
 class _Reductions:
-    """See `Line.sums`."""
+    """See `AxisGroup.sums`."""
 
-    def __init__(self, line: Line) -> None:
-        self._line = line
+    def __init__(self, axis_group: AxisGroup) -> None:
+        self._axis_group = axis_group
         self._under_way: list[tuple[Tensor, Wait]] = []
         self._mine: Tensor | None = None
 
     def add(self, part: Tensor, *, target: int) -> None:
-        self._under_way.append((part, self._line.reduce(part, target=target)))
-        if target == self._line.position:
+        self._under_way.append((part, self._axis_group.reduce(part, target=target)))
+        if target == self._axis_group.position:
             self._mine = part
         self._finish(at_most=1)
 

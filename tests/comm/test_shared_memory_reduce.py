@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch import parallelize
-from rotorch.comm import meeting
-from rotorch.comm.collectives import all_reduce_max, all_reduce_sum, all_reduce_sum_later, barrier, open_meetings
-from rotorch.comm.meeting import Meeting, meeting_of
+from rotorch.comm import shared_memory_reduce
+from rotorch.comm.collectives import all_reduce_max, all_reduce_sum, all_reduce_sum_later, barrier, open_shared_reduces
 from rotorch.comm.meter import Meter
 from rotorch.comm.observe import Doing, Observer, observe_waits
+from rotorch.comm.shared_memory_reduce import SharedMemoryReduce, shared_reduce_of
 from rotorch.core.errors import RankFailure
 from rotorch.core.traffic import Kind
 from rotorch.testing.ranks import run_ranks
@@ -40,13 +40,13 @@ def of_rank(rank, number):
 
 def sums_at_any_time(rounds):
     mesh, n, me = mesh_of(dist.get_world_size()), dist.get_world_size(), dist.get_rank()
-    open_meetings(mesh, device=CPU)
+    open_shared_reduces(mesh, device=CPU)
     nap, bits = random.Random(me), []
     for number in range(rounds):
         if nap.random() < 0.2:
             time.sleep(nap.random() * 0.01)  # ranks are never as far as each other
         given = of_rank(me, number)
-        assert meeting_of(dist.group.WORLD, tensor=given) is not None
+        assert shared_reduce_of(dist.group.WORLD, tensor=given) is not None
         if number % 4 == 3:
             assert all_reduce_max(float(me + number), mesh=mesh) == n - 1 + number
         if number % 2:
@@ -68,13 +68,15 @@ def test_sums_are_right_at_any_time_and_the_same_everywhere(n):
 
 def sums_over_axes():
     mesh, me = mesh_of(2, 2), dist.get_rank()
-    open_meetings(mesh, device=CPU)
-    open_meetings(mesh, device=CPU)  # a second model over the same ranks
+    open_shared_reduces(mesh, device=CPU)
+    open_shared_reduces(mesh, device=CPU)  # a second model over the same ranks
     row, column = me // 2, me % 2
     found = []
     for axis in (mesh["a"], mesh["b"], mesh):
         tensor = torch.tensor([10.0**me])
-        assert all(meeting_of(g, tensor=tensor) for g in ([axis.get_group()] if axis.ndim == 1 else [dist.group.WORLD]))
+        assert all(
+            shared_reduce_of(g, tensor=tensor) for g in ([axis.get_group()] if axis.ndim == 1 else [dist.group.WORLD])
+        )
         found.append(all_reduce_sum(tensor, mesh=axis).item())
     assert found == [10.0**column + 10.0 ** (2 + column), 10.0 ** (2 * row) * 11, 1111.0]
 
@@ -87,11 +89,13 @@ def counted_bytes():
     mesh, counted = mesh_of(dist.get_world_size()), []
     for opened in (False, True):
         if opened:
-            open_meetings(mesh, device=CPU)
+            open_shared_reduces(mesh, device=CPU)
         with Meter() as meter:
             all_reduce_sum(torch.ones(600), mesh=mesh)
             all_reduce_sum(torch.ones(1), mesh=mesh)  # a number, which is left out
-            all_reduce_sum(torch.ones(meeting.MOST_BYTES // 4 // mesh.size() + 1), mesh=mesh)  # too large to meet for
+            all_reduce_sum(
+                torch.ones(shared_memory_reduce.MOST_BYTES // 4 // mesh.size() + 1), mesh=mesh
+            )  # too large to meet for
             barrier(mesh=mesh)
         counted.append((dict(meter.sent_bytes), dict(meter.num_messages), dict(meter.sent_by_group)))
         all_reduce_sum(torch.ones(600), mesh=mesh)
@@ -111,7 +115,7 @@ def refusal(call):
 
 
 def somebody_is_late():
-    place = Meeting(dist.group.WORLD, timeout_s=0.3)
+    place = SharedMemoryReduce(dist.group.WORLD, timeout_s=0.3)
     if dist.get_rank() == 1:
         time.sleep(1.5)
     said = refusal(lambda: place.sum(torch.ones(1)))
@@ -127,7 +131,7 @@ def test_a_sum_that_was_left_is_the_last_one_for_everybody():
 
 def somebody_ends(ended, reaped):
     """Rank 1 does not come, and what rank 0 takes for its process has ended."""
-    place = Meeting(dist.group.WORLD, timeout_s=300.0)
+    place = SharedMemoryReduce(dist.group.WORLD, timeout_s=300.0)
     place.sum(torch.ones(1))
     said = None
     if dist.get_rank() == 0:
@@ -144,7 +148,7 @@ def test_a_rank_that_has_ended_is_noticed_at_once(ended, reaped):
 
 
 def they_do_different_things(how):
-    place, first = Meeting(dist.group.WORLD, timeout_s=60.0), dist.get_rank() == 0
+    place, first = SharedMemoryReduce(dist.group.WORLD, timeout_s=60.0), dist.get_rank() == 0
     if how == "sizes":
         return refusal(lambda: place.sum(torch.ones(1 if first else 3)))
     return refusal(lambda: (place.sum if first else place.maximum)(torch.ones(1)))
@@ -167,14 +171,14 @@ def test_ranks_that_do_different_things_are_told(how, theirs):
 
 def any_values():
     mesh, me = mesh_of(2), dist.get_rank()
-    open_meetings(mesh, device=CPU)
+    open_shared_reduces(mesh, device=CPU)
     assert math.isnan(all_reduce_max(math.nan if me else 1.0, mesh=mesh))
     assert all_reduce_max(-math.inf if me else -1e300, mesh=mesh) == -1e300
     halves = all_reduce_sum(torch.full((3, 5), 1.5 + me, dtype=torch.bfloat16), mesh=mesh)
     assert halves.dtype == torch.bfloat16 and torch.equal(halves, torch.full((3, 5), 4.0, dtype=torch.bfloat16))
     assert all_reduce_sum(torch.tensor(2.0 + me), mesh=mesh).shape == ()
-    largest = torch.ones(meeting.MOST_BYTES // 4 // 2)
-    assert meeting_of(dist.group.WORLD, tensor=largest) and float(all_reduce_sum(largest, mesh=mesh).min()) == 2.0
+    largest = torch.ones(shared_memory_reduce.MOST_BYTES // 4 // 2)
+    assert shared_reduce_of(dist.group.WORLD, tensor=largest) and float(all_reduce_sum(largest, mesh=mesh).min()) == 2.0
     one, two = torch.ones(1), torch.ones(2)
     ends = [all_reduce_sum_later(one, mesh=mesh), all_reduce_sum_later(two, mesh=mesh)]
     barrier(mesh=mesh)
@@ -208,8 +212,8 @@ def test_models_that_are_closed_leave_no_memory():
 def without_shared_memory():
     os.environ["ROTORCH_SHARED_MEMORY_DIR"] = "/nonexistent"
     mesh = mesh_of(2)
-    open_meetings(mesh, device=CPU)
-    assert meeting_of(dist.group.WORLD, tensor=torch.ones(1)) is None
+    open_shared_reduces(mesh, device=CPU)
+    assert shared_reduce_of(dist.group.WORLD, tensor=torch.ones(1)) is None
     assert all_reduce_sum(torch.ones(2), mesh=mesh).tolist() == [2.0, 2.0]
 
 
@@ -219,11 +223,11 @@ def test_without_shared_memory_sums_are_sent():
 
 def forgotten_with_its_group():
     group = dist.new_group([0, 1])
-    meeting.open_meeting(group, device=CPU)
-    assert len(meeting._meetings) == 1
+    shared_memory_reduce.open_shared_reduce(group, device=CPU)
+    assert len(shared_memory_reduce._shared_reduces) == 1
     dist.destroy_process_group(group)
     del group
-    return len(meeting._meetings)
+    return len(shared_memory_reduce._shared_reduces)
 
 
 def test_a_meeting_goes_with_its_group():
@@ -232,7 +236,7 @@ def test_a_meeting_goes_with_its_group():
 
 def observed_sums():
     mesh, observer = mesh_of(2), Observer()
-    open_meetings(mesh, device=CPU)
+    open_shared_reduces(mesh, device=CPU)
     with observe_waits(observer):
         if dist.get_rank() == 1:
             time.sleep(0.05)

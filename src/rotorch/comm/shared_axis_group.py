@@ -12,7 +12,7 @@ and nobody waits for a message to be taken apart and put together.
     anew, by all ranks in the same operation; readers keep the old one as long as they need it.
 
 [Note: homes]
-    Blocks that change in between steps only have their home in a file that all ranks of the line map. Whoever lends a
+    Blocks that change in between steps only have their home in a file that all ranks of the group map. Whoever lends a
     model for a pass sees to it that all ranks meet before and after (`ParallelModel`), so no optimizer writes what
     others still read.
 
@@ -35,10 +35,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch.comm.axis_group import AxisGroup, Shapes, Sums
 from rotorch.comm.collectives import group_timeout_s
-from rotorch.comm.line import Line, Shapes, Sums
 from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, announce, share_file
-from rotorch.comm.whereabouts import Operation, Whereabouts, at
+from rotorch.comm.status_word import Operation, StatusWord, at
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.messages import SUM_CHUNK_BYTES
 
@@ -60,8 +60,8 @@ def _into_maximum(largest: Tensor, part: Tensor) -> None:
     torch.maximum(largest, part, out=largest)
 
 
-class SharedLine(Line):
-    """A `Line` over shared memory. All its ranks make it together, and call `start` together.
+class SharedAxisGroup(AxisGroup):
+    """A `AxisGroup` over shared memory. All its ranks make it together, and call `start` together.
 
     Raises:
         SharedMemoryUnavailable: the ranks are on several hosts, or the file system is missing or too small.
@@ -69,11 +69,13 @@ class SharedLine(Line):
 
     transport = "shared_memory"
 
-    def __init__(self, line: Line, *, timeout_s: float) -> None:
-        super().__init__(line.axis, line.size, line.position, line.group)
-        patience = Patience(group=line.group, timeout_s=timeout_s)
-        self._whole = _Lane(line, num_slots=2, num_readers=1, patience=patience)
-        self._parts = _Lane(line, num_slots=max(line.size - 1, 1), num_readers=line.size, patience=patience)
+    def __init__(self, axis_group: AxisGroup, *, timeout_s: float) -> None:
+        super().__init__(axis_group.axis, axis_group.size, axis_group.position, axis_group.group)
+        patience = Patience(group=axis_group.group, timeout_s=timeout_s)
+        self._whole = _Lane(axis_group, num_slots=2, num_readers=1, patience=patience)
+        self._parts = _Lane(
+            axis_group, num_slots=max(axis_group.size - 1, 1), num_readers=axis_group.size, patience=patience
+        )
         self._homes: dict[int, list[Tensor]] = {}
         """All ranks' blocks that have their homes here, by the address of this rank's."""
 
@@ -81,10 +83,10 @@ class SharedLine(Line):
         """This rank's part of the shared memory."""
         return [slot for lane in (self._whole, self._parts) for slot in lane.own_slots()]
 
-    def mark_on(self, place: Whereabouts) -> None:
-        super().mark_on(place)
+    def write_status_to(self, status: StatusWord) -> None:
+        super().write_status_to(status)
         for lane in (self._whole, self._parts):
-            lane.line.mark_on(place)
+            lane.axis_group.write_status_to(status)
 
     def start(self) -> None:
         self._whole.start()
@@ -96,7 +98,7 @@ class SharedLine(Line):
         self._homes = {}
 
     def homes(self, shapes: Shapes, *, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
-        """See `Line.homes` and [Note: homes]; memory of this rank alone if there is no room for all."""
+        """See `AxisGroup.homes` and [Note: homes]; memory of this rank alone if there is no room for all."""
         if not shapes:
             return {}
         starts: list[dict[str, Extent]] = []
@@ -109,7 +111,7 @@ class SharedLine(Line):
             end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             mapped = share_file(end, group=self.group, owned=list(starts[self.position].values()))
-        except SharedMemoryUnavailable as error:  # on all ranks of the line
+        except SharedMemoryUnavailable as error:  # on all ranks of the group
             if self.position == 0:
                 _log.warning("no shared memory for weights on axis %s (%s): their blocks are copied", self.axis, error)
             return super().homes(shapes, dtypes=dtypes, device=device)
@@ -230,14 +232,14 @@ class _Lane:
     """Slots of every rank, and how far each rank is (see [Note: lanes]).
 
     Args:
-        line: the ranks.
+        axis_group: the ranks.
         num_slots: that each rank has.
         num_readers: whom a rank tells separately that there is something; 1 if all are told at once.
         patience: how to wait.
     """
 
-    def __init__(self, line: Line, *, num_slots: int, num_readers: int, patience: Patience) -> None:
-        self.line, self.patience = line, patience
+    def __init__(self, axis_group: AxisGroup, *, num_slots: int, num_readers: int, patience: Patience) -> None:
+        self.axis_group, self.patience = axis_group, patience
         self._num_slots, self._num_readers = num_slots, num_readers
         self.next = self._base = _STEP
         self.is_open = False
@@ -247,7 +249,7 @@ class _Lane:
     def begin(self) -> int:
         """The number of the next operation; this rank is past all before it."""
         if self.is_open:
-            raise AssertionError("an operation began on a line before the last one was over")
+            raise AssertionError("an operation began on an axis group before the last one was over")
         self.is_open = True
         number, self.next = self.next, self.next + 1
         self.past(number)
@@ -255,7 +257,7 @@ class _Lane:
 
     def past(self, number: int) -> None:
         """This rank is done with all operations before that one."""
-        done = self.memory.done[self.line.position]
+        done = self.memory.done[self.axis_group.position]
         if done[0] < number:
             announce(done, 0, number, fence=self.fence)
 
@@ -264,9 +266,10 @@ class _Lane:
         if num_bytes > self.memory.slot_bytes:
             try:
                 self.memory = self._make(num_bytes)
-            except SharedMemoryUnavailable as error:  # on all ranks of the line
+            except SharedMemoryUnavailable as error:  # on all ranks of the group
                 raise RankFailure(
-                    f"axis {self.line.axis!r}: shared memory for blocks of {num_bytes:,} bytes cannot be had: {error}. "
+                    f"axis {self.axis_group.axis!r}: shared memory for blocks of {num_bytes:,} bytes cannot be had: "
+                    f"{error}. "
                     "Write transport=messages, or make room there"
                 ) from None
             self.past(self.next - 1)
@@ -278,14 +281,14 @@ class _Lane:
         self.past(self._base)
 
     def own_slots(self) -> list[Tensor]:
-        return [self.memory.slots[self.line.position][slot] for slot in range(self._num_slots)]
+        return [self.memory.slots[self.axis_group.position][slot] for slot in range(self._num_slots)]
 
     def close(self) -> None:
         """Lets go of the memory, which is gone once all ranks have."""
         del self.memory
 
     def _make(self, num_bytes: int) -> _Memory:
-        return _Memory(self.line, num_slots=self._num_slots, num_readers=self._num_readers, slot_bytes=num_bytes)
+        return _Memory(self.axis_group, num_slots=self._num_slots, num_readers=self._num_readers, slot_bytes=num_bytes)
 
 
 class _Memory:
@@ -298,18 +301,18 @@ class _Memory:
         slots: per rank and slot, its bytes.
     """
 
-    def __init__(self, line: Line, *, num_slots: int, num_readers: int, slot_bytes: int) -> None:
+    def __init__(self, axis_group: AxisGroup, *, num_slots: int, num_readers: int, slot_bytes: int) -> None:
         slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         words = _WORDS * (1 + num_readers)
         header = -(-8 * words // mmap.PAGESIZE) * mmap.PAGESIZE
         of_rank = header + num_slots * slot_bytes
 
-        own = Extent(line.position * of_rank, of_rank)
-        self._map = share_file(line.size * of_rank, group=line.group, owned=[own])
+        own = Extent(axis_group.position * of_rank, of_rank)
+        self._map = share_file(axis_group.size * of_rank, group=axis_group.group, owned=[own])
         flat = torch.frombuffer(self._map, dtype=torch.uint8)
         self.slot_bytes = slot_bytes
         self.done, self.published, self.slots = [], [], []
-        for rank in range(line.size):
+        for rank in range(axis_group.size):
             start = rank * of_rank
             numbers = np.frombuffer(self._map, dtype=np.int64, count=words, offset=start)
             self.done.append(numbers[:1])
@@ -350,10 +353,10 @@ class _Operation:
 
     def publish(self, tensor: Tensor, *, slot: int, reader: int) -> None:
         """Copies `tensor` where others read it. Waits until the slot is free."""
-        lane, memory, me = self._lane, self._memory, self._lane.line.position
+        lane, memory, me = self._lane, self._memory, self._lane.axis_group.position
         everybody = memory.published[me].shape[0] == 1
         # Two slots take turns, so everybody is past the operation before the last; else the last was read by `reader`.
-        for rank in [r for r in range(lane.line.size) if r != me] if everybody else [reader]:
+        for rank in [r for r in range(lane.axis_group.size) if r != me] if everybody else [reader]:
             self._wait(memory.done[rank], 0, self.number - 1 if everybody else self.number, rank)
         room = memory.slots[me][slot][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         room.copy_(tensor)
@@ -368,23 +371,23 @@ class _Operation:
     def _wait(self, numbers: np.ndarray, index: int, at_least: int, rank: int) -> None:
         if numbers[index] >= at_least:
             return
-        patience, line = self._lane.patience, self._lane.line
-        here, line.place.peer = line.place.now, line.ranks[rank] + 1
-        line.place.now = at(Operation.AWAIT_BLOCK)
+        patience, axis_group = self._lane.patience, self._lane.axis_group
+        here, axis_group.status.peer = axis_group.status.now, axis_group.ranks[rank] + 1
+        axis_group.status.now = at(Operation.AWAIT_BLOCK)
         patience.wait(
             lambda: numbers[index] >= at_least,
             whom=lambda: rank,
-            ranks=line.ranks,
+            ranks=axis_group.ranks,
             what="a block of it",
             late=lambda: (
-                f"position {line.position} on axis {line.axis!r} waited {patience.timeout_s:.0f} s for position "
-                f"{rank}, which is late or gone"
+                f"position {axis_group.position} on axis {axis_group.axis!r} waited {patience.timeout_s:.0f} s for "
+                f"position {rank}, which is late or gone"
             ),
         )
-        line.place.now = here
+        axis_group.status.now = here
 
 
-def make_line(mesh: DeviceMesh, axis: str, *, transport: str, device: torch.device) -> Line:
+def make_axis_group(mesh: DeviceMesh, axis: str, *, transport: str, device: torch.device) -> AxisGroup:
     """The ranks that this rank shares an axis of `mesh` with. All ranks of the mesh call it.
 
     Args:
@@ -396,20 +399,20 @@ def make_line(mesh: DeviceMesh, axis: str, *, transport: str, device: torch.devi
     Raises:
         ConfigError: shared memory was asked for and cannot be had.
     """
-    line = Line.along(mesh, axis)
-    if transport == "messages" or line.size == 1:
-        return line
-    if transport == "auto" and (device.type != "cpu" or dist.get_backend(line.group) == "fake"):
-        return line
+    axis_group = AxisGroup.along(mesh, axis)
+    if transport == "messages" or axis_group.size == 1:
+        return axis_group
+    if transport == "auto" and (device.type != "cpu" or dist.get_backend(axis_group.group) == "fake"):
+        return axis_group
     if device.type != "cpu":
         raise ConfigError(
             f"transport=shared_memory works between CPU ranks, not on {device.type}. Write transport=auto"
         )
     try:
-        return SharedLine(line, timeout_s=group_timeout_s(mesh[axis], device=device))
-    except SharedMemoryUnavailable as error:  # on all ranks of the line
+        return SharedAxisGroup(axis_group, timeout_s=group_timeout_s(mesh[axis], device=device))
+    except SharedMemoryUnavailable as error:  # on all ranks of the group
         if transport == "shared_memory":
             raise ConfigError(f"transport=shared_memory is not possible: {error}. Write transport=auto") from None
-        if line.position == 0:
+        if axis_group.position == 0:
             _log.warning("no shared memory on axis %s (%s): blocks travel as messages instead", axis, error)
-        return line
+        return axis_group

@@ -22,7 +22,7 @@ from rotorch.core.errors import RankFailure
 _LOOK_EVERY_S = 0.01
 
 
-def own_store(shared: dist.Store, *, rank: int, num_ranks: int, timeout_s: float) -> dist.Store:
+def fresh_store(shared: dist.Store, *, rank: int, num_ranks: int, timeout_s: float) -> dist.Store:
     """The part of a store that only the ranks of this start write to. All ranks.
 
     Args:

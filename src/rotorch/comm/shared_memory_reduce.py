@@ -46,33 +46,35 @@ _AGAIN = "Start the ranks again, from a checkpoint"
 Combine = Callable[[Tensor, Tensor], Any]
 Listener = Callable[[str, int, int], None]
 
-_meetings: WeakKeyDictionary[dist.ProcessGroup, Meeting | None] = WeakKeyDictionary()
+_shared_reduces: WeakKeyDictionary[dist.ProcessGroup, SharedMemoryReduce | None] = WeakKeyDictionary()
 _listeners: list[Listener] = []
 
 
-def open_meeting(group: dist.ProcessGroup, *, device: torch.device) -> None:
+def open_shared_reduce(group: dist.ProcessGroup, *, device: torch.device) -> None:
     """From now on the ranks of `group` meet in shared memory, if they can. All of them call it.
 
     They can if they compute on CPU, on one host, and there is room. The memory lives as long as the group.
     """
-    if group in _meetings or not goes_by_exchange(group, device=device):
+    if group in _shared_reduces or not goes_by_exchange(group, device=device):
         return
     try:
-        _meetings[group] = Meeting(group, timeout_s=group_timeout(group, device=device).total_seconds())
+        _shared_reduces[group] = SharedMemoryReduce(
+            group, timeout_s=group_timeout(group, device=device).total_seconds()
+        )
     except SharedMemoryUnavailable:  # on all ranks of the group
-        _meetings[group] = None
+        _shared_reduces[group] = None
 
 
-def meeting_of(group: dist.ProcessGroup, *, tensor: Tensor) -> Meeting | None:
+def shared_reduce_of(group: dist.ProcessGroup, *, tensor: Tensor) -> SharedMemoryReduce | None:
     """Where the ranks of `group` meet to sum such a tensor; None if it must be sent."""
     if tensor.device.type != "cpu" or tensor.nbytes * group.size() > MOST_BYTES:
         return None
-    return _meetings.get(group)
+    return _shared_reduces.get(group)
 
 
-def close_meeting(group: dist.ProcessGroup) -> None:
+def close_shared_reduce(group: dist.ProcessGroup) -> None:
     """Sums over `group` are sent again, and the memory is free. All of its ranks."""
-    _meetings.pop(group, None)
+    _shared_reduces.pop(group, None)
 
 
 @contextmanager
@@ -85,7 +87,7 @@ def listening(listener: Listener) -> Iterator[None]:
         _listeners.remove(listener)
 
 
-class Meeting:
+class SharedMemoryReduce:
     """One rank's place where those of a group meet. All of them make it together.
 
     Args:
