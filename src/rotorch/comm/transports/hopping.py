@@ -25,15 +25,15 @@ Gradients hop too, in one slot and through a bounce of their own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.comm.ring import GradientBuffer, Visit
 from rotorch.comm.status_word import Operation, at
+from rotorch.comm.transports.message_ring import MessageRing
 from rotorch.comm.transports.messages import Bounce, Hop
 from rotorch.comm.wire import Wire
 from rotorch.core.errors import RankFailure
@@ -41,7 +41,7 @@ from rotorch.core.errors import RankFailure
 _PATIENCE_S = 20.0  # after an exception, for the other ranks to have raised it too; less than anybody's timeout
 
 
-class HoppingRing(Ring):
+class HoppingRing(MessageRing):
     """See the module's notes. All ranks of `mesh` must make it together.
 
     Args:
@@ -53,10 +53,6 @@ class HoppingRing(Ring):
         timeout_s: a neighbour that is later than this counts as gone.
     """
 
-    moves_weights = True
-    defers_adds = False  # a slot must be free for the next unit
-    name = "send_receive"
-
     def __init__(
         self,
         *,
@@ -67,27 +63,20 @@ class HoppingRing(Ring):
         wire: Wire | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self._wire = wire = wire or Wire(home_dtype=dtype, dtype=dtype)
+        self._homes_travel = wire is None or wire.as_at_home
+        rooms = [max(n) for n in numels]
         super().__init__(
-            size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype, wire_dtype=wire.dtype
+            mesh=mesh,
+            numels=numels,
+            dtype=dtype,
+            device=device,
+            wire=wire,
+            rooms=rooms if self._homes_travel else None,
+            timeout_s=timeout_s,
         )
-        ranks = mesh.mesh.tolist()
-        patience_s = min(_PATIENCE_S, timeout_s / 2)
-        self._weight_group, self._gradient_group, self._agreement_group = (
-            dist.new_group(ranks, timeout=timedelta(seconds=limit), use_local_synchronization=True)
-            if self.size > 1
-            else None
-            for limit in (timeout_s, timeout_s, patience_s)
-        )
-        self._homes_travel = wire.as_at_home
-        largest = max((max(n) for n in self.numels), default=0)
-        home = [n[self.position] for n in self.numels]
-        rooms = [max(n) for n in self.numels] if self._homes_travel else home
-        self._home_weights = torch.empty(sum(rooms), dtype=dtype, device=device)
-        self._home_gradients = torch.empty(sum(home), dtype=dtype, device=device)
-        self._rooms = self._home_weights.split(rooms)
-        self._weights = [room[:numel] for room, numel in zip(self._rooms, home, strict=True)]
-        self._gradients = self._home_gradients.split(home)
+        self._agreement_group = self._new_group(min(_PATIENCE_S, timeout_s / 2))
+        wire, largest = self._wire, self._largest
+        self._rooms = self._home_weights.split(rooms) if self._homes_travel else ()
         length, travels = wire.length(largest), self.size > 1
         self._traveller = torch.empty(0 if self._homes_travel else length, dtype=wire.message_dtype, device=device)
         self._unpacked = torch.empty(largest if wire.packs else 0, dtype=wire.dtype, device=device)
@@ -99,16 +88,6 @@ class HoppingRing(Ring):
         self._hop: Hop | None = None
         self._gradient_hop: Hop | None = None
         self._lost: str | None = None
-
-    def home_weights(self, item: int) -> Tensor:
-        return self._weights[item]
-
-    def home_gradients(self, item: int) -> Tensor:
-        return self._gradients[item]
-
-    @property
-    def all_home_gradients(self) -> Tensor:
-        return self._home_gradients
 
     def slots(self) -> list[Tensor]:
         buffers = [self._traveller, self._unpacked, self._bounce.memory]

@@ -21,8 +21,6 @@ At each step every rank sends its home slice to one reader and receives one.
     ranks' parts is still on its way then, and is added when the slot that it comes into is needed for another slice,
     at the end of a step at the latest. A home gradient is so made of own part, then arrival, pass after pass: an order
     that no timing changes, the same on all ranks.
-
-Weights and gradients travel in groups of their own, so neither waits for the other or for anyone's collectives.
 """
 
 from __future__ import annotations
@@ -30,16 +28,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import islice
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.comm.ring import GradientBuffer, Visit
 from rotorch.comm.status_word import Operation, at
+from rotorch.comm.transports.message_ring import MessageRing
 from rotorch.comm.transports.messages import Exchange
 from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.wire import Wire
@@ -64,7 +61,7 @@ class _Owed:
     hop: Exchange
 
 
-class SendReceiveRing(Ring):
+class SendReceiveRing(MessageRing):
     """See the module's notes. All ranks of `mesh` must make it together.
 
     Args:
@@ -77,10 +74,6 @@ class SendReceiveRing(Ring):
         timeout_s: a neighbour that is later than this counts as gone.
     """
 
-    moves_weights = True
-    defers_adds = False  # a slot must be free for the next unit
-    name = "send_receive"
-
     def __init__(
         self,
         *,
@@ -92,21 +85,8 @@ class SendReceiveRing(Ring):
         ahead: int = 1,
         timeout_s: float = 600.0,
     ) -> None:
-        self._wire = wire = wire or Wire(home_dtype=dtype, dtype=dtype)
-        super().__init__(
-            size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype, wire_dtype=wire.dtype
-        )
-        ranks, timeout = mesh.mesh.tolist(), timedelta(seconds=timeout_s)
-        self._weight_group, self._gradient_group = (
-            dist.new_group(ranks, timeout=timeout, use_local_synchronization=True) if self.size > 1 else None
-            for _ in range(2)
-        )
-        home = [n[self.position] for n in self.numels]
-        self._home_weights = torch.empty(sum(home), dtype=dtype, device=device)
-        self._home_gradients = torch.empty(sum(home), dtype=dtype, device=device)
-        self._weights = self._home_weights.split(home)
-        self._gradients = self._home_gradients.split(home)
-        largest = max((max(n) for n in self.numels), default=0)
+        super().__init__(mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, timeout_s=timeout_s)
+        wire, largest = self._wire, self._largest
         length, travels = wire.length(largest), self.size > 1
         if ahead > 1 and not wire.as_at_home:
             raise AssertionError("what is sent lies in one buffer, which two messages under way would need")
@@ -126,16 +106,6 @@ class SendReceiveRing(Ring):
         """Fetches under way, in the order of their visits."""
         self._passes = Passes(size=self.size)
 
-    def home_weights(self, item: int) -> Tensor:
-        return self._weights[item]
-
-    def home_gradients(self, item: int) -> Tensor:
-        return self._gradients[item]
-
-    @property
-    def all_home_gradients(self) -> Tensor:
-        return self._home_gradients
-
     def slots(self) -> list[Tensor]:
         return [b for b in (*self._slots, self._unpacked, self._message, *self._gradient_slots) if b.numel()]
 
@@ -153,8 +123,6 @@ class SendReceiveRing(Ring):
         self._drain()
 
     def close(self) -> None:
-        # The groups stay: torch names a group after its ranks, and a new one of the same name would meet the old one's
-        # addresses in the store and fail to connect.
         self._drain()
 
     def _drain(self) -> None:

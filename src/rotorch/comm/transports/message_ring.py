@@ -1,0 +1,82 @@
+"""The part that rings over point-to-point messages share: groups of ranks, home buffers, the exchange with a neighbour.
+
+Weights and gradients travel in groups of their own, so neither waits for the other or for anyone's collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.ring import Ring
+from rotorch.comm.wire import Wire
+
+
+class MessageRing(Ring):
+    """A ring whose slices and gradients are sent. All ranks of `mesh` must make it together.
+
+    Args:
+        mesh: the ring's ranks.
+        numels: elements of each slice, `numels[item][index]`.
+        dtype: of slices at home and of gradients.
+        device: of all buffers.
+        wire: form in which slices travel; by default as they are at home.
+        rooms: elements of each item's home buffer, where other slices take turns in it; by default its own slice's.
+        timeout_s: a neighbour that is later than this counts as gone.
+    """
+
+    moves_weights = True
+    defers_adds = False  # a slot must be free for the next unit
+    name = "send_receive"
+
+    def __init__(
+        self,
+        *,
+        mesh: DeviceMesh,
+        numels: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        device: torch.device,
+        wire: Wire | None,
+        rooms: Sequence[int] | None = None,
+        timeout_s: float,
+    ) -> None:
+        self._wire = wire = wire or Wire(home_dtype=dtype, dtype=dtype)
+        super().__init__(
+            size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype, wire_dtype=wire.dtype
+        )
+        self._mesh = mesh
+        self._weight_group, self._gradient_group = (self._new_group(timeout_s) for _ in range(2))
+        home = [n[self.position] for n in self.numels]
+        starts = [0, *accumulate(rooms or home)]
+        self._home_weights = torch.empty(starts[-1], dtype=dtype, device=device)
+        self._home_gradients = torch.empty(sum(home), dtype=dtype, device=device)
+        self._weights = [self._home_weights[s : s + numel] for s, numel in zip(starts, home, strict=False)]
+        self._gradients = self._home_gradients.split(home)
+        self._largest = max((max(n) for n in self.numels), default=0)
+
+    def _new_group(self, timeout_s: float) -> dist.ProcessGroup | None:
+        """Returns a group of the ring's ranks for messages of one kind; None for a single rank. All ranks.
+
+        It lives as long as the process: torch names a group after its ranks, and a new one of the same name would meet
+        the old one's addresses in the store and fail to connect.
+        """
+        if self.size == 1:
+            return None
+        limit = timedelta(seconds=timeout_s)
+        return dist.new_group(self._mesh.mesh.tolist(), timeout=limit, use_local_synchronization=True)
+
+    def home_weights(self, item: int) -> Tensor:
+        return self._weights[item]
+
+    def home_gradients(self, item: int) -> Tensor:
+        return self._gradients[item]
+
+    @property
+    def all_home_gradients(self) -> Tensor:
+        return self._home_gradients
