@@ -1,12 +1,12 @@
-"""Ranks compare what they are about to do, through the store by which they find each other: before the first message.
+"""Comparison of the ranks' commands and files, through the rendezvous store, before the first message is sent.
 
 [Note: one verdict per round]
     Rank 0 writes down a digest of its table of values, and the table. Every other rank compares the digest with its
     own, and only where that differs the table; then it writes down which of its values differ. So where all agree, a
     rank reads one digest and one verdict, and rank 0 two numbers, however many ranks there are.
 
-    A rank that cannot start puts its refusal where the verdict of every round would be. Whoever waits in a round, or
-    comes to one later, reads it there instead of waiting for that rank.
+    A rank that cannot start writes its refusal in place of every round's verdict. Ranks that wait in a round, or reach
+    one later, read it there instead of waiting for that rank.
 
     The store may be a thread of rank 0's process, so nobody leaves before all have read a verdict that ends the job.
     All waiting is polling at growing distances: a wait inside of the store cannot be interrupted, and warns on stderr.
@@ -34,7 +34,7 @@ _AGREED, _REFUSED = "agreed", "refused"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.25
 _LEAVING_PAUSE_S = 0.05
 _FOR_OTHERS_S = 2.0
-"""After the first difference, for other ranks to say whether they differ, too: it decides how many are named."""
+"""Time after the first difference in which other ranks can report theirs: it decides how many ranks are named."""
 _MOST_KEYS, _MOST_RANKS, _MOST_CHARACTERS = 4, 8, 80
 
 
@@ -43,7 +43,7 @@ class Disagreement(ConfigError):
 
 
 class Agreement:
-    """One rank's part in agreeing with the others.
+    """One rank's side of the comparison.
 
     Args:
         store: that all ranks reach, in which nobody has agreed on anything before.
@@ -58,16 +58,16 @@ class Agreement:
         self._readers = num_ranks  # of a verdict that ends the job
 
     def enter(self) -> None:
-        """Takes this rank's place.
+        """Registers this rank.
 
         Raises:
-            ConfigError: another process has it; the caller tells the others by `refuse`.
+            ConfigError: another process has this rank's number; the caller tells the others by `refuse`.
         """
         if self._store.add(f"came/{self._rank}", 1) > 1:
             raise ConfigError(f"RANK={self._rank} was given to two processes. Give each its own, from 0")
 
     def compare(self, table: Table, *, round_number: int, timeout_s: float) -> None:
-        """Returns when `table` is the same on all ranks. All ranks.
+        """Compares `table` with the other ranks' and returns if it is the same on all. All ranks.
 
         Args:
             table: what to compare.
@@ -92,10 +92,12 @@ class Agreement:
                 differs = True
                 store.set(f"differs/{self._rank}", json.dumps(_differences(table, json.loads(store.get("table")))))
                 store.add("differing", 1)
+        # The first difference ends rank 0's wait too: the job ends whoever else is still to come.
         if store.add("arrived", 1) == self._num_ranks or differs:
             store.set("ready", "yes")
         if self._rank == 0:
             self._wait(store, "ready", timeout_s=timeout_s)
+            # A refusal that another rank has written meanwhile stays.
             store.compare_set("verdict", "", json.dumps(self._judge(store, table)))
         self._wait(store, "verdict", timeout_s=timeout_s)
         verdict = json.loads(store.get("verdict"))
@@ -104,7 +106,7 @@ class Agreement:
             raise Disagreement(verdict["text"])
 
     def refuse(self, text: str) -> None:
-        """Tells all ranks that this one does not start, and why; they hear of it in their next comparison."""
+        """Tells all ranks that this one does not start, and the reason; they read it in their next comparison."""
         verdict = json.dumps({"kind": _REFUSED, "text": text, "readers": self._num_ranks})
         for number in range(ROUNDS):
             store = dist.PrefixStore(f"round-{number}", self._store)
@@ -113,7 +115,7 @@ class Agreement:
             store.set("ready", "yes")  # its wait for this rank; both then find the verdict
 
     def leave(self, *, patience_s: float) -> None:
-        """After a refusal or a disagreement: returns when all ranks have heard of it, or after `patience_s`."""
+        """Waits, after a refusal or a disagreement, until all ranks have heard of it, or for `patience_s`."""
         if self._store.add("heard", 1) >= self._readers:
             self._store.set("all heard", "yes")
         end = time.monotonic() + patience_s
@@ -138,8 +140,9 @@ class Agreement:
         return format_ranks(missing) if missing else "other ranks"
 
     def _judge(self, store: dist.Store, table: Table) -> dict[str, Any]:
-        """Rank 0's verdict, when all have come or one of them differs."""
+        """Rank 0's verdict; called when all ranks have come or one of them differs."""
         end = time.monotonic() + _FOR_OTHERS_S
+        # Ranks that come now may differ as well: the message names all that are known by the end of this wait.
         while (arrived := store.add("arrived", 0)) < self._num_ranks and time.monotonic() < end:
             time.sleep(_FIRST_PAUSE_S)
         if not store.add("differing", 0):
@@ -156,6 +159,7 @@ _MISSING = "nothing"
 
 def _differences(ours: Table, theirs: Table) -> dict[str, str]:
     """This rank's values, as text, of all keys that are not the same; `_MISSING` where it has none."""
+    # `theirs` has been through JSON, which turns tuples into lists.
     ours = json.loads(json.dumps(ours))
     keys = [key for key in {**theirs, **ours} if ours.get(key, _MISSING) != theirs.get(key, _MISSING)]
     return {key: _text(ours, key) for key in keys}

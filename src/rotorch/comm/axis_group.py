@@ -1,4 +1,4 @@
-"""The ranks along one axis of a mesh, and what they send each other: blocks of a grid of ranks, sums over one side."""
+"""The ranks along one axis of a mesh and their communication: blocks of a grid of ranks, sums over one side."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 """By name: the shape of the block that the rank at each position has."""
 
 Wait = Callable[[], None]
-"""Waits for something that is under way: what was given for it must stay as it is until then."""
+"""Waits for a message under way; its tensors must not change before that."""
 
 
 class Sums(Protocol):
     """Sums of parts that ranks of a group make for each other."""
 
     def add(self, part: Tensor, *, target: int) -> None:
-        """This rank's part of what belongs to the rank at `target`; it may be overwritten."""
+        """Adds this rank's part of the sum that belongs to the rank at `target`; `part` may be overwritten."""
 
     def mine(self) -> Tensor:
-        """After `add` for every target: the sum that belongs to this rank."""
+        """Returns the sum that belongs to this rank; called after `add` for every target."""
 
 
 @dataclass(eq=False)
 class AxisGroup:
-    """This rank and those that differ from it on one axis only. Every method is called by all of them, in one order.
+    """This rank and the ranks that differ from it on one axis only. All of them call every method, in one order.
 
     This one sends messages; `SharedAxisGroup` (`comm/shared_axis_group.py`) reads in place. With a single rank
     nothing is sent.
@@ -45,7 +45,7 @@ class AxisGroup:
         size: number of ranks.
         position: this rank's, 0-based.
         group: their process group; None for a single rank.
-        status: where this rank writes down that it waits for another one of the group, if it knows that it does.
+        status: status word that says which rank of the group this one waits for, where that is known.
     """
 
     transport: ClassVar[str] = "messages"
@@ -58,11 +58,11 @@ class AxisGroup:
 
     @cached_property
     def ranks(self) -> list[int]:
-        """The ranks of the job that these are, by position."""
+        """Global ranks of the group, by position."""
         return list(range(self.size)) if self.group is None else dist.get_process_group_ranks(self.group)
 
     def write_status_to(self, status: StatusWord) -> None:
-        """From now on writes down on `status` whom this rank waits for."""
+        """Makes this rank write to `status`, from now on, which rank it waits for."""
         self.status = status
 
     @staticmethod
@@ -74,19 +74,19 @@ class AxisGroup:
         return AxisGroup(axis, size, mesh.get_local_rank(axis) if size > 1 else 0, group)
 
     def broadcast(self, block: Tensor, *, source: int) -> Wait:
-        """Starts sending `block` of the rank at `source` to all, who give one to be overwritten. Contiguous."""
+        """Starts sending `block` of the rank at `source` to all; the others' is overwritten. Contiguous."""
         if self.group is None or not block.numel():
             return _nothing
         return _waiting(dist.broadcast(block, group_src=source, group=self.group, async_op=True))
 
     def reduce(self, part: Tensor, *, target: int) -> Wait:
-        """Starts summing `part` over all ranks, into that of the rank at `target`; the others' are of no more use."""
+        """Starts summing `part` over all ranks into that of the rank at `target`; the others' may be overwritten."""
         if self.group is None or not part.numel():
             return _nothing
         return _waiting(dist.reduce(part, group_dst=target, group=self.group, async_op=True))
 
     def homes(self, shapes: Shapes, *, dtypes: Mapping[str, torch.dtype], device: torch.device) -> dict[str, Tensor]:
-        """Memory for this rank's blocks that change in between steps only, so that others can read them (`blocks`).
+        """Memory for this rank's blocks that change between steps only, so that other ranks can read them (`blocks`).
 
         By name, uninitialised; all ranks give the same names in one order.
         """
@@ -96,7 +96,7 @@ class AxisGroup:
         }
 
     def blocks(self, mine: Tensor, *, shapes: Sequence[tuple[int, ...]] | None = None) -> Iterator[Tensor]:
-        """Every rank's block, in the order of positions; while one is in use the next is under way.
+        """Yields every rank's block, in the order of positions; while one is in use the next is under way.
 
         Args:
             mine: this rank's block, contiguous.
@@ -114,6 +114,7 @@ class AxisGroup:
             block, wait = coming
             wait()
             if source + 1 < self.size:
+                # Before this block is given out: the next one travels while the caller computes with this one.
                 coming = send_for(source + 1)
             yield block
 
@@ -122,7 +123,7 @@ class AxisGroup:
         return _Reductions(self)
 
     def start(self) -> None:
-        """Before a step, after all ranks have met."""
+        """Begins a step; called after a meeting of all ranks."""
         return None
 
     def close(self) -> None:
@@ -130,7 +131,7 @@ class AxisGroup:
         return None
 
     def slots(self) -> list[Tensor]:
-        """Buffers for what ranks give each other that are there from step to step."""
+        """Communication buffers that stay from step to step."""
         return []
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -197,9 +198,10 @@ class AxisGroup:
         return message.wait  # type: ignore[no-any-return]
 
     def all_equal(self, value: int) -> bool:
-        """Whether all ranks gave the same number."""
+        """Returns True if all ranks gave the same number."""
         if self.group is None:
             return True
+        # The maximum of the negatives is the minimum: one reduction gives both ends.
         ends = torch.tensor([value, -value], dtype=torch.int64)
         dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=self.group)
         return int(ends[0]) == -int(ends[1])
@@ -217,6 +219,7 @@ class _Reductions:
         self._under_way.append((part, self._axis_group.reduce(part, target=target)))
         if target == self._axis_group.position:
             self._mine = part
+        # One reduction travels while the caller makes the next part; the memory of earlier parts is free.
         self._finish(at_most=1)
 
     def mine(self) -> Tensor:

@@ -34,13 +34,13 @@ def _groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:
 
 
 def open_shared_reduces(mesh: DeviceMesh, *, device: torch.device) -> None:
-    """From now on small sums over `mesh`, and over each of its axes, go through shared memory where they can."""
+    """Makes small sums over `mesh`, and over each of its axes, go through shared memory from now on, where they can."""
     for group in (*_groups(mesh), *_groups_of_axes(mesh)):
         open_shared_reduce(group, device=device)
 
 
 def close_shared_reduces(mesh: DeviceMesh) -> None:
-    """Gives back what `open_shared_reduces` took for the axes of `mesh`; all ranks of the job go on meeting as such."""
+    """Frees the memory of `open_shared_reduces` for the axes of `mesh`; that of the world's group stays."""
     for group in _groups_of_axes(mesh):
         close_shared_reduce(group)
 
@@ -61,6 +61,7 @@ def all_reduce_sum(tensor: Tensor, *, mesh: DeviceMesh) -> Tensor:
 
 def common_seed(*, mesh: DeviceMesh) -> int:
     """Draws a seed, the same on all ranks of `mesh`: that of the first one. All ranks' generators go on alike."""
+    # Every rank draws, so all generators advance alike; the factor leaves only the first rank's number in the sum.
     first = not any(mesh.get_coordinate() or [0])
     return int(all_reduce_sum(torch.randint(2**62, ()) * first, mesh=mesh))
 
@@ -68,13 +69,14 @@ def common_seed(*, mesh: DeviceMesh) -> int:
 def all_reduce_sum_later(tensor: Tensor, *, mesh: DeviceMesh) -> Callable[[], Tensor]:
     """Starts summing `tensor` over all ranks of `mesh`, in place; the returned function waits for it and returns it.
 
-    What goes through shared memory is summed when it is waited for, by all ranks in the same order.
+    A sum through shared memory is made when it is waited for, so all ranks must wait for their sums in the same order.
     """
     groups = list(_groups(mesh))
     if len(groups) != 1:  # several groups must follow one another
         all_reduce_sum(tensor, mesh=mesh)
         return lambda: tensor
     if shared_reduce_of(groups[0], tensor=tensor) is not None:
+        # Cached: the sum is in place, so a second call of the returned function must not add again.
         return cache(partial(all_reduce_sum, tensor, mesh=mesh))
     work = dist.all_reduce(tensor, group=groups[0], async_op=True)
 
@@ -88,6 +90,7 @@ def all_reduce_sum_later(tensor: Tensor, *, mesh: DeviceMesh) -> Callable[[], Te
 def all_reduce_each(tensors: Sequence[Tensor], *, mesh: DeviceMesh) -> None:
     """Sums each tensor over all ranks of `mesh`, in place; all of them are under way at once."""
     for group in _groups(mesh):
+        # All are posted before the first wait, so that their latencies overlap.
         works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors if tensor.numel()]
         for work in works:
             work.wait()
@@ -110,7 +113,7 @@ def all_reduce_min(value: float, *, mesh: DeviceMesh) -> float:
 
 
 def any_rank(flag: bool, *, mesh: DeviceMesh) -> bool:
-    """Whether `flag` holds on any rank of `mesh`."""
+    """Returns True if `flag` holds on any rank of `mesh`."""
     return all_reduce_max(1.0 if flag else 0.0, mesh=mesh) > 0
 
 
@@ -124,14 +127,14 @@ def gather_objects(value: Any, *, mesh: DeviceMesh) -> list[Any]:
 
 
 def group_timeout_s(mesh: DeviceMesh, *, device: torch.device) -> float:
-    """After how many seconds a rank of a one-axis mesh gives up waiting for another one: what its group was given."""
+    """Seconds after which a rank of a one-axis mesh gives up waiting for another one: its process group's timeout."""
     return _ALONE_S if mesh.size() == 1 else group_timeout(mesh.get_group(), device=device).total_seconds()
 
 
 def own_group(*, mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """A group over all ranks of `mesh` on CPU, for what a thread tells its like while ranks compute. All ranks.
+    """Makes a gloo group over all ranks of `mesh`, for messages of background threads while ranks compute. All ranks.
 
-    None for one rank alone.
+    Returns None for one rank alone.
     """
     if mesh.size() == 1 or dist.group.WORLD is None:
         return None

@@ -1,4 +1,4 @@
-"""Gathers and sums over gloo as direct messages: every rank sends each other one what that is to have.
+"""All-gather and reduce-scatter over gloo as direct messages: every rank sends each other rank its part.
 
 Torch's reduce-scatter over gloo is an all-reduce of a copy (2.13: twice a ring's bytes on two ranks, more on more, and
 memory for all that is summed), and its all-gather goes through a copy of the whole. Sent directly, bytes are those of
@@ -23,14 +23,14 @@ from torch.profiler import record_function
 from rotorch.core.traffic import Kind
 
 BLOCKS = {Kind.ALL_GATHER: "rotorch.all_gather", Kind.REDUCE_SCATTER: "rotorch.reduce_scatter"}
-"""Names of the profiler's blocks in which messages are sent that make up one collective."""
+"""Names of the profiler's blocks; the messages inside one block make up one collective."""
 
 _TAGS = {Kind.ALL_GATHER: 1, Kind.REDUCE_SCATTER: 2}
 _AHEAD = 2  # parts of a sum that may come while nobody has added the one before
 
 
 def goes_by_exchange(group: dist.ProcessGroup, *, device: torch.device) -> bool:
-    """Whether a group's collectives on a device's tensors are better sent as these messages."""
+    """Returns True if a group's collectives on a device's tensors are better sent as these messages."""
     return device.type == "cpu" and "cpu:gloo" in str(dist.get_backend_config(group))
 
 
@@ -42,7 +42,9 @@ def gather_each(wholes: Sequence[Tensor], parts: Sequence[Tensor], *, group: dis
     size, position = group.size(), group.rank()
     slots, parts = _cut(wholes, size), [part.view(-1) for part in parts if part.numel()]
     for rows, part in zip(slots, parts, strict=True):
+        # Our own part needs no message.
         rows[position].copy_(part)
+    # Receives before sends, each straight into its rows of the whole: gloo then buffers nothing.
     works = [
         _receive(rows[source], source=source, group=group, kind=Kind.ALL_GATHER)
         for rows in slots
@@ -58,13 +60,14 @@ def gather_each(wholes: Sequence[Tensor], parts: Sequence[Tensor], *, group: dis
 
 
 def sum_each(parts: Sequence[Tensor], wholes: Sequence[Tensor], *, group: dist.ProcessGroup) -> Callable[[], None]:
-    """Starts summing each whole over all ranks, this rank's share of it into a part; the returned function waits.
+    """Starts summing each whole over all ranks, this rank's share of each into a part; the returned function waits.
 
     Contiguous. All ranks of `group`; see [Note: order].
     """
     size, position = group.size(), group.rank()
     shares, parts = _cut(wholes, size), [part.view(-1) for part in parts if part.numel()]
     for part, rows in zip(parts, shares, strict=True):
+        # Our own share begins the sum; the others' are added to it as they arrive.
         part.copy_(rows[position])
     to_come = deque((part, source) for part in parts for source in _others(position, size, step=-1))
     coming: deque[tuple[Tensor, Tensor, dist.Work]] = deque()
@@ -86,6 +89,7 @@ def sum_each(parts: Sequence[Tensor], wholes: Sequence[Tensor], *, group: dist.P
 
     def end() -> None:
         while coming:
+            # In the order of posting, which is the one in which gloo fills the buffers ([Note: order]).
             _add(*coming.popleft())
             receive_next()
         _wait(works)
@@ -94,12 +98,12 @@ def sum_each(parts: Sequence[Tensor], wholes: Sequence[Tensor], *, group: dist.P
 
 
 def _cut(wholes: Sequence[Tensor], size: int) -> list[Tensor]:
-    """Of each that has elements: every rank's `[size, n]`."""
+    """Views of the non-empty wholes as `[size, n]`, a row per rank."""
     return [whole.view(size, -1) for whole in wholes if whole.numel()]
 
 
 def _others(position: int, size: int, *, step: int) -> list[int]:
-    """The other positions, so that at each place of the list every rank is named by one rank."""
+    """The other positions, ordered so that the ranks' n-th entries are all different."""
     return [(position + step * distance) % size for distance in range(1, size)]
 
 
@@ -110,8 +114,9 @@ def _send(part: Tensor, *, to: int, group: dist.ProcessGroup, kind: Kind) -> dis
 
 
 def _receive(buffer: Tensor, *, source: int, group: dist.ProcessGroup, kind: Kind) -> dist.Work:
+    # A message goes to the oldest receive of its tag: so the two kinds of collectives never mix.
     work = dist.irecv(buffer, group=group, group_src=source, tag=_TAGS[kind])
-    assert work is not None
+    assert work is not None  # as in `_send`
     return work
 
 

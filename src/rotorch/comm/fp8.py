@@ -60,6 +60,7 @@ class Fp8Wire(Wire):
         for start in range(0, home.numel(), _PIECE):
             piece = slice(start, start + _PIECE)
             message = torch.empty(self.length(home[piece].numel()), dtype=torch.uint8, device=home.device)
+            # A rank rounds its own slice as messages round it for the others: all must compute with the same weights.
             self.pack(home[piece], message)
             self.unpack(message, out[piece])
 

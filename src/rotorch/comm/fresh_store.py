@@ -1,13 +1,13 @@
-"""A store of their own for ranks that torchrun starts: what those of an earlier start have written is not in it.
+"""A store for the ranks of one torchrun start: entries that the ranks of an earlier start have written are not in it.
 
 [Note: started again]
-    torchrun lets ranks use the store through which it finds its own nodes, and that one outlives them. Ranks that are
-    started again would find the addresses of those that are gone there: "Gloo connectFullMesh failed". So each start
-    has a prefix of its own, which rank 0 makes up. No variable names it: how often it has started them each node counts
-    for itself, and ranks that are started because a node came or went count as the same start.
+    torchrun lets ranks use the store through which it finds its own nodes, and that store outlives them. Ranks that are
+    started again would find the addresses of dead ranks there: "Gloo connectFullMesh failed". So each start
+    has a prefix of its own, which rank 0 makes up. No environment variable can serve: each node counts its restarts for
+    itself, and ranks that are started again because a node came or went keep the old count.
 
-    Another rank must not take the prefix of an earlier start for this one's. It writes a number that nobody has used
-    before and waits for an answer to that. Rank 0 answers whatever number it finds, until the rank has taken it.
+    Another rank must not take the prefix of an earlier start for this one's. It writes a new random number and waits
+    for the answer to that number. Rank 0 answers each number that it finds, until the rank has taken the prefix.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _LOOK_EVERY_S = 0.01
 
 
 def fresh_store(shared: dist.Store, *, rank: int, num_ranks: int, timeout_s: float) -> dist.Store:
-    """The part of a store that only the ranks of this start write to. All ranks.
+    """Returns the part of a store that only the ranks of this start write to. All ranks.
 
     Args:
-        shared: the store, in which there may be anything.
+        shared: the store, which may hold anything already.
         rank: this one.
         num_ranks: how many there are.
         timeout_s: how long to wait for others.
@@ -40,11 +40,12 @@ def fresh_store(shared: dist.Store, *, rank: int, num_ranks: int, timeout_s: flo
 
 
 def _invite(store: dist.Store, *, num_ranks: int, timeout_s: float) -> str:
-    """Rank 0: tells all others a prefix that nobody has used."""
+    """Tells all other ranks a new prefix; called by rank 0."""
     prefix, end = secrets.token_hex(8), time.monotonic() + timeout_s
     for rank in range(1, num_ranks):
         while not store.check([f"taken/{prefix}/{rank}"]):
             if store.check([f"asks/{rank}"]):
+                # May still be a number of an earlier start: read again until the rank has taken the prefix.
                 asked = store.get(f"asks/{rank}").decode()
                 store.set(f"answer/{asked}", prefix)
             if time.monotonic() > end:
@@ -54,7 +55,7 @@ def _invite(store: dist.Store, *, num_ranks: int, timeout_s: float) -> str:
 
 
 def _ask(store: dist.Store, *, rank: int) -> str:
-    """Another rank: asks for it; waits as long as the store does."""
+    """Asks rank 0 for the prefix; called by every other rank. Waits as long as the store's timeout."""
     asked = secrets.token_hex(8)
     store.set(f"asks/{rank}", asked)
     prefix = store.get(f"answer/{asked}").decode()

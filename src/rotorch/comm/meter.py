@@ -43,7 +43,7 @@ _FUNCTIONAL_KINDS = {
     "reduce_scatter_tensor": Kind.REDUCE_SCATTER,
     "reduce_scatter_tensor_coalesced": Kind.REDUCE_SCATTER,
 }
-"""The same operations as DTensor issues them: their input first, their group by its name last."""
+"""The same operations as DTensor issues them: the input comes first, the name of the group last."""
 
 
 _SENDS_NOTHING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}
@@ -60,8 +60,7 @@ class Meter(TorchDispatchMode):
             `mesh.get_group(axis).group_name`).
         num_messages: per kind, how many operations were issued.
         smallest_counted_bytes: operations with a smaller payload (the token count of a step) are left out.
-        not_counted: names of operations that send something but that the meter knows no rule for, and how many there
-            were.
+        not_counted: names of operations that send something but have no rule in the meter, with their number.
     """
 
     def __init__(self, *, smallest_counted_bytes: int = 64) -> None:
@@ -98,6 +97,7 @@ class Meter(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own dispatch issues the operations, and comes back here with each
         if func.namespace == "profiler":
+            # `record_function` encloses messages that make up one collective (`comm/exchange.py`).
             self._notice_block(func, args)
         elif func.namespace in _NAMESPACES:
             self._count(func._schema.name.partition("::")[2], args, functional=func.namespace == "_c10d_functional")
@@ -109,9 +109,8 @@ class Meter(TorchDispatchMode):
             if name not in _SENDS_NOTHING:
                 self.not_counted[name] += 1
             return
-        # In every one of these schemas the last tensors before the process group are what this rank contributes;
-        # gathers come
-        # as (output, input), reductions in place, and the group's size is only in the group object.
+        # In all these schemas the last tensors before the process group are this rank's contribution; gathers come as
+        # (output, input), reductions in place, and only the group object has the group's size.
         if functional:
             size, payload, position, name = group_size(args[-1]), args[0], 0, str(args[-1])
         else:
@@ -120,6 +119,7 @@ class Meter(TorchDispatchMode):
             payload = args[1] if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) else args[0]
         num_bytes = sum(t.numel() * t.element_size() for t in tree_flatten(payload)[0] if isinstance(t, Tensor))
         if kind is Kind.SEND and self._blocks and self._blocks[-1] in _KINDS_OF_BLOCKS:
+            # Added up until the block closes: only all messages together are what the collective sends.
             self._in_block[name] += num_bytes
             return
         if num_bytes < self.smallest_counted_bytes:

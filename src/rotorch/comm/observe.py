@@ -1,12 +1,12 @@
-"""Who computes and who waits: a rank tells an observer what it does and what is under way, for pictures of a step.
+"""Spans of computing, waiting and messages under way on one rank, recorded by an observer for pictures of a step.
 
 Nothing here runs unless somebody observes: `observe_ring` and `observe_waits` put wrappers in place for the time of a
 block and take them away again, so the ring and torch.distributed pay nothing otherwise.
 
 [Note: what a ring waits for]
     All time that `visits` takes to give the next slice is waiting for a slice, and all time in `gradient` and `pass_on`
-    is waiting for a gradient, whatever the transport does there: waits, posts messages, copies. It is what computing
-    would not need. Additions that were kept back (`Ring.defer`) and are made there count as waiting too.
+    is waiting for a gradient, whatever the transport does there: waits, posts messages, copies. Computing alone would
+    not need it. Additions that were kept back (`Ring.defer`) and are made there count as waiting too.
 
 [Note: under way]
     A message is under way from when it is posted until somebody has waited for it: it may have come earlier, but nobody
@@ -36,7 +36,7 @@ _SHORTEST_WAIT_S = 5e-6
 
 
 class Doing(StrEnum):
-    """What a span of time was spent with."""
+    """The activity that a span of time was spent on."""
 
     VISIT = "visit"  # computing with a slice
     SLICE = "slice"  # waiting for one
@@ -84,7 +84,7 @@ class Observer:
     _waiting: Doing | None = None
 
     def note(self, doing: Doing, name: str, *, since_s: float) -> None:
-        """Something has ended."""
+        """Records a span that ends now."""
         self.spans.append(Span(doing, name, since_s, time.perf_counter()))
 
     @contextmanager
@@ -107,6 +107,7 @@ class Observer:
 
     def wait(self, doing: Doing, name: str, call: Callable[[], Any]) -> Any:
         """Returns what `call` returns, and notes its time as waiting; waits inside of it are part of it."""
+        # Part of the outer wait, which counts this time already.
         if self._waiting is not None:
             return call()
         self._waiting, start_s = doing, time.perf_counter()
@@ -119,7 +120,7 @@ class Observer:
 
     @property
     def waiting(self) -> Doing | None:
-        """What is waited for at this moment."""
+        """The kind of wait that is under way; None outside of waits."""
         return self._waiting
 
 
@@ -155,6 +156,7 @@ def observe_ring(ring: Ring, observer: Observer, *, names: Sequence[str]) -> Ite
         observer.wait(Doing.GRADIENT, name, lambda: pass_on(item, visit))
 
     wrappers = {"visits": observed_visits, "gradient": observed_gradient, "pass_on": observed_pass_on}
+    # On the instance: deleting the entries uncovers the class's methods again.
     vars(ring).update(wrappers)
     try:
         yield
@@ -193,6 +195,7 @@ def observe_waits(observer: Observer) -> Iterator[None]:
 
     def observed_batch(operations: list[dist.P2POp]) -> list[Any]:
         posted_s, works = time.perf_counter(), batch(operations)
+        # NCCL gives one work for a whole batch: its messages have no times of their own.
         if observer.waiting in _BRINGS and len(works) == len(operations):
             doing = _BRINGS[observer.waiting]
             for operation, work in zip(operations, works, strict=True):

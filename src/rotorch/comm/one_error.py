@@ -1,4 +1,4 @@
-"""One error for all ranks: what goes wrong on any of them ends what all of them are doing, in the same words."""
+"""One error for all ranks: an error on any rank ends the block on all of them, with the same message."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _MESSAGE_CHARS = 1000
 def one_error(
     mesh: DeviceMesh, *, kinds: tuple[type[RotorchError], ...] = (ConfigError, RankFailure)
 ) -> Iterator[None]:
-    """All ranks: an error inside on any rank becomes the same error on every rank, that of the first such rank.
+    """Turns an error inside the block on any rank into the same error on all: that of the first such rank. All ranks.
 
-    An error that is not rotorch's stays what it is where it happened; other ranks raise a `HeardFailure`.
+    An error that is not rotorch's is raised unchanged on its own rank; other ranks raise a `HeardFailure`.
 
     Args:
         mesh: of the ranks.
-        kinds: of rotorch's errors that other ranks raise too, the narrower first.
+        kinds: rotorch's errors that other ranks raise as the same class, narrower classes first.
     """
     error: Exception | None = None
     try:
@@ -32,6 +32,7 @@ def one_error(
     except Exception as caught:  # a rank that left now would leave the others waiting
         error = caught
     rank = mesh.get_rank() if mesh.size() > 1 else 0
+    # Every rank comes here, with an error or without; the lowest rank that has one speaks for all.
     first = int(all_reduce_min(float(rank if error else mesh.size()), mesh=mesh))
     if first == mesh.size():
         return
@@ -43,6 +44,7 @@ def one_error(
         codes = [ord(char) for char in said[:_MESSAGE_CHARS]]
         text[0] = next(number for number, kind in enumerate(known) if isinstance(error, kind))
         text[1 : 1 + len(codes)] = torch.tensor(codes, dtype=torch.int64)
+    # All others add zeros: a broadcast whose source is known only now, and shared memory can carry it.
     all_reduce_sum(text, mesh=mesh)
     message = "".join(chr(code) for code in text[1:].tolist() if code)
     kind = known[int(text[0])]

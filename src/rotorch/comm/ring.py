@@ -1,4 +1,4 @@
-"""The ring: one interface for slices of weights going round and gradients riding home, whatever carries them.
+"""The ring: one interface for rotating slices of weights and for gradients on their way home, over any transport.
 
 [Note: pull]
     Within a step weights are read-only, so slice k is not handed from rank to rank: everybody takes it from its home.
@@ -31,14 +31,14 @@ from rotorch.comm.status_word import Operation, StatusWord, at
 
 
 class Visit(NamedTuple):
-    """One slice passing by.
+    """One visit of a slice.
 
     Attributes:
-        index: which slice.
+        index: number of the slice.
         weights: the slice, flat; only valid until the next visit. None if it was not asked for.
-        step: how many visits of this pass came before.
+        step: number of visits of this pass before this one.
         turn: over shared memory, the turn in which this rank adds to the slice's gradient.
-        fresh: over shared memory, whether the slice's gradient holds nothing when that turn comes.
+        fresh: over shared memory, True if the slice's gradient holds nothing when that turn comes.
     """
 
     index: int
@@ -61,7 +61,7 @@ class GradientBuffer(NamedTuple):
 
 
 class DeferredAdd(Protocol):
-    """An addition to a gradient; returns whether it was made, which it is if told to wait."""
+    """An addition to a gradient; returns True if it was made, which is certain with `wait=True`."""
 
     def __call__(self, *, wait: bool) -> bool: ...
 
@@ -78,16 +78,16 @@ class Ring(ABC):
     """
 
     moves_weights: bool
-    """Whether slices pass through buffers that are used again; then nothing may keep a view of one."""
+    """True if slices pass through buffers that are used again; then nothing may keep a view of one."""
 
     defers_adds: bool
-    """Whether a rank may add its part to a gradient later than in its visit (see `defer`)."""
+    """True if a rank may add its part to a gradient later than in its visit (see `defer`)."""
 
     gives_whole: bool = False
-    """Whether an item's slices lie side by side where every rank can read them (`whole_weights`)."""
+    """True if an item's slices lie side by side where every rank can read them (`whole_weights`)."""
 
     name: str
-    """Of the transport, for `doctor` and reports."""
+    """Name of the transport, for `doctor` and reports."""
 
     def __init__(
         self,
@@ -104,20 +104,22 @@ class Ring(ABC):
         self.dtype = dtype
         self.wire_dtype = wire_dtype or dtype
         self.fresh = [True] * len(self.numels)
-        """Per item: whether nothing has been added to its gradients in this step."""
+        """Per item: True if nothing has been added to its gradients in this step."""
         self._deferred: list[DeferredAdd] = []
         self.status = StatusWord()
-        """Where it writes down which slice of which item this rank is at."""
+        """Status word that says which slice of which item this rank is at."""
         self._ranks = list(range(size))
+        # Own slice first in forward, last in backward: it needs no fetch, and its gradient gets home complete.
         self._forward_order = [(position - i) % size for i in range(size)]
         self._backward_order = [(position + 1 + j) % size for j in range(size)]
 
     def write_status_to(self, status: StatusWord, *, ranks: Sequence[int]) -> None:
-        """From now on writes down on `status` where this rank is; `ranks` are those of the ring, by position."""
+        """Makes this rank write its position to `status` from now on; `ranks` are the ring's ranks, by position."""
         self.status, self._ranks = status, list(ranks)
 
     def _mark_wait(self, operation: Operation, item: int, index: int, *, source: int) -> None:
-        """This rank is about to wait for a slice, or its gradient, from the rank at position `source`."""
+        """Records that this rank is about to wait for a slice, or its gradient, from the rank at position `source`."""
+        # Before `now`, which announces the wait: a reader must not find the peer of an earlier one.
         self.status.peer = self._ranks[source] + 1
         self.status.now = at(operation, unit=item, part=index)
 
@@ -126,7 +128,7 @@ class Ring(ABC):
         """This rank's own slice of an item, flat; valid for the life of the ring."""
 
     def whole_weights(self, item: int) -> Tensor | None:
-        """All slices of an item one after another, flat, where every rank can read them in place; None if it cannot."""
+        """All slices of an item as one flat tensor that every rank can read in place; None without `gives_whole`."""
         return None
 
     @abstractmethod
@@ -145,6 +147,7 @@ class Ring(ABC):
         here.
         """
         self.fresh = list(fresh)
+        # What is left here is of a step that broke off: nobody uses its gradients.
         self._deferred = []
 
     @abstractmethod
@@ -153,54 +156,56 @@ class Ring(ABC):
 
     @abstractmethod
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        """Where the gradient of the slice visiting in backward adds up, once all ranks before this one have added.
+        """The buffer of the visiting slice's gradient in backward, once all ranks before this one have added to it.
 
-        Returns None if they have not and `wait` is false. After adding, `pass_on` is due.
+        None if they have not and `wait` is false. After adding, the caller must call `pass_on`.
         """
 
     @abstractmethod
     def pass_on(self, item: int, visit: Visit) -> None:
-        """This rank has added its part to `gradient(item, visit)`: sends it on its way."""
+        """Sends `gradient(item, visit)` to the next rank, after this rank has added its part."""
 
     @torch.no_grad()
     def defer(self, addition: DeferredAdd, *, at_most: int = 1) -> None:
-        """Notes an addition to a gradient for which the ranks before this one were not ready.
+        """Keeps an addition to a gradient for later, since the ranks before this one have not added yet.
 
-        Makes those noted before that have become possible, and waits for the oldest if more than `at_most` are left:
-        what they are made from stays in memory until then.
+        Makes earlier deferred additions that have become possible, and waits for the oldest while more than `at_most`
+        are left, since each keeps its operands in memory.
         """
         self.flush_ready()
         self._deferred.append(addition)
         while len(self._deferred) > at_most:
+            # The oldest: the ranks behind this one have been waiting for it longest.
             self._deferred.pop(0)(wait=True)
 
     def flush_ready(self) -> None:
-        """Makes those of the noted additions that have become possible: other ranks may be waiting for them."""
+        """Makes the deferred additions that have become possible: other ranks may be waiting for them."""
         if self._deferred:
             with torch.no_grad():
                 self._deferred = [addition for addition in self._deferred if not addition(wait=False)]
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Makes what `defer` noted, waiting if need be."""
+        """Makes all deferred additions, waiting if need be."""
+        # Emptied first: a transport may call `flush_ready` while it waits, which must not make these a second time.
         late, self._deferred = self._deferred, []
         for addition in late:
             addition(wait=True)
 
     def finish(self) -> None:
-        """Ends a step: everything sent has left, everything due has come."""
+        """Ends a step: all messages of this rank have left, all that it expects have arrived."""
         self.flush()
 
     def stays(self, visit: Visit) -> bool:
-        """Whether the memory of a visit's weights holds them for the rest of the step, so that views may be kept."""
+        """True if the memory of a visit's weights holds them for the rest of the step, so that views may be kept."""
         return not self.moves_weights or (visit.index == self.position and self.wire_dtype == self.dtype)
 
     def restore_owners(self, *, after: BaseException | None = None) -> None:
-        """After a pass: slices that it has moved away return. All ranks.
+        """Returns slices to their owners, after a pass that has moved them. All ranks.
 
         Args:
-            after: what broke the pass off, if anything did. Then the ranks first find out whether all of them have
-                come here from the same place; only then slices can return.
+            after: the exception that broke the pass off, if one did. Then the ranks first find out whether all of them
+                have come here from the same place; only then slices can return.
 
         Raises:
             RankFailure: slices cannot return, since not all ranks are here. The ring is of no use any more.

@@ -1,20 +1,19 @@
-"""The ranks along one axis of a mesh, where all of them are on one host: they read each other's blocks in place.
+"""An axis group whose ranks are all on one host: they read each other's blocks in place, in shared memory.
 
-Weights lie in memory that all of them map, and are read where they are. What a rank makes during a step it copies into
-such memory, and says so; the others compute with it where it lies. So a block is copied once at most, whoever reads it,
-and nobody waits for a message to be taken apart and put together.
+Weights lie in memory that all ranks map, and are read where they are. A block that a rank makes during a step is copied
+into such memory and announced; the others compute with it in place. So a block is copied once at most, whatever the
+number of its readers, and no message is taken apart and put together.
 
 [Note: lanes]
-    What is shared goes through lanes, each with a file of its own: whole tensors for everybody (`blocks`, sums over all
+    Blocks and parts go through lanes, each with a file of its own: whole tensors for everybody (`blocks`, sums over all
     ranks), and parts for one rank each (`sums`). All ranks make the same calls in the same order, so they all know the
-    number of a lane's next operation, and how large it is. A rank's slot in a lane is used again when those that read
-    it are past the operation that it was used for; each of them says how far it is. A lane that is too small is made
+    number of a lane's next operation, and how large it is. A rank's slot in a lane is used again when its readers are
+    past the operation that it was used for; each rank announces how far it is. A lane that is too small is made
     anew, by all ranks in the same operation; readers keep the old one as long as they need it.
 
 [Note: homes]
-    Blocks that change in between steps only have their home in a file that all ranks of the group map. Whoever lends a
-    model for a pass sees to it that all ranks meet before and after (`ParallelModel`), so no optimizer writes what
-    others still read.
+    Blocks that change between steps only have their home in a file that all ranks of the group map. `ParallelModel` has
+    all ranks meet before and after a pass, so no optimizer writes a block that other ranks still read.
 
 [Note: steps]
     Each step counts from a base of its own, so one that was broken off, at different places on different ranks, leaves
@@ -61,7 +60,7 @@ def _into_maximum(largest: Tensor, part: Tensor) -> None:
 
 
 class SharedAxisGroup(AxisGroup):
-    """A `AxisGroup` over shared memory. All its ranks make it together, and call `start` together.
+    """An `AxisGroup` over shared memory. All its ranks make it together, and call `start` together.
 
     Raises:
         SharedMemoryUnavailable: the ranks are on several hosts, or the file system is missing or too small.
@@ -72,12 +71,14 @@ class SharedAxisGroup(AxisGroup):
     def __init__(self, axis_group: AxisGroup, *, timeout_s: float) -> None:
         super().__init__(axis_group.axis, axis_group.size, axis_group.position, axis_group.group)
         patience = Patience(group=axis_group.group, timeout_s=timeout_s)
+        # Operation k writes the slot of k - 2, while slower ranks may still read that of k - 1.
         self._whole = _Lane(axis_group, num_slots=2, num_readers=1, patience=patience)
+        # A slot for each other rank's sum, so that a part waits for no reader but its own.
         self._parts = _Lane(
             axis_group, num_slots=max(axis_group.size - 1, 1), num_readers=axis_group.size, patience=patience
         )
         self._homes: dict[int, list[Tensor]] = {}
-        """All ranks' blocks that have their homes here, by the address of this rank's."""
+        """All ranks' blocks in `homes`, by the address of this rank's block."""
 
     def slots(self) -> list[Tensor]:
         """This rank's part of the shared memory."""
@@ -108,6 +109,7 @@ class SharedAxisGroup(AxisGroup):
             for name, of_ranks in shapes.items():
                 starts[position][name] = Extent(end, math.prod(of_ranks[position]) * dtypes[name].itemsize)
                 end += -(-starts[position][name].num_bytes // _ALIGNMENT) * _ALIGNMENT
+            # No page has two owners: each rank allocates its own, on its processor's memory node.
             end = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             mapped = share_file(end, group=self.group, owned=list(starts[self.position].values()))
@@ -123,6 +125,7 @@ class SharedAxisGroup(AxisGroup):
                 for extents, shape in zip(starts, of_ranks, strict=True)
             ]
             homes[name] = blocks[self.position]
+            # Empty blocks may share an address with others, so they cannot be found by it.
             if all(block.numel() for block in blocks):
                 self._homes[homes[name].data_ptr()] = blocks
         return homes
@@ -151,11 +154,13 @@ class SharedAxisGroup(AxisGroup):
         return self._combine(tensor, _into_maximum)
 
     def _combine(self, tensor: Tensor, into: Combine) -> Tensor:
-        """Combines all ranks' tensors in the order of their positions, so that all come to the same.
+        """Combines all ranks' tensors in the order of their positions, so that all get the same bits.
 
-        Small ones each rank combines itself; of large ones each does a stretch, which the others take from it.
+        Every rank combines small tensors itself; of large ones each rank combines a part, which the others copy.
         """
+        # In chunks: slots stay small, however large a tensor is.
         for chunk in tensor.view(-1).split(SUM_CHUNK_BYTES // tensor.itemsize):
+            # Splitting the work costs one more wait for each other, which pays for itself only beyond this.
             if self.size == 2 or chunk.nbytes < _SMALL_BYTES:
                 self._combined(chunk, into, out=chunk, start=0)
                 continue
@@ -170,7 +175,7 @@ class SharedAxisGroup(AxisGroup):
         return tensor
 
     def _combined(self, chunk: Tensor, into: Combine, *, out: Tensor, start: int) -> None:
-        """Writes into `out` what all ranks' elements from `start` combine to."""
+        """Combines all ranks' elements from `start` on into `out`."""
         with _Operation(self._whole, chunk.nbytes) as operation:
             slot = operation.number % 2
             operation.publish(chunk, slot=slot, reader=0)
@@ -191,12 +196,13 @@ class SharedAxisGroup(AxisGroup):
     def reduce_scatter(self, whole: Tensor) -> Tensor:
         sums = self.sums()
         for target, part in enumerate(whole.chunk(self.size)):
+            # The sum is made in this rank's own part, and `whole` is the caller's.
             sums.add(part.clone() if target == self.position else part, target=target)
         return sums.mine()
 
 
 class _SharedSums:
-    """Sums of parts that ranks make for each other: the rank that a sum belongs to reads the others' parts in place."""
+    """Sums of parts that ranks make for each other: the owner of a sum reads the others' parts in place."""
 
     def __init__(self, lane: _Lane, *, size: int, position: int) -> None:
         self._lane, self._size, self._position = lane, size, position
@@ -209,6 +215,7 @@ class _SharedSums:
             self._operation = _Operation(self._lane, part.nbytes)
         self._operation.make_room(part.nbytes)
         if target == self._position:
+            # The others publish their parts for this rank in the memory of now; a larger part to come would replace it.
             self._mine, self._theirs = part, self._operation.now()
         else:
             self._operation.publish(part, slot=self._slot(self._position, target), reader=target)
@@ -229,13 +236,13 @@ class _SharedSums:
 
 
 class _Lane:
-    """Slots of every rank, and how far each rank is (see [Note: lanes]).
+    """Slots of every rank, and each rank's progress (see [Note: lanes]).
 
     Args:
         axis_group: the ranks.
-        num_slots: that each rank has.
-        num_readers: whom a rank tells separately that there is something; 1 if all are told at once.
-        patience: how to wait.
+        num_slots: number of each rank's slots.
+        num_readers: number of readers that a rank announces to separately; 1 if it announces to all at once.
+        patience: makes ranks wait for each other.
     """
 
     def __init__(self, axis_group: AxisGroup, *, num_slots: int, num_readers: int, patience: Patience) -> None:
@@ -247,7 +254,7 @@ class _Lane:
         self.memory = self._make(0)
 
     def begin(self) -> int:
-        """The number of the next operation; this rank is past all before it."""
+        """Begins the next operation and returns its number; this rank is past all before it."""
         if self.is_open:
             raise AssertionError("an operation began on an axis group before the last one was over")
         self.is_open = True
@@ -256,13 +263,13 @@ class _Lane:
         return number
 
     def past(self, number: int) -> None:
-        """This rank is done with all operations before that one."""
+        """Announces that this rank is done with all operations before `number`."""
         done = self.memory.done[self.axis_group.position]
         if done[0] < number:
             announce(done, 0, number, fence=self.fence)
 
     def make_room(self, num_bytes: int) -> None:
-        """All ranks, in the same operation: sees to it that a slot holds so many bytes."""
+        """Makes slots large enough for `num_bytes`. All ranks, in the same operation."""
         if num_bytes > self.memory.slot_bytes:
             try:
                 self.memory = self._make(num_bytes)
@@ -272,9 +279,11 @@ class _Lane:
                     f"{error}. "
                     "Write transport=messages, or make room there"
                 ) from None
+            # Counters of a new file begin at 0; without this other ranks would wait for operations long done.
             self.past(self.next - 1)
 
     def start(self) -> None:
+        # Higher than any number of the last step, wherever on each rank that step ended.
         self._base += _STEP
         self.next = self._base
         self.is_open = False
@@ -284,7 +293,7 @@ class _Lane:
         return [self.memory.slots[self.axis_group.position][slot] for slot in range(self._num_slots)]
 
     def close(self) -> None:
-        """Lets go of the memory, which is gone once all ranks have."""
+        """Drops the memory; it is free once all ranks have."""
         del self.memory
 
     def _make(self, num_bytes: int) -> _Memory:
@@ -296,8 +305,8 @@ class _Memory:
 
     Attributes:
         slot_bytes: of each slot.
-        done: per rank `[1]`: it is done with all operations before this one.
-        published: per rank `[num_readers]`: before which operation everything for a reader is there.
+        done: per rank `[1]`: the operation before which the rank is done with all.
+        published: per rank `[num_readers]`: the operation before which everything for a reader is there.
         slots: per rank and slot, its bytes.
     """
 
@@ -322,7 +331,7 @@ class _Memory:
 
 
 class _Operation:
-    """One operation of a lane, on this rank; as a block it ends on leaving, also after an exception."""
+    """One operation of a lane, on this rank; as a context manager it ends on leaving, also after an exception."""
 
     def __init__(self, lane: _Lane, num_bytes: int, *, number: int | None = None) -> None:
         self._lane = lane
@@ -337,16 +346,16 @@ class _Operation:
         self.end()
 
     def now(self) -> _Operation:
-        """This operation, with the memory that it has now."""
+        """Returns this operation with the lane's memory of this moment."""
         return _Operation(self._lane, 0, number=self.number)
 
     def make_room(self, num_bytes: int) -> None:
-        """See `_Lane.make_room`; what was published before stays where it is."""
+        """See `_Lane.make_room`; tensors that were published before stay where they are."""
         self._lane.make_room(num_bytes)
         self._memory = self._lane.memory
 
     def end(self) -> None:
-        """This rank is done with it."""
+        """Ends the operation on this rank."""
         if self.number + 1 == self._lane.next:  # else it is one that was broken off, of a step before
             self._lane.is_open = False
             self._lane.past(self.number + 1)
@@ -363,7 +372,7 @@ class _Operation:
         announce(memory.published[me], reader, self.number + 1, fence=lane.fence)
 
     def read(self, source: int, shape: torch.Size, dtype: torch.dtype, *, slot: int, reader: int) -> Tensor:
-        """What the rank at `source` has published, where it lies. Waits for it."""
+        """Waits for the tensor that the rank at `source` publishes, and returns it where it lies."""
         memory = self._memory
         self._wait(memory.published[source], reader, self.number + 1, source)
         return memory.slots[source][slot][: shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -388,11 +397,11 @@ class _Operation:
 
 
 def make_axis_group(mesh: DeviceMesh, axis: str, *, transport: str, device: torch.device) -> AxisGroup:
-    """The ranks that this rank shares an axis of `mesh` with. All ranks of the mesh call it.
+    """Makes the group of ranks that share an axis of `mesh` with this one. All ranks of the mesh call it.
 
     Args:
         mesh: of all ranks.
-        axis: of it.
+        axis: name of the mesh's axis.
         transport: "auto", "messages" or "shared_memory". "auto" takes shared memory on CPU if every rank can.
         device: where tensors lie.
 
@@ -402,6 +411,7 @@ def make_axis_group(mesh: DeviceMesh, axis: str, *, transport: str, device: torc
     axis_group = AxisGroup.along(mesh, axis)
     if transport == "messages" or axis_group.size == 1:
         return axis_group
+    # The other ranks of a fake group do not run, so they would never write a block.
     if transport == "auto" and (device.type != "cpu" or dist.get_backend(axis_group.group) == "fake"):
         return axis_group
     if device.type != "cpu":

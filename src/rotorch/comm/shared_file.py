@@ -48,7 +48,7 @@ _LOOK_EVERY_S = 0.25  # whether the one that is waited for still runs
 
 
 class SharedMemoryUnavailable(Exception):
-    """Why shared memory cannot be used here."""
+    """Raised where ranks cannot share memory; its text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,7 @@ def share_file(num_bytes: int, *, group: dist.ProcessGroup | None, owned: Sequen
     if group is None:
         return mmap.mmap(-1, num_bytes)
     position = group.rank()
+    # On pages of their own, so that they can be mapped by themselves and go when the comparison is over.
     marks = Extent(-(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE, _MARK_BYTES * group.size())
     path, reason = _create(marks.start + marks.num_bytes) if position == 0 else (None, "")
     try:
@@ -96,15 +97,16 @@ def share_file(num_bytes: int, *, group: dist.ProcessGroup | None, owned: Sequen
             raise SharedMemoryUnavailable(reasons[0])
         return mapped
     finally:
+        # At once: every rank that can map it has, and a job that is killed leaves no file behind.
         if path is not None:
             Path(path).unlink(missing_ok=True)
 
 
 def shared_memory_directory() -> Path:
-    """Where shared memory lies: `ROTORCH_SHARED_MEMORY_DIR`, or `/dev/shm`.
+    """The directory of shared files: `ROTORCH_SHARED_MEMORY_DIR`, or `/dev/shm`.
 
-    A launcher gives its ranks a directory that goes once all of them have built what they begin with. What they make
-    later lies in `ROTORCH_SHARED_MEMORY_LATER`.
+    A launcher gives its ranks a directory that it removes once all of them have started up. Files that they make later
+    lie in `ROTORCH_SHARED_MEMORY_LATER`.
     """
     directory = Path(os.environ.get("ROTORCH_SHARED_MEMORY_DIR", SHARED_MEMORY))
     later = os.environ.get("ROTORCH_SHARED_MEMORY_LATER")
@@ -112,7 +114,7 @@ def shared_memory_directory() -> Path:
 
 
 def announce(numbers: np.ndarray, index: int, value: int, *, fence: threading.Lock) -> None:
-    """Writes a number that other ranks look at, so that they see it after what was written before it.
+    """Writes a number that other ranks poll; earlier writes of this rank are visible before it.
 
     x86 keeps stores in order anyway; elsewhere taking a lock and giving it back does.
     """
@@ -123,12 +125,12 @@ def announce(numbers: np.ndarray, index: int, value: int, *, fence: threading.Lo
 
 
 class Patience:
-    """How a rank waits for another one: it yields, then sleeps, and gives up in the end, or if that one has ended.
+    """Polling for another rank: yields, then sleeps; gives up after a timeout, or when the other process has ended.
 
     All ranks of `group` make it together.
 
     Args:
-        group: those that share this memory; None for one alone.
+        group: the ranks that share this memory; None for one alone.
         timeout_s: after so long it gives up.
     """
 
@@ -148,16 +150,16 @@ class Patience:
         late: Callable[[], str],
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Waits until `come()`, which the rank at position `whom()` has to bring about; does `meanwhile` all the time.
+        """Waits until `come()`, which the rank at position `whom()` has to make true; calls `meanwhile` in every round.
 
         `whom()` may change while others do their part, but only a rank that still runs can change it.
 
         Args:
-            come: whether it is there.
+            come: returns True once this rank can go on.
             whom: position of the rank that owes it.
             ranks: numbers of the ranks, by position.
-            what: of that rank's is waited for, for a message: "its part of a gradient".
-            late: a message for when it has not come in time.
+            what: what that rank owes, in the words of a message: "its part of a gradient".
+            late: makes the message of a `RankFailure`.
             meanwhile: what this rank can do for others while it waits.
 
         Raises:
@@ -179,6 +181,7 @@ class Patience:
                 raise RankFailure(late())
             if now > look_next:
                 look_next, position = now + _LOOK_EVERY_S, whom()
+                # Asked again after the look: the rank may have done its part just before it ended.
                 if has_ended(self._processes[position]) and whom() == position and not come():
                     raise HeardFailure(f"rank {ranks[position]} has ended, and this one waits for {what}")
 
@@ -191,12 +194,13 @@ def _gathered(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
 
 
 def _create(num_bytes: int) -> tuple[str | None, str]:
-    """Makes the file, empty yet. Returns its path, or why it could not be made."""
+    """Makes the file, still empty. Returns its path, or the reason why it could not be made."""
     directory, path = shared_memory_directory(), None
     try:
         sweep(directory)
         descriptor, path = tempfile.mkstemp(prefix=own_prefix(), dir=directory)
         try:
+            # Takes no memory yet: each rank allocates its own extents, on its processor's memory node.
             os.ftruncate(descriptor, num_bytes)
         finally:
             os.close(descriptor)
@@ -212,11 +216,12 @@ def _create(num_bytes: int) -> tuple[str | None, str]:
 def _open(
     path: str, num_bytes: int, *, position: int, hosts: Sequence[str], owned: Sequence[Extent], marks: Extent
 ) -> tuple[mmap.mmap | None, np.ndarray | None, str]:
-    """Allocates what is this rank's own, and maps the file. Returns the map and that of all marks, or why not."""
+    """Allocates this rank's extents and maps the file. Returns the map and that of all marks, or the reason why not."""
     try:
         with open(path, "r+b") as file:
             for extent in owned:
                 if extent.num_bytes:
+                    # An error here; without it, writing to a page of a full file system kills the process (SIGBUS).
                     os.posix_fallocate(file.fileno(), extent.start, extent.num_bytes)
             marked = mmap.mmap(file.fileno(), marks.num_bytes, offset=marks.start)
             return mmap.mmap(file.fileno(), num_bytes), np.frombuffer(marked, dtype=np.uint8), ""
@@ -230,12 +235,12 @@ def _open(
 
 
 def own_prefix() -> str:
-    """Begins the names of what is removed by the next process that looks, once this one is gone."""
+    """Prefix of the names of files that the next process to `sweep` removes once this process is gone."""
     return f"{_file_prefix()}{os.getpid()}-"
 
 
 def _file_prefix() -> str:
-    """Begins the names of files whose next part is a process id as this process counts them."""
+    """Prefix of the names of files whose next part is a process id of this process's pid namespace."""
     space = Path("/proc/self/ns/pid")
     return f"rotorch-{space.stat().st_ino if space.exists() else 0}-"
 
@@ -254,11 +259,12 @@ def sweep(directory: Path) -> None:
 
 
 def has_ended(prefix: str) -> bool:
-    """Whether the process whose `own_prefix` this is runs no more, as far as this one can know."""
+    """Returns True if the process with this `own_prefix` has ended, as far as this process can know."""
     pid = _owner(prefix)
     if pid is None:
         return False
     try:
+        # Behind the last bracket: the process's name stands in brackets and may contain anything.
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return not _runs(pid)
@@ -266,7 +272,7 @@ def has_ended(prefix: str) -> bool:
 
 
 def _owner(name: str) -> int | None:
-    """The process that a name with its `own_prefix` belongs to; None if it counts process ids otherwise."""
+    """Id of the process whose `own_prefix` a name begins with; None if it is of another pid namespace."""
     pid = name.removeprefix(_file_prefix()).partition("-")[0]
     return int(pid) if name.startswith(_file_prefix()) and pid.isdigit() else None
 
@@ -282,11 +288,11 @@ def _runs(pid: int) -> bool:
 
 
 def _ranks_here(ring_size: int) -> int:
-    """How many ranks of the job this host runs, as far as is known: torchrun tells."""
+    """Number of the job's ranks on this host, as far as it is known: torchrun says it."""
     told = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(ring_size, int(told) if told.isdigit() else 0)
 
 
 def _num_cores() -> int:
-    """How many cores this process may use."""
+    """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

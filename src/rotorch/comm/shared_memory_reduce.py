@@ -1,18 +1,18 @@
-"""Small sums of ranks that share a host, through memory that all of them map.
+"""Small all-reduces of ranks that share a host, through memory that all of them map.
 
 A step has a few numbers that all ranks wait for: how many targets there are, its loss, gradients of norms. As messages
 over gloo each of these costs milliseconds on a busy host (a thread must be woken on every rank, and then the one that
-waits for it), which is much of a step of few tokens. Here every rank writes down its part and looks at the others'.
+waits for it), which is much of a step of few tokens. Here every rank writes its part and reads the others'.
 
 [Note: two slots]
     All ranks of a group make the same sums in one order, so they all know the number of the next one. A rank writes its
-    part of sum k into its slot k % 2 and says that it has come to sum k, which says too that it has read everything of
-    sum k - 1. Who has seen all ranks come to sum k + 1 may overwrite what it wrote for sum k.
+    part of sum k into its slot k % 2 and announces that it has come to sum k, and so has read everything of sum k - 1.
+    A rank that has seen all others come to sum k + 1 may overwrite its part of sum k.
 
 [Note: a sum that is left]
-    A rank that an exception takes out of a sum can never take part again: nobody knows who has read what. It says so,
-    and the others raise as it does itself at its next sum. So do all if they come with different tensors, and if one
-    that they wait for has ended.
+    A rank that leaves a sum by an exception can never take part again: nobody knows which ranks have read which parts.
+    It announces that; the others raise, and it raises itself at its next sum. All raise too if they come with different
+    tensors, or if a rank that they wait for has ended.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, 
 from rotorch.core.errors import HeardFailure, RankFailure
 
 MOST_BYTES = 2 << 20
-"""If all ranks' tensors are more than this together, they are better sent: each rank would read all of them."""
+"""If all ranks' tensors together are larger, messages are faster: each rank would read all of them."""
 
 _SLOT_BYTES = 64 << 10
 _LEFT = -1
-"""In place of the number of a sum: this rank has left one."""
+"""Stands for the number of a sum: this rank has left one."""
 _AGAIN = "Start the ranks again, from a checkpoint"
 
 Combine = Callable[[Tensor, Tensor], Any]
@@ -51,9 +51,9 @@ _listeners: list[Listener] = []
 
 
 def open_shared_reduce(group: dist.ProcessGroup, *, device: torch.device) -> None:
-    """From now on the ranks of `group` meet in shared memory, if they can. All of them call it.
+    """Makes small sums over `group` go through shared memory from now on, if they can. All its ranks call it.
 
-    They can if they compute on CPU, on one host, and there is room. The memory lives as long as the group.
+    They can if the ranks compute on CPU, on one host, and there is room. The memory lives as long as the group.
     """
     if group in _shared_reduces or not goes_by_exchange(group, device=device):
         return
@@ -66,20 +66,20 @@ def open_shared_reduce(group: dist.ProcessGroup, *, device: torch.device) -> Non
 
 
 def shared_reduce_of(group: dist.ProcessGroup, *, tensor: Tensor) -> SharedMemoryReduce | None:
-    """Where the ranks of `group` meet to sum such a tensor; None if it must be sent."""
+    """The shared memory in which `group` sums a tensor like this one; None if the tensor must be sent."""
     if tensor.device.type != "cpu" or tensor.nbytes * group.size() > MOST_BYTES:
         return None
     return _shared_reduces.get(group)
 
 
 def close_shared_reduce(group: dist.ProcessGroup) -> None:
-    """Sums over `group` are sent again, and the memory is free. All of its ranks."""
+    """Frees the memory; sums over `group` are sent again. All of its ranks."""
     _shared_reduces.pop(group, None)
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Within it `listener` hears of each sum of this rank: the group's name and size, and how many bytes."""
+    """Calls `listener` for each sum of this rank inside the block, with the group's name, its size, and the bytes."""
     _listeners.append(listener)
     try:
         yield
@@ -88,7 +88,7 @@ def listening(listener: Listener) -> Iterator[None]:
 
 
 class SharedMemoryReduce:
-    """One rank's place where those of a group meet. All of them make it together.
+    """Shared memory in which the ranks of a group sum small tensors, as one rank sees it. All make it together.
 
     Args:
         group: the ranks.
@@ -105,7 +105,8 @@ class SharedMemoryReduce:
         self._fence = threading.Lock()
         self._number = 0
         self._left_by = RankFailure
-        """Once this rank has left a sum: what it raised then, and raises from then on."""
+        """Once this rank has left a sum: the class of the error that it raised then, and raises from then on."""
+        # A page for the counters, then the two slots, so each rank allocates whole pages of its own.
         of_rank = mmap.PAGESIZE + 2 * _SLOT_BYTES
         own = Extent(self._position * of_rank, of_rank)
         mapped = share_file(self._size * of_rank, group=group, owned=[own])
@@ -116,7 +117,7 @@ class SharedMemoryReduce:
         self._brings = [
             np.frombuffer(mapped, dtype=np.int64, count=2, offset=rank * of_rank + 64) for rank in range(self._size)
         ]
-        """Per rank and slot: what it has come with, so that ranks whose calls differ notice."""
+        """Per rank and slot: size and operation of its tensor, so that ranks notice if their calls differ."""
         flat = torch.frombuffer(mapped, dtype=torch.uint8)
         self._slots = [
             flat[rank * of_rank + mmap.PAGESIZE :][: 2 * _SLOT_BYTES].split(_SLOT_BYTES) for rank in range(self._size)
@@ -149,13 +150,14 @@ class SharedMemoryReduce:
         self._number += 1
         slot = self._number % 2
         parts = [slots[slot][: chunk.nbytes].view(chunk.dtype) for slots in self._slots]
+        # Free: all ranks came to the sum before this one, so all have read this slot's part of two sums ago.
         parts[self._position].copy_(chunk)
         self._brings[self._position][slot] = brings
         announce(self._come[self._position], 0, self._number, fence=self._fence)
         for rank, come in enumerate(self._come):
             if come[0] < self._number:
                 self._wait_for(rank)
-        with self._fence:
+        with self._fence:  # the parts are read after the counters that announce them
             pass
         for rank, theirs in zip(self._ranks, self._brings, strict=True):
             if theirs[slot] != brings:
@@ -163,12 +165,13 @@ class SharedMemoryReduce:
                     f"ranks do different things: this one comes with {_told(brings)}, rank {rank} with "
                     f"{_told(int(theirs[slot]))}"
                 )
+        # From position 0 on every rank, whichever it is: all get the same bits.
         chunk.copy_(parts[0])
         for part in parts[1:]:
             into(chunk, part)
 
     def _wait_for(self, rank: int) -> None:
-        """Returns when the rank at this position has come to this sum."""
+        """Waits until the rank at this position has come to this sum."""
         come = self._come[rank]
         self._patience.wait(
             lambda: come[0] >= self._number or come[0] == _LEFT,

@@ -1,24 +1,24 @@
-"""What ranks of a pipeline send each other: hidden states to the next stage, their gradients back.
+"""Messages between the ranks of a pipeline: hidden states to the next stage, their gradients back.
 
 [Note: headers]
-    Beside each tensor goes a header on CPU that says its shape and dtype, or that the sender has broken off, so a rank
-    whose neighbour failed fails too and waits for nobody. Headers carry tags and come in any order.
+    Beside each tensor goes a header on CPU with its shape and dtype, or the news that the sender has broken off, so a
+    rank whose neighbour failed fails too and waits for nobody. Headers carry tags and come in any order.
 
 [Note: posted ahead]
-    A receiver gives memory for a tensor, and posts its receive, where its row says so (RECV), long before it needs it:
-    the tensor travels meanwhile. For that it must know the shape. Tensors that go the same way for micro-batches of the
-    same shape are taken to be alike (`like`), and what both ends have seen in earlier steps they both know. The first
-    time a receiver waits at RECV for the header. Where a tensor is not as both ends know it, or there is none since the
-    sender has broken off, zeros go in its place, since their receive is posted; the tensor itself, if there is one,
-    goes behind its header.
+    A receiver allocates a tensor, and posts its receive, where its row says so (RECV), long before it needs the tensor,
+    which travels meanwhile. For that it must predict the shape. Tensors that go the same way for micro-batches of the
+    same shape are taken to be alike (`like`), and both ends remember the shapes of earlier steps. The first time, a
+    receiver waits at RECV for the header. Where a tensor differs from the prediction, or there is none since the sender
+    has broken off, zeros go in its place, since their receive is posted; the tensor itself, if there is one, goes
+    behind its header.
 
 [Note: known alike]
-    What is known must be the same at both ends, or a tensor would be sent in a form in which nobody has posted its
-    receive. Three things see to that. Both ends do all messages of their rows, broken off or not, and learn only when
-    a step ends (`settle`). Of messages that are not alike after all the one with the lowest tag counts: a receiver may
-    take them in another order than they were sent in. And a step that was left in the middle (Ctrl-C, a connection
-    that broke, no memory for a tensor) leaves receives posted for messages that never come, which would take those
-    of the next step; so there is none (`leave`).
+    Both ends must predict the same form, or a tensor would be sent for which no receive of its form is posted. Three
+    rules keep them equal. Both ends do all messages of their rows, broken off or not, and update their predictions only
+    when a step ends (`settle`). If shapes differ from the prediction, the message with the lowest tag updates it: a
+    receiver may take messages in another order than they were sent in. And a step that was left in the middle (Ctrl-C,
+    a connection that broke, no memory for a tensor) leaves receives posted for messages that never come, which would
+    take messages of the next step; so no step may follow (`leave`).
 
 [Note: one order per direction]
     So sends and receives of tensors stand in the rows of both ranks, in one order (`pipelining/lower.py`, [Note: order
@@ -56,19 +56,19 @@ Form = tuple[torch.dtype, tuple[int, ...]]
 
 
 class Lines(Protocol):
-    """The ways between this rank of a pipeline and the others. All ranks are named by their positions."""
+    """Connections between this rank of a pipeline and the others. All ranks are named by their positions."""
 
     def send_header(self, header: Tensor, *, to: int, tag: int) -> Wait:
-        """Starts sending a tensor on CPU, which the tag tells from others; it may come before earlier ones."""
+        """Starts sending a tensor on CPU, identified by its tag; it may arrive before earlier ones."""
 
     def receive_header(self, header: Tensor, *, source: int, tag: int) -> Wait:
-        """Starts receiving what was sent with the same tag."""
+        """Starts receiving the tensor that is sent with the same tag."""
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Wait:
-        """Starts sending a tensor: the next one on the way to a rank, whatever its tag."""
+        """Starts sending a tensor; tensors to one rank arrive in the order of sending, whatever their tags."""
 
     def receive(self, tensor: Tensor, *, source: int, tag: int) -> Wait:
-        """Starts receiving the next tensor on the way from a rank."""
+        """Starts receiving the next tensor of a rank."""
 
 
 class GroupLines:
@@ -92,7 +92,7 @@ class GroupLines:
             self._connect(device)
 
     def _connect(self, device: torch.device) -> None:
-        """Has NCCL make its communicators now, which it does in a first message, and where both ends must come."""
+        """Makes NCCL create its communicators now, not in the first message, for which both ends would have to come."""
         for group in (self._upwards, self._downwards):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
         one = torch.zeros(1, device=device)
@@ -120,7 +120,7 @@ class GroupLines:
 
 @dataclass(eq=False)
 class _Expected:
-    """A message that is to come: its header, and the tensor whose receive is posted. Waits may be called again."""
+    """A message to come: its header, and the tensor whose receive is posted. Waits may be called again."""
 
     like: Hashable
     header: Tensor
@@ -130,7 +130,7 @@ class _Expected:
 
 
 class StageMessages:
-    """This rank's messages to and from the others of its pipeline. What is sent must stay as it is until it has left.
+    """This rank's messages to and from the others of its pipeline. A tensor must not change until it has left.
 
     Args:
         mesh: of the pipeline, one axis. All its ranks make them.
@@ -143,7 +143,7 @@ class StageMessages:
         self._device = device
         self._lines: Lines = GroupLines(mesh, device=device) if lines is None else lines
         self._known: dict[Hashable, Form] = {}
-        """What both ends knew when the step began (see [Note: posted ahead])."""
+        """By `like`: the form that both ends predict in this step (see [Note: posted ahead])."""
         self._learned: dict[Hashable, tuple[int, Form]] = {}
         """The lowest tag in this step, and the form of its tensor (see [Note: known alike])."""
         self._was_left = False
@@ -151,34 +151,37 @@ class StageMessages:
         self._under_way: dict[tuple[int, int], list[tuple[Wait, Tensor]]] = {}
         self._unclaimed: dict[int, deque[int]] = {}
         self._left_behind: list[tuple[Wait, Tensor]] = []
-        """What nobody waits for, whose memory must stay."""
+        """Sends and receives that nobody waits for; their memory must stay."""
 
     def send(self, tensor: Tensor | None, *, to: int, tag: int, like: Hashable, unclaimed: bool = False) -> None:
         """Starts sending a tensor to the rank at position `to`; None tells it that this rank has broken off.
 
         Args:
-            tensor: of the form that both ends know by `like`, or another one.
+            tensor: in the form that both ends predict by `like`, or in another one.
             to: position of the receiver.
             tag: the same at both ends, and another one for each message under way.
             like: see [Note: posted ahead]; the same at both ends.
-            unclaimed: nobody else holds the tensor, so it shall be gone soon: at most two of these are under way to a
-                rank, and the oldest is waited for if there would be more.
+            unclaimed: only this message holds the tensor, whose memory should be freed soon: at most two of these are
+                under way to a rank, and before a third the oldest is waited for.
         """
         known, form = self._known.get(like), None if tensor is None else _form_of(tensor)
         state = _BROKEN_OFF if form is None else _AS_KNOWN if known in (form, None) else _OTHERWISE
         header = _header(state, form)
         self._under_way[to, tag] = [(self._lines.send_header(header, to=to, tag=_tag(tag, _HEADER)), header)]
+        # The receiver has posted a receive exactly then: from its prediction, or else from this header.
         if known is not None or form is not None:
             asked_for = known or form
             assert asked_for is not None
             payload = tensor
             if payload is None or state != _AS_KNOWN:
+                # The posted receive needs a message of its form; the tensor itself follows behind the header.
                 payload = torch.zeros(asked_for[1], dtype=asked_for[0], device=self._device)
             if payload.numel():
                 payload = payload.contiguous()
                 leaves = self._lines.send(payload, to=to, tag=_tag(tag, _TENSOR))
                 self._under_way[to, tag].append((leaves, payload))
         if state == _OTHERWISE and tensor is not None and tensor.numel():
+            # As a header, since tagged: over NCCL it would be taken by the receive of the next tensor.
             on_cpu = tensor.cpu().contiguous()
             leaves = self._lines.send_header(on_cpu, to=to, tag=_tag(tag, _BEHIND))
             self._under_way[to, tag].append((leaves, on_cpu))
@@ -187,6 +190,7 @@ class StageMessages:
         if unclaimed:
             oldest = self._unclaimed.setdefault(to, deque())
             oldest.append(tag)
+            # The simulation of the schedule counts memory for this many tensors.
             if len(oldest) > MOST_UNCLAIMED:
                 self.arrived(to=to, tag=oldest.popleft())
 
@@ -197,6 +201,7 @@ class StageMessages:
         found = self._expected[source, tag] = _Expected(like, header, came)
         form = self._known.get(like)
         if form is None:
+            # Without a prediction the shape is known only now; the sender sends its header first.
             came()
             form = _form_in(header)
         if form is not None:
@@ -222,7 +227,7 @@ class StageMessages:
         return tensor.to(self._device)
 
     def exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
-        """Sends tensors to ranks and receives others in place, from and to pairs (position, tensor). Waits for all."""
+        """Sends and receives (in place) tensors, given as pairs (position of the other rank, tensor). Waits for all."""
         self.check_whole()
         group = self._mesh.get_group() if self._mesh.size() > 1 else None
         # Receives first, or gloo carries the two directions of a pair one after the other.
@@ -232,12 +237,14 @@ class StageMessages:
             work.wait()
 
     def settle(self) -> None:
-        """Ends a step: waits until all that was sent has left, and drops what nobody has asked for."""
+        """Ends a step: waits until all messages have left, and receives and drops those that nobody has asked for."""
+        # After a failure of this rank: its neighbours still send, and each posted receive takes its message.
         for source, tag in list(self._expected):
             self.receive(source=source, tag=tag)
         for to, tag in list(self._under_way):
             self.arrived(to=to, tag=tag)
         self._unclaimed.clear()
+        # Not before the end of the step: the other end may not have come to the same message yet.
         self._known.update({like: form for like, (_, form) in self._learned.items()})
         self._learned.clear()
 
@@ -245,7 +252,7 @@ class StageMessages:
         self._learned[like] = min(self._learned.get(like, (tag, form)), (tag, form), key=lambda found: found[0])
 
     def leave(self) -> None:
-        """A step was left in the middle: there are messages under way that nobody takes (see [Note: known alike])."""
+        """Records that a step was left in the middle: nobody takes its messages any more (see [Note: known alike])."""
         self._was_left = self._mesh.size() > 1
 
     def check_whole(self) -> None:
@@ -257,12 +264,12 @@ class StageMessages:
             )
 
     def arrived(self, *, to: int, tag: int) -> None:
-        """Lets go of a message that the rank at position `to` has asked for, or soon will."""
+        """Waits for a message that the rank at position `to` has asked for, or soon will, and frees its memory."""
         for leaves, _ in self._under_way.pop((to, tag), ()):
             leaves()
 
     def to_all(self, value: object) -> None:
-        """Gives all others of the pipeline a small picklable value, which they take by `from_one`."""
+        """Sends all other ranks of the pipeline a small picklable value, which they receive by `from_one`."""
         pickled = io.BytesIO()
         torch.save(value, pickled)
         content = torch.frombuffer(bytearray(pickled.getvalue()), dtype=torch.uint8)
@@ -271,10 +278,10 @@ class StageMessages:
             leaves()
 
     def from_one(self, *, source: int) -> Any:
-        """What the rank at position `source` gives by `to_all`.
+        """Receives the value that the rank at position `source` gives by `to_all`.
 
         Raises:
-            HeardFailure: it has broken off.
+            HeardFailure: that rank has broken off.
         """
         header = torch.empty(_MOST_DIMS + 3, dtype=torch.int64)
         self._lines.receive_header(header, source=source, tag=_RESULT)()
@@ -283,10 +290,11 @@ class StageMessages:
             raise HeardFailure(HEARD)
         content = torch.empty(form[1], dtype=form[0])
         self._lines.receive_header(content, source=source, tag=_RESULT + 1)()
+        # Unpickling is safe: the bytes are of a rank of this job, not of a file.
         return torch.load(io.BytesIO(content.numpy().tobytes()), map_location=self._device, weights_only=False)
 
     def no_value(self, *, source: int) -> None:
-        """In place of `to_all` and `from_one` on a rank that is about to raise: it waits for nobody.
+        """Replaces `to_all` and `from_one` on a rank that is about to raise; waits for nobody.
 
         Others may wait for this rank to leave, inside of a stage, before they do their part.
         """
@@ -303,7 +311,7 @@ class StageMessages:
 
 
 _RESULT, _GUEST = 0, 2
-"""The first two tags are those of what a pipeline gives at its end; one more is that of `exchange`.
+"""The first two tags are for a pipeline's result (header and content), the third for `exchange`.
 
 A rank that breaks off leaves a receive for a result behind, which must take nothing else.
 """
@@ -328,7 +336,7 @@ def _header(state: int, form: Form | None) -> Tensor:
 
 
 def _form_in(header: Tensor) -> Form | None:
-    """What a header says; None that its sender has broken off."""
+    """The form that a header gives; None if its sender has broken off."""
     state, dtype, num_dims, *shape = header.tolist()
     return None if state == _BROKEN_OFF else (_DTYPES[dtype], tuple(shape[:num_dims]))
 

@@ -1,9 +1,9 @@
-"""Where in a step this rank is: a few numbers in memory that others may read, also when the rank can no longer speak.
+"""A rank's position in a step: a few numbers in memory that others can read even if the rank no longer responds.
 
 [Note: one assignment]
-    A rank writes down what it is at by assigning one number, which says operation, unit and slice; whom it waits for is
-    written only where it really waits. Since when it is there is for those who look: they see when the number last
-    changed. So nothing is timed, formatted or sent in a step, and a rank that was killed or stopped has said all.
+    A rank records its position by assigning one number, which holds operation, unit and slice; the rank that it waits
+    for is written only where it really waits. No time is written: readers see when the number last changed. So nothing
+    is timed, formatted or sent in a step, and the record of a rank that was killed or stopped is complete.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from enum import IntEnum
 
 
 class Operation(IntEnum):
-    """What a rank is at."""
+    """The operation that a rank is at."""
 
     NONE = 0
     SLICE_FORWARD = 1
@@ -48,13 +48,13 @@ _PART_BITS, _UNIT_BITS = 16, 32
 
 
 class StatusWord(ctypes.Structure):
-    """This rank's place. Without `from_buffer` it is in this process's own memory, where nobody looks.
+    """This rank's position in a step. Without `from_buffer` it lies in this process's own memory, where nobody looks.
 
     Attributes:
         now: see `at`.
         micro_batch: the micro-batch of the step, counted from 1; 0 outside of one.
         peer: the rank that is waited for plus 1, where `now` is a wait; 0 if that is not known.
-        passes: how many tokens of a sample were begun: a pass for one may look like the one before.
+        passes: number of tokens of a sample begun so far; without it two tokens' passes could look the same.
     """
 
     _fields_ = (
@@ -69,12 +69,12 @@ STATUS_BYTES = ctypes.sizeof(StatusWord)
 
 
 def at(operation: Operation, *, unit: int = 0, part: int = 0) -> int:
-    """The number for being at an operation, of which unit (by its number), and which slice or stage of it."""
+    """Encodes a position as one number: the operation, the number of its unit, and the slice or stage of that unit."""
     return operation << (_UNIT_BITS + _PART_BITS) | unit << _PART_BITS | part
 
 
 def describe_status(now: int, micro_batch: int, peer: int, *, names: Sequence[str]) -> str:
-    """A place in words; "" for none.
+    """Returns a position in words; "" for none.
 
     Args:
         now: of a `StatusWord`, as are `micro_batch` and `peer`.

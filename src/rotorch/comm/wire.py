@@ -1,4 +1,4 @@
-"""How a slice travels: as it is at home, in the dtype that it is computed with, or packed (`fp8.py`)."""
+"""The form in which a slice travels: as it is at home, in the dtype of its computation, or packed (`fp8.py`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Wire:
         home_dtype: of a slice at home.
         dtype: of a visiting slice.
         message_dtype: of the messages that carry it.
-        packs: whether a message is something else than a visiting slice, and is unpacked when it has come.
+        packs: True if a message differs from the visiting slice and is unpacked on arrival.
     """
 
     packs = False
@@ -25,7 +25,7 @@ class Wire:
 
     @property
     def as_at_home(self) -> bool:
-        """Whether a message is the slice itself, so that nothing needs to be copied before it is sent."""
+        """True if a message is the slice itself, so that nothing needs to be copied before it is sent."""
         return self.message_dtype == self.home_dtype
 
     def length(self, numel: int) -> int:
@@ -41,5 +41,5 @@ class Wire:
         out.copy_(message)
 
     def visit(self, home: Tensor, out: Tensor) -> None:
-        """Writes into `out [numel]` what any other rank computes with for this slice, without a message."""
+        """Writes into `out [numel]` the values with which other ranks compute for this slice, without a message."""
         out.copy_(home)

@@ -1,4 +1,4 @@
-"""What carries a ring: memory that ranks share, on CPUs or GPUs of one host, or messages between any ranks."""
+"""Choice of a ring's transport: memory that ranks share, on CPUs or GPUs of one host, or messages between any ranks."""
 
 from __future__ import annotations
 
@@ -89,6 +89,7 @@ def make_ring(
             return ring
         reason = reason or "another rank of the ring cannot use it"
         if ring is not None:
+            # All ranks of a ring have one transport: a rank that could share memory gives it up with the others.
             ring.close()
         if transport == "shared_memory":
             raise ConfigError(f"rtp: transport=shared_memory is not possible: {reason}. Write transport=auto")

@@ -53,6 +53,7 @@ class MessageRing(Ring):
         self._mesh = mesh
         self._weight_group, self._gradient_group = (self._new_group(timeout_s) for _ in range(2))
         home = [n[self.position] for n in self.numels]
+        # In place, the home buffer must also hold the largest slice that takes a turn in it.
         starts = [0, *accumulate(rooms or home)]
         self._home_weights = torch.empty(starts[-1], dtype=dtype, device=device)
         self._home_gradients = torch.empty(sum(home), dtype=dtype, device=device)

@@ -1,9 +1,9 @@
-"""What a step does next, guessed from what the step before did: so that fetches can run ahead across units.
+"""Prediction of a step's next pass from the step before, so that fetches can run ahead across units.
 
 [Note: the step before]
     The units of a model are visited in an order that only the model's code knows, but it is the same in every step. So
     the passes of a step are written down, and the first fetch of the next unit can start during the last slice of this
-    one. The guess costs nothing if it is wrong: what came too early is dropped, and fetched on demand.
+    one. A wrong guess costs little: the slice that came too early is dropped, and the right one fetched on demand.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Pass:
 
 
 class Passes:
-    """The passes of this step so far, and those to be expected; steps with and without gradients apart.
+    """The passes of this step so far, and the expected ones; steps with and without gradients are kept apart.
 
     Args:
         size: ranks on the ring.
@@ -36,11 +36,11 @@ class Passes:
         self._now: list[Pass] = []
         self._before: dict[bool, list[Pass]] = {}
         self._as_before = True
-        """Whether this step has gone the way of the one before it so far."""
+        """True while this step has made the same passes as the one before it."""
         self._training = False
 
     def start(self) -> None:
-        """Begins a step; what the last one did becomes what is expected."""
+        """Begins a step; the passes of the last one become the expected ones."""
         if self._now:
             self._before[self._training] = self._now
         self._now, self._as_before, self._training = [], True, torch.is_grad_enabled()
@@ -71,6 +71,7 @@ class Passes:
 
     def _fetches(self, of: Pass) -> range:
         """The visits of a pass for which something is fetched."""
+        # Without conversion the own slice is used at home: it is the first in forward and the last in backward.
         if self._own:
             return range(self._size)
         return range(self._size - 1) if of.backward else range(1, self._size)

@@ -1,7 +1,7 @@
-"""Memory of other ranks' GPUs as this rank sees it, and the lanes on which copies, sums and signals run by themselves.
+"""Memory of other ranks' GPUs as this rank maps it, and the lanes on which copies, sums and signals run asynchronously.
 
-What a ring over symmetric memory needs of a device, and what gives it: torch's symmetric memory with its CUDA backend.
-`rotorch.testing.peer_memory` gives the same over files that CPU ranks map, and checks the order of all that happens.
+The interface that a ring over symmetric memory needs of a device, and its CUDA implementation by torch's symmetric
+memory. `rotorch.testing.peer_memory` implements it over files that CPU ranks map, and checks the order of all events.
 
 [Note: windows]
     A window is memory of which every rank has an equally large one, mapped by all. Reading and writing a peer's window
@@ -9,9 +9,9 @@ What a ring over symmetric memory needs of a device, and what gives it: torch's 
     engine makes while the multiprocessors compute.
 
 [Note: lanes]
-    A lane is a stream: what it is given happens in order, later than it is given. Lanes know of each other only what
-    they are told: `after(mark)` holds back what follows until all before the mark has happened. A signal is the same
-    from rank to rank. The host waits for none of it.
+    A lane is a stream: its operations run in order, after the host has queued them. Lanes are ordered against each
+    other only by `after(mark)`, which holds back later operations until all before the mark have run. A signal does the
+    same from rank to rank. The host waits for none of it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class PeerMemoryUnavailable(Exception):
-    """Why ranks cannot reach each other's memory here."""
+    """Raised where ranks cannot reach each other's memory; its text is the reason."""
 
 
 class Lane(Protocol):
     """A sequence of its own of copies, sums and signals (see [Note: lanes]). Channels keep signals apart."""
 
     def mark(self) -> Any:
-        """Marks all that was given to this lane so far."""
+        """Marks all operations that this lane was given so far."""
 
     def after(self, mark: Any) -> None:
-        """Holds back what this lane is given from now on until all before `mark` has happened."""
+        """Holds back operations that this lane is given from now on until all before `mark` have run."""
 
     def copy(self, to: Tensor, source: Tensor) -> None:
         """Copies between flat tensors of one size: by copy engine, or, into another dtype, by a kernel."""
@@ -53,10 +53,10 @@ class Lane(Protocol):
         """Adds `source` to `to`."""
 
     def signal(self, peer: int, *, channel: int) -> None:
-        """Tells rank `peer` of the ring that all before this has happened. Its last signal must have been taken."""
+        """Tells rank `peer` of the ring that all before this has run. It must have taken the last signal."""
 
     def wait_signal(self, peer: int, *, channel: int) -> None:
-        """Holds back what follows until `peer` has signalled, and takes the signal."""
+        """Holds back later operations until `peer` has signalled, and takes the signal."""
 
 
 class PeerMemory(Protocol):
@@ -66,7 +66,7 @@ class PeerMemory(Protocol):
         window: this rank's own, flat.
         compute: the lane on which the model computes.
         fetches: a lane for copies that bring weights.
-        hops: a lane for what gradients do.
+        hops: a lane for sums and copies of gradients.
     """
 
     window: Tensor
@@ -81,13 +81,13 @@ class PeerMemory(Protocol):
         """Memory of this rank alone that all lanes may use."""
 
     def clear(self, channels: range) -> None:
-        """On the compute lane: takes whatever signals this rank has got on these channels."""
+        """Takes, on the compute lane, all signals that this rank has got on these channels."""
 
     def barrier(self) -> None:
-        """On the compute lane: holds back what follows until all ranks have come here."""
+        """Holds back later operations of the compute lane until all ranks have come here."""
 
     def reached(self, mark: Any, *, timeout_s: float) -> bool:
-        """Waits on the host until all before `mark` has happened; False if that takes too long."""
+        """Waits on the host until all before `mark` have run; returns False if that takes longer than `timeout_s`."""
 
 
 class CudaLane:
@@ -142,6 +142,7 @@ class CudaPeerMemory:
             raise PeerMemoryUnavailable(reason)
         self._device, self._dtype, self._size = device, dtype, mesh.size()
         try:
+            # May fail on one rank only: all learn of it before one raises, or others would wait in the rendezvous.
             self.window = symmetric_empty(numel, dtype=dtype, device=device)
         except RuntimeError as error:  # out of memory, or a driver that cannot share memory
             reason = str(error).splitlines()[0]
@@ -192,7 +193,7 @@ class CudaPeerMemory:
 
 @dataclass(frozen=True)
 class _Seat:
-    """Where a rank sits."""
+    """Host and GPU of a rank, and the reason why it can have no window, if there is one."""
 
     host: str
     device: int
@@ -201,7 +202,7 @@ class _Seat:
 
 
 def why_no_windows(device: torch.device) -> str:
-    """Why this process cannot have windows on `device`; empty if nothing is known that speaks against it.
+    """The reason why this process cannot have windows on `device`; empty if none is known.
 
     Reads properties, reserves nothing.
     """
@@ -218,7 +219,7 @@ def why_no_windows(device: torch.device) -> str:
 
 
 def why_no_peer_memory(*, mesh: DeviceMesh, device: torch.device) -> str:
-    """Why the ranks of `mesh` cannot reach each other's memory, the same on all of them; empty if they can.
+    """The reason why the ranks of `mesh` cannot reach each other's memory, equal on all of them; empty if they can.
 
     All ranks of the mesh must call it.
     """
@@ -235,7 +236,7 @@ def why_no_peer_memory(*, mesh: DeviceMesh, device: torch.device) -> str:
 
 
 def _why_apart(seats: list[_Seat]) -> str:
-    """What in the places of ranks speaks against windows."""
+    """The reason against windows in the hosts and GPUs of the ranks; empty if there is none."""
     if len({seat.host for seat in seats}) > 1:
         return "the ranks are on several hosts"
     if len({seat.device for seat in seats}) == len(seats) or os.environ.get(OVERLAPPING) == "1":

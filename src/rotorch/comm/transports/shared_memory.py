@@ -4,12 +4,12 @@ All weights, gradients and turn counters lie in one file in a memory file system
 rank allocates what is its own (`comm/shared_file.py`).
 
 [Note: side by side]
-    An item's slices lie one after another, so that all of them together are one tensor: whoever can read a weight
-    where it lies may read it whole, and need not take its slices one by one. Gradients lie rank by rank.
+    An item's slices lie one after another and form one tensor: a weight that can be read in place can be read whole,
+    and its slices need not be taken one by one. Gradients lie rank by rank.
 
 [Note: another precision]
     If slices are computed with in another dtype than they have at home, a visit converts its slice into a slot of this
-    rank, also its own: each home could keep a converted copy for all instead, but that would stay all the time.
+    rank, and so does the visit of its own slice. A converted copy at each home would take memory all the time.
 
 [Note: turns]
     Gradients are added in the owner's memory. A slice's turn counter says how many visits it has had in this step;
@@ -17,9 +17,8 @@ rank allocates what is its own (`comm/shared_file.py`).
     is done with the last gradient, so a step that was abandoned half-way leaves nothing to clean up.
 
 [Note: a step that is broken off]
-    A rank that leaves a step says so, since additions that it has kept back are never made, and others may wait for
-    them. They go on with memory that nobody looks at, to whatever made the other one leave, or to `finish`, which
-    raises.
+    A rank that leaves a step announces it, since its deferred additions are never made, and others may wait for them.
+    Those go on with gradient memory that nobody reads, until they meet the same failure, or `finish`, which raises.
 
 Writes to a gradient must be seen before the turn that announces them. x86 keeps stores in order; `_fence` is for
 machines that do not.
@@ -47,10 +46,10 @@ _STEP = 1 << 24  # turns between the bases of two steps: more visits than a step
 
 
 class _Plan:
-    """What lies where in the file (see [Note: side by side]).
+    """Layout of the file (see [Note: side by side]).
 
     Attributes:
-        turns: where each rank's counters start, one per item and that of [Note: a step that is broken off].
+        turns: offset of each rank's counters: one per item, and that of [Note: a step that is broken off].
         wholes: each item's slices, one after another.
         gradients: each rank's gradients, all items.
         num_bytes: of the file.
@@ -77,11 +76,11 @@ class _Plan:
         return -(-numel // self._step) * self._step
 
     def gradient_starts(self, rank: int) -> list[int]:
-        """Where each item starts in a rank's gradients, in elements."""
+        """Offset of each item in a rank's gradients, in elements."""
         return list(itertools.accumulate((self._aligned(n[rank]) for n in self._numels), initial=0))[:-1]
 
     def owned(self, rank: int) -> list[Extent]:
-        """What a rank allocates: its counters, its slices, its gradients."""
+        """Extents that a rank allocates: its counters, its slices, its gradients."""
         slices = [
             Extent(whole.start + sum(n[:rank]) * self._itemsize, n[rank] * self._itemsize)
             for whole, n in zip(self.wholes, self._numels, strict=True)
@@ -118,7 +117,7 @@ class SharedMemoryRing(Ring):
         largest = max((max(n) for n in self.numels), default=0)
         self._slot = torch.empty(largest if converts else 0, dtype=self.wire_dtype)
         self._in_slot: tuple[int, int] | None = None
-        """Which item's which slice the slot holds, as weights are in this step."""
+        """Item and index of the slice that the slot holds with this step's values."""
         self.gives_whole = whole
         group = mesh.get_group() if self.size > 1 else None
         self._patience = Patience(group=group, timeout_s=timeout_s)
@@ -138,7 +137,7 @@ class SharedMemoryRing(Ring):
         ]
         """Per rank: the base of the last step that it has left."""
         self._in_vain = False
-        """Whether another rank has left this step, so that what is added goes nowhere."""
+        """True if another rank has left this step, so that this rank's additions go nowhere."""
         self._nowhere = torch.empty(0, dtype=self.dtype)
         self._wholes = [self._typed(flat, extent) for extent in plan.wholes]
         self._weights = [whole.split(numel) for whole, numel in zip(self._wholes, self.numels, strict=True)]
@@ -180,6 +179,7 @@ class SharedMemoryRing(Ring):
         self._in_slot = None
         self._in_vain = False
         with self._fence:
+            # Opens this rank's gradients to the others: its optimizer is done with those of the last step.
             self._turns[self.position][:] = self._base
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
@@ -212,17 +212,17 @@ class SharedMemoryRing(Ring):
             self._wait(turns, item, visit)
         if self._in_vain:
             return GradientBuffer(self._memory_in_vain(self.numels[item][visit.index]), True)
-        with self._fence:
+        with self._fence:  # reads of the gradient come after that of the turn which announced it
             pass
         return GradientBuffer(self._gradients[visit.index][item], visit.fresh)
 
     def pass_on(self, item: int, visit: Visit) -> None:
         if self._in_vain:
-            return
+            return  # nothing was added to the real gradient, so its turn must not go on
         announce(self._turns[visit.index], item, visit.turn + 1, fence=self._fence)
 
     def _memory_in_vain(self, numel: int) -> Tensor:
-        """In one place for as long as the ring lives: whoever adds keeps views by address."""
+        """Gradient memory that nobody reads, at one address for the ring's life: callers cache views by address."""
         if not self._nowhere.numel():
             self._nowhere = self._nowhere.new_empty(max(max(n) for n in self.numels))
         return self._nowhere[:numel]
@@ -250,7 +250,7 @@ class SharedMemoryRing(Ring):
         self.status.now = here
 
     def _who_adds(self, turn: int, index: int) -> int:
-        """The position of the rank whose turn it is to add to the gradient of slice `index`; of its owner, before."""
+        """Position of the rank whose turn it is to add to the gradient of slice `index`; the owner's before a step."""
         return index if turn < self._base else (index - 1 - (turn - self._base)) % self.size
 
     def _who_left(self) -> list[int]:

@@ -4,10 +4,10 @@ Has not run on a GPU yet: its order of events is held by tests over `rotorch.tes
 
 [Note: fetches]
     Home slices lie in a window that every rank maps. A fetch copies a slice from its home into one of two slots, on a
-    lane of its own, while the slice before it is computed with; also across units (see passes.py). Nobody is asked and
-    nobody is told: weights are read-only from the barrier in `start`, which comes after every rank's optimizer, to the
-    end of the step. A slot is filled again when the compute that was given before the fetch was posted is through
-    with it. One's own slice is used where it lies. Where slices visit in another precision than they have at home,
+    lane of its own, while the slice before it is computed with; also across units (see passes.py). No rank is asked or
+    told: weights are read-only from the barrier in `start`, which comes after every rank's optimizer, to the end of the
+    step. A slot is filled again when the compute that was queued before the fetch has finished with it. A rank's own
+    slice is used where it lies. Where slices visit in another precision than they have at home,
     a kernel converts them on the way instead (own slices too), so no second copy of the weights stays; what crosses
     the link is then the larger of the two.
 
@@ -58,7 +58,7 @@ _SIGNALS = 2  # channels of a step: the sum has come; the inbox is free
 
 @dataclass
 class _Fetch:
-    """A fetch under way: which pass and step it is for, the slot it fills, and where it is through."""
+    """A fetch under way: the pass and step that it is for, the slot that it fills, and the mark after its copy."""
 
     target: Pass
     step: int
@@ -125,19 +125,19 @@ class SymmetricMemoryRing(Ring):
         self._in_flight: _Fetch | None = None
         self._num_fetches = self._num_parts = self._num_steps = 0
         self._held: set[int] = set()
-        """Slots whose slice is visiting."""
+        """Slots whose slices are visiting."""
         now = memory.compute.mark()
         self._slot_free = [now, now]
-        """Per slot: where compute is through with it."""
+        """Per slot: the mark after which compute no longer uses it."""
         self._part_free = [now, now]
-        """Per part: where it has been copied away."""
+        """Per part: the mark after which it has been copied away."""
         self._home_summed: dict[int, Any] = {}
-        """Per item: where the inbox has been added to its home gradient."""
+        """Per item: the mark after which the inbox has been added to its home gradient."""
         self._inbox_is_free = True
-        """Whether the next rank's inbox is free without asking."""
+        """True if the next rank's inbox is known to be free, so that no signal needs to be awaited."""
 
     def _layout(self, rank: int) -> list[int]:
-        """Where each item starts in a rank's window, in elements; the end comes last."""
+        """Offset of each item in a rank's window, in elements; the end comes last."""
         step = max(1, _ALIGNMENT // self.dtype.itemsize)
         starts = [0]
         for sizes in self.numels:
@@ -242,6 +242,7 @@ class SymmetricMemoryRing(Ring):
             raise AssertionError(f"slot {slot} is filled while its slice is visiting")
         source, lane = self.order(backward=target.backward)[step], self._memory.fetches
         home = self._homes[source][target.item]
+        # The slice that was in this slot before may still be computed with.
         lane.after(self._slot_free[slot])
         if home.numel():
             lane.copy(self._slots[slot][: home.numel()], home)
@@ -250,13 +251,13 @@ class SymmetricMemoryRing(Ring):
     # ------------------------------------------------------------- gradients
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer:
-        """Where this rank's part of a slice's gradient is made; never waits for the ranks before it."""
+        """The buffer for this rank's part of a slice's gradient; never waits for the ranks before it."""
         compute = self._memory.compute
         if visit.index == self.position:
             if item in self._home_summed:
                 compute.after(self._home_summed.pop(item))
             return GradientBuffer(self._gradients[item], self.fresh[item])
-        part = self._num_parts % 2
+        part = self._num_parts % 2  # the other one may still be under way to the next rank
         compute.after(self._part_free[part])
         return GradientBuffer(self._parts[part][: self.numels[item][visit.index]], True)
 
@@ -269,12 +270,15 @@ class SymmetricMemoryRing(Ring):
         part = self._num_parts % 2
         buffer = self._gradients[item] if here else self._parts[part][:numel]
         came, free = self._channels()
+        # The part is added to and sent only once compute has made it.
         hops.after(self._memory.compute.mark())
+        # In the first visit of a pass this rank is the first to add: no sum has come to its inbox.
         if numel and visit.step > 0:
             hops.wait_signal(source, channel=came)
             hops.add(buffer, self._inbox[:numel])
             hops.signal(source, channel=free)
         if numel and not here:
+            # One inbox: the next rank must have added the sum of this rank's last hop.
             if not self._inbox_is_free:
                 hops.wait_signal(to, channel=free)
             hops.copy(self._next_inbox[:numel], buffer)
