@@ -1,1 +1,1 @@
-"""What each rank holds of a model: weights at rest and during a pass, for every strategy."""
+"""The part of a model on each rank, for every strategy: weights at rest, and during a pass."""

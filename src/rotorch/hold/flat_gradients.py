@@ -1,7 +1,7 @@
 """Gradients in few flat buffers: one for all weights whose gradients are summed over the same ranks.
 
-A shard may be held by several ranks, and after backward its gradient is summed over those; so all such gradients lie
-side by side from the beginning, autograd adds to them in place, and a sum is one message.
+A shard may be held by several ranks, over which its gradient is summed after backward; so such gradients lie side by
+side from the beginning, autograd adds to them in place, and a sum is one message.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from rotorch.shard.sharded_weight import ShardedWeight
 
 
 class FlatGradients(Memory):
-    """Gradients side by side, shards where their readers want them.
+    """Gradients side by side; shards in memory that is passed in, so that other ranks can read them.
 
     Args:
         sums: by name, the axis groups over which a gradient is summed, one after another.
-        homes: by name, where to hold a shard; the others get memory of their own.
+        homes: by name, memory for a shard; the others get memory of their own.
     """
 
     def __init__(self, *, sums: Mapping[str, tuple[AxisGroup, ...]], homes: Mapping[str, Tensor]) -> None:
@@ -37,13 +37,15 @@ class FlatGradients(Memory):
         super().start(weights)
         if not torch.is_grad_enabled():  # an evaluation leaves gradients as they are
             return
-        if not self._flat:
+        if not self._flat:  # not before the first step: until then the user may freeze weights
             self._lay_out(weights)
         for flat in self._flat.values():
+            # Zeros, not None: the whole buffer is summed, also for weights that no pass of this rank uses.
             flat.zero_()
         for name, gradient in self._in_flat.items():
             leaf = weights[name].leaf
             assert leaf is not None
+            # Autograd adds in place to a gradient that is there, so every step's gradients stay in the buffer.
             leaf.grad = gradient
 
     def _lay_out(self, weights: Mapping[str, ShardedWeight]) -> None:

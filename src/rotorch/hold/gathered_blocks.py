@@ -1,12 +1,12 @@
 """Blocks of which every layer of a grid holds a part at rest: ZeRO over the depth of a grid (arXiv 1910.02054).
 
-At rest a rank has some of the rows of each of its blocks; optimizers and checkpoints see no more. A step gathers whole
-blocks once, computes with them, sums the parts of gradients, of which each rank gets its rows, and lets the blocks go.
-That sends as much as summing whole gradients does.
+At rest a rank has some of the rows of each of its blocks; optimizers and checkpoints see only these. A step gathers
+whole blocks once, computes with them, reduce-scatters gradients so that each rank gets its rows, and frees the blocks.
+That sends as much as an all-reduce of whole gradients does.
 
 [Note: messages]
-    Several weights travel together (`messages_of`): side by side, one rank's rows after another's, each as long as the
-    longest rank's. So what is copied to be sent is small beside the weights.
+    Several weights travel together (`messages_of`): side by side, one rank's rows after another's, each padded to the
+    longest rank's. So the copies that are made for sending are small beside the weights.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class _Message:
     """Weights of one dtype that travel together.
 
     Attributes:
-        names: which.
+        names: of the weights.
         rows: per weight and layer of the grid, its rows of the block.
-        width: elements of every layer's part: those of the first one, which is longest.
-        axis_groups: over which gradients are summed after that over the depth.
+        width: elements of every layer's part, padded to the first one, which is longest.
+        axis_groups: over which gradients are summed after the depth.
     """
 
     names: tuple[str, ...]
@@ -56,12 +56,12 @@ class _Message:
 
 
 class GatheredBlocks(Memory):
-    """A pass computes with whole blocks, whose storage is freed between steps.
+    """Memory for passes that compute with whole blocks, whose storage is freed between steps.
 
     Args:
         blocks: this rank's block of each weight, as all layers of the grid have it.
-        depth: the ranks that have the same blocks.
-        sums: by name, the axis groups over which a gradient is summed, that over the depth first.
+        depth: the ranks that share the same blocks.
+        sums: by name, the axis groups over which a gradient is summed, the depth first.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class GatheredBlocks(Memory):
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Gathers whole blocks. All ranks of the depth call it."""
         super().start(weights)
-        if not self._gathers:
+        if not self._gathers:  # not before the first step: until then the user may freeze weights
             self._gathers = self._messages({name: () for name in self._leaves})
             trained = [name for name, leaf in self._leaves.items() if leaf.requires_grad]
             self._scatters = self._messages({name: self._axis_groups[name] for name in trained})
@@ -126,9 +126,10 @@ class GatheredBlocks(Memory):
 
     def _gather(self, message: _Message, weights: Mapping[str, ShardedWeight]) -> None:
         like = {name: self._leaves[name].data for name in message.names}  # autograd does not take it for a change
-        mine = next(iter(like.values())).new_zeros(message.width)
+        mine = next(iter(like.values())).new_zeros(message.width)  # zeros: the padding is sent too
         for name, part in message.parts(mine, like, layer=self._depth.position).items():
             part.copy_(weights[name].local)
+        # Padded parts, equally long on all layers, so that one all-gather carries them.
         whole = self._depth.all_gather(mine)
         for layer, flat in enumerate(whole.split(message.width)):
             parts = message.parts(flat, like, layer=layer)
@@ -136,8 +137,8 @@ class GatheredBlocks(Memory):
                 like[name][rows[layer].start : rows[layer].stop].copy_(part)
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
-        """Of the sum over its ranks, this rank's rows of every gradient. A weight that no pass used counts as zeros."""
-        self._free()  # no pass comes that would read them
+        """This rank's rows of the summed gradients. A weight that no pass used counts as zeros."""
+        self._free()  # no pass of this step reads whole blocks any more, and the sums need room
         found: dict[str, Tensor] = {}
         for message in self._scatters:
             found |= self._scatter(message)
@@ -168,7 +169,7 @@ class GatheredBlocks(Memory):
         return parts
 
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:
-        """Whole blocks are let go."""
+        """Frees whole blocks and their gradients."""
         self._free()
         for leaf in self._leaves.values():
             if leaf.shape:
@@ -203,7 +204,7 @@ def _rows_of(block: ShardPlacement, *, depth: AxisGroup, mesh: DeviceMesh) -> Sh
 
 
 def _chunks_of(chunks: Sequence[Chunk], rows: Range) -> tuple[Chunk, ...]:
-    """What `rows` of a local tensor leave of its chunks."""
+    """The chunks of a local tensor, restricted to `rows` of it."""
     found = []
     for chunk in chunks:
         first = chunk.local_start if chunk.dim == 0 else 0

@@ -1,21 +1,21 @@
 """Weights of pipeline stages, cut over the ranks of a stage and gathered whole for a run of micro-batches.
 
-What `fsdp` inside of a pipeline and `zeropp` have in common. Torch's `fully_shard` gathers around every forward and
-backward of a module; a pipeline has many of them in a row, and says itself when a stage's weights are whole (UNSHARD),
-may go (RESHARD), and when their gradients are summed (REDUCE_GRAD): one message each, however many weights.
+Used by `fsdp` inside of a pipeline and by `zeropp`. Torch's `fully_shard` gathers around every forward and backward of
+a module; a pipeline has many of them in a row, and has actions of its own to gather a stage's weights (UNSHARD), to
+free them (RESHARD), and to sum their gradients (REDUCE_GRAD): one message each, however many weights.
 
 [Note: gathered memory]
-    A whole weight is one parameter throughout, whose memory is freed and taken again, so that what autograd has saved
-    of it in forward is there in backward. It is written through `.data`, which autograd takes for no change. Parts are
-    gathered right into it, and gradients summed where autograd left them: no copy is made of either, but of weights
-    whose rows the ranks do not divide, which are padded.
+    A whole weight is one parameter throughout, whose storage is freed and allocated again, so that tensors which
+    autograd saved in forward have their values in backward. It is written through `.data`, which autograd does not
+    count as a change. Parts are gathered right into it, and gradients summed where autograd left them, both without a
+    copy; only weights whose rows the ranks do not divide evenly are copied, to pad them.
 
 [Note: under way]
-    UNSHARD and REDUCE_GRAD start what they say. Weights are waited for before the first computation that needs them.
-    Sums of gradients are waited for before a stage of this rank makes new ones, so that whole gradients of one stage at
-    a time are all that there is, and forwards in between hide the sums: where something else than the rank's own core
-    sends them. On CPU nothing would be hidden, but whole gradients be kept beside what the forwards keep, so there a
-    sum is waited for at once.
+    UNSHARD and REDUCE_GRAD only start their messages. Weights are waited for before the first computation that needs
+    them. Sums of gradients are waited for before a stage of this rank makes new ones, so that only one stage's whole
+    gradients exist at a time, and forwards in between hide the sums, if something other than the rank's own core sends
+    them. On CPU nothing would be hidden, and whole gradients would lie beside the forwards' activations: so there a sum
+    is waited for at once.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ class _Shard:
 
     @property
     def padded(self) -> int:
-        """Elements per rank, on every rank the same."""
+        """Elements per rank, padding included: equal on all ranks."""
         return self.rows * math.prod(self.whole.shape[1:])
 
     def is_even(self, size: int) -> bool:
-        """Whether every one of so many ranks has as many rows."""
+        """True if each of `size` ranks has as many rows."""
         return self.rows * size == self.whole.shape[0]
 
 
 @dataclass(eq=False)
 class _Group:
-    """Weights of one dtype that the same stages use: what one message gathers, and one sums the gradients of."""
+    """Weights of one dtype that the same stages use: one message gathers them, one sums their gradients."""
 
     shards: list[_Shard] = field(default_factory=list)
     gathered_for: set[int] = field(default_factory=set)
     comes: Wait | None = None
-    """Ends a gather that is under way."""
+    """Waits for the gather that is under way; None if there is none."""
     sums: Tensor | None = None
-    """Of this rank's part of the gradients of a step, flat."""
+    """This rank's part of the step's summed gradients so far, flat."""
 
     @property
     def trained(self) -> list[_Shard]:
@@ -72,12 +72,12 @@ class _Group:
 
 
 def hides_sums(device: torch.device) -> bool:
-    """Whether sums of gradients are under way while a rank computes (see [Note: under way])."""
+    """Returns True if sums of gradients are under way while a rank computes (see [Note: under way])."""
     return device.type != "cpu"
 
 
 class GatheredStages(Memory):
-    """A pass computes with whole weights, whose storage is freed between runs of a stage.
+    """Memory for passes that compute with whole weights, whose storage is freed between runs of a stage.
 
     Args:
         units: of this rank's stages.
@@ -96,12 +96,13 @@ class GatheredStages(Memory):
         self._hides_sums = hides_sums(device)
         self._groups: dict[tuple[tuple[int, ...], torch.dtype], _Group] = {}
         self._sums_end: Wait | None = None
-        """Ends the one sum of gradients that is under way."""
+        """Waits for the one sum of gradients that is under way; None if there is none."""
         self._left_behind: list[Wait] = []
-        """Gathers that a step broke off: what comes late still needs the memory that it was sent for."""
+        """Gathers that a step broke off: late messages still write to the memory that was given for them."""
 
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter:
         whole = nn.Parameter(held.local.new_empty(held.weight.shape), requires_grad=held.parameter.requires_grad)
+        # Only the shape is kept: `_gather` allocates the storage when the stage is needed.
         free(whole)
         group = self._groups.setdefault((self._stages[held.name], whole.dtype), _Group())
         group.shards.append(_Shard(held, whole, -(-whole.shape[0] // self._axis_group.size)))
@@ -120,17 +121,18 @@ class GatheredStages(Memory):
             group.gathered_for.add(stage)
 
     def reshard(self, stage: int) -> None:
-        """Frees a stage's whole weights, unless another stage has them still."""
+        """Frees a stage's whole weights, unless another gathered stage uses them."""
         for group in self._of(stage) if self._reshard else ():
             group.gathered_for.discard(stage)
             if not group.gathered_for:
                 self._free(group)
 
     def computes(self, stage: int, *, backward: bool) -> None:
-        """Waits for what a computation with a stage needs (see [Note: under way])."""
+        """Waits for the messages that a computation with a stage depends on (see [Note: under way])."""
         for group in self._of(stage):
             if group.comes is not None:
                 group.comes()
+        # This backward makes whole gradients: those of the stage before it must be summed and freed first.
         if backward and self._sums_end is not None:
             self._sums_end()
 
@@ -157,28 +159,28 @@ class GatheredStages(Memory):
             for whole, all_parts in padded:
                 whole.data.copy_(all_parts[: whole.numel()].view(whole.shape))
             padded.clear()
-            parts.clear()  # which had to stay until then
+            parts.clear()  # they were being sent until now
             group.comes = None
 
         group.comes = end
 
     def _free(self, group: _Group) -> None:
-        if group.comes is not None:
+        if group.comes is not None:  # the message still writes to this memory
             group.comes()
         group.gathered_for.clear()
         for shard in group.shards:
             free(shard.whole)
 
     def _leave(self, group: _Group) -> None:
-        """Leaves a gather that is under way, after an exception, to itself: others may never come to it."""
+        """Abandons a gather that is under way, after an exception: other ranks may never join it."""
         if group.comes is not None:
             self._left_behind.append(group.comes)
             group.comes = None
-            for shard in group.shards:  # the old memory is its, and may be written at any time
+            for shard in group.shards:  # late messages may write to the old memory at any time
                 shard.whole.data = torch.empty_like(shard.whole)
 
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:
-        """Whole weights are let go; an exception may have left a gather under way."""
+        """Frees whole weights; an exception may have left a gather under way."""
         for group in self._groups.values():
             self._leave(group)
             self._free(group)
@@ -190,7 +192,7 @@ class GatheredStages(Memory):
     # ---------------------------------------------------------------- gradients
 
     def sum_gradients(self, stage: int) -> None:
-        """Sums a stage's gradients so far, adds this rank's part to those of the step. All ranks that share it."""
+        """Sums a stage's gradients so far and adds this rank's part to the step's. All ranks that share the stage."""
         for group in self._of(stage):
             self._sum(group)
 
@@ -199,7 +201,7 @@ class GatheredStages(Memory):
         trained = group.trained
         if not trained:
             return
-        if self._sums_end is not None:
+        if self._sums_end is not None:  # one at a time: `exchange` matches messages of sums in their order
             self._sums_end()
         size, like = self._axis_group.size, trained[0].whole
         wholes = []
@@ -212,6 +214,7 @@ class GatheredStages(Memory):
             else:
                 whole = found.reshape(-1)
             wholes.append(whole)
+            # Only `wholes` keeps a whole gradient: `end` frees it right after the sum.
             del found
         mine = like.new_empty(sum(shard.padded for shard in trained))
         came = self._axis_group.sum_each(list(mine.split([shard.padded for shard in trained])), wholes)
@@ -227,10 +230,10 @@ class GatheredStages(Memory):
             end()
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
-        """This rank's rows of the sums that the step has made, stage by stage."""
+        """This rank's rows of the step's summed gradients, of all stages."""
         if self._sums_end is not None:
             self._sums_end()
-        self._left_behind.clear()  # behind which all of this step has come
+        self._left_behind.clear()  # this step's messages came behind the abandoned ones, so those have come too
         found = {}
         for group in self._groups.values():
             trained = group.trained

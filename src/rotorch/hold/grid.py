@@ -1,8 +1,8 @@
-"""How strategies on a grid of ranks hold a model: blocks of matrices, parts of vectors (`tesseract`, `summa`).
+"""Models on a grid of ranks (`tesseract`, `summa`): blocks of matrices and parts of vectors on each rank.
 
 At rest each parameter is a DTensor over this rank's block. For a pass matrices are replaced by proxies that multiply
 block by block (`ops/grid_use.py`), vectors by this rank's part. Activations are cut along their features from the
-embedding to the loss, or to a classifier, which gives whole outputs; so norms have their sums over features completed
+embedding to the loss, or to a classifier, which gives whole outputs; so norms sum over the features of all ranks
 (`models/feature_sums.py`).
 """
 
@@ -86,7 +86,7 @@ class GridHolding(ShardsHolding):
     def _homes(
         self, spec: ModelSpec, *, parameters: Mapping[str, nn.Parameter], device: torch.device
     ) -> dict[str, Tensor]:
-        """Where blocks of matrices lie whose columns ask for them in every product."""
+        """Memory for blocks of matrices, which the ranks of a column read in every product; by name."""
         matrices = [weight for _, weight in products(spec.units)]
         rows = range(self.grid.down.size)
         shapes = {w.name: [w.block_shape(**{**self._sizes, "row": row}) for row in rows] for w in matrices}
@@ -94,7 +94,7 @@ class GridHolding(ShardsHolding):
         return self.grid.down.homes(shapes, dtypes=dtypes, device=device)
 
     def _axis_groups(self, weight: Weight) -> list[tuple[AxisGroup, Cut | None]]:
-        """The axis groups of this rank, and how a weight is cut among each."""
+        """The axis groups of this rank, each with the cut of a weight over it; None: its ranks hold the same."""
         cut = weight.grid or GridCut()
         return [(self._depth, None), (self.grid.down, cut.rows), (self.grid.across, cut.columns)]
 
@@ -114,11 +114,12 @@ class GridHolding(ShardsHolding):
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        # Every rank has tokens or features that no other has, so what is drawn (dropout) must differ from all others'.
+        # No two ranks have the same tokens and features, so their random numbers (dropout) must differ.
         with drawn_alike(common_seed(mesh=self._mesh) + self._rank), super().unsharded() as callee:
             yield callee
 
     def start(self) -> None:
+        # First the axis groups: gathering blocks, in `super().start`, communicates over the depth already.
         for axis_group in self._all_axis_groups():
             axis_group.start()
         super().start()
@@ -145,7 +146,7 @@ class GridHolding(ShardsHolding):
 
 
 def block_chunks(weight: Weight, *, size: int, row: int, column: int) -> tuple[Chunk, ...]:
-    """Where the block at `row` and `column` of a grid of `size` x `size` sits in the whole weight."""
+    """The chunks of the whole weight that are the block at `row`, `column` of a grid of `size` x `size`."""
     cut = weight.grid or GridCut()
     boxes: list[tuple[Range, ...]] = [(Range(0, length),) for length in weight.shape]
     for part, index in ((cut.rows, row), (cut.columns, column)):

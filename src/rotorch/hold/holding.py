@@ -1,9 +1,9 @@
-"""`Holding`: how a strategy holds a model on this rank, and unshards it for a pass; the boundary below `ParallelModel`.
+"""`Holding`: one strategy's model on this rank, at rest and unsharded for a pass; the boundary below `ParallelModel`.
 
 [Note: unsharding]
     At rest the module's parameters are DTensors, so optimizers, clipping and checkpoints work as on any model. A
-    forward pass wants plain tensors. `Holding.unsharded()` puts them into the module for the time of a pass and takes
-    them back afterwards, also after an exception: the weights are always home.
+    forward pass needs plain tensors. `Holding.unsharded()` puts them into the module for the time of a pass and takes
+    them back afterwards, also after an exception: between passes the module always has its DTensors.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Result = TypeVar("Result")
 
 
 class Holding(ABC):
-    """How one strategy holds the model on this rank and unshards it for a pass.
+    """One strategy's model on this rank: it is held in shards, and unsharded for a pass.
 
     `strategies/<kind>/apply.py` subclasses it.
     """
@@ -38,28 +38,28 @@ class Holding(ABC):
     """The loss is multiplied by this before backward (for libraries that average gradients over ranks)."""
 
     status: StatusWord | None = None
-    """Where this rank writes down what it is at, if anybody wants to know."""
+    """Status word to which this rank writes its position in a step, if anybody reads it."""
 
     no_plain_call: str | None = None
-    """Why the model cannot be called in a loop of the user's own, and what to write instead; None if it can."""
+    """The reason why a user's own loop cannot call the model, and what to write instead; None if it can."""
 
     @abstractmethod
     def unsharded(self) -> AbstractContextManager[nn.Module]:
-        """Puts plain tensors into the module for one pass and yields what to call (see [Note: unsharding]).
+        """Puts plain tensors into the module for one pass and yields the module to call (see [Note: unsharding]).
 
         Takes them back on leaving, also after an exception.
         """
 
     def unsharded_for_calls(self) -> AbstractContextManager[nn.Module]:
-        """As `unsharded`, for passes in a loop of the user's own: a forward need not be followed by its backward."""
+        """As `unsharded`, for passes in a user's own loop, where a forward may come without a backward."""
         return self.unsharded()
 
     def start(self) -> None:
-        """Before the first micro-batch of a step, on all ranks: weights as the optimizer left them become visible."""
+        """Begins a step: makes weights visible to other ranks as the optimizer left them. All ranks."""
         return None
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        """Around the forward and backward of one micro-batch."""
+        """Encloses the forward and backward of one micro-batch."""
         return nullcontext()
 
     def forward_backward(
@@ -68,7 +68,7 @@ class Holding(ABC):
         """Runs all micro-batches of a step, between `start` and `finish`: one after another, unless overridden.
 
         Args:
-            callee: what `unsharded` gave.
+            callee: the module that `unsharded` gave.
             micro_batches: this rank's.
             loss_of: the forward, down to the loss.
 
@@ -81,14 +81,16 @@ class Holding(ABC):
                 self.status.micro_batch = number + 1
             with self.micro_batch(last=number == len(micro_batches) - 1):
                 loss = loss_of(callee, micro_batch)
+                # No multiplication by 1: it would be one more kernel, and one more node in the graph.
                 (loss if self.loss_scale == 1.0 else loss * self.loss_scale).backward()
+                # Detached: the graph of a micro-batch must go before the next one is made.
                 total += loss.detach().double().cpu()
         return total
 
     def forward(
         self, callee: nn.Module, micro_batches: Sequence[Batch], run: Callable[[nn.Module, Batch], Result]
     ) -> list[Result]:
-        """Runs forwards without gradients, after `start`; returns what `run(callee, micro_batch)` gives for each."""
+        """Runs forwards without gradients, after `start`; returns the results of `run(callee, micro_batch)`."""
         results = []
         for number, micro_batch in enumerate(micro_batches):
             if self.status is not None:  # of a model without blocks to mark, nothing else says that it gets on
@@ -99,44 +101,44 @@ class Holding(ABC):
         return results
 
     def finish(self) -> None:
-        """After the last backward of a step: completes gradients and attaches them to the DTensors."""
+        """Completes gradients after the last backward of a step, and attaches them to the DTensors."""
         return None
 
     def gradients(self) -> list[Tensor]:
-        """After `finish`: this rank's gradients, as few plain tensors as possible (flat buffers).
+        """This rank's gradients after `finish`, as few plain tensors as possible (flat buffers).
 
         Writing to them changes the gradients. The same order on all ranks.
         """
         return [held.local_grad for held in self.weights.values() if held.local_grad is not None]
 
     def values_changed(self) -> None:
-        """After `weights[..].local` were written from outside (initialised, loaded)."""
+        """Takes note that `weights[..].local` were written from outside (initialised, loaded)."""
         return None
 
     def write_status_to(self, status: StatusWord) -> list[str]:
-        """From now on this rank writes down on `status` what it is at. This rank only.
+        """Makes this rank write its position to `status` from now on. This rank only.
 
         Returns:
-            The names of the units that it speaks of, by number; none if it leaves units to others.
+            Names of the units in those positions, by number; none if only other objects write units.
         """
         self.status = status
         return []
 
     @property
     def transport(self) -> str | None:
-        """What carries slices from rank to rank, where there is a choice."""
+        """Name of the transport between ranks, where there is a choice."""
         return None
 
     def slots(self) -> list[Tensor]:
-        """Buffers that slices of a ring pass through; they are there from step to step."""
+        """Buffers that slices of a ring pass through; they stay from step to step."""
         return []
 
     def observed(self, observer: Observer) -> AbstractContextManager[None]:
-        """Tells `observer` what this rank computes with and what it waits for, within the block. This rank only."""
+        """Tells `observer` of computing and waiting on this rank, within the block. This rank only."""
         return nullcontext()
 
     def close(self) -> None:
-        """Frees what the process group or the operating system holds for it. All ranks."""
+        """Frees resources of process groups and of the operating system. All ranks."""
         return None
 
 
@@ -172,40 +174,40 @@ class StageHolding(Holding):
     """A Holding that a pipeline can have inside: it holds the stages of this rank and is unsharded for a whole step."""
 
     weight_gradients_wait: bool = False
-    """Whether a pipeline may put gradients of linear layers off: the module computes with plain, whole weights."""
+    """True if a pipeline may put gradients of linear layers off: the module computes with plain, whole weights."""
 
     def unshard(self, stage: int) -> None:
-        """Before a pipeline computes with a stage: its weights are sent for, where they are gathered at all."""
+        """Starts gathering a stage's weights, if they are gathered at all; called before a pipeline uses the stage."""
         return None
 
     def computes(self, stage: int, *, backward: bool) -> None:
-        """Right before a computation with a stage, after `unshard`: what it needs must have come.
+        """Waits for everything that a computation with a stage needs; called right before it, after `unshard`.
 
         Args:
-            stage: which stage.
-            backward: whether gradients of weights will be made.
+            stage: number of the stage.
+            backward: True if gradients of weights will be made.
         """
         return None
 
     def computed_backward(self, stage: int) -> None:
-        """Right after a backward of a stage: this rank may wait for other stages now, so nobody may wait for it."""
+        """Makes deferred additions after a stage's backward: this rank may wait next, so nobody may wait for it."""
         return None
 
     def reshard(self, stage: int) -> None:
-        """After a pipeline has computed with a stage: what was gathered is freed."""
+        """Frees a stage's gathered weights, after a pipeline has computed with the stage."""
         return None
 
     def sum_gradients(self, stage: int) -> None:
-        """After a stage's last backward of some micro-batches: gradients are summed and each rank keeps its part."""
+        """Sums gradients after a stage's last backward of some micro-batches; each rank keeps its part."""
         return None
 
     def borrowed_ready(self) -> None:
-        """After the values of all weights that this rank borrows have come. All ranks that share its stages."""
+        """Takes note that the values of all borrowed weights have come. All ranks that share this rank's stages."""
         return None
 
 
 class OuterHolding(Holding):
-    """A Holding around another one, `inner`, which carries slices and has their buffers."""
+    """A Holding around another one, `inner`, which has the transport and its buffers."""
 
     def __init__(self, inner: Holding) -> None:
         self._inner = inner

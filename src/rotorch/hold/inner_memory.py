@@ -1,4 +1,4 @@
-"""Shards that another holding has: a wider one's DTensors lie over the same memory, and gradients go through it."""
+"""Shards in the memory of an inner holding: the outer one's DTensors lie over the same memory, as do gradients."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rotorch.shard.sharded_weight import ShardedWeight, dtensor_like
 
 
 class InnerMemory(Memory):
-    """The memory of an inner holding's weights, for those of them that this rank owns.
+    """The memory of an inner holding's weights, as far as this rank owns them.
 
     The inner holding puts tensors into the module for a pass, and has the rule for gradients of earlier steps: they are
-    handed to it before a step. What it does not hold is empty here.
+    handed to it before a step. Weights that it does not hold are empty here.
 
     Args:
-        inner: the weights that the inner holding has, by name; also those that are borrowed from another rank.
-        owned: names of those that this rank owns.
+        inner: the inner holding's weights by name, borrowed ones included.
+        owned: names of the weights that this rank owns.
     """
 
     def __init__(self, inner: Mapping[str, ShardedWeight], *, owned: set[str]) -> None:
@@ -33,7 +33,7 @@ class InnerMemory(Memory):
         return name in self._owned
 
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter | None:
-        return None
+        return None  # the inner holding puts the tensors of a pass into the module
 
     def adds_in_place(self, name: str) -> bool:
         return True
@@ -46,11 +46,12 @@ class InnerMemory(Memory):
             before = held.local_grad if name in self._owned else None  # a borrowed weight's is of this step only
             if before is None:
                 inner.parameter.grad = None
+            # Same address: the inner holding has this gradient already, and adds to it in place.
             elif inner.local_grad is None or inner.local_grad.data_ptr() != before.data_ptr():
                 inner.parameter.grad = dtensor_like(inner.parameter, before)
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
-        """What the inner holding has completed; what no pass used counts as zeros: other ranks may have used it."""
+        """The inner holding's completed gradients; zeros for unused weights, since other ranks may have used them."""
         found = {}
         for name, held in weights.items():
             if held.parameter.requires_grad:
@@ -59,7 +60,7 @@ class InnerMemory(Memory):
         return found
 
     def break_off(self, weights: Mapping[str, ShardedWeight], error: BaseException) -> None:
-        """Gradients that were there before go if the inner holding has dropped any: the same memory."""
+        """Drops earlier gradients if the inner holding has dropped any: they lie in the same memory."""
         gone = [
             name
             for name in self._owned

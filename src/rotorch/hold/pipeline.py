@@ -1,12 +1,12 @@
-"""How strategies that cut a model into stages hold it (`pp`, `zeropp`), and run a step: actions, row by row.
+"""Models cut into stages (`pp`, `zeropp`): the stages of one rank, and a step as a row of actions.
 
-Another Holding, `inner`, holds the units of this rank's stages. A weight of other stages is a DTensor here all the
-same, of which this rank has nothing: so names, optimizers, clipping and checkpoints are those of any layout.
+Another Holding, `inner`, holds the units of this rank's stages. A weight of another stage is a DTensor too, with an
+empty shard on this rank: so names, optimizers, clipping and checkpoints are those of any layout.
 
 [Note: weights of two stages]
     An embedding tied to a head is used in the first stage and in the last. The first owns it. The last borrows it: its
-    own `inner` has memory for it, which gets the owner's values when a step starts, and its gradient goes to the owner
-    at the end: as many bytes as a sum of gradients, one optimizer state, and values that cannot drift apart.
+    own `inner` has memory for it, which receives the owner's values when a step starts, and its gradient goes to the
+    owner at the end: as many bytes as a sum of gradients, one optimizer state, and values that cannot drift apart.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rotorch.shard.sharded_weight import cut_chunks, dtensor_like
 
 
 class WholeStages(ShardsHolding, StageHolding):
-    """The weights of this rank's stages, whole: what is inside of a pipeline if nothing else is."""
+    """The weights of this rank's stages, whole: the inside of a pipeline without another strategy."""
 
     weight_gradients_wait = True
 
@@ -56,8 +56,8 @@ class PipelineHolding(OuterHolding):
 
     Args:
         inner: holds the units of this rank's stages.
-        setup: of the strategy that cuts the model: its `strategy` says which stages there are, which rank has which,
-            and the table of a step; its `spec` has all units, with the stages that use each.
+        setup: of the strategy that cuts the model: its `strategy` has the stages, their ranks and the table of a step;
+            its `spec` has all units, with the stages that use each.
         mesh: of the pipeline, one axis.
     """
 
@@ -86,8 +86,9 @@ class PipelineHolding(OuterHolding):
         owners = {w.name: strategy.rank_of(u.stages[0]) for u in spec.units for w in u.weights}
         self._owned = {name for name, owner in owners.items() if owner == self._position}
         self._shared: list[tuple[str, int]] = []
-        """Weights of stages on two ranks, names and positions of the other rank: of a borrower, or of the owner."""
+        """Weights used on two ranks: pairs of a name and the other rank's position (a borrower's, or the owner's)."""
         for unit in spec.units:
+            # The first stage's rank owns a weight; two stages of one rank share it without messages.
             owner, *others = dict.fromkeys(strategy.rank_of(stage) for stage in unit.stages)
             if self._position == owner:
                 self._shared += [(w.name, other) for w in unit.weights for other in others]
@@ -102,7 +103,7 @@ class PipelineHolding(OuterHolding):
         self._free_borrowed()
 
     def _placement(self, weight: Weight, *, whole: bool) -> ShardPlacement:
-        """A weight as part of what all ranks of the pipeline have; cut in name only."""
+        """This rank's shard of a weight among all ranks of the pipeline, over which it is cut in name only."""
         placements = (Shard(0), *[Replicate() if whole else Shard(0)] * (self._inside.ndim - 1))
         if weight.name not in self._owned:
             return ShardPlacement(weight, (), (0, *weight.shape[1:]), placements)
@@ -111,7 +112,7 @@ class PipelineHolding(OuterHolding):
             weight, inner.chunks, tuple(inner.local.shape), placements, inner.num_holders, inner.holder
         )
 
-    # ---------------------------------------------------------------- lending
+    # ---------------------------------------------------------------- weights
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
@@ -122,28 +123,32 @@ class PipelineHolding(OuterHolding):
             self._free_borrowed()
 
     def _free_borrowed(self) -> None:
+        # Values and gradients are the owner's between steps; here the tensor keeps its shape, and no memory.
         for name in self._inner.weights.keys() - self._owned:
             self._inner.weights[name].free()
 
     def start(self) -> None:
         self.shards.start()
+        # Before the inner holding starts, which may publish its weights to other ranks.
         self._values_to_borrowers()
         self._inner.start()
 
     def _values_to_borrowers(self) -> None:
-        """All ranks of the pipeline (see [Note: weights of two stages])."""
+        """Sends owners' values to borrowers. All ranks of the pipeline (see [Note: weights of two stages])."""
         mine = [(other, self._inner.weights[name].local) for name, other in self._shared if name in self._owned]
         borrowed = [(owner, name) for name, owner in self._shared if name not in self._owned]
         for _, name in borrowed:
+            # Freed after each pass: between steps a borrowed weight takes no memory.
             self._inner.weights[name].allocate()
         theirs = [(owner, self._inner.weights[name].local) for owner, name in borrowed]
         self._messages.exchange(mine, theirs)
         if borrowed:
+            # The values are new, as after a load: whatever the inner holding derives from them must follow.
             self._inner.values_changed()
             self._inner.borrowed_ready()
 
     def _gradients_to_owners(self) -> None:
-        """All ranks of the pipeline."""
+        """Sends borrowers' gradients to the owners, who add them. All ranks of the pipeline."""
         trained = [(name, other) for name, other in self._shared if self.weights[name].parameter.requires_grad]
         outgoing: list[tuple[int, Tensor]] = []
         incoming: list[tuple[int, Tensor]] = []
@@ -153,8 +158,9 @@ class PipelineHolding(OuterHolding):
                 incoming.append((other, torch.empty_like(inner.local)))
             else:
                 found = inner.local_grad
+                # Zeros if unused here: the owner has posted a receive in any case.
                 outgoing.append((other, torch.zeros_like(inner.local) if found is None else found.contiguous()))
-                inner.parameter.grad = None
+                inner.parameter.grad = None  # the owner accumulates it; here it would count twice
         self._messages.exchange(outgoing, incoming)
         mine = [name for name, _ in trained if name in self._owned]
         for name, (_, gradient) in zip(mine, incoming, strict=True):
@@ -165,6 +171,7 @@ class PipelineHolding(OuterHolding):
                 inner.local_grad.add_(gradient)
 
     def finish(self) -> None:
+        # First: a borrower's gradient is complete only once its stage's ranks have summed theirs.
         self._inner.finish()
         self._gradients_to_owners()
         self.shards.finish()
@@ -172,9 +179,10 @@ class PipelineHolding(OuterHolding):
     # ---------------------------------------------------------------- running
 
     def table(self, num_micro_batches: int) -> Schedule:
-        """What ranks do in a step of so many micro-batches."""
+        """The lowered table of actions of all ranks, for a step of `num_micro_batches`."""
         if num_micro_batches not in self._tables:
             plain = self._strategy.table(num_micro_batches)
+            # A weight gradient is a product of an input and an output's gradient: the weights may be freed before it.
             self._tables[num_micro_batches] = lower(plain, weight_gradients_need_weights=False, ahead=True)
         return self._tables[num_micro_batches]
 
@@ -198,17 +206,19 @@ class PipelineHolding(OuterHolding):
         try:
             step.run(table.rows[self._position], table)
         except Exception:
+            # Others may be waiting for the last stage's results: if this is its rank, they must hear that none come.
             self._messages.no_value(source=last)
             raise
         if self._position != last:
             return self._messages.from_one(source=last)  # type: ignore[no-any-return]
         results: list[Result] = [result for _, result in sorted(step.results, key=lambda found: found[0])]
+        # Every rank returns the last stage's results, so callers need not know which rank has it.
         self._messages.to_all(results)
         return results
 
     @contextmanager
     def watched(self, watch: Watch) -> Iterator[None]:
-        """Has `watch` entered around every action of a row within the block. This rank only."""
+        """Makes `watch` enclose every action of a row within the block. This rank only."""
         self._watch = watch
         try:
             yield
@@ -244,12 +254,12 @@ class PipelineHolding(OuterHolding):
 
 
 def hold_stages(setup: Setup, *, mesh: DeviceMesh, alone: Callable[[ModelSpec], StageHolding]) -> PipelineHolding:
-    """Cuts a model into stages; what is inside holds those of this rank, or what `alone` makes for their units.
+    """Cuts a model into stages; this rank's are held by the inner strategy, or else by what `alone` makes.
 
     Args:
         setup: of the strategy.
         mesh: of the pipeline, one axis.
-        alone: holds units if no other strategy does.
+        alone: makes the holding of this rank's units if there is no inner strategy.
     """
     inner, strategy = setup.inner, setup.strategy
     if inner is None:

@@ -1,4 +1,4 @@
-"""Shards that are the home slices of a ring, and gradients that come home to it; what nobody cuts lies beside."""
+"""Shards in a ring's home slices, and gradients that come home to it; replicated weights lie in memory of their own."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rotorch.shard.sharded_weight import ShardedWeight
 class RingMemory(Memory):
     """The weights of rotating units in the ring's memory; the others each in its own.
 
-    A step adds to gradients of slices where they lie, also to those that the user has not cleared: they are not set
-    aside. So a step that breaks off while it adds to earlier gradients takes all of them with it.
+    A step adds to gradients of slices in place, also to those that the user has not cleared: they are not set aside. So
+    a step that breaks off while it adds to earlier gradients loses all of them.
 
     Args:
         ring: of this rank.
-        units: what goes round.
+        units: the units whose slices rotate.
     """
 
     def __init__(self, ring: Ring, units: Sequence[RotatingUnit]) -> None:
@@ -32,7 +32,7 @@ class RingMemory(Memory):
         self._slices: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._adds_up = False
-        """Whether this step adds to gradients that were there before it."""
+        """True if this step adds to gradients of earlier steps."""
         for unit in units:
             names = [weight.name for weight in unit.unit.weights]
             slices = unit.slices.views(ring.home_weights(unit.item), index=ring.position)
@@ -62,19 +62,21 @@ class RingMemory(Memory):
         self._ring.start(fresh=fresh)
 
     def _nothing_accumulated(self, unit: Sequence[ShardedWeight]) -> bool:
-        """Whether the user has cleared a unit's gradients; if only some of them, those become zero."""
+        """Returns True if the user has cleared a unit's gradients; if only some of them, zeroes those."""
         if all(held.parameter.grad is None for held in unit):
             return True
         for held in unit:
             buffer, there = self._gradients[held.name], held.local_grad
+            # The ring adds to all weights of a unit or overwrites all: one flag per item.
             if there is None:
                 buffer.zero_()
             elif there.data_ptr() != buffer.data_ptr():
+                # The user has put a gradient of their own there: the step adds to it, in the ring's buffer.
                 buffer.copy_(there)
         return False
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
-        """What has come home; the ring itself has ended its step before."""
+        """The gradients that have come home; the ring has ended its step before."""
         home = {
             name: self._gradients[name]
             for item, names in self._units.items()
@@ -84,18 +86,18 @@ class RingMemory(Memory):
         return {**super().complete(weights), **home}
 
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:
-        """Slices that have moved return. All ranks."""
+        """Returns moved slices to their owners. All ranks."""
         self._adds_up = False
         self._ring.restore_owners()
 
     def break_off(self, weights: Mapping[str, ShardedWeight], error: BaseException) -> None:
-        """Slices return if all ranks are here; the error says so if they cannot."""
+        """Returns slices to their owners if all ranks are here; else adds a note to `error`."""
         try:
             self._ring.restore_owners(after=error)
         except RankFailure as lost:
             error.add_note(str(lost))
         for held in weights.values():
-            if self._adds_up:  # a part of this step is in them, on some ranks more than on others
+            if self._adds_up:  # they hold some of this step's additions, not the same on every rank
                 held.parameter.grad = None
             held.put_back()
         self._adds_up = False

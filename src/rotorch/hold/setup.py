@@ -1,4 +1,4 @@
-"""What a strategy's `apply` gets: all that it needs to hold a model on this rank."""
+"""The argument of a strategy's `apply`: everything that it needs to hold a model on this rank."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Setup:
     Attributes:
         module: the model; its parameters may be on meta.
         strategy: the fields of the strategy, an object of its own class.
-        spec: the units that strategies around this one leave to it.
+        spec: the units that the strategies around this one leave to it.
         mesh: the axes of this strategy.
         device: of this rank.
         sites: by name, where the module looks for each weight.
         compiled: run blocks by torch.compile.
-        inner: what the strategy inside of this one holds, if there is one.
+        inner: the Holding of the strategy inside of this one, if there is one.
         inside: the axes of this strategy and of those inside of it.
     """
 
@@ -47,18 +47,18 @@ class Setup:
     def shards(
         self, placements: Sequence[ShardPlacement], *, memory: Memory | None = None, mesh: DeviceMesh | None = None
     ) -> ShardedWeights:
-        """Takes the module's weights over, whose places in it get DTensors of this rank's shards.
+        """Takes the module's weights over and puts DTensors of this rank's shards in their place.
 
         Args:
-            placements: which part of which weight.
-            memory: whose memory they lie in; each has its own by default.
+            placements: the part of each weight that is this rank's.
+            memory: allocates shards; by default each has memory of its own.
             mesh: of the DTensors, if it is not the strategy's.
         """
         mesh = self.mesh if mesh is None else mesh
         return ShardedWeights(placements, sites=self.sites, mesh=mesh, device=self.device, memory=memory)
 
     def prepare_blocks(self) -> None:
-        """Has the module's repeated blocks compiled, or run again in backward, as it was asked for."""
+        """Makes the module's repeated blocks compiled, or recomputed in backward, as the user asked."""
         if self.compiled:
             compile_blocks(self.module)
         if self.strategy.recompute == "block":

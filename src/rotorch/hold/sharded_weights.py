@@ -1,7 +1,7 @@
 """Weights as one rank holds them: DTensors over its shards at rest, plain tensors for a pass, in memory passed in.
 
-Every strategy holds its weights by `ShardedWeights`. Where shards, the tensors of a pass and gradients lie, and
-what has to happen around a step for them to be there, is up to the `Memory` that it passes in.
+Every strategy holds its weights by `ShardedWeights`. The `Memory` that it passes in decides where shards, the tensors
+of a pass and gradients lie, and does the gathering and freeing around a step.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from rotorch.shard.sites import Site
 
 @dataclass(frozen=True)
 class ShardPlacement:
-    """How a weight is cut: which part of it is this rank's shard.
+    """The cut of a weight: the part of it that is this rank's shard.
 
     A part may be any box of a weight, or several: a slice, a block of a grid, some rows, the whole.
 
     Attributes:
-        weight: which.
-        chunks: where the parts of the shard sit in the whole.
+        weight: the whole weight.
+        chunks: positions of the shard's parts in the whole.
         shape: of the shard.
         placements: of the DTensor at rest, one per axis of the mesh. Uneven and fused cuts are Shard in name only.
-        num_holders: how many ranks of the mesh hold the same.
+        num_holders: number of ranks of the mesh that hold the same shard.
         holder: this rank's number among them.
     """
 
@@ -71,7 +71,7 @@ class ShardPlacement:
 
     @staticmethod
     def of_units(units: Sequence[Unit], *, mesh: DeviceMesh) -> list[ShardPlacement]:
-        """This rank's slice of each weight of some units; all of those that nobody cuts."""
+        """This rank's slice of each weight of some units; replicated weights whole."""
         return [
             (ShardPlacement.whole if unit.kind is UnitKind.REPLICATED else ShardPlacement.slice_of)(weight, mesh=mesh)
             for unit in units
@@ -90,12 +90,11 @@ class ShardPlacement:
         """A block of a weight that is cut along several axes.
 
         Args:
-            weight: which.
-            chunks: where the block sits in the whole.
+            weight: the whole weight.
+            chunks: positions of the block's parts in the whole.
             shape: of the block.
             mesh: of the DTensor at rest.
-            cuts: this rank's axis groups, and how the weight is cut among each; None: they hold the
-                same.
+            cuts: this rank's axis groups, each with the weight's cut over it; None: its ranks hold the same.
         """
         placements: dict[str, Placement] = {axis: Replicate() for axis in mesh.mesh_dim_names or ()}
         num_holders, holder = 1, 0
@@ -108,15 +107,15 @@ class ShardPlacement:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the shard is all of the weight."""
+        """True if the shard is all of the weight."""
         return self.shape == self.weight.shape and len(self.chunks) == 1
 
 
 class Memory:
-    """Where shards, tensors of a pass and gradients lie; this one: each by itself, and a pass computes with shards.
+    """Allocator of shards, tensors of a pass and gradients. This one: each by itself; a pass computes with shards.
 
     Args:
-        gradients_stay: they lie in the same memory in every step (buckets, sums), so what refers to them may be kept.
+        gradients_stay: gradients lie in the same memory in every step (buckets, sums), so references may be kept.
     """
 
     def __init__(self, *, gradients_stay: bool = False) -> None:
@@ -127,7 +126,7 @@ class Memory:
         return None
 
     def has_values(self, name: str) -> bool:
-        """Whether the memory of a shard has its values; if not, they are taken from the module, if it has any."""
+        """True if the memory of a shard has its values already; else they are copied from the module, if it has any."""
         return False
 
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter | None:
@@ -135,51 +134,51 @@ class Memory:
         return nn.Parameter(held.local, requires_grad=held.parameter.requires_grad)
 
     def gradient_stays(self, name: str) -> bool:
-        """Whether a gradient lies in the same memory in every step."""
+        """True if a gradient lies in the same memory in every step."""
         return self._gradients_stay
 
     def adds_in_place(self, name: str) -> bool:
-        """Whether a step adds to the gradient that is there before it, which is then not set aside."""
+        """True if a step adds to an earlier gradient in place, which is then not set aside."""
         return False
 
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
-        """Before a step: leaves have no gradients, and are there if they were not."""
+        """Prepares a step: leaves have values and no gradients."""
         for held in weights.values():
             if held.leaf is not None:
                 held.leaf.grad = None
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
-        """After the last backward: gradients of shards by name, summed over the ranks that hold the same; not of all.
+        """Gradients of shards by name after the last backward, summed over the shard's holders; not of all weights.
 
-        A weight that no pass has used has none, unless this says that it counts as zeros.
+        A weight that no pass has used has none, unless the subclass says that it counts as zeros.
         """
         leaves = ((name, held.leaf) for name, held in weights.items() if held.leaf is not None)
         return {name: leaf.grad.detach() for name, leaf in leaves if leaf.grad is not None}
 
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:
-        """After a pass: what no rank needs at rest goes."""
+        """Frees, after a pass, what no rank needs at rest."""
         return None
 
     def break_off(self, weights: Mapping[str, ShardedWeight], error: BaseException) -> None:
-        """After an exception in a pass: the same, and gradients are those before the step."""
+        """Does the same after an exception in a pass; gradients become those before the step."""
         for held in weights.values():
             held.put_back()
         self.end(weights)
 
     def flat_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
-        """After a step: all of this rank's gradients, in as few tensors as they lie in."""
+        """All of this rank's gradients after a step, in as few tensors as possible."""
         return [grad for held in weights.values() if (grad := held.local_grad) is not None]
 
 
 class ShardedWeights:
-    """What one rank holds of some weights.
+    """One rank's shards of some weights.
 
     Args:
-        placements: which part of which weight.
-        sites: by name, where the module looks for each; values are taken over from parameters that have any.
+        placements: the part of each weight that is this rank's.
+        sites: by name, where the module uses each weight; values are taken over from parameters that have any.
         mesh: of the DTensors at rest.
         device: where to hold them.
-        memory: whose memory they lie in; each has its own by default.
+        memory: allocates shards; by default each has memory of its own.
 
     Attributes:
         held: by name.
@@ -228,7 +227,8 @@ class ShardedWeights:
     def _filled(
         self, placement: ShardPlacement, source: Tensor, *, given: Tensor | None, device: torch.device
     ) -> Tensor:
-        """A shard, in memory that is given or its own, with the values that the module's parameter has, if any."""
+        """Makes a shard, in the given memory or its own, with the values of the module's parameter if it has any."""
+        # The module's own tensor serves: a copy would take the model's memory twice for a moment.
         if given is None and not source.is_meta and placement.is_whole:
             return source.detach().to(device)
         local = torch.empty(placement.shape, dtype=source.dtype, device=device) if given is None else given
@@ -238,17 +238,17 @@ class ShardedWeights:
         return local
 
     def replace(self, name: str, tensor: Tensor | None) -> None:
-        """From now on passes find something else for a weight: a proxy, or nothing."""
+        """Replaces a weight in all later passes: by a proxy, or by nothing."""
         self.held[name].in_pass = tensor
 
     def withhold(self, units: Iterable[Unit]) -> None:
-        """From now on passes find no biases that are added once, after the sum over a unit's slices."""
+        """Hides biases from all later passes that are added once, after the sum over a unit's slices."""
         for name in {name for unit in units for name in unit.added_once}:
             self.replace(name, None)
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Within it the module has the tensors of a pass; then the DTensors again, also after an exception.
+        """Gives the module the tensors of a pass inside the block, and its DTensors after it, also after an exception.
 
         A step that broke off leaves the gradients that were there before it.
         """
@@ -266,7 +266,7 @@ class ShardedWeights:
                 held.reshard()
 
     def start(self) -> None:
-        """Before a step: gradients that the user has not cleared are set aside, to be added at the end.
+        """Begins a step: sets gradients that the user has not cleared aside, to add them at the end.
 
         Raises:
             ConfigError: a weight that was frozen requires a gradient now.
@@ -279,20 +279,21 @@ class ShardedWeights:
         self._memory.start(self.held)
 
     def reduce(self, names: Iterable[str] | None = None, *, mesh: DeviceMesh | None = None) -> None:
-        """Sums gradients that passes have left over an axis, all in one message. All ranks of the axis.
+        """Sums the passes' gradients over an axis, one message per dtype. All ranks of the axis.
 
         A weight that this rank's passes did not use counts as zeros, since others may have used it; so if none has, its
         gradient is zero and not None, as under torch's DDP.
 
         Args:
-            names: of which weights; None: of all.
-            mesh: over which ranks; None: over those of the DTensors at rest.
+            names: of the weights; None: all.
+            mesh: of the ranks; None: that of the DTensors at rest.
         """
         mesh = self._mesh if mesh is None else mesh
         if mesh.size() == 1:
             return
         leaves = self.leaves
         names = [n for n in (leaves if names is None else names) if leaves[n].requires_grad]
+        # Sorted: a set's order differs between processes, and all ranks must sum the same dtype at once.
         for dtype in sorted({leaves[n].dtype for n in names}, key=str):
             same = [leaves[n] for n in names if leaves[n].dtype == dtype]
             key = dtype, tuple(names)
@@ -302,11 +303,12 @@ class ShardedWeights:
             parts = [p.view_as(t) for p, t in zip(flat.split([t.numel() for t in same]), same, strict=True)]
             for leaf, part in zip(same, parts, strict=True):
                 part.zero_() if leaf.grad is None else part.copy_(leaf.grad)
+                # The gradient itself lies in the buffer, so the sum needs no copy back.
                 leaf.grad = part
             all_reduce_sum(flat, mesh=mesh)
 
     def unused_count_as_zero(self) -> None:
-        """Gives weights that no pass of this step used a gradient of zeros: a sum over replicas counts on all of them.
+        """Gives weights that no pass of this step used a gradient of zeros: a sum over replicas needs one of each.
 
         On all ranks alike, so that the same tensors are summed everywhere.
         """
@@ -315,7 +317,7 @@ class ShardedWeights:
                 leaf.grad = torch.zeros_like(leaf)
 
     def finish(self) -> None:
-        """After the last backward: completes gradients and gives them to the DTensors."""
+        """Completes gradients after the last backward and attaches them to the DTensors."""
         for name, gradient in self._memory.complete(self.held).items():
             if self.held[name].parameter.requires_grad:  # not frozen after parallelize
                 self.held[name].attach(gradient)
@@ -323,5 +325,5 @@ class ShardedWeights:
             held.earlier = None
 
     def gradients(self) -> list[Tensor]:
-        """After `finish`: this rank's gradients, as few plain tensors as possible."""
+        """This rank's gradients after `finish`, as few plain tensors as possible."""
         return self._memory.flat_gradients(self.held)
