@@ -37,7 +37,7 @@ class SpeedBar:
         return f"{self.row} >= {self.factor:g} * {self.other}"
 
     def check(self, times: Mapping[str, Times], memory: Memory) -> tuple[bool, float | None]:
-        """Whether it holds, and the ratio that was reached; (False, None) if one of the rows has no times."""
+        """Returns whether the bar holds, and the ratio reached; (False, None) if one of the rows has no times."""
         if self.row not in times or self.other not in times:
             return False, None
         reached = ratio(times[self.row], to=times[self.other]).median
@@ -57,7 +57,7 @@ class MemoryBar:
         return f"{self.what} {self.row} <= {self.factor:g} * {self.other}"
 
     def check(self, times: Mapping[str, Times], memory: Memory) -> tuple[bool, float | None]:
-        """Whether it holds, and the ratio that was reached; (False, None) if one of the rows was not measured."""
+        """Returns whether the bar holds, and the ratio reached; (False, None) if one of the rows was not measured."""
         ours = memory.get(self.row, {}).get(self.what)
         theirs = 2**20 if self.other == MIB else memory.get(self.other, {}).get(self.what)
         if ours is None or theirs is None:

@@ -46,7 +46,7 @@ Layouts = dict[str, tuple[Strategy, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """How to measure.
+    """Settings of a measurement.
 
     Attributes:
         rounds: how often every row gets its turn.
@@ -217,7 +217,7 @@ def check_model(task: Task, *, layouts: Layouts, peers: Sequence[str] = ()) -> M
 def _judge(
     row: Row, *, task: Task, spec: ModelSpec, strategies: Sequence[Strategy] | None, reference: Sequence[float]
 ) -> Verdict:
-    """Whether a row's losses are right and its ranks hold no more weights than it claims."""
+    """Checks that a row's losses are right and that its ranks hold no more weights than it claims."""
     losses = row.times.losses[:GATE_STEPS] if row.times is not None else []
     shares, alone = row.peer is not None, row.name == LIMIT
     verdict = judge(losses, reference=reference, precision=task.precision, alone=alone, shares=shares)
@@ -237,7 +237,7 @@ def _judge(
 def _predictions(
     spec: ModelSpec, *, task: Task, strategies: Sequence[Strategy], transport: str | None
 ) -> list[Prediction]:
-    """What the Layouts say, by rank, with the task's precision and the transport that "auto" came to."""
+    """Predicts bytes and traffic by rank, at the task's precision and with the transport that "auto" resolved to."""
     as_run = [
         strategy.model_copy(update={"transport": transport})
         if getattr(strategy, "transport", None) == "auto"

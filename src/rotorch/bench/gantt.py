@@ -1,4 +1,4 @@
-"""Who does what when, as a page to zoom into: the look that measured traces and simulated schedules share. No torch."""
+"""Gantt chart of ranks as a page to zoom into, shared by measured traces and simulated schedules. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether rows do the same work, and as they claim.
+"""Checks that all rows of a bench do the same work, and cut the model as they claim.
 
 Losses are held against those of one process that trains on the whole global batch, and what ranks hold against what a
 row says that it cuts. Some libraries degrade silently, so that every rank trains alone, a gradient is missing, or
@@ -19,7 +19,7 @@ TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-3}
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a row's losses are right.
+    """Result of checking a row's losses.
 
     Attributes:
         max_rel_err: largest relative difference from the reference.
@@ -63,7 +63,7 @@ def judge(
 
 
 def judge_sharding(held: Sequence[int], *, at_most: int, whole: int) -> str | None:
-    """Whether ranks hold no more weights between them than a row claims; what is wrong, or None.
+    """Checks that ranks together hold no more weights than a row claims; returns the error, or None.
 
     Args:
         held: elements of weights at rest, by rank.
@@ -89,6 +89,6 @@ def may_hold(spec: ModelSpec, *, num_ranks: int) -> int:
 
 
 def says_little(reference: Sequence[float], *, precision: str, num_batches: int) -> bool:
-    """Whether the reference's losses hardly change, so that wrong gradients would not show."""
+    """True if the reference's losses hardly change, so that wrong gradients would not show."""
     pairs = list(zip(reference, reference[num_batches:], strict=False))
     return all(abs(b - a) <= 10 * TOLERANCES[precision] * abs(a) for a, b in pairs)

@@ -132,11 +132,11 @@ class Hosts:
                     os.environ[name] = value
 
     def sent_bytes(self) -> list[int]:
-        """What each host has put on its link so far, headers and acknowledgements included."""
+        """Bytes that each host has put on its link so far, headers and acknowledgements included."""
         return [self._counted(host, _INTERFACE) for host in self._hosts]
 
     def uplink_bytes(self) -> int:
-        """What has gone over the shared uplink so far, both directions together; 0 if there is none."""
+        """Bytes that have crossed the shared uplink so far, both directions together; 0 without an uplink."""
         if self.switches == 1:
             return 0
         return sum(self._counted(self._switch, name) for name in (_UPLINK, f"{_UPLINK}b"))

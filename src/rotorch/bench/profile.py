@@ -1,4 +1,4 @@
-"""Where a step of a layout spends its time: torch's profiler on rank 0, as a table and a trace."""
+"""Profile of a layout's step: torch's profiler on rank 0, as a table and a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs in one rank of one row: it builds its contender, then answers the bench's questions one at a time.
+"""Process of one rank of one row: it builds its contender, then answers the bench's questions one at a time.
 
 Between questions a rank sleeps on its connection, so rows that are not at work burn nothing.
 """
@@ -47,7 +47,7 @@ _WARM_FEATURES = 512
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands.
+    """Position of a rank in its row, and the settings that it starts with.
 
     Attributes:
         row: "limit", `--parallel` text, or a peer's name.
@@ -70,7 +70,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Built:
-    """What a rank says when its contender stands.
+    """First answer of a rank, once its contender is built.
 
     Attributes:
         threads: that it computes with.
@@ -95,7 +95,7 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one rank sent in one step."""
+    """Bytes and messages that one rank sent in one step."""
 
     sent_bytes: dict[str, int]
     num_messages: dict[str, int]
@@ -162,7 +162,7 @@ class _Rank:
         return steps
 
     def held_elements(self) -> int:
-        """How many elements of weights this rank holds at rest."""
+        """Number of weight elements that this rank holds at rest."""
         return sum(weight.numel() for weight in self._made().weights())
 
     def tensors(self) -> TensorMemory:

@@ -33,7 +33,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class _Process(Protocol):
-    """What both ways of starting a rank give."""
+    """Interface shared by both ways of starting a rank."""
 
     @property
     def pid(self) -> int | None: ...

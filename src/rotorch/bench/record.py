@@ -190,7 +190,7 @@ def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
 
 
 def ledger(measured: TensorMemory, *, predicted: Mapping[str, int | None] | None) -> dict[str, Any]:
-    """Where a rank's bytes are, measured at the highest moment of a step and at rest, and predicted by the Layouts.
+    """Returns a rank's bytes at the peak of a step and at rest, as measured and as predicted by the Layouts.
 
     `highest` has the most of each category, each at its own moment.
     `predicted` has null where no formula says it; `other_made_by` names the operations behind "other".
@@ -271,7 +271,7 @@ def load_average() -> list[float]:
 
 
 def describe_machine() -> dict[str, Any]:
-    """What the figures depend on: processor, cores that may be used, memory, load at this moment."""
+    """Describes the machine behind the figures: processor, usable cores, memory, present load."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),

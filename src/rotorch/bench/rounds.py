@@ -31,7 +31,7 @@ STEPS_TO_WAKE = 1
 
 @dataclass
 class Times:
-    """What one row did.
+    """Step times and losses of one row.
 
     Attributes:
         rounds: seconds of each step, by round.
@@ -60,7 +60,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How fast a row is against another one: 2 is twice as many tokens per second.
+    """Speed of one row relative to another: 2 is twice as many tokens per second.
 
     Attributes:
         rounds: of the medians of each round.

@@ -1,4 +1,4 @@
-"""What stages of a pipeline keep of one micro-batch, measured in a short step: what a table's memory follows from.
+"""Memory that stages of a pipeline keep per micro-batch, measured in a short step: a table's memory follows from it.
 
 For stages whose weights are gathered (`zeropp`, `fsdp` inside of `pp`). Bytes of weights and gradients follow from the
 model; what autograd keeps, what is pending between the two halves of a backward, and what computations take beside it
@@ -84,7 +84,7 @@ def measured_and_predicted_peak(task: Task, parallel: str, ranks_per_stage: int)
 
 
 def micro_batches_to_measure(parallel: str) -> int:
-    """How many a step must have for its stages to be measured: a unit, and two, so that gradients are added up."""
+    """Returns the micro-batches needed to measure stages: one unit, and at least two, so that gradients accumulate."""
     units = [one.unit or 1 for one in parse_parallel(parallel) if isinstance(one, StageStrategy)]
     return max(2, *units)
 
@@ -127,7 +127,7 @@ def _of_model(model: ParallelModel, stage: int, *, ranks_per_stage: int) -> Stag
 
 
 def _costs(seen: Sequence[_Seen], *, of_model: StageCosts, received: int, given: int, by_message: bool) -> StageCosts:
-    """What a stage's actions took and left."""
+    """Returns the bytes that a stage's actions allocated and left behind."""
     by_kind: dict[ActionKind, list[_Seen]] = {}
     for one in seen:
         by_kind.setdefault(one.action.kind, []).append(one)

@@ -29,7 +29,7 @@ class _Table(BaseModel):
 
 
 class Batch(_Table):
-    """What a rank gets in a step.
+    """Batch of one rank in a step.
 
     Attributes:
         sequence_length: tokens per sample.
@@ -41,7 +41,7 @@ class Batch(_Table):
 
 
 class Rows(_Table):
-    """What a suite says of all of its cases, and a case may say otherwise for itself.
+    """Defaults of a suite for all of its cases; a case may override each of them.
 
     Attributes:
         rounds: how often every row gets its turn.
@@ -169,7 +169,7 @@ def select(cases: Sequence[Case], *, patterns: Sequence[str]) -> list[Case]:
 
 
 def read_result(file: Path) -> dict[str, Any] | None:
-    """What was measured of a case; None if nothing was, or not by a suite."""
+    """Reads the record of a case; None if there is none, or if no suite wrote it."""
     try:
         record: dict[str, Any] = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""What every contender of a bench trains: the same model, first weights, data, optimizer and precision.
+"""Training task that all contenders of a bench share: model, first weights, data, optimizer and precision.
 
 [Note: tokens]
     The data are random tokens, made anew by every rank from (seed, step): nothing is read from disk while the clock
@@ -82,7 +82,7 @@ class Task:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """What forward passes are cast to."""
+        """Dtype that autocast uses in forward passes; None without autocast."""
         return torch.bfloat16 if self.precision == "bfloat16" else None
 
     def batches(self, step: int, *, share: int, num_shares: int) -> list[dict[str, Tensor]]:

@@ -60,7 +60,7 @@ _NAMED_OTHERS = 6
 
 @dataclass(frozen=True)
 class TensorMemory:
-    """What one rank holds in tensors.
+    """Memory that one rank holds in tensors.
 
     Attributes:
         resident: bytes at rest by category (weights, gradients, optimizer).
@@ -222,7 +222,7 @@ class LiveStorages(TorchDispatchMode):
         return most
 
     def other_at_peak(self) -> dict[str, int]:
-        """What is in no category at that moment, by what made it; the largest first."""
+        """Bytes at that moment that belong to no category, by the operation that made them; the largest first."""
         others: Counter[str] = Counter()
         for storage, change in self._until_peak():
             if storage.category == OTHER:
@@ -264,7 +264,7 @@ class LiveStorages(TorchDispatchMode):
             self._regions.pop()
 
     def _is_logits(self, tensor: Tensor, given: Sequence[Tensor]) -> bool:
-        """Whether an operation made logits: in their own block, or of logits with as many columns."""
+        """True if an operation made logits: in their own block, or of logits with as many columns."""
         if LOGITS_BLOCK in self._regions:
             return True
         return tensor.dim() > 0 and any(

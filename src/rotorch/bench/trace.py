@@ -41,7 +41,7 @@ Interval = tuple[float, float]
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank did.
+    """Spans of one rank in the traced steps.
 
     Attributes:
         spans: of all traced steps, in the order in which they ended.
@@ -79,7 +79,7 @@ def together(traces: Sequence[RankTrace]) -> list[Interval]:
 
 
 def shares(trace: RankTrace, *, steps: Sequence[Interval]) -> dict[str, float]:
-    """What part of the time of `steps` a rank spent with each of `SHARES`; all add up to 1 (see [Note: shares])."""
+    """Returns the part of the time of `steps` spent with each of `SHARES`; all add up to 1 (see [Note: shares])."""
     found = dict.fromkeys(SHARES, 0.0)
     total = sum(end - start for start, end in steps)
     for window in steps:
@@ -162,7 +162,7 @@ def _backward_noted(observer: Observer, gradients: _LastGradient) -> Iterator[No
 
 @dataclass
 class _LastGradient:
-    """When the last of all gradients of a backward pass was there, where every parameter gets one by itself."""
+    """Time of the last gradient of a backward pass, where autograd gives each parameter its own gradient."""
 
     last_s: float = 0.0
     _missing: int = 1

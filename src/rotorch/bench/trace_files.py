@@ -106,7 +106,7 @@ def write_traces(trace: RowTrace, *, directory: Path) -> dict[str, str]:
 
 
 def summary(trace: RowTrace, *, files: dict[str, str]) -> dict[str, Any]:
-    """What the record says of a trace."""
+    """Returns the summary of a trace for the bench's record."""
     return {"num_steps": len(trace.steps), "shares_by_rank": trace.shares_by_rank, "files": files}
 
 

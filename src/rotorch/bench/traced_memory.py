@@ -1,4 +1,4 @@
-"""What a model's passes keep and take, counted in a run without memory: of a shallow copy, on fake tensors.
+"""Memory that a model's passes keep and allocate, counted on fake tensors on a shallow copy of the model.
 
 [Note: fake tensors]
     Fake tensors on the CPU take the way of real ones through every operator, attention's kernel included, so what is

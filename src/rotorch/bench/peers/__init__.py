@@ -46,7 +46,7 @@ class Peer:
 
     @property
     def installed(self) -> bool:
-        """Whether its library can be imported here."""
+        """True if the peer's library can be imported here."""
         return _is_installed(self.library)
 
     @property
@@ -182,7 +182,7 @@ def _is_installed(module: str) -> bool:
 
 
 def how_to_install(peer: Peer) -> str:
-    """What to do about a library that is missing, in a line."""
+    """Returns the command that installs a missing library, in one line."""
     return f"{peer.library} is not installed. Write: pip install 'rotorch[peers]'"
 
 
