@@ -1,1 +1,1 @@
-"""What layouts would hold and send, before anything is started. Pure Python."""
+"""Predictions of memory, traffic and time of layouts, before anything is started. Pure Python."""

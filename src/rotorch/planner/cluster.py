@@ -106,7 +106,7 @@ class Device(_Table):
 
 
 class Link(_Table):
-    """What joins groups of ranks (see [Note: links]).
+    """Link that joins groups of ranks (see [Note: links]).
 
     Attributes:
         name: of the technology.

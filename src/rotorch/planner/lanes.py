@@ -15,7 +15,7 @@ from enum import StrEnum
 
 
 class Lane(StrEnum):
-    """What a rank does beside other things."""
+    """Resource of a rank that works beside the others."""
 
     HOST = "host"
     COMPUTE = "compute"
@@ -60,5 +60,5 @@ class Lanes:
 
     @property
     def end_s(self) -> float:
-        """When all lanes are done."""
+        """Time at which all lanes are done."""
         return max(self.free_s.values())

@@ -48,13 +48,13 @@ class PerRow:
         return (self.row_bytes * rows + self.constant_bytes) / cut
 
     def without_constant(self) -> PerRow:
-        """What the batch alone takes."""
+        """The part that grows with the batch."""
         return PerRow(self.row_bytes)
 
 
 @dataclass(frozen=True)
 class TracedLayer:
-    """What autograd keeps of one layer of a class (see [Note: what is traced])."""
+    """Bytes that autograd keeps of one layer of a class (see [Note: what is traced])."""
 
     stream: PerRow
     interior: PerRow
@@ -119,7 +119,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class AtRest:
-    """What does not depend on the batch, of one rank.
+    """Memory of one rank that does not depend on the batch.
 
     Attributes:
         by_category: bytes of weights, gradients, optimizer, and slots.
@@ -173,7 +173,7 @@ def at_rest(model: FoldedModel, *, strategies: Sequence[Strategy], parts: Sequen
 
 
 class _Pieces:
-    """What ranks hold of each class of layers, and of what lies around them."""
+    """Bytes that ranks hold of each class of layers, and of the weights around the layers."""
 
     def __init__(self, model: FoldedModel, strategies: Sequence[Strategy]) -> None:
         self.model = model
@@ -309,12 +309,12 @@ class _Passes:
 
     @property
     def again(self) -> bool:
-        """Whether backward computes layers from their inputs."""
+        """True if backward recomputes layers from their inputs."""
         return self.inner.recomputes_layers or getattr(self.inner, "recompute", "none") == "block"
 
     @property
     def by_units(self) -> bool:
-        """Whether it does so unit by unit, a slice at a time."""
+        """True if layers are recomputed unit by unit, a slice at a time."""
         return bool(getattr(self.inner, "recomputes_units", False))
 
     @property
@@ -373,7 +373,7 @@ class _Passes:
         return {"logits": 2 * one / cut}
 
     def _kept(self, rank: AtRest) -> tuple[float, float, bool, int]:
-        """What autograd keeps of all micro-batches under way, of one layer, whether a head is here, and how many."""
+        """Bytes that autograd keeps (of all micro-batches, of one layer), presence of a head, fewest in flight."""
         stages, layers = self.stages, self.traced.layers
         in_flight = _in_flight(stages, self.accumulation) if stages is not None else (1,)
         kept, has_head = 0.0, False

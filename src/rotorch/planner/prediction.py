@@ -1,4 +1,4 @@
-"""What the Layouts say that a rank holds and sends, for a whole model under composed strategies. Pure Python."""
+"""Bytes that a rank holds and sends by the Layouts, for a whole model under composed strategies. Pure Python."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequence[i
 
 
 def _positions(strategies: Sequence[Strategy], *, rank: int) -> list[int]:
-    """Where `rank` stands in each strategy; the innermost varies fastest."""
+    """Returns the position of `rank` in each strategy; the innermost varies fastest."""
     positions: list[int] = []
     for strategy in reversed(strategies):
         size = prod(strategy.axes.values())

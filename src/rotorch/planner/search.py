@@ -43,7 +43,7 @@ _SCHEDULES = ("zb_h1", "interleaved_1f1b", "zbv")
 
 @dataclass(frozen=True)
 class Batch:
-    """What a step trains on.
+    """Global batch of a step.
 
     Attributes:
         rows: sequences of all ranks together.
@@ -139,7 +139,7 @@ class Plan:
 
 
 def parts_of_time(time: StepTime) -> dict[str, float]:
-    """Where a step's seconds go; together they are all of it."""
+    """Splits a step's seconds into their parts; together they are all of it."""
     return {
         "computing": time.compute_s,
         "waiting for messages": time.waiting_s,
@@ -151,7 +151,7 @@ def parts_of_time(time: StepTime) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found, the best plan first.
+    """Result of a search, the best plan first.
 
     Attributes:
         plans: those that fit by speed, then those that do not by how much they lack.
@@ -395,7 +395,7 @@ def judged(task: Task, text: str, *, rows: int, accumulation: int) -> Plan:
 
 
 def _on_device(strategy: Strategy, device: str) -> Strategy:
-    """What `transport=auto` comes to where ranks share memory."""
+    """Resolves `transport=auto` for ranks that share memory."""
     if device == "cpu" and getattr(strategy, "transport", None) == "auto":
         return strategy.model_copy(update={"transport": "shared_memory"})
     return strategy

@@ -92,7 +92,7 @@ class Work:
 
     @property
     def num_operators(self) -> float:
-        """That the host issues."""
+        """Number of operators that the host issues."""
         return float(self.table[:, 3].sum())
 
 
@@ -121,14 +121,14 @@ class Speeds:
     unaligned: float = 1.0
 
     def device_s(self, work: Work) -> float:
-        """What a device takes for some work."""
+        """Seconds that a device takes for some work."""
         flops, sides, num_bytes, operators, unaligned = work.table.T
         computing = flops * (1.0 + self.half_size * sides) / self.flops_per_s
         computing = np.where(unaligned > 0, computing / self.unaligned, computing)
         return float((np.maximum(computing, num_bytes / self.bytes_per_s) + operators * self.launch_s).sum())
 
     def host_s(self, work: Work) -> float:
-        """What the host takes to issue it."""
+        """Seconds that the host takes to issue the work."""
         return work.num_operators * self.operator_s
 
     def bytes_per_s_of(self, group: Group) -> float:
@@ -144,12 +144,12 @@ class Speeds:
         return best
 
     def message_s(self, group: Group, *, collective: bool) -> float:
-        """What a message takes besides its bytes."""
+        """Seconds that a message takes besides its bytes."""
         link = next((link for link in self.links if group.reach <= link.devices), self.links[-1])
         return link.latency_s + (link.hop_s * log2(group.size) if collective and group.size > 1 else 0.0)
 
     def transfer_s(self, transfer: Transfer, group: Group) -> float:
-        """What one transfer takes if nothing else goes over its links."""
+        """Seconds that one transfer takes if nothing else uses its links."""
         if group.size == 1 or not transfer.sent_bytes:
             return 0.0
         point_to_point = transfer.kind is Kind.SEND

@@ -125,7 +125,7 @@ class StepTime:
 
 
 def cutting_of(strategy: Strategy) -> Cutting:
-    """How a strategy cuts a rank's operators."""
+    """Returns the way in which a strategy cuts a rank's operators."""
     if strategy.kind == "megatron":
         return Cutting(interior=strategy.num_ranks)
     if strategy.kind == "rtp":
@@ -199,7 +199,7 @@ class _Step:
         return [self._part([unit], p) for unit, p in zip(layer.units, passes, strict=True)]
 
     def _outside(self, units: Sequence[Unit], passes: Passes) -> _Part:
-        """What lies before or behind the layers; matrices there that are no head count as any."""
+        """Part before or behind the layers; a matrix there that is not the head counts as a plain matrix."""
         plan = self.plan
         others = [
             unit_passes(

@@ -28,7 +28,7 @@ _ALIGNED_BYTES = 16
 
 @dataclass(frozen=True)
 class Cutting:
-    """How operators of a rank are cut.
+    """Numbers of parts into which a rank's operators are cut.
 
     Attributes:
         interior: ranks among which heads, columns of an MLP and rows of a vocabulary are cut.
@@ -50,7 +50,7 @@ class Cutting:
 
 @dataclass(frozen=True)
 class Numerics:
-    """How a model computes.
+    """Numerics of a model's step that change its work.
 
     Attributes:
         fused_attention: attention is one operator, and its scores never reach memory.
@@ -162,7 +162,7 @@ class FoldedModel:
         return outside + sum(c.count * sum(w.numel for u in c.units for w in u.weights) for c in self.classes)
 
     def counts_of(self, layers: range) -> Counter[int]:
-        """How many layers of each class lie among some consecutive ones."""
+        """Counts the layers of each class within a range of layers."""
         return Counter(self.pattern[layers.start : layers.stop])
 
 
