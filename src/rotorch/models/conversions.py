@@ -61,12 +61,12 @@ def named_as_in_model(stored: Mapping[str, Stored], *, module: nn.Module, names:
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Whether the module is a model of transformers."""
+    """True if the module is a model of transformers."""
     return hasattr(module, "base_model_prefix") and hasattr(module, "config")
 
 
 def ignored_when_loaded(module: nn.Module, names: Collection[str]) -> list[str]:
-    """Which of these names a checkpoint may have though the model has not: what the model's class says to ignore."""
+    """Returns the names that a checkpoint may have and the model lacks, by the ignore patterns of the model's class."""
     patterns = [re.compile(p) for p in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
     unsaved = {name for name, _ in module.named_buffers()}  # kept in files of a time when they were parameters
     return [name for name in names if name in unsaved or any(p.search(name) for p in patterns)]
@@ -86,7 +86,7 @@ def bare(module: nn.Module) -> Any:
 
 
 def _converted(target: str, converter: Any, sources: dict[str, list[Stored]], *, model: Any) -> dict[str, Stored]:
-    """What a conversion makes of its sources, by name; shapes come from converting tensors on meta."""
+    """Returns the tensors that a conversion makes of its sources, by name; shapes come from converting meta tensors."""
 
     def convert(make: Any) -> dict[str, Tensor]:
         rule = deepcopy(converter)

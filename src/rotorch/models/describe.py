@@ -199,7 +199,7 @@ def _expand(plan: Plan, module: nn.Module) -> dict[str, str]:
 
 
 def module_declares(module: nn.Module) -> bool:
-    """Whether the module brings a plan of its own."""
+    """True if the module brings a plan of its own."""
     return bool(getattr(module, "tp_plan", None))
 
 
@@ -283,7 +283,7 @@ def _column_dim(weight: Weight) -> int:
 
 
 def _num_head_groups(parent: nn.Module, *, least: int) -> int | None:
-    """How many groups an attention may be cut into: its key/value heads; None if `parent` is no attention.
+    """Number of groups that an attention may be cut into: its key/value heads; None if `parent` is no attention.
 
     Args:
         parent: the module.

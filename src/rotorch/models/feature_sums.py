@@ -146,7 +146,7 @@ def _rms_norm(
 
 
 def _wide(x: Tensor) -> Tensor:
-    """What torch's fused norms compute in: float32 at least."""
+    """Casts a tensor to the dtype that torch's fused norms compute in: float32 at least."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

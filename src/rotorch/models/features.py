@@ -1,4 +1,4 @@
-"""How a model's weights are cut where activations are cut along their features: into blocks on a grid of ranks.
+"""Cuts of a model's weights where activations are cut along their features: into blocks on a grid of ranks.
 
 [Note: features]
     Every rank of a row of the grid has the same tokens and its own part of their features, everywhere: of the residual
@@ -130,7 +130,7 @@ class _Cuts:
         return sizes.pop()
 
     def _gives_output(self, weight: Weight) -> bool:
-        """Whether it is the matrix of a linear layer whose outputs are to be whole on every rank."""
+        """True for the matrix of a linear layer whose outputs must be whole on every rank."""
         if len(weight.shape) != 2 or not self._is_used_by(weight, nn.Linear):
             return False
         if self.roles.get(weight.name) == "colwise_gather_output":
@@ -211,7 +211,7 @@ class _Cuts:
         return GridCut(columns=Cut(0, weight.shape[0]))
 
     def _is_cut_evenly(self, weight: Weight) -> bool:
-        """Whether nothing is known of a linear layer, and that is no harm: see [Note: without a plan].
+        """True if nothing is known of a linear layer, and an even cut does no harm: see [Note: without a plan].
 
         Of a plan of the user's own a single layer is taken, as all of it.
         """
@@ -254,7 +254,7 @@ class _Cuts:
         return self._linear(weight, Cut(1, groups), Cut(0, self._hidden))
 
     def _rest(self, weight: Weight) -> GridCut:
-        """What no unit cuts."""
+        """Cut of a weight that belongs to no unit that cuts it."""
         layer = self._sites[weight.name][0].module
         for name, sites in self._sites.items():  # a bias goes with its layer
             its_layer = any(site == Site(each.module, "weight") for site in sites for each in self._sites[weight.name])
@@ -298,14 +298,14 @@ class _Cuts:
 
 
 def _of_bias(of_matrix: GridCut) -> GridCut:
-    """How the bias of a layer is cut: as its outputs."""
+    """Returns the cut of a layer's bias: that of the layer's outputs."""
     if of_matrix.whole_output:
         return GridCut()
     return GridCut(columns=of_matrix.rows if of_matrix.is_table else of_matrix.columns)
 
 
 def sums_of_norm(norm: nn.Module, *, size: int, name: str = "") -> int:
-    """How many sums over features a module's forward takes, by trial in two halves on random numbers.
+    """Counts the sums over features that a module's forward takes, by a trial in two halves on random numbers.
 
     Raises:
         _Unknown: completing them does not give what the whole module gives.

@@ -179,7 +179,7 @@ def _all_in_one(key: str, numbered: Mapping[int | None, Stored], *, path: Path) 
 
 
 class _Names:
-    """What transformers asks of a model to name its tensors, for the model and its direct children.
+    """Stand-in for a model, with as much of it as transformers needs to name its tensors and its direct children's.
 
     Some families are stored under the names of their base model, so it looks at children too; at those of children as
     well, which takes most of a minute and finds nothing more.
@@ -419,7 +419,7 @@ class _Tensor(Stored):
         return np.asarray(made.weights)
 
     def _order_of_rows(self) -> npt.NDArray[np.int32] | None:
-        """Which stored row is which row of the model's tensor, [rows]; None if that is not all there is to it."""
+        """Index of the stored row for each row of the model's tensor, [rows]; None if more than the order differs."""
         if len(self._entry.shape) < 2:
             probe = np.arange(1.0, 1.0 + math.prod(self._entry.shape)).reshape(self._entry.shape)
             try:

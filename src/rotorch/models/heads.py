@@ -1,4 +1,4 @@
-"""What modules and their configurations say about heads."""
+"""Numbers of heads, read from modules and their configurations."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head")
 
 
 def num_head_groups(attention: nn.Module) -> int | None:
-    """How many key/value heads an attention says that it has; None if it does not say."""
+    """Number of key/value heads that an attention declares; None if it declares none."""
     return _count(attention, GROUP_COUNTS)
 
 
 def num_heads(attention: nn.Module) -> int | None:
-    """How many query heads an attention says that it has; None if it does not say."""
+    """Number of query heads that an attention declares; None if it declares none."""
     return _count(attention, _HEAD_COUNTS)
 
 

@@ -1,4 +1,4 @@
-"""What Hugging Face models declare about themselves: tensor-parallel plans, tied weights, limits."""
+"""Declarations of Hugging Face models about themselves: tensor-parallel plans, tied weights, limits."""
 
 from __future__ import annotations
 

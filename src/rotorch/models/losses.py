@@ -1,4 +1,4 @@
-"""How a batch becomes a loss: the one rule of this library over what models compute by themselves.
+"""Loss of a batch: the one rule of this library over the losses that models compute by themselves.
 
 [Note: shares]
     Losses of all micro-batches and ranks are summed, so each must be a sum divided by the global number of targets.

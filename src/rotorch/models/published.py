@@ -116,7 +116,7 @@ def _taken_apart(
     model: Any,
     renamings: Sequence[Any],
 ) -> Published:
-    """What one reversed conversion makes of its sources (patterns and names), by views where it only takes apart."""
+    """Returns the tensors that a reversed conversion makes of its sources (patterns, names), by views if it splits."""
     from transformers.core_model_loading import apply_renamings
 
     names = tuple(name for those in sources.values() for name in those)

@@ -120,7 +120,7 @@ def cut_what_is_left(
 
 
 def _varies(unit: Unit, uses: Mapping[str, Use] | None) -> bool:
-    """Whether ranks may use a WEIGHT unit differently: a list of experts, or stacked ones that are taken one by one."""
+    """True if ranks may use a WEIGHT unit differently: a list of experts, or stacked ones that are taken one by one."""
     return uses is not None and any(_use_of(w, uses).varies for w in unit.weights)
 
 
@@ -187,7 +187,7 @@ def _of_one_dtype(
 
 
 def _whole_by_design(weight: Weight, *, module: nn.Module) -> bool:
-    """Whether a weight is whole on every rank not for lack of a rule: norms, biases, vectors, adapters."""
+    """True if a weight is whole on every rank by design: norms, biases, vectors, adapters."""
     holder, _, attribute = weight.name.rpartition(".")
     small = "bias" in attribute or isinstance(module.get_submodule(holder), _SMALL) or len(weight.shape) < 2
     return small or is_adapter(weight.name)
@@ -195,14 +195,14 @@ def _whole_by_design(weight: Weight, *, module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _Use:
-    """How one layer uses a weight: by which kind of operation, and along which dim its output lies."""
+    """Use of a weight by one layer: the kind of operation, and the dim along which its output lies."""
 
     kind: str
     dim: int = 0
 
 
 def _use(layer: nn.Module) -> _Use | str:
-    """How a layer uses its `weight`, or why that cannot be cut."""
+    """Returns the use that a layer makes of its `weight`, or the reason why that cannot be cut."""
     if isinstance(layer, nn.Linear):
         return _Use("rows")
     if isinstance(layer, nn.Embedding):
@@ -219,7 +219,7 @@ def _use(layer: nn.Module) -> _Use | str:
 
 
 def _is_linear_transposed(layer: nn.Module) -> bool:
-    """Whether a layer is transformers' linear layer that keeps its weight as `[inputs, outputs]` (`Conv1D`)."""
+    """True for transformers' linear layer that keeps its weight as `[inputs, outputs]` (`Conv1D`)."""
     weight, outputs, inputs = (getattr(layer, name, None) for name in ("weight", "nf", "nx"))
     return weight is not None and tuple(weight.shape) == (inputs, outputs)
 

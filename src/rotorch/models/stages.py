@@ -36,7 +36,7 @@ class StageOutput(Exception):
 
 
 def layer_order(module: nn.Module) -> LayerOrder:
-    """Where `module` may be cut into stages, by the pipeline plan of its configuration."""
+    """Returns the places where `module` may be cut into stages, by the pipeline plan of its configuration."""
     config = getattr(module, "config", None)
     plan = getattr(config, "base_model_pp_plan", None)
     if config is None or not plan:

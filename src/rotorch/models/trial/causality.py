@@ -1,4 +1,4 @@
-"""Whether a model that has a head for the next token may see it.
+"""Check that a model with a head for the next token cannot see that token.
 
 Encoders of transformers may carry such a head, too (`is_decoder` decides on their masks): trained for the next token
 they copy it, the loss falls to nothing, and nothing says why.
@@ -29,7 +29,7 @@ def why_not_trained(config: Any) -> str:
 
 
 def reads_ahead(config: Any) -> bool:
-    """Whether tokens of a causal language model see later ones: tried on a tiny model of this kind.
+    """True if tokens of a causal language model see later ones: tried on a tiny model of this kind.
 
     Only for configurations that could be an encoder's, those whose `is_decoder` is false; draws from no generator of
     the caller's. False where no tiny model runs.

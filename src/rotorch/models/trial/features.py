@@ -1,4 +1,4 @@
-"""Whether a model gives the same with its activations cut along their features: tried on a tiny one of the same kind.
+"""Trial on a tiny model of the same kind: are its outputs the same with activations cut along their features?
 
 [Note: feature probe]
     The rules of `models/features.py` speak of weights. What modules do between them with the residual stream is code
@@ -30,7 +30,7 @@ _known_last: dict[str, str] = {}
 
 
 def is_from_config(module: nn.Module) -> bool:
-    """Whether a model is made from a configuration, so that there can be a tiny one of its kind."""
+    """True if a model is made from a configuration, so that there can be a tiny one of its kind."""
     return hasattr(type(module), "_from_config") and hasattr(getattr(module, "config", None), "to_dict")
 
 

@@ -25,7 +25,7 @@ _PATIENCE_S = 60.0
 
 
 def key_of(module: nn.Module) -> str:
-    """What models that are alike have in common: class and configuration."""
+    """Returns the key that equal models share: class and configuration."""
     of_config = sorted(module.config.to_dict().items(), key=str)
     return f"{type(module).__module__}.{type(module).__qualname__} {of_config!r}"
 
@@ -53,7 +53,7 @@ def tiny_of(module: nn.Module) -> tuple[nn.Module, dict[str, Any], Tensor] | str
 
 
 def differ(found: Tensor, expected: Tensor) -> bool:
-    """Whether outputs are not the same, but for rounding."""
+    """True if outputs differ by more than rounding."""
     return found.shape != expected.shape or bool((found - expected).abs().max() > _TOLERANCE * expected.abs().max())
 
 
@@ -70,7 +70,7 @@ class Exchange:
         self._given: list[Tensor | None] = [None, None]
 
     def both(self, mine: int, tensor: Tensor) -> list[Tensor]:
-        """What both threads gave, the first one's first."""
+        """Exchanges a tensor between both threads; returns both tensors, the first thread's first."""
         self._given[mine] = tensor
         self._barrier.wait()
         found = [given for given in self._given if given is not None]

@@ -1,4 +1,4 @@
-"""Whether a model gives the same with activations cut along the sequence inside of its layers: tried on a tiny one.
+"""Trial on a tiny model: are its outputs the same with activations cut along the sequence inside of its layers?
 
 [Note: token probe]
     Between the modules of a layer that have matrices (attentions, MLPs) a model adds, scales and normalises token by

@@ -1,4 +1,4 @@
-"""What a model does with slices of its weights: tried on a tiny model of the same kind.
+"""Trial on a tiny model of the same kind: does the model's code run on slices of its weights?
 
 [Note: probe]
     A plan says how a module's weights may be cut, not that its forward runs on the pieces: it may reshape with the
@@ -48,7 +48,7 @@ _ROWS_AND_TOKENS = ((2, 12), (2, 12), (1, 1), (1, 2))
 
 @dataclass(frozen=True)
 class Trial:
-    """What a tiny model of the same kind did.
+    """Result of the trials on a tiny model of the same kind.
 
     Attributes:
         on_slices: classes of modules whose forward runs on slices of their weights.
@@ -136,7 +136,7 @@ def _padding_of(tiny: nn.Module) -> int | None:
 
 
 def _watched(tiny: nn.Module, *, run: Callable[..., Any]) -> Mapping[str, Use] | None:
-    """How the model uses its weights in training; None if it does not run so."""
+    """Uses of the model's weights in training; None if the model does not run in training mode."""
     tiny.train()
     passes = [
         partial(run, num_rows=rows, num_tokens=tokens, seed=seed)
@@ -215,7 +215,7 @@ def _run_on_slices(tiny: nn.Module, spec: ModelSpec, *, run: Callable[[], Any]) 
 
 
 def _adds_up(module: nn.Module, unit: Unit, sites: Any, args: Any, kwargs: Any, output: Any) -> bool:
-    """Whether a module's outputs on the slices of its weights sum to its output on all of them.
+    """True if a module's outputs on the slices of its weights sum to its output on all of them.
 
     Of a tuple the first element does. What else it holds must be maps of single heads, as many as a slice has: such
     are left out, while anything else may be what later layers ask for.

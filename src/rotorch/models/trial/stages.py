@@ -1,4 +1,4 @@
-"""Whether a model gives the same when it is cut between its layers: tried on a tiny one of the same kind.
+"""Trial on a tiny model of the same kind: are its outputs the same when it is cut between its layers?
 
 [Note: stage probe]
     A pipeline plan says in which order modules are passed, not that hidden states are all that they pass on. Layers

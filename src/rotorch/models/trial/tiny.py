@@ -104,7 +104,7 @@ _PER_LAYER = re.compile(r"\w*(layer|types|pattern|heads_per|limits|window|rope_t
 
 @dataclass(frozen=True)
 class _Variant:
-    """How rich in features: fewer key/value heads than heads, what is off by default, what is not set by default."""
+    """Choice of features: fewer key/value heads than heads, flags off by default, fields unset by default."""
 
     grouped: bool
     optional: bool
@@ -219,7 +219,7 @@ def _number(name: str, value: Any) -> Any:
 
 
 class _Layers:
-    """Which layers of a configuration are kept: one of each kind, in order."""
+    """Layers of a configuration that are kept: one of each kind, in order."""
 
     def __init__(self, field: str, of: int, kept: list[int]) -> None:
         self.field, self.of, self.kept = field, of, kept

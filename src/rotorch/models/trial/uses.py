@@ -1,4 +1,4 @@
-"""How a model uses each of its weights in a pass: tried on a tiny model of the same kind.
+"""Uses of each of a model's weights in a pass: tried on a tiny model of the same kind.
 
 [Note: uses]
     Any weight that a layer multiplies with, looks up or convolves with may go round, wherever it is (see
@@ -61,7 +61,7 @@ _MOST_WHOLE_USES = 2
 
 @dataclass(frozen=True)
 class Use:
-    """How a pass uses a weight.
+    """Use of a weight by a pass.
 
     Attributes:
         products: linear layers and convolutions.
@@ -187,7 +187,7 @@ def _name(func: Any) -> str:
 
 
 def _only_asks(func: Any) -> bool:
-    """Whether a function asks about a tensor (its shape, its dtype) and not for its values."""
+    """True if a function asks about a tensor (its shape, its dtype) and not for its values."""
     name = getattr(func, "__name__", "")
     return name in _ABOUT or (name == "__get__" and _name(func) not in _VALUES)
 
