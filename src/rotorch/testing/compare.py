@@ -1,4 +1,4 @@
-"""How far two runs of one model are apart: each rank compares what it holds with the reference's, nothing is sent.
+"""Differences between two runs of one model: each rank compares its part with the reference's, nothing is sent.
 
 [Note: errors]
     Errors are norm-wise, per weight: the largest difference between the two gradients over the largest element of the

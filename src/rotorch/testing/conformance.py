@@ -1,4 +1,4 @@
-"""What every layout owes, whatever its strategy: one function per invariant, run on every rank of a real model.
+"""Invariants of every layout, whatever its strategy: one function each, run on every rank of a real model.
 
 An invariant is a function of an `Examination` that yields what is wrong, in sentences. `examine` runs all of
 `INVARIANTS` on the ranks of one layout. An author of a strategy gets these tests by adding it to `STRATEGIES`; nothing
@@ -328,7 +328,7 @@ def _modes_in_passes(modules: Set[nn.Module]) -> Iterator[set[bool]]:
 
 
 class _State:
-    """Where weights are and what they hold, to see later that they are home."""
+    """Snapshot of parameters and values at rest, to check later that all of them are back."""
 
     def __init__(self, model: ParallelModel) -> None:
         self._model = model
@@ -414,7 +414,7 @@ def _raising(module: nn.Module, *, call: int, in_backward: bool) -> Iterator[Cal
 
 
 def resident_bytes_are_the_layouts(e: Examination) -> Iterator[str]:
-    """What this rank holds of each unit is, to the byte, what the Layout at its position says."""
+    """Resident bytes of each unit on this rank equal, to the byte, those of the Layout at its position."""
     for unit in e.model.spec.units:
         expected = expected_resident_bytes(e.model, unit)
         held = [e.model.weights[w.name].local for w in unit.weights]
@@ -424,7 +424,7 @@ def resident_bytes_are_the_layouts(e: Examination) -> Iterator[str]:
 
 
 def sent_bytes_are_the_layouts(e: Examination) -> Iterator[str]:
-    """What one micro-batch puts on the wire is what the Layouts add up to."""
+    """Bytes on the wire of one micro-batch equal the sum over the Layouts."""
     for _ in range(2):  # what a library exchanges once is no part of a step
         e.model.forward_backward(e.micro_batches[:1])
     with Meter() as measured:
@@ -433,7 +433,7 @@ def sent_bytes_are_the_layouts(e: Examination) -> Iterator[str]:
 
 
 def checkpoints_hold_whole_weights(e: Examination) -> Iterator[str]:
-    """What is saved is whole and knows no layout; what was saved without any layout loads."""
+    """A checkpoint holds whole weights and no trace of the layout; one saved without any layout loads."""
     dcp.save(e.model.chunks(), checkpoint_id=e.scratch)
     read = {name: torch.full_like(value, float("nan")) for name, value in e.case.weights.items()}
     with _alone():
@@ -539,7 +539,7 @@ def _examine(case: Case, parallel: str, scratch: Path) -> dict[str, list[str]]:
 
 
 def _all_raised(examination: Examination, *, name: str, patience_s: float = 5.0) -> bool:
-    """Whether all ranks come here for the same invariant. Through files: after an exception no message is safe."""
+    """True if all ranks come here for the same invariant. Through files: after an exception no message is safe."""
     mesh, folder = examination.model.mesh, examination.scratch / "raised"
     folder.mkdir(exist_ok=True)
     (folder / f"{name}.{mesh.get_rank()}").touch()

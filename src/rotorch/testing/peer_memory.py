@@ -62,7 +62,7 @@ class FakeMark:
 
 @dataclass
 class _Access:
-    """Who used a range of a storage, and when by its own clock."""
+    """Use of a range of a storage by one lane, with its time on that lane's own clock."""
 
     start: int
     end: int

@@ -52,7 +52,7 @@ def _with_layers(config: Any, path: str | Path, *, layers: int) -> Any:
 
 
 def has_weights(path: str | Path) -> bool:
-    """Whether `path` is a directory with weights in it, beside a configuration."""
+    """True if `path` is a directory with weights in it, beside a configuration."""
     return Path(path).is_dir() and any(Path(path).glob("*.safetensors"))
 
 

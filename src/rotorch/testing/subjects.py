@@ -1,4 +1,4 @@
-"""What is held against one process: how a model is built, what it is trained on, and what its loss is.
+"""Subjects of a comparison with one process: how to build a model, its training data, and its loss.
 
 [Note: any architecture]
     A `TinySubject` is made from a configuration class alone. The model class is found by what its modeling module
@@ -170,7 +170,7 @@ def model_classes(config_class: type) -> list[type]:
 
 
 def _takes_part(model_class: Any, config_class: type) -> bool:
-    """Whether a model class, declared for a configuration, may be made of a part of it."""
+    """True if a model class, declared for a configuration, may be made of a part of it."""
     parts = getattr(model_class.config_class, "sub_configs", {}).values()
     return config_class in parts and model_class.main_input_name == "input_ids"
 

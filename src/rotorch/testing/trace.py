@@ -1,4 +1,4 @@
-"""Where two runs of one model part: outputs of modules, compared row by row.
+"""Outputs of modules in two runs of one model, compared row by row to find where the runs part.
 
 [Note: what compares]
     A module compares when it ran as often as in the reference and its outputs have the reference's shape for this

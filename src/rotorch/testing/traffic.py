@@ -22,7 +22,7 @@ _ROUNDING_BYTES = 64
 
 
 def expected_resident_bytes(model: ParallelModel, unit: Unit) -> int:
-    """What the Layouts say that this rank holds of a unit: the innermost strategy decides, of what others leave it."""
+    """Bytes of a unit that this rank holds, by the innermost Layout; 0 if an outer strategy puts it elsewhere."""
     *outer, inner = model.strategies
     if not all(strategy.layout(unit, position=_position(model, strategy)).resident_bytes for strategy in outer):
         return 0  # another rank has it
@@ -30,14 +30,14 @@ def expected_resident_bytes(model: ParallelModel, unit: Unit) -> int:
 
 
 def micro_batch_of(model: ParallelModel, batch: Mapping[str, Tensor]) -> MicroBatch:
-    """How large a batch of token ids makes the activations of a model that computes in its weights' own precision."""
+    """Returns the micro-batch size of token ids for a model that computes in its weights' own precision."""
     num_rows, num_tokens = batch["input_ids"].shape
     itemsize = max(w.itemsize for w in model.spec.weights)
     return MicroBatch(num_rows, num_tokens, itemsize=itemsize, loss_itemsize=itemsize)
 
 
 def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None) -> dict[Kind, Fraction]:
-    """What the Layouts say that this rank sends in a step of one micro-batch, by kind.
+    """Returns the bytes that this rank sends in a step of one micro-batch by the Layouts, by kind.
 
     A strategy around another one treats what that one holds as its unit, so its transfers shrink in proportion.
 

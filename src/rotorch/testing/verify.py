@@ -84,7 +84,7 @@ class StepErrors:
 
 @dataclass
 class Divergence:
-    """Where the two runs differ first (see [Note: where it begins]). `step` counts from 1; 0 is before the first."""
+    """First difference between two runs (see [Note: where it begins]). `step` counts from 1; 0 is before the first."""
 
     step: int
     what: str
@@ -263,7 +263,7 @@ def _constructed(subject: Subject, *, seed: int) -> nn.Module:
 
 @dataclass
 class _Expected:
-    """What one process has: before the first step only `values`, then of each step.
+    """Reference values of one process: before the first step only `values`, then of each step.
 
     Attributes:
         values: of all weights, whole; after the optimizer's step.
@@ -282,7 +282,7 @@ class _Expected:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What every rank does."""
+    """Comparison that every rank runs."""
 
     subject: Subject
     strategies: Sequence[Strategy]
@@ -437,7 +437,7 @@ def _loss_error(loss: tuple[float, float]) -> float:
 
 
 def _divergence(number: int, step: StepErrors, *, spec: ModelSpec) -> Divergence | None:
-    """Where a step goes wrong first (see [Note: where it begins])."""
+    """Finds the first difference within a step (see [Note: where it begins]); None if there is none."""
     units = [u.name for u in spec.units if u.kind is UnitKind.MODULE]
     for name, error in step.outputs.items():
         around = [u for u in units if name.startswith(f"{u}.")]

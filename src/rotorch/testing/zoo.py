@@ -53,7 +53,7 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one model under one layout.
+    """Result of one model under one layout.
 
     Attributes:
         config: name of the configuration class.
@@ -83,7 +83,7 @@ class Outcome:
 
     @property
     def is_wrong(self) -> bool:
-        """Whether it ran and gave something else than one process does."""
+        """True if the model ran and its results differ from one process's."""
         return not self.ok and self.max_rel_err_grad is not None
 
 
@@ -248,7 +248,7 @@ def _in_stages(subject: TinySubject, spec: ModelSpec) -> tuple[TinySubject, Mode
 
 
 def _about(spec: ModelSpec, *, parallel: str) -> dict[str, Any]:
-    """What of a model is cut, as a layout holds it."""
+    """Counts the units of a model that are cut, and their share of its bytes, under a layout."""
     for strategy in parse_parallel(parallel):
         spec = strategy.units_of(spec)
     return {
@@ -278,7 +278,7 @@ def _why_not_built(config_class: type, said: str) -> str:
 
 
 def _line(error: BaseException) -> str:
-    """What an error says, in one line: of a traceback the last."""
+    """Message of an error in one line: of a traceback the last."""
     lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("  ")]
     return " ".join((lines or [type(error).__name__])[-1].split())[:240]
 
