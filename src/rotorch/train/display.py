@@ -1,4 +1,4 @@
-"""What a person sees of a run: a live line on a terminal, now and then a plain line elsewhere. Rank 0 only."""
+"""Display of a run for people: a live line on a terminal, now and then a plain line elsewhere. Rank 0 only."""
 
 from __future__ import annotations
 

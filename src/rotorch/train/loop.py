@@ -26,7 +26,7 @@ from rotorch.train.step import StepResult, train_step
 
 @dataclass(frozen=True)
 class LoopEnd:
-    """How the loop ended.
+    """Result of the training loop.
 
     Attributes:
         held_out: the last evaluation, None if there was none.

@@ -1,4 +1,4 @@
-"""What a run writes down while it trains: `metrics.jsonl`, one object a step, and TensorBoard files. Rank 0 only.
+"""Metrics of a run: `metrics.jsonl`, one object a step, and TensorBoard files. Rank 0 only.
 
 A resumed run goes on in the same files: what was written after the step that it resumes from is dropped first.
 """
@@ -27,7 +27,7 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class HeldOut:
-    """How well held-out text is predicted.
+    """Quality of predictions on held-out text.
 
     Attributes:
         bits_per_byte: of the text, whatever its tokens are.

@@ -224,7 +224,7 @@ def keep_earlier_metrics(run: CheckedRun, *, tell: Callable[[str], None]) -> Non
 def train(
     board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None, store: dist.Store | None = None
 ) -> bool:
-    """What every rank does. Returns whether it came to the last step."""
+    """Runs one rank's training. Returns whether it came to the last step."""
     share = Share(
         run.spec,
         run.strategies,

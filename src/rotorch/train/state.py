@@ -57,10 +57,10 @@ _NOT_THE_MODEL = {"transformers_version", "_name_or_path", "use_cache", "dtype",
 
 @dataclass(kw_only=True)
 class TrainState:
-    """What a checkpoint holds. The training loop moves `step` and `tokens`; `checkpoint.load` sets them.
+    """Contents of a checkpoint. The training loop moves `step` and `tokens`; `checkpoint.load` sets them.
 
     Attributes:
-        model: the model; its weights are saved piece by piece.
+        model: the model; its weights are saved chunk by chunk.
         optimizer: any `torch.optim` optimizer over `model.parameters()` or their local parts, or None to leave its
             state alone.
         step: optimizer steps done.
@@ -70,7 +70,7 @@ class TrainState:
         data: where reading stands (plain JSON): whatever makes the next batch a pure function of it.
         run: the run's configuration (plain JSON), for the record.
         tokenizer_file: a `tokenizer.json` to take along, for `export_checkpoint`.
-        companions: further files to take along, by the name that each gets (see `companions.py`).
+        companions: further files to take along, by the name that each gets (see `tokenizer_files.py`).
         damaged: steps of the run's checkpoints that were found damaged when they were to be loaded; `checkpoint` keeps
             it, so that none of them is kept in place of a whole one.
     """
@@ -94,7 +94,7 @@ class TrainState:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the model is spread over."""
+        """Number of ranks that the model is spread over."""
         return int(self.model.mesh.size())
 
 
@@ -109,7 +109,7 @@ def model_tensors(model: ParallelModel) -> dict[str, ChunkedTensor | Tensor]:
 
 
 def model_entry(model: ParallelModel) -> ModelEntry:
-    """What the manifest says of the model."""
+    """Returns the manifest's entry of the model."""
     config = model_config(model.module)
     return ModelEntry(
         name=_class_name(model.module),
@@ -157,7 +157,7 @@ def config_difference(ours: dict[str, Any] | None, theirs: dict[str, Any] | None
 
 
 def optimizer_entry(state: TrainState) -> OptimizerEntry | None:
-    """What the manifest says of the optimizer.
+    """Returns the manifest's entry of the optimizer; None without one.
 
     Raises:
         ConfigError: if it keeps state that cannot be cut like its weight, or a hyperparameter that is not plain JSON.
@@ -191,7 +191,7 @@ def optimizer_tensors(state: TrainState) -> dict[str, ChunkedTensor | Tensor]:
 
 
 def optimizer_values(state: TrainState) -> Iterator[tuple[ShardedWeight, str, Any]]:
-    """What the optimizer keeps on this rank: of which weight, under which key, and the value."""
+    """Yields the optimizer's state on this rank: the weight, the key, and the value."""
     if state.optimizer is None:
         return
     stepped = _stepped(state.optimizer)
@@ -201,7 +201,7 @@ def optimizer_values(state: TrainState) -> Iterator[tuple[ShardedWeight, str, An
 
 
 def _stepped(optimizer: torch.optim.Optimizer) -> Callable[[ShardedWeight], nn.Parameter]:
-    """Which parameter of a weight an optimizer has: the DTensor, or this rank's part as a plain one."""
+    """Returns a function from a weight to the parameter that the optimizer has: the DTensor, or the plain local one."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return lambda held: held.local_parameter if id(held.local_parameter) in known else held.parameter
 

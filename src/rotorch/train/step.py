@@ -17,7 +17,7 @@ from rotorch.train.optim import clip_gradients, set_learning_rate, squared_norm_
 
 @dataclass(frozen=True)
 class StepResult:
-    """What all ranks know after a step.
+    """Result of a step, known to all ranks.
 
     Attributes:
         loss: per target token over the global batch, in nats, before the update.

@@ -1,4 +1,4 @@
-"""How a checkpoint comes to be whole at once: on a disk by renaming its directory, in a store by its manifest.
+"""Commit of a checkpoint, which becomes whole at once: on a disk by renaming its directory, in a store by its manifest.
 
 [Note: whole in a store]
     Stores cannot rename directories. There files are written under the checkpoint's final name, and the manifest last:
@@ -34,7 +34,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Landing(Protocol):
-    """Where the files of one checkpoint go until it is whole. Rank 0's."""
+    """Destination of one checkpoint's files until it is whole. Used by rank 0."""
 
     def begin(self, needed_bytes: int) -> Place:
         """Makes room; returns the directory that all ranks write to.
@@ -44,17 +44,17 @@ class Landing(Protocol):
         """
 
     def file_suffix(self) -> str:
-        """What goes into the names of files, before their ending; after `begin`."""
+        """Returns the text inserted into file names, before their ending; call it after `begin`."""
 
     def finish(self) -> None:
-        """When the manifest is written: makes this the checkpoint."""
+        """Makes this the checkpoint; called once the manifest is written."""
 
     def give_up(self) -> None:
         """After a failure: removes what was written."""
 
 
 def landing(directory: Place) -> Landing:
-    """How a checkpoint lands in `directory`."""
+    """Returns the `Landing` for a checkpoint in `directory`."""
     return _InStore(directory) if isinstance(directory, StorePath) else _OnDisk(directory)
 
 

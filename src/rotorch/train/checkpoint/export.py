@@ -136,7 +136,7 @@ def _target_dtype(name: str | None) -> str | None:
 
 
 def _entries(reader: CheckpointReader, manifest: Manifest, *, dtype: str | None, merged: bool) -> list[Entry]:
-    """What is to be written: all weights and buffers; of a model with adapters these alone, unless `merged`."""
+    """Entries to write: all weights and buffers; of a model with adapters these alone, unless `merged`."""
     stored = {name: (p + name, entry) for p in (MODEL, BUFFER) for name, entry in manifest.names(p).items()}
     config = manifest.model.adapters
 

@@ -1,4 +1,4 @@
-"""What a checkpoint says about itself: one `manifest.json`, written last, and how a directory is held against it.
+"""Description of a checkpoint: one `manifest.json`, written last, and the check of a directory against it.
 
 [Note: a checkpoint on disk]
     RUN_DIR/checkpoints/step-00000100/
@@ -63,7 +63,7 @@ _BAD_SECTOR = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
 
 @contextmanager
 def told_as_damage(file: Place) -> Iterator[None]:
-    """What a disk cannot give back is damage. Of a store the same error may be trouble on the way, and stays as it is.
+    """Reports data that a disk cannot give back as damage. A store's same error may be transient, and stays as it is.
 
     Raises:
         DamagedCheckpoint: instead of that `OSError`; others pass.
@@ -110,7 +110,7 @@ class FileEntry(_Part):
 
 
 class ModelEntry(_Part):
-    """Which model: its class, its Hugging Face config (None for a plain module), further names of tied weights.
+    """Model of a checkpoint: class, Hugging Face config (None for a plain module), further names of tied weights.
 
     With adapters also what peft's `adapter_config.json` says.
     """
@@ -123,7 +123,7 @@ class ModelEntry(_Part):
 
 
 class OptimizerEntry(_Part):
-    """Which optimizer: class, hyperparameters per group, and how each key of its state is kept (see `state.py`)."""
+    """Optimizer of a checkpoint: class, hyperparameters per group, kind of each key of its state (see `state.py`)."""
 
     name: str
     groups: list[dict[str, JsonValue]]
@@ -134,7 +134,7 @@ class Manifest(_Part):
     """Everything of a checkpoint but its tensors.
 
     `renamed`: files beside the tensors' that lie under another name than their own, by their own; see
-    [Note: whole in a store] in `landing.py`.
+    [Note: whole in a store] in `commit.py`.
     """
 
     format: str = FORMAT
@@ -293,7 +293,7 @@ def _nonsense(manifest: Manifest) -> str | None:
 
 
 def _overlap(chunks: Sequence[Chunk]) -> bool:
-    """Whether two boxes have an element in common; by turns along the dim that tells most of them apart."""
+    """True if two boxes have an element in common; sweeps along the dim in which most of them differ."""
     boxes = [chunk for chunk in chunks if all(chunk.sizes)]
     if len(boxes) < 2:
         return False
@@ -374,7 +374,7 @@ def file_digest(file: Place, *, look: LookAt | None = None) -> str:
 
 
 def describe_manifest(path: Place, manifest: Manifest) -> dict[str, Any]:
-    """What a checkpoint holds, as plain JSON values (the fields of `rotorch inspect --json`)."""
+    """Describes the contents of a checkpoint as plain JSON values (the fields of `rotorch inspect --json`)."""
     groups = {"weights": MODEL, "buffers": BUFFER, "optimizer": OPTIMIZER, "rng": RNG}
     tensors = {
         name: {"dtype": e.dtype, "shape": list(e.shape), "bytes": e.num_bytes, "num_chunks": len(e.chunks)}

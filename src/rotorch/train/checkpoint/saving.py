@@ -277,7 +277,7 @@ def load_newest(path: Place, state: TrainState) -> Place:
 
 
 def inspect_checkpoint(path: Place | str, *, contents: bool = False) -> dict[str, Any]:
-    """What a checkpoint holds, as plain JSON values: step, layout, versions, bytes by kind, every file and tensor.
+    """Describes a checkpoint as plain JSON values: step, layout, versions, bytes by kind, every file and tensor.
 
     One process. Takes a checkpoint's directory, or a run's (then its latest).
 
@@ -444,7 +444,7 @@ def _agreed(mesh: DeviceMesh) -> Iterator[None]:
 
 
 def _as_ours(error: CheckpointException, *, rank: int, what: str, after: str = "") -> BaseException:
-    """What this rank raises for what `torch.distributed.checkpoint` collected from all of them.
+    """Returns the exception that this rank raises for the failures that `torch.distributed.checkpoint` collected.
 
     In one text on all ranks, but on a rank whose memory has run out: what is alive there is told by who trains. Ranks
     on which nothing failed have only heard of it, and nobody takes them for the first that failed.

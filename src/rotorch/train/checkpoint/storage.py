@@ -249,14 +249,14 @@ class PiecesLoadPlanner(LoadPlanner):
 
 @dataclass(frozen=True)
 class _Told:
-    """Where a rank writes: told by rank 0 with the plan."""
+    """File that a rank writes to: sent by rank 0 with the plan."""
 
     file: Place
 
 
 @dataclass(frozen=True)
 class _Stored:
-    """Where one chunk went, as each rank tells rank 0."""
+    """File that holds one chunk: each rank reports it to rank 0."""
 
     entry: tuple[str, tuple[int, ...]]
     """dtype and whole shape of its tensor."""
@@ -265,7 +265,7 @@ class _Stored:
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes a checkpoint: whole or not at all (`landing.py` says how).
+    """Writes a checkpoint: whole or not at all (`commit.py` says how).
 
     Args:
         directory: the final `.../checkpoints/step-00000100`, the same on all ranks.

@@ -1,8 +1,8 @@
-"""Where checkpoints lie: a directory, or a place in a store that fsspec knows, such as `s3://bucket/my_run`. No torch.
+"""Place of checkpoints: a directory, or a URL of a store that fsspec knows, such as `s3://bucket/my_run`. No torch.
 
 [Note: a store]
     A `StorePath` answers to as much of pathlib as reading a checkpoint needs, so readers know no difference. Writers do
-    (`landing.py`): a store has no renaming of directories and no fsync, but what is written to it appears when it is
+    (`commit.py`): a store has no renaming of directories and no fsync, but what is written to it appears when it is
     closed. Where it is, and with which credentials, its own library finds out as ever: from the environment, its
     configuration files, or fsspec's (`~/.config/fsspec`).
 
@@ -60,20 +60,20 @@ class StorePath:
 
     @property
     def parent(self) -> StorePath:
-        """What it lies in."""
+        """Directory of this path."""
         return StorePath(self.url.rpartition("/")[0])
 
     def exists(self) -> bool:
-        """Whether there is a file of this name, or files below it."""
+        """True if there is a file of this name, or files below it."""
         return self._info() is not None
 
     def is_dir(self) -> bool:
-        """Whether there are files below it."""
+        """True if there are files below this path."""
         found = self._info()
         return found is not None and found["type"] == "directory"
 
     def _info(self) -> dict[str, Any] | None:
-        """What the store knows of it, or None if it is not there.
+        """Returns the store's entry for this path, or None if it is not there.
 
         Not `store.exists` or `store.isdir`, which take any failure for absence (a timeout, a refusal): what is thought
         to have no manifest is removed.
@@ -100,14 +100,14 @@ class StorePath:
             return opened
 
     def iterdir(self) -> Iterator[StorePath]:
-        """What lies in it; nothing if there is no such directory."""
+        """Yields the entries of the directory; nothing if there is no such directory."""
         with self._asked() as (store, path), suppress(FileNotFoundError):
             for found in store.ls(path, detail=False):
                 if found.rstrip("/") != path.rstrip("/"):  # some list the directory itself
                     yield self / found.rstrip("/").rpartition("/")[2]
 
     def glob(self, pattern: str) -> list[StorePath]:
-        """What lies in it under names like `pattern`."""
+        """Returns the entries of the directory whose names match `pattern`."""
         return [path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern)]
 
     def unlink(self) -> None:
@@ -154,7 +154,7 @@ def as_place(where: Path | StorePath | str) -> Place:
 
 
 def _local_path(url: str, *, rest: str) -> Path:
-    """What comes before the first slash is a host: `file://runs/x` is no directory of here."""
+    """Returns the path of a file URL. Text before the first slash is a host: `file://runs/x` names no local path."""
     host, slash, path = rest.partition("/")
     if host not in ("", "localhost") or not slash or not path:
         raise ConfigError(
@@ -165,12 +165,12 @@ def _local_path(url: str, *, rest: str) -> Path:
 
 
 def is_url(text: str) -> bool:
-    """Whether a text says where something is by a URL."""
+    """True if a text names a place by a URL."""
     return _SCHEME.match(text) is not None
 
 
 def check_no_password(url: str) -> None:
-    """Where checkpoints lie is shown, and written into each of them.
+    """Refuses a URL with a password: the place of checkpoints is shown, and written into each of them.
 
     Raises:
         ConfigError: if there is a password in it, which is not repeated.

@@ -1,4 +1,4 @@
-"""What becomes of a step whose loss or gradients went wrong: stop, skip its batch, or go back to a checkpoint.
+"""Reaction to a step whose loss or gradients went wrong: stop, skip its batch, or go back to a checkpoint.
 
 [Note: going back]
     A step is a function of the checkpoint before it and of what it reads, so doing it again gives the same numbers
@@ -66,7 +66,7 @@ class DivergenceGuard:
             state.data = {**state.data, RECENT_LOSSES: list(self._losses)}
 
     def describe(self, result: StepResult) -> str:
-        """What was wrong with a step, as a sentence without its end."""
+        """Describes the fault of a step, as a sentence without its end."""
         if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
             return f"the loss is {result.loss:.6g} and the gradient norm {result.grad_norm:.6g}"
         return (
@@ -75,7 +75,7 @@ class DivergenceGuard:
         )
 
     def action(self, result: StepResult, *, what: str) -> Action:
-        """What to do about a step that was not updated.
+        """Chooses the reaction to a step that was not updated.
 
         Raises:
             FinalFailure: if it was done too often already.
@@ -117,6 +117,6 @@ def recent_losses(state: TrainState) -> list[float]:
 
 
 def read_ahead(state: TrainState) -> int:
-    """How many steps' worth of data the run has passed over so far."""
+    """Number of steps whose data the run has skipped so far."""
     found = state.data.get(READ_AHEAD, 0)
     return found if isinstance(found, int) else 0

@@ -1,4 +1,4 @@
-"""What each rank of a run would read and hold, by the Layouts' formulas, and whether that fits. Starts nothing.
+"""Bytes that each rank of a run would read and hold, by the Layouts' formulas, against its memory. Starts nothing.
 
 [Note: what a resume reads]
     Every file is read once, by one of the ranks, to hold it against its digest. Then each rank reads its pieces of the
@@ -33,7 +33,7 @@ from rotorch.train.state import WEIGHT, rng_name
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank would do, in bytes.
+    """Bytes that one rank would read and hold.
 
     Attributes:
         rank: which.
@@ -60,7 +60,7 @@ class RankPlan:
 
     @property
     def host_bytes(self) -> int:
-        """What it holds in host memory if it trains on the CPU."""
+        """Host memory of the rank if it trains on the CPU."""
         return self.needed_bytes + self.copies_bytes
 
 

@@ -1,4 +1,4 @@
-"""Where the first number came from that is not finite: a weight, the output of a module, or a gradient.
+"""Origin of the first number that is not finite: a weight, the output of a module, or a gradient.
 
 [Note: the order of looking]
     Weights that are not finite spoil all that follows, so they are looked at first. Then the batch goes forward once

@@ -1,4 +1,4 @@
-"""What a rank says when memory runs out: what asked for how much, what is alive, the cheapest change that would fit.
+"""Message when memory runs out: the operation and its bytes, all live tensors, the cheapest change that would fit.
 
 [Note: what is alive]
     Python knows every tensor that someone holds by name, also in the frames that the error has come through; what
@@ -54,7 +54,7 @@ _ALLOCATORS = re.compile(r"can't allocate memory|not enough memory|out of memory
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory has run out: Python's, or of one of torch's allocators.
+    """True if an error says that memory has run out: Python's, or of one of torch's allocators.
 
     An error of rotorch's is none, though it may tell in those words what another rank said: memory is that rank's.
     """
@@ -66,14 +66,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def asked_bytes(error: BaseException) -> int | None:
-    """How much memory was asked for when there was no more; None if the error does not say."""
+    """Returns the bytes of the allocation that failed; None if the error does not say."""
     found = _ASKED.search(str(error))
     return round(float(found[1]) * _UNITS[found[2]]) if found else None
 
 
 @dataclass
 class Running:
-    """What a post-mortem looks at: filled in by the rank as it gets it."""
+    """State that a post-mortem looks at: the rank fills it in while it builds and trains."""
 
     state: TrainState | None = None
 
@@ -160,7 +160,7 @@ def bytes_alive(state: TrainState | None, *, vocab_sizes: frozenset[int] = froze
 
 
 def _kept_for_backward(tensors: list[Tensor]) -> Iterator[Tensor]:
-    """What autograd keeps for the backward of some tensors."""
+    """Yields the tensors that autograd keeps for the backward of some tensors."""
     nodes: list[Any] = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     seen: set[Any] = set()
     while nodes:
@@ -311,7 +311,7 @@ def changes(share: Share, alive: Mapping[str, int], *, asked: int, saving: bool 
 
 
 def _other_layouts(strategies: tuple[Strategy, ...]) -> Iterator[tuple[Strategy, ...]]:
-    """What to try in place of a layout: on its ranks, then on twice as many. Each once."""
+    """Yields alternatives to a layout: on its ranks, then on twice as many. Each once."""
     size = num_ranks(strategies)
     found = [parse_parallel(f"{kind}={size}") for kind in ("rtp", "fsdp")] if size > 1 else []
     # Another batch per rank would be another amount of activations, of which nothing is known.

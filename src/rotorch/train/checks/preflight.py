@@ -45,7 +45,7 @@ _OPTIMIZER_STATES = 2  # AdamW: two moments, each as large as the weights
 
 @dataclass(frozen=True)
 class Resume:
-    """Where a resumed run goes on: a checkpoint, and what it says of itself."""
+    """Start of a resumed run: a checkpoint, and its manifest."""
 
     checkpoint: Place
     manifest: Manifest
@@ -192,7 +192,7 @@ def check_ranks(strategies: Sequence[Strategy], *, nproc: int | None) -> None:
 
 
 def check_checkpoint_dir(config: RunConfig, *, probes: bool) -> Place:
-    """What checkpoints lie in is a directory that can be made, or a store that is known and takes a small file.
+    """Checks that checkpoints go to a directory that can be made, or to a known store that takes a small file.
 
     Args:
         config: the run.
@@ -255,7 +255,7 @@ def check_out(out: Path, *, saves_in: Place, resume: bool, command: str) -> None
 
 
 def check_roll_back(config: RunConfig) -> None:
-    """What goes back to checkpoints has some to go back to, and does not do so for any loss."""
+    """Checks that a run that goes back to checkpoints writes some, and does not go back for any loss."""
     train = config.train
     if 0 < train.spike_factor <= 1:
         raise ConfigError(
@@ -271,7 +271,7 @@ def check_roll_back(config: RunConfig) -> None:
 
 
 def holds_run(out: Path) -> bool:
-    """Whether a directory is a run's."""
+    """True if a directory belongs to a run."""
     return any((out / name).exists() for name in (RUN_FILE, METRICS)) or checkpoints_of(out).is_dir()
 
 
@@ -381,7 +381,7 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
 
 
 def micro_batch_of(config: RunConfig) -> MicroBatch:
-    """What one rank computes on at once."""
+    """Returns the batch that one rank computes on at once."""
     itemsize = 2 if config.train.precision == "bfloat16" else 4
     return MicroBatch(config.train.micro_batch, config.data.sequence_length, itemsize=itemsize)
 
@@ -510,7 +510,7 @@ def check_same_order(path: Place, manifest: Manifest, *, config: RunConfig, size
 
 
 def data_position(config: RunConfig, *, sizes: BatchSizes) -> dict[str, Any]:
-    """What, beside the corpus, the seed and the step, decides which tokens a step reads; as plain JSON."""
+    """Returns the settings that, with corpus, seed and step, decide which tokens a step reads; as plain JSON."""
     return {
         "train.global_batch": sizes.global_batch,
         "data.sequence_length": config.data.sequence_length,

@@ -1,4 +1,4 @@
-"""Whether memory still holds what was computed: memory that loses a bit, or a transfer, says nothing.
+"""Check that memory still holds the values computed: a flipped bit, in memory or on the wire, raises no error.
 
 [Note: what is compared]
     A sum of a tensor's bytes as 64-bit integers, which any single flipped bit changes, at the speed of memory. It is

@@ -1,4 +1,4 @@
-"""Where text comes from: files on disk, found, checked and read as a stream of documents.
+"""Source of text: files on disk, found, checked and read as a stream of documents.
 
 A corpus is a sorted list of files and the way to read each. Reading yields *pieces*: at most `PIECE_BYTES` of one
 document's bytes and whether the document ends there, so that a 100 GB file takes no more memory than a small one.
@@ -83,7 +83,7 @@ class Corpus:
 
     @property
     def is_exact(self) -> bool:
-        """Whether `text_bytes` is exact, that is, whether all files are text files."""
+        """True if `text_bytes` is exact, that is, if all files are text files."""
         return all(file.kind == "text" for file in self.files)
 
     def digest(self) -> str:
@@ -213,7 +213,7 @@ def _kind(path: Path) -> Kind:
 
 
 def _is_text(path: Path) -> bool:
-    """Whether the file starts like UTF-8 text."""
+    """True if the file starts like UTF-8 text."""
     try:
         with path.open("rb") as stream:
             start = stream.read(_SNIFF_BYTES)

@@ -43,7 +43,7 @@ class DamagedTokenFile(ConfigError):
 
 @dataclass(frozen=True)
 class TokenHeader:
-    """What a token file says about itself.
+    """Header of a token file.
 
     Attributes:
         source: The corpus, as the user wrote it.

@@ -1,4 +1,4 @@
-"""Which tokens are read when: a pure function of (seed, step, position in the batch).
+"""Order in which tokens are read: a pure function of (seed, step, position in the batch).
 
 [Note: windows] A token file is cut into windows of `sequence_length + 1` ids that do not overlap: a window's first
 `sequence_length` ids are the input, its last `sequence_length` the targets. No id is in two windows, so no held-out
@@ -6,7 +6,7 @@ token is ever trained on, at the price of one target in `sequence_length + 1`. D
 window, separated by the end-of-document id. The ids left over at the end of the file are not read.
 
 [Note: order] Sample number `n` of a run is training window `order(n mod W)` of epoch `n // W`: W windows, and every
-epoch an order of its own. The order is computed, not stored (`permutation.py`), so a step needs no memory of earlier
+epoch an order of its own. The order is computed, not stored (`shuffle.py`), so a step needs no memory of earlier
 steps: step `s` of a run with global batch G reads samples `s G ... s G + G - 1`, whatever the number of ranks, and a
 resumed run needs only the seed and the step.
 
@@ -107,7 +107,7 @@ class TokenWindows:
     def micro_batches(
         self, step: int, *, global_batch: int, micro_batch: int, batch_rank: int = 0, num_batch_ranks: int = 1
     ) -> Iterator[Batch]:
-        """What one rank reads in a step. Communicates nothing.
+        """Returns the micro-batches that one rank reads in a step. Communicates nothing.
 
         Args:
             step: The step, from 0.
@@ -209,7 +209,7 @@ def train_and_held_out(
 
 
 def split_windows(num_windows: int, *, held_out_fraction: float) -> tuple[list[range], list[range]]:
-    """Which windows are for training and which are held out; see [Note: held-out].
+    """Splits windows into training and held-out ones; see [Note: held-out].
 
     Returns:
         (train, held_out): ranges in rising order that together are `range(num_windows)`.
@@ -228,7 +228,7 @@ def split_windows(num_windows: int, *, held_out_fraction: float) -> tuple[list[r
 
 
 def min_tokens(sequence_length: int, *, held_out_fraction: float) -> int:
-    """How many tokens a corpus needs at least; checks both arguments.
+    """Returns the least number of tokens that a corpus needs; checks both arguments.
 
     Raises:
         ConfigError: If one is out of range.

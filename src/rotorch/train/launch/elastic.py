@@ -67,7 +67,7 @@ def _stopping_signals() -> list[signal.Signals]:
 
 
 def is_rank() -> bool:
-    """Whether torchrun, Slurm or an operator started this process as one rank of several."""
+    """True if torchrun, Slurm or an operator started this process as one rank of several."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -219,7 +219,7 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None, timeout_s: flo
 
 @dataclass(frozen=True)
 class _Group:
-    """How forked ranks find each other: through `file`."""
+    """Rendezvous of forked ranks: through `file`."""
 
     file: str
     num_ranks: int

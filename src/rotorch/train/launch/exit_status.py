@@ -1,4 +1,4 @@
-"""How ranks end: what the launcher sees of it, and which of them failed first."""
+"""Ends of ranks, as the launcher sees them, and the choice of the one that failed first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LONGEST_POST_MORTEM_S = 600.0
 
 @dataclass(frozen=True)
 class Death:
-    """How a rank's process ended: by signal `signal_number`, or with `exit_code`; None if nobody knows."""
+    """End of a rank's process: by signal `signal_number`, or with `exit_code`; None if nobody knows."""
 
     exit_code: int | None = 0
     signal_number: int = 0
@@ -103,7 +103,7 @@ class Watch:
         raise error
 
     def _only_heard(self) -> bool:
-        """Whether each rank that failed says that another one did."""
+        """True if each rank that failed reports another rank's failure."""
         return all(self.board.read(rank).failure is FailureKind.HEARD for rank in self.deaths)
 
     def _are_ending(self) -> bool:
@@ -161,7 +161,7 @@ class Watch:
 
 
 def _death(pid: int) -> Death | None:
-    """How a child ended, None while it lives. Does not reap it."""
+    """Returns the end of a child's process, None while it lives. Does not reap it."""
     if not hasattr(os, "waitid"):  # macOS: then the elastic launcher has to notice, which takes longer
         return None
     try:

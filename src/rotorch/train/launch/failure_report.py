@@ -1,4 +1,4 @@
-"""Who was where when a run failed: a page with every rank's last word, state, place in its pass and Python stack.
+"""Report of a failed run: a page with every rank's last word, state, place in its pass and Python stack.
 
 A rank that is alive writes its stack when it gets SIGUSR1, from a handler in C, whatever it is waiting for. One that is
 stopped cannot, and its state says so; its place in the pass it has written down before (`comm/status_word.py`). What
@@ -49,7 +49,7 @@ def take_stacks(directory: Path, *, pids: Mapping[int, int]) -> dict[int, str]:
 
 
 def take_records(directory: Path, *, ranks: Iterable[int]) -> dict[int, str]:
-    """What ranks that were asked for it (`StatusBoard.request_record`) say of their collectives within a second."""
+    """Collects the records of collectives that ranks were asked for (`StatusBoard.request_record`), within a second."""
     wanted, end, said = set(ranks), time.monotonic() + _PATIENCE_S, {}
     while len(said) < len(wanted) and time.monotonic() < end:
         time.sleep(_LOOK_EVERY_S)
@@ -58,12 +58,12 @@ def take_records(directory: Path, *, ranks: Iterable[int]) -> dict[int, str]:
 
 
 def record_file(directory: Path, rank: int) -> Path:
-    """Where a rank writes what torch has recorded of its collectives."""
+    """Path of the file for torch's record of a rank's collectives."""
     return directory / f"record-{rank}.txt"
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says that a process is doing; "" where it does not (macOS) or the process is gone."""
+    """State of a process by the kernel; "" where the kernel does not say (macOS) or the process is gone."""
     fields = _read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return _STATES.get(fields[0], fields[0]) if fields else ""
 

@@ -90,7 +90,7 @@ def launch_again(
 def _patiently(
     look: Callable[[], Found], *, failure: RankFailure, tell: Callable[[str], None], wait: Callable[[float], None]
 ) -> Found:
-    """What `look` returns, when the disk or the store that it looks at answers (see [Note: what comes back]).
+    """Retries `look` until the disk or the store that it looks at answers (see [Note: what comes back]).
 
     Raises:
         RankFailure: it does not; the failure, and why nothing goes on after it.
@@ -162,7 +162,7 @@ def on_ranks(config: RunConfig, *, num_ranks: int) -> RunConfig:
 
 
 def as_started(config: RunConfig, *, resume: bool) -> tuple[RunConfig, bool]:
-    """What a rank does that torchrun started, perhaps not for the first time: the run, and whether it goes on.
+    """Settings of a rank that torchrun started, perhaps not for the first time: the run, and whether it resumes.
 
     Raises:
         ConfigError: `train.elastic` has no layout for the ranks that there are.

@@ -1,4 +1,4 @@
-"""What each rank is doing, in memory that the launcher shares with the ranks it forks: read when one of them fails.
+"""Status of each rank, in memory that the launcher shares with the ranks it forks: read when one of them fails.
 
     | stop flag | rank 0: pid, step, phase, failure, place | rank 1: ... | names of rank 0's units | ... |
 
@@ -27,7 +27,7 @@ _STOP, _RECORD, _STOPPED = 0, 1, 2
 
 
 class Phase(IntEnum):
-    """What a rank is doing; its text completes "failed while ..."."""
+    """Activity of a rank; its text completes "failed while ..."."""
 
     STARTING = 0
     JOINING = 1
@@ -85,7 +85,7 @@ class FailureKind(IntEnum):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """What the board says about one rank.
+    """Entry of one rank on the board.
 
     Attributes:
         rank: whose it is.
@@ -147,7 +147,7 @@ class StatusBoard:
 
     @property
     def place(self) -> StatusWord:
-        """Where this rank writes down what it is at in a pass."""
+        """Word in which this rank records its place in a pass."""
         return StatusWord.from_buffer(self._memory, self._start(self.own_rank) + _SLOT.size)
 
     def name_units(self, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""Whether ranks get on, and what is said when they do not.
+"""Watch over the progress of ranks, and the messages when they make none.
 
 [Note: who looks]
     The launcher sees where all of its ranks are (`status.py`), so it notices when nobody gets on, while all of them
@@ -103,7 +103,7 @@ def explain_hang(
 
 
 def _if_slow(state: str) -> str:
-    """What to write if a rank is not stuck but slow, by what the kernel says that it is doing.
+    """Returns the advice for a rank that may be slow rather than stuck, by its state in the kernel.
 
     Who waits for a GPU may do that in a loop, which the kernel calls running, too.
     """
