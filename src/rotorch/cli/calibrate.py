@@ -65,7 +65,7 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 def _measured() -> dict[str, list[float]]:
-    """What one rank reaches, again and again; all ranks must call it."""
+    """Measures the speeds of one rank, each several times; all ranks must call it."""
     world = int(os.environ["WORLD_SIZE"])
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("ranks",))
     found: dict[str, list[float]] = {}

@@ -91,7 +91,7 @@ def _backends() -> dict[str, str]:
 
 
 def _transports() -> dict[str, str]:
-    """How slices can travel under rtp between ranks of this machine, and why not; what `transport=auto` takes."""
+    """Returns the state of each transport of rtp between ranks of this machine, and the choice of `transport=auto`."""
     found = {
         "shared_memory": _shared_memory(),
         "symmetric_memory": _symmetric_memory(),

@@ -54,7 +54,7 @@ def simulated(schedule: Schedule, *, gather: float, message: float) -> Simulatio
 
 
 def figures(found: Simulation) -> dict[str, Any]:
-    """What `--json` writes. Peaks are in micro-batches of a rank's whole part of the model, and in chunks."""
+    """Returns the figures of `--json`. Peaks are in micro-batches of a rank's part of the model, and in chunks."""
     schedule, chunks = found.schedule, found.schedule.num_chunks
     return {
         "schedule": schedule.name,
@@ -129,7 +129,7 @@ def picture(found: Simulation, *, width: int, colour: bool) -> Iterator[Text]:
 
 
 def legend(found: Simulation, *, colour: bool) -> Text:
-    """What the columns of `picture` mean."""
+    """Returns the legend of the columns of `picture`."""
     kinds = sorted({e.action.kind for e in found.timeline} & COMPUTE, key=list(LOOKS).index)
     line = Text()
     for kind in kinds:
