@@ -133,7 +133,7 @@ def functional_collectives() -> Any:
 
 
 def flight_record() -> dict[str, Any]:
-    """What torch has recorded of this process's last collectives: `{"entries": [...], "pg_status": {...}}`.
+    """Returns torch's record of this process's last collectives: `{"entries": [...], "pg_status": {...}}`.
 
     Empty where this torch records nothing, or was told not to (`TORCH_FR_BUFFER_SIZE=0`).
 
@@ -192,7 +192,7 @@ def storage_key(of: Tensor | torch.UntypedStorage) -> int:
 
 
 def in_backward() -> bool:
-    """Whether the calling thread runs a backward pass at this moment.
+    """True while the calling thread runs a backward pass.
 
     Reason: a dispatch mode sees operations of forward and of backward alike, and no public name tells them apart.
     """
@@ -219,7 +219,7 @@ def when_backward_ends(call: Callable[[], None]) -> None:
 
 
 def will_be_run(node: Node) -> bool:
-    """Whether the backward pass that runs at this moment comes to `node` of its graph.
+    """True if the backward pass that runs at this moment comes to `node` of its graph.
 
     Reason: `torch.autograd.grad` asks for some gradients only, and no public name tells for which.
     """
@@ -227,7 +227,7 @@ def will_be_run(node: Node) -> bool:
 
 
 def hooks_of_gradient(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
-    """What `register_hook` has put on a tensor.
+    """Returns the hooks that `register_hook` has put on a tensor.
 
     Reason (of this and the next one): autograd calls them at leaves of its graph, which parameters at rest are not.
     """
@@ -248,7 +248,7 @@ def put_hooks_after_accumulation(parameter: Tensor, hooks: dict[int, Callable[[T
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether hooks (of activation checkpointing) take what autograd saves at this moment.
+    """True if hooks (of activation checkpointing) receive the tensors that autograd saves at this moment.
 
     Reason: hooks can be pushed by a public name, but no public name tells whether there are any.
     """
@@ -323,7 +323,7 @@ def forget_meshes() -> None:
 
 
 def lost_gpu_by_fork() -> bool:
-    """Whether the process that this one was forked from had used CUDA, or asked for devices, so that this one cannot.
+    """True if this process was forked from one that had used CUDA, or asked for devices, so that this one cannot.
 
     Reason: torch says so in public only by an error once CUDA is used.
     """

@@ -120,7 +120,7 @@ class ParallelModel:
 
     @property
     def weights(self) -> dict[str, ShardedWeight]:
-        """What this rank holds of each weight, by name (tied names appear once)."""
+        """This rank's shard of each weight, by name (tied names appear once)."""
         return self._holding.weights
 
     @property

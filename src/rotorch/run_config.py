@@ -189,7 +189,7 @@ class TrainSection(_Section):
 
     @property
     def saves_in(self) -> str:
-        """What checkpoints lie in: a directory or a URL."""
+        """Place of checkpoints: a directory or a URL."""
         return self.checkpoint_dir or self.out
 
     @property
@@ -470,7 +470,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _suggest(where: Sequence[str]) -> str:
-    """What an unknown key may have meant: the same word in another section, else the nearest one in its own."""
+    """Suggests a known key for an unknown one: the same word in another section, else the nearest one in its own."""
     known = _known_keys()
     homes = [key for key in known if key.rpartition(".")[2] == where[-1]]
     if homes:
