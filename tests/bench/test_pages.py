@@ -55,6 +55,17 @@ def test_words_beside_the_tables_are_true_of_the_records(pages):
     assert peaks["pp=2,rtp=2"] == min(peaks.values())  # and holds least
 
 
+def test_the_first_lines_of_the_readme_quote_its_table(pages):
+    record = pages.read_record("bars/llama-h384-2ranks-512tokens.json")
+    rows = {name: pages.row_of(record, name) for name in ("rtp=2", "torch-ddp", "fsdp2")}
+    lead = (ROOT / "README.md").read_text().split("![")[0]
+    held, speed = "resident_bytes_per_rank", "ratio_to_limit"
+    quoted = [pages.mebibytes(rows[name][held]) for name in ("rtp=2", "torch-ddp")]
+    quoted += [pages.two_digits(rows[name][speed]) for name in ("rtp=2", "fsdp2")]
+    assert [figure for figure in quoted if figure not in lead] == []
+    assert abs(rows["rtp=2"][speed] / rows["torch-ddp"][speed] - 1) < pages.ALIKE  # "at the same speed"
+
+
 def test_ratios_of_equal_transports_stand_in_the_page(pages):
     rows = {row["name"]: row for row in pages.read_record("grids-8ranks.json")["rows"]}
     ours, theirs = rows["rotorch 2x2x2, messages"], rows["megatron-core tensor parallel 8"]
