@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rotorch.bench.wire import call_libc
+from rotorch.process.environment import environment
 
 _CLONE_NEWUTS, _CLONE_NEWNET = 0x04000000, 0x40000000
 _INTERFACE, _UPLINK = "lh0", "up0"
@@ -119,17 +120,8 @@ class Hosts:
     def on(self, host: int) -> Iterator[None]:
         """Within the block this thread, and what it forks, is on a host."""
         own = {"GLOO_SOCKET_IFNAME": _INTERFACE, "ROTORCH_SHARED_MEMORY_DIR": self._memory_of(host)}
-        before = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)
-        try:
-            with self._inside(self._hosts[host]):
-                yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
+        with environment(**own), self._inside(self._hosts[host]):
+            yield
 
     def sent_bytes(self) -> list[int]:
         """Bytes that each host has put on its link so far, headers and acknowledgements included."""

@@ -47,6 +47,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from rotorch.comm.shared_file import own_prefix, shared_memory_directory, sweep
 from rotorch.core.errors import ConfigError, FinalFailure, RankFailure, RotorchError
 from rotorch.core.first_failure import Evidence, evidence_of
+from rotorch.process.environment import environment
 from rotorch.process.forking import forking
 from rotorch.process.parent_death import die_with
 from rotorch.train.launch.exit_status import Watch, death_of, explain
@@ -175,7 +176,7 @@ def _run_agent(
     logs = DefaultLogsSpecs(log_dir=directory)
     agent = _Agent(spec=spec, logs_specs=logs, start_method="fork", watch=watch, shared_memory=shared_memory)
     # The first: see [Note: few threads]. The second: the other signals are ours.
-    with _environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", TORCHELASTIC_SIGNALS_TO_HANDLE="SIGQUIT"):
+    with environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1", TORCHELASTIC_SIGNALS_TO_HANDLE="SIGQUIT"):
         try:
             return agent.run()
         finally:
@@ -334,24 +335,9 @@ def _own_shared_memory() -> Iterator[Path | None]:
     sweep(parent)
     with (
         tempfile.TemporaryDirectory(prefix=own_prefix(), dir=parent, ignore_cleanup_errors=True) as directory,
-        _environment(ROTORCH_SHARED_MEMORY_DIR=directory, ROTORCH_SHARED_MEMORY_LATER=str(parent)),
+        environment(ROTORCH_SHARED_MEMORY_DIR=directory, ROTORCH_SHARED_MEMORY_LATER=str(parent)),
     ):
         yield Path(directory)
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Sets environment variables, for ranks to inherit, and puts back what was there."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager
