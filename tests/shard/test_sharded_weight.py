@@ -49,7 +49,7 @@ def test_they_are_a_tensor_of_the_whole_shape_that_takes_part_in_nothing():
     found = chunks_of(weight, torch.arange(24.0).view(6, 4), num_slices=2, index=1)
     assert isinstance(found, Tensor)
     assert (tuple(found.shape), found.dtype) == ((6, 4), torch.float32)
-    assert "Pieces(shape=(6, 4)" in repr(found)
+    assert "ChunkedTensor(shape=(6, 4)" in repr(found)
     with pytest.raises(TypeError, match=r"use \.local"):
         torch.add(found, found)
 

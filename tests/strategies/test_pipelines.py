@@ -81,7 +81,7 @@ def messages_without_debts(path):
     send, sent = PipelineStep._message, []
 
     def nothing_is_kept_back(self, action, table):
-        sent.append(len(self._inner.ring._late))
+        sent.append(len(self._inner.ring._deferred))
         send(self, action, table)
 
     PipelineStep._message = nothing_is_kept_back

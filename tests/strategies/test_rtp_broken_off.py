@@ -164,7 +164,7 @@ def in_vain(path):
             model.forward_backward(rows())
         if handle is not None:
             handle.remove()
-        assert ring._late == []
+        assert ring._deferred == []
         left.append(ring._nowhere.data_ptr())
     if dist.get_rank() != 1:
         assert left[0] == left[1] == left[2] and ring._nowhere.numel() == max(max(numel) for numel in ring.numels)

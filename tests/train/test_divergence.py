@@ -8,6 +8,7 @@ import pytest
 import torch
 from commands import rotorch, write_run
 from failures import seen
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from rotorch.core.errors import ConfigError, RankFailure
@@ -234,6 +235,26 @@ def test_where_it_began(parallel, num_ranks):
     assert re.fullmatch(rf"the output of '0' \(\w*Linear\w*\) on rank {num_ranks - 1}", output)
     assert re.fullmatch(r"the weight '2\.bias' itself, on rank 0", weight)
     assert gradient == "the gradient of '2.bias', while all outputs of a second pass are finite"
+
+
+def where_in_a_layer(parallel):
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2,
+        vocab_size=32,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = parallelize(LlamaForCausalLM(config), parallel, device="cpu")
+    ids = {"input_ids": torch.arange(8).view(1, 8), "labels": torch.arange(8).view(1, 8)}
+    model.forward_backward(ids)
+    model.weights["model.layers.1.mlp.up_proj.weight"].local.fill_(1e38)
+    model.values_changed()
+    return first_nonfinite(model, [ids])
+
+
+@pytest.mark.parametrize("parallel", ["rtp=2[transport=send_receive]", "megatron=2"])
+def test_it_is_found_inside_of_a_layer_that_is_cut(parallel):
+    for told in run_ranks(where_in_a_layer, parallel, num_ranks=2):
+        assert re.fullmatch(r"the output of 'model\.layers\.1\.mlp\.\w+' .* on rank 0", told), told
 
 
 # ---------------------------------------------------------------- replicas

@@ -28,6 +28,7 @@ from rotorch.core.errors import RankFailure
 from rotorch.core.spec import UnitKind
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
+from rotorch.ops.partial_module import SEES_SLICES
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
 from rotorch.shard.materialize import on_meta, take_recipes
@@ -406,6 +407,7 @@ def _raising(module: nn.Module, *, call: int, in_backward: bool) -> Iterator[Cal
         if in_backward and first.requires_grad:
             first.register_hook(fail)
 
+    setattr(hook, SEES_SLICES, True)  # it looks at no value
     handle = module.register_forward_hook(hook)
     try:
         yield lambda: calls > 0

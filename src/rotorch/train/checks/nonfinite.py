@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from rotorch._torch_private import tree_flatten
 from rotorch.comm.collectives import all_reduce_min
+from rotorch.ops.partial_module import SEES_SLICES
 from rotorch.parallel_model import Batch, ParallelModel
 
 _NOWHERE = float(1 << 52)
@@ -80,10 +81,14 @@ def _first_output(module: nn.Module) -> Iterator[list[str]]:
         if not all(map(_is_finite, leaves)):
             first.append(name)
 
-    handles = [
-        child.register_forward_hook(lambda _, __, output, name=name: look(name, output))
-        for name, child in module.named_modules()
-    ]
+    def looking(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, __: Any, output: Any) -> None:
+            look(name, output)
+
+        setattr(hook, SEES_SLICES, True)  # a slice that is not finite is as good a find as the whole
+        return hook
+
+    handles = [child.register_forward_hook(looking(name)) for name, child in module.named_modules()]
     try:
         yield first
     finally:
