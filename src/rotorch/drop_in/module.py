@@ -14,6 +14,7 @@ from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
 from rotorch.drop_in.calls import PlainCalls
 from rotorch.drop_in.whole import chunks_by_name, copy_into, full_state_dict
+from rotorch.models.lora import saved_names
 from rotorch.parallel_model import ParallelModel
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -129,6 +130,8 @@ def make_parallel(module: Module, model: ParallelModel) -> Module:
     for name, method in (("save_pretrained", _save_pretrained), ("generate", _generate)):
         if hasattr(own, name):
             added[name] = functools.wraps(getattr(own, name))(method)
+    if not hasattr(own, "peft_config"):
+        added["peft_config"] = property(_adapters, _no_more_adapters)
     vars(module)[_KEPT] = PlainCalls(model)
     module.__class__ = type(own.__name__, (ParallelModule, own), added)
     return module
@@ -155,12 +158,16 @@ def _passed_on(name: str) -> Any:
 
 
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-    """Writes whole weights, once: all ranks gather them, the first one writes."""
+    """Writes whole weights, once: all ranks gather them, the first one writes. One rank alone may give `state_dict`."""
     model, own = self.parallel, super(ParallelModule, self)
-    whole = kwargs.pop("state_dict", None) or self.full_state_dict()
+    first = not any(model.mesh.get_coordinate() or [0])
+    if (whole := kwargs.pop("state_dict", None)) is not None:
+        return own.save_pretrained(save_directory, *args, state_dict=whole, **kwargs) if first else None
+    calls_of(self).settle()
+    whole = full_state_dict(self, model, all_ranks=False, only=saved_names(self, **kwargs))
     result = None
     with one_error(model.mesh):
-        if not any(model.mesh.get_coordinate() or [0]):
+        if first:
             result = own.save_pretrained(save_directory, *args, state_dict=whole, **kwargs)
     return result
 
@@ -176,3 +183,19 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _own_attribute(name: str) -> property:
     return property(lambda self: nn.Module.__getattr__(self, name))
+
+
+def _adapters(self: Any) -> Any:
+    """The adapters that were there before `parallelize`; as in a plain module, an error if there were none."""
+    try:
+        return vars(self)["peft_config"]
+    except KeyError:
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute 'peft_config'") from None
+
+
+def _no_more_adapters(self: Any, value: Any) -> None:
+    """Raises: peft sets this when it has put adapters into a model."""
+    raise ConfigError(
+        f"peft has put adapters into a {type(self).__name__} that is parallel: ranks would train each its own. "
+        "Call peft.get_peft_model (or inject_adapter_in_model, add_adapter) before parallelize, on a model made anew"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,18 +28,28 @@ def chunks_by_name(module: nn.Module, model: ParallelModel) -> dict[str, Chunked
 
 
 @torch.no_grad()
-def full_state_dict(module: nn.Module, model: ParallelModel, *, all_ranks: bool) -> dict[str, Tensor]:
-    """What `module` on one process would have as its state, on CPU; one weight at a time is gathered. All ranks."""
-    names = weights_by_name(module, model)
+def full_state_dict(
+    module: nn.Module, model: ParallelModel, *, all_ranks: bool, only: Callable[[str], bool] = lambda name: True
+) -> dict[str, Tensor]:
+    """What `module` on one process would have as its state, on CPU; one weight at a time is gathered. All ranks.
+
+    Args:
+        module: of which.
+        model: its weights.
+        all_ranks: every rank gets it, not the first one alone.
+        only: whether a name is wanted.
+    """
+    names = {name: weight for name, weight in weights_by_name(module, model).items() if only(name)}
+    wanted = set(names.values())
     keeps = all_ranks or not any(model.mesh.get_coordinate() or [0])
     whole: dict[str, Tensor] = {}
-    for weight in model.weights:
+    for weight in (weight for weight in model.weights if weight in wanted):
         tensor = model.full_tensor(weight)
         if keeps:
             whole[weight] = tensor.cpu()
     if not keeps:
         return {}
-    found = nn.Module.state_dict(module, keep_vars=True)
+    found = {name: value for name, value in nn.Module.state_dict(module, keep_vars=True).items() if only(name)}
     for name, value in found.items():
         if name not in names:
             whole[name] = value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -19,16 +19,17 @@ from __future__ import annotations
 import fnmatch
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import replace
 
 from torch import nn
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.spec import NO_ORDER, Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.features import with_features_cut
 from rotorch.models.heads import GROUP_COUNTS, HEAD_SIZES
 from rotorch.models.hf import Plan, head_weights, tensor_parallel_plan
+from rotorch.models.lora import base_of
 from rotorch.models.rules import cut_what_is_left, large_and_left, spec_by_rule
 from rotorch.models.stages import layer_order
 from rotorch.models.trial.features import is_from_config, last_linear, why_not_in_halves
@@ -68,9 +69,12 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
     Raises:
         ConfigError: a pattern that matches nothing, or a role that is not known.
     """
+    prefix, base = base_of(module)
+    if prefix and plan is None:
+        return _wrapped(describe(base, features=features, tokens=tokens), module, prefix=f"{prefix}.")
     weights = _weights(module)
     roles: dict[str, str] = {}
-    order = layer_order(module)
+    order = layer_order(base)
     if plan is None and not module_declares(module):
         spec = spec_by_rule(module, weights)
     elif plan is not None:
@@ -90,6 +94,47 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
     if tokens and spec.order.layers:
         spec = replace(spec, tokens_stay_whole=why_not_in_stretches(module))
     return _with_features(spec, module, roles=roles) if features else spec
+
+
+def _wrapped(spec: ModelSpec, module: nn.Module, *, prefix: str) -> ModelSpec:
+    """The spec of a model under its names in a module around it, whose own weights are whole.
+
+    Args:
+        spec: of the model.
+        module: the one around it.
+        prefix: what names of the model begin with there.
+    """
+    if spec.order.layers:
+        refused = (
+            "peft has wrapped it. Write peft.inject_adapter_in_model(config, model) in the place of get_peft_model"
+        )
+        spec = replace(spec, order=replace(NO_ORDER, refused=refused))
+    units = [_renamed(unit, prefix=prefix) for unit in spec.units]
+    known = {name for unit in units for w in unit.weights for name in (w.name, *w.aliases)}
+    rest = tuple(w for name, w in _weights(module).items() if name not in known)
+    if rest:
+        units.append(Unit("around", UnitKind.REPLICATED, Combine.NONE, rest))
+    return replace(
+        spec,
+        name=type(module).__name__,
+        units=tuple(units),
+        kept_whole=tuple(replace(kept, name=prefix + kept.name) for kept in spec.kept_whole),
+        inside=tuple(_renamed(unit, prefix=prefix) for unit in spec.inside),
+        tokens_stay_whole="peft has wrapped the model",
+    )
+
+
+def _renamed(unit: Unit, *, prefix: str) -> Unit:
+    def renamed(names: Iterable[str]) -> tuple[str, ...]:
+        return tuple(prefix + name for name in names)
+
+    return replace(
+        unit,
+        name=unit.name if unit.kind is UnitKind.REPLICATED else (prefix + unit.name).rstrip("."),
+        weights=tuple(replace(w, name=prefix + w.name, aliases=renamed(w.aliases)) for w in unit.weights),
+        replicated=renamed(unit.replicated),
+        added_once=renamed(unit.added_once),
+    )
 
 
 def _with_features(spec: ModelSpec, module: nn.Module, *, roles: Mapping[str, str]) -> ModelSpec:

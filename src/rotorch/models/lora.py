@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,37 @@ def _check_target(target: str, *, module: nn.Module, layers: Mapping[str, nn.Mod
             f"lora: target {target!r} is the head, which is computed with the loss, a slice at a time, and takes no "
             "adapter. Leave it out"
         )
+
+
+def base_of(module: nn.Module) -> tuple[str, nn.Module]:
+    """The model that `peft.get_peft_model` has wrapped, and its name in `module`; any other module, and ""."""
+    if not is_wrapped(module):
+        return "", module
+    base: nn.Module = module.get_base_model()
+    return next(name for name, child in module.named_modules() if child is base), base
+
+
+def is_wrapped(module: nn.Module) -> bool:
+    """Whether `peft` has wrapped a model in a module of its own."""
+    return any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
+
+
+def saved_names(module: nn.Module, *, save_embedding_layers: bool | str = "auto", **_: Any) -> Callable[[str], bool]:
+    """Whether a weight may go into what `module.save_pretrained` writes: of a wrapped model, not the frozen ones.
+
+    Args:
+        module: the model.
+        save_embedding_layers: peft's argument; unless it is False, peft looks whether embeddings are to be written.
+    """
+    if not is_wrapped(module):
+        return lambda name: True
+    of_embeddings: set[int] = set()
+    if save_embedding_layers is not False:
+        layers = (module.get_input_embeddings(), module.get_output_embeddings())
+        of_embeddings = {id(p) for layer in layers if layer is not None for p in layer.parameters()}
+    named = module.named_parameters(remove_duplicate=False)
+    left = {name for name, p in named if not p.requires_grad and id(p) not in of_embeddings}
+    return lambda name: name not in left or ".lora_" in name or ".modules_to_save." in name
 
 
 def is_adapter(name: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
+from rotorch.models.lora import base_of
 
 Batch = Mapping[str, Tensor]
 """One micro-batch: `input_ids` int64 [batch, sequence], and `labels` (shifted inside, as Hugging Face does) or
@@ -45,6 +46,7 @@ def count_targets(batch: Batch) -> int:
 
 def loss_of(module: nn.Module) -> LossFn:
     """The loss of a model that returns one itself: by its kind, a causal language model's or a mean."""
+    _, module = base_of(module)
     if _is_causal_lm(module):
         return CausalLMLoss(module) if hasattr(module, "loss_function") else causal_lm_loss
     return OwnMeanLoss()
@@ -73,21 +75,25 @@ class CausalLMLoss:
     def __init__(self, module: nn.Module) -> None:
         self._loss_function = module.loss_function
         self._name = type(module).__name__
-        self._heard: list[Tensor] = []
+        self._heard: list[Tensor] | None = None
+        """What `loss_function` gave in the call that is under way; None outside of one, where nobody asks."""
         module.loss_function = self._listen
 
     def _listen(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = self._loss_function(*args, **kwargs)
-        if kwargs.get("num_items_in_batch") is None:
+        if self._heard is None or kwargs.get("num_items_in_batch") is None:
             return loss
         self._heard.append(loss)
         return loss.clone()  # models add to it in place
 
     def __call__(self, module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
         """The sum of the batch's losses over `num_targets`."""
-        self._heard.clear()
-        loss: Tensor = module(**_with_labels(batch), num_items_in_batch=num_targets).loss
-        heard, self._heard = self._heard, []
+        heard: list[Tensor] = []
+        self._heard = heard
+        try:
+            loss: Tensor = module(**_with_labels(batch), num_items_in_batch=num_targets).loss
+        finally:
+            self._heard = None
         if not heard:
             raise ConfigError(
                 f"{self._name} computes its loss without num_items_in_batch, so it cannot be summed over ranks. "

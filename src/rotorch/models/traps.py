@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from rotorch.core.errors import ConfigError
+from rotorch.models.lora import is_wrapped
 
 
 def make_stateless(module: nn.Module, *, num_ranks: int, device_type: str) -> None:
@@ -43,14 +44,23 @@ def make_stateless(module: nn.Module, *, num_ranks: int, device_type: str) -> No
 
 
 def refuse_wrapped(module: nn.Module) -> None:
-    """Raises `ConfigError` for a model in a wrapper whose names no plan fits, or that is parallel already."""
-    if type(module).__module__.startswith("peft."):
-        raise ConfigError(
-            "parallelize: a PeftModel has other names than its model's plan, so most weights would be whole on every "
-            "rank. Write peft.inject_adapter_in_model(config, model) in the place of get_peft_model(model, config)"
-        )
+    """Raises `ConfigError` for a model that is parallel already, or in a wrapper of which little is known."""
     if hasattr(module, "forward_backward") and hasattr(module, "parallel"):
         raise ConfigError(f"parallelize: this {type(module).__name__} is parallel already. Give each model once")
+    if not is_wrapped(module):
+        return
+    kinds = {str(getattr(c, "peft_type", "")).rpartition(".")[2] for c in _adapter_configs(module)}
+    if not hasattr(module, "get_base_model") or kinds != {"LORA"}:
+        said = f"with {', '.join(sorted(kinds))}" if kinds - {""} else "of this kind"
+        raise ConfigError(
+            f"parallelize: a {type(module).__name__} {said}: only of LoRA it is known what ranks may cut. "
+            "Write peft.get_peft_model(model, LoraConfig(...)), or merge_and_unload() what is done"
+        )
+
+
+def _adapter_configs(module: nn.Module) -> list[object]:
+    configs = getattr(module, "peft_config", None)
+    return list(configs.values()) if isinstance(configs, dict) else []
 
 
 def refuse_float16(dtypes: Collection[torch.dtype | None]) -> None:

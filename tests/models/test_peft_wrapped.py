@@ -1,0 +1,149 @@
+"""Models that `peft.get_peft_model` has wrapped: cut as they are without it, exact, and saved as peft saves them."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import rotorch
+from rotorch.core.errors import ConfigError
+from rotorch.models.describe import describe
+from rotorch.parallelize import load_step_code
+from rotorch.testing.ranks import run_ranks
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft asks
+
+MESSAGES = "rtp=2[transport=send_receive]"
+LAYOUTS = ("rtp=2", MESSAGES, "fsdp=2", "ddp=2", "megatron=2")
+IDS = torch.randint(0, 61, (4, 12), generator=torch.Generator().manual_seed(0))
+ADAPTED = {
+    "some layers": {"target_modules": ["q_proj", "down_proj"]},
+    "all layers": {"target_modules": "all-linear"},
+    "a head that is trained": {"target_modules": ["v_proj"], "modules_to_save": ["lm_head"]},
+    "with magnitudes": {"target_modules": ["q_proj", "up_proj"], "use_dora": True},
+}
+
+
+def wrapped(adapted):
+    """Grouped queries, and a vocabulary that two ranks cannot cut evenly; adapters that add something."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(vocab_size=61, num_key_value_heads=2, tie_word_embeddings=False, **sizes)
+    torch.manual_seed(0)
+    module = LlamaForCausalLM(config).double()
+    module = peft.get_peft_model(module, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **ADAPTED[adapted])).double()
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+    return module
+
+
+def two_steps(model, optimizer, shares, *, scale):
+    """Losses and gradients of two steps of plain code."""
+    losses, grads = [], {}
+    for _ in range(2):
+        optimizer.zero_grad()
+        for share in shares:
+            logits = model(input_ids=share).logits
+            loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), share[:, 1:].flatten())
+            (loss * scale).backward()
+            losses.append(loss.item())
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return losses, grads
+
+
+def on_one_process(adapted, num_shares, out):
+    model = wrapped(adapted)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    losses, grads = two_steps(model, optimizer, IDS.chunk(num_shares), scale=1 / num_shares)
+    model.save_pretrained(out)
+    with torch.no_grad(), model.disable_adapter():
+        without = model(input_ids=IDS).logits
+    return losses, {n: g.numpy() for n, g in grads.items()}, without.numpy()
+
+
+def on_ranks(layout, directory):
+    found = {}
+    for adapted in ADAPTED:
+        model = rotorch.parallelize(wrapped(adapted), layout, device="cpu")
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+        losses, grads = two_steps(model, optimizer, [IDS.chunk(model.num_batch_ranks)[model.batch_rank]], scale=1.0)
+        grads = {n: model.full_tensor(n, grad=True).numpy() for n in model.weights if n in grads}
+        with torch.no_grad(), model.disable_adapter():
+            without = model(input_ids=IDS).logits
+        model.save_pretrained(directory / adapted)
+        held = {n: (h.local.numel(), h.weight.numel) for n, h in model.weights.items() if "base_layer" in n}
+        found[adapted] = losses, grads, without.numpy(), held, (model.batch_rank, model.num_batch_ranks)
+        model.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def warmed():
+    load_step_code(["rtp", "fsdp", "ddp", "megatron"])
+    describe(wrapped("some layers"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ranks_do_as_one_process(warmed, tmp_path, layout):
+    shares = 1 if layout.startswith("megatron") else 2
+    ranks = run_ranks(on_ranks, layout, tmp_path / "ranks", num_ranks=2)
+    for adapted in ADAPTED:
+        (
+            losses,
+            grads,
+            without,
+        ) = run_ranks(on_one_process, adapted, shares, tmp_path / adapted, num_ranks=1)[0]
+        for found in ranks:
+            theirs, their_grads, their_without, held, (share, num_shares) = found[adapted]
+            assert theirs == pytest.approx(losses[share::num_shares], rel=1e-10), adapted
+            assert grads.keys() == their_grads.keys(), adapted
+            for name, grad in grads.items():
+                assert abs(their_grads[name] - grad).max() <= 1e-10 * max(abs(grad).max(), 1e-3), (adapted, name)
+            assert abs(their_without - without).max() <= 1e-10 * abs(without).max(), adapted
+            assert layout == "ddp=2" or all(2 * own == whole for own, whole in held.values()), adapted
+        ours, alone = (peft.load_peft_weights(tmp_path / d) for d in (f"ranks/{adapted}", adapted))
+        assert ours.keys() == alone.keys()
+        for name, value in alone.items():
+            assert torch.allclose(ours[name], value, rtol=0, atol=1e-10), (adapted, name)
+
+
+def adapters_afterwards():
+    model = rotorch.parallelize(wrapped("some layers").merge_and_unload(), "rtp=2", device="cpu")
+    try:
+        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_adapters_after_parallelize_are_refused(warmed):
+    for said in run_ranks(adapters_afterwards, num_ranks=2):
+        assert said is not None and "Call peft.get_peft_model" in said and "before parallelize" in said
+
+
+def test_adapters_of_another_kind_are_refused():
+    module = wrapped("some layers").merge_and_unload()
+    module = peft.get_peft_model(module, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
+    with pytest.raises(ConfigError, match="PeftModelForCausalLM with PROMPT_TUNING: only of LoRA"):
+        rotorch.parallelize(module, "rtp=2", device="cpu")
+
+
+def test_a_model_called_in_a_plain_loop_keeps_no_losses():
+    module, seen = wrapped("some layers").merge_and_unload().requires_grad_(True), []
+    own = module.loss_function
+
+    def seeing(*args, **kwargs):
+        loss = own(*args, **kwargs)
+        seen.append(weakref.ref(loss))
+        return loss
+
+    module.loss_function = seeing
+    model = rotorch.parallelize(module, "single", device="cpu")
+    model(input_ids=IDS, labels=IDS, num_items_in_batch=torch.tensor(44)).loss.backward()
+    gc.collect()
+    assert [kept() for kept in seen] == [None]
