@@ -1,0 +1,63 @@
+"""What of a trainer's arguments cannot be right on a parallel model, refused in one line before anything is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rotorch.core.errors import ConfigError
+from rotorch.parallel_model import ParallelModel
+
+_REFUSED = {
+    "deepspeed": "is another way to spread the model. Leave one of them out",
+    "fsdp": "would cut again what is cut. Leave it out; layout='fsdp=8' is the same",
+    "parallelism_config": "is another way to spread the model. Leave one of them out",
+    "torch_compile": "would trace through what goes between ranks. Leave it out",
+    "fp16": "is not tried under a layout. Write bf16=True",
+    "fp16_full_eval": "would convert weights that ranks share. Leave it out",
+    "bf16_full_eval": "would convert weights that ranks share. Leave it out",
+    "auto_find_batch_size": "lets each rank choose for itself. Write per_device_train_batch_size",
+    "use_liger_kernel": "replaces layers by such as read weights past them. Leave it out",
+    "save_on_each_node": "wants a copy on every host, and ranks write one together. Give output_dir on a shared disk",
+    "enable_jit_checkpoint": "saves when one rank is told to stop, and all must save together. Leave it out",
+    "activation_offloading": "moves what passes save for backward, and slices are not saved. Leave it out",
+    "precompute_ref_log_probs": "looks into the model's weights for a name of its cache. Leave it out",
+    "sync_ref_model": "is not tried under a layout. Leave it out",
+}
+"""Arguments that must be left out, and why."""
+
+_BY_ELEMENT = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+"""Optimizers of `TrainingArguments.optim` that update each element by itself, so they are right on parts of weights."""
+
+
+def check_arguments(arguments: Any) -> None:
+    """Raises `ConfigError` for an argument that cannot be right on a parallel model."""
+    for name, why in _REFUSED.items():
+        if getattr(arguments, name, None):
+            raise ConfigError(f"TrainerMixin: {name}={getattr(arguments, name)!r} {why}")
+    optimizer = getattr(arguments.optim, "value", arguments.optim)
+    if optimizer not in _BY_ELEMENT:
+        raise ConfigError(
+            f"TrainerMixin: optim={str(optimizer)!r} may want whole matrices, and ranks have parts. Write one of "
+            f"{', '.join(_BY_ELEMENT)}, or give optimizers=(optimizer, scheduler) of your own"
+        )
+
+
+def check_model(model: ParallelModel, *, arguments: Any) -> None:
+    """Raises `ConfigError` for a layout or a model that a trainer's loop cannot be right with."""
+    if model.holding.no_plain_call is not None:
+        raise ConfigError(f"TrainerMixin: {model.holding.no_plain_call}")
+    if torch.float16 in {held.local.dtype for held in model.weights.values() if held.parameter.requires_grad}:
+        raise ConfigError("TrainerMixin: small gradients of float16 weights would become 0. Load them as bfloat16")
+    if model.num_batch_ranks == model.mesh.size():
+        return
+    if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
+        raise ConfigError("TrainerMixin: train_sampling_strategy='batch_rebalance' knows no ranks that share a batch")
+    if getattr(arguments, "eval_use_gather_object", False):
+        raise ConfigError("TrainerMixin: eval_use_gather_object=True would count shares of a batch more than once")
+    if arguments.accelerator_config.dispatch_batches:
+        raise ConfigError(
+            "TrainerMixin: dispatch_batches=True gives each rank a batch of its own, and ranks of this layout share "
+            "them. Leave it out"
+        )

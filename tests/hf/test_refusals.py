@@ -1,0 +1,49 @@
+"""What a trainer under a layout cannot do right is said in one line when it is made, before anything else."""
+
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+import scripts
+from transformers import Trainer, TrainingArguments
+
+from rotorch.core.errors import ConfigError
+from rotorch.hf import TrainerMixin
+
+
+class OnRanks(TrainerMixin, Trainer):
+    pass
+
+
+def made(tmp_path, *, layout="rtp=2", model=None, **arguments):
+    given = scripts.arguments(TrainingArguments, tmp_path, None, **arguments)
+    return OnRanks(model=scripts.model() if model is None else model, args=given, layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"torch_compile": True}, "torch_compile=True would trace"),
+        ({"auto_find_batch_size": True}, "Write per_device_train_batch_size"),
+        ({"optim": "adafactor"}, "optim='adafactor' may want whole matrices"),
+        ({"save_on_each_node": True}, "Give output_dir on a shared disk"),
+        ({"bf16_full_eval": True}, "would convert weights"),
+    ],
+)
+def test_arguments_that_cannot_be_right(tmp_path, arguments, words):
+    with pytest.raises(ConfigError, match="TrainerMixin: ") as caught:
+        made(tmp_path / "out", **arguments)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_layouts_that_cannot_be_right(tmp_path):
+    with pytest.raises(ConfigError, match="write layout='rtp=8', or give a model that"):
+        made(tmp_path, layout=None)
+    with pytest.raises(ConfigError, match="spam"):
+        made(tmp_path, layout="spam=2")
+    with pytest.raises(ConfigError, match="Write model=model_init"):
+        OnRanks(model_init=scripts.model, layout="rtp=2")
