@@ -1,4 +1,4 @@
-"""Products with weights that go round.
+"""Products with weights that are cut over ranks: visiting slices, own shards, blocks.
 
-Modules, linear layers, embeddings, and the loss, each as one autograd function.
+Modules, linear layers, embeddings, convolutions, and the loss, each as one autograd function.
 """

@@ -1,23 +1,23 @@
 """Activations cut along the sequence inside of a model's layers, over ranks that share a batch.
 
-Sequence parallelism (Korthikanti et al., arXiv 2205.05198): what a layer does between its attention and its MLP works
-on every token alone, so each rank does it for a stretch of the tokens, and keeps no more. All tokens are gathered where
-a module wants them; of what is a part of a sum on every rank, each takes its stretch of the sum. Before the first layer
+Sequence parallelism (Korthikanti et al., arXiv 2205.05198): the operations between a layer's attention and its MLP work
+on every token alone, so each rank does them for a stretch of the tokens, and keeps only that. All tokens are gathered
+at the input of a module that needs them; partial sums are reduce-scattered along the sequence. Before the first layer
 and behind the last one activations are whole, so masks and positions are made for all tokens.
 
 [Note: who has which gradient]
     Outside of the layers, and in modules that every rank computes whole, activations and gradients are equal on all
-    ranks. Inside, a rank's stretch and its gradient are its own, and weights that are used there get parts of their
-    gradients (norms, biases that are added behind a sum). See `ops/conjugates.py` for the other convention.
+    ranks. Inside, a rank's stretch and its gradient are its own, and weights that are used there (norms, biases that
+    are added behind a sum) get partial gradients. See `ops/conjugates.py` for the other convention.
 
 [Note: gathered again]
-    A linear layer keeps its input for its weight's gradient, which would be all tokens. So what autograd saves of the
-    gathered tensor is replaced by the stretch that it was gathered from, and backward gathers it once more.
+    A linear layer keeps its input for its weight's gradient: here that would be all tokens. So where autograd saves a
+    view of the gathered tensor, the rank's own stretch is kept in its place, and backward gathers it once more.
 
 [Note: who draws what]
-    What is dropped between modules differs from stretch to stretch; what a module drops that all ranks compute whole
-    must not. So a rank's generator is seeded with a number that all ranks share, plus its position, and anew behind
-    every such module. The shared number is read back from the generator: a layer that is computed again in backward
+    Dropout between modules differs from stretch to stretch; dropout inside of a module that all ranks compute whole
+    must be equal. So a rank's generator is seeded with a number that all ranks share, plus its position, and anew
+    behind every such module. The shared number is read back from the generator: a layer that is recomputed in backward
     (`torch.utils.checkpoint`) finds there what it found in forward, whatever has run in between.
 
 Shapes: B sequences, T tokens, S tokens of this rank, D features.
@@ -49,17 +49,17 @@ from rotorch.ops.conjugates import (
 from rotorch.ops.random_state import RandomState, drawn_alike
 
 _DIM = 1
-"""Of tokens, in hidden states `[B, T, D]`."""
+"""The dim of tokens in hidden states `[B, T, D]`."""
 
 
 class TokenStretch:
-    """This rank's tokens in a pass: what the layers of one model have in common.
+    """This rank's tokens in a pass, shared by all layers of one model.
 
     Attributes:
         axis_group: the ranks that share the tokens.
         rows: sequences of the micro-batch that is under way.
         lengths: tokens of every rank.
-        is_cut: whether activations are cut in this pass; without gradients, fewer tokens than ranks stay whole.
+        is_cut: True if activations are cut in this pass; without gradients, fewer tokens than ranks stay whole.
     """
 
     def __init__(self, axis_group: AxisGroup) -> None:
@@ -71,12 +71,12 @@ class TokenStretch:
         self._before: RandomState | None = None
 
     def is_own(self, x: Any) -> bool:
-        """Whether `x` may be hidden states of this rank's tokens."""
+        """Returns True if `x` may be hidden states of this rank's tokens."""
         own = (self.rows, self.lengths[self.axis_group.position])
         return isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3 and x.shape[:2] == own
 
     def is_whole(self, x: Any) -> bool:
-        """Whether `x` may be hidden states of all tokens."""
+        """Returns True if `x` may be hidden states of all tokens."""
         return isinstance(x, Tensor) and x.is_floating_point() and x.dim() == 3 and x.shape[:2] == self._all_tokens
 
     @property
@@ -84,26 +84,28 @@ class TokenStretch:
         return self.rows, sum(self.lengths)
 
     def own(self, x_BTD: Tensor) -> Tensor:
-        """This rank's stretch of an equal tensor; its gradient is placed side by side."""
+        """This rank's stretch of an equal tensor; the gradient is gathered."""
         return scatter_to_region(x_BTD, dim=_DIM, lengths=self.lengths, axis_group=self.axis_group)
 
     def whole(self, x_BSD: Tensor) -> Tensor:
-        """All tokens, equal on all ranks; of the gradient each takes its stretch."""
+        """All tokens, equal on all ranks; each rank takes its stretch of the gradient."""
         return gather_from_region(x_BSD, dim=_DIM, lengths=self.lengths, axis_group=self.axis_group)
 
     @contextmanager
     def drawn_alike(self) -> Iterator[None]:
-        """Within it all ranks draw the same, and other numbers each time (see [Note: who draws what])."""
+        """Makes all ranks draw the same inside the block, other numbers each time (see [Note: who draws what])."""
+        # Read back, not stored: a layer that is recomputed finds the number of its own forward here.
         shared = torch.initial_seed() - 1 - self.axis_group.position
         with drawn_alike(shared):
             yield
+        # A number that neither a rank's own seed nor the shared one of this pass has had.
         self._seed(shared + 1 + self.axis_group.size)
 
     def _seed(self, shared: int) -> None:
         torch.manual_seed(shared + 1 + self.axis_group.position)
 
     def run_in(self, layers: Sequence[nn.Module]) -> None:
-        """Lets a row of layers run on stretches: hooks of the first and the last one, which stay."""
+        """Makes a row of layers run on stretches, by permanent hooks on the first and the last one."""
         self._layers = layers
         layers[0].register_forward_pre_hook(self._begin, with_kwargs=True)
         layers[-1].register_forward_hook(self._end)
@@ -117,8 +119,9 @@ class TokenStretch:
         )
         self.lengths = tuple(piece.length for (piece,) in pieces)
         self.is_cut = min(self.lengths) > 0
-        self._before = None  # a first layer that was computed again has left one, behind which no last layer ran
+        self._before = None  # a recomputed first layer has left one, and no last layer ran behind it
         if not self.is_cut:
+            # Without gradients they go on whole: generation decodes one token at a time, fewer than there are ranks.
             if torch.is_grad_enabled():
                 raise ConfigError(
                     f"megatron: sequence_parallel: sequences of {tokens} tokens over {self.axis_group.size} ranks "
@@ -127,6 +130,7 @@ class TokenStretch:
             return args, kwargs
         if any(module.training for layer in self._layers for module in layer.modules()):
             shared = int(torch.randint(2**62, ()))
+            # Put back behind the last layer: outside of the layers all ranks draw alike again.
             self._before = RandomState.now(hidden)
             self._seed(shared)
         own = self.own(hidden)
@@ -142,7 +146,7 @@ class TokenStretch:
 
 
 class StretchBoundary(Boundary):
-    """Around a module on slices: all tokens go in, and of the sum of its parts this rank's stretch comes out.
+    """Boundary of a module on slices: all tokens go in, this rank's stretch of the sum of parts comes out.
 
     Args:
         stretch: this rank's tokens.
@@ -162,6 +166,7 @@ class StretchBoundary(Boundary):
         for x in inputs:
             if stretch.is_own(x):
                 whole = _Gather.apply(x, stretch.lengths, self.axis_group)
+                # Detached: the record must not hold the graph before the module.
                 self._again.append(_GatheredAgain(x.detach(), whole, stretch.lengths, self.axis_group))
                 entered.append(whole)
             else:
@@ -173,11 +178,12 @@ class StretchBoundary(Boundary):
         return entered
 
     def inside(self) -> AbstractContextManager[object]:
+        # Taken once: the records belong to this call, and the module's next call makes its own.
         again, self._again = self._again, []
         return _saved_as_stretches(again) if torch.is_grad_enabled() else nullcontext()
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's stretch of the sum over ranks of `x [B, T, D]`; its gradient is gathered."""
+        """This rank's stretch of the sum over ranks of `x [B, T, D]`; the gradient is gathered."""
         if not self._stretch.is_cut:
             return super().leave(x)
         if not self._stretch.is_whole(x):
@@ -186,7 +192,7 @@ class StretchBoundary(Boundary):
 
 
 class OnAllTokens:
-    """Takes the place of the forward of a module that all ranks compute whole: all tokens in, this rank's out.
+    """Replaces the forward of a module that all ranks compute whole: all tokens in, this rank's out.
 
     Args:
         module: a child of a layer.
@@ -208,14 +214,16 @@ class OnAllTokens:
         if not any(map(stretch.is_own, leaves)):
             raise _no_tokens(self._name)
         args, kwargs = tree_unflatten([stretch.whole(x) if stretch.is_own(x) else x for x in leaves], tree)
+        # All ranks compute the same here: dropout must drop the same, or equal outputs would differ.
         with stretch.drawn_alike() if self._module.training else nullcontext():
             output = self._forward(*args, **kwargs)
         leaves, tree = tree_flatten(output)
+        # Only hidden states are cut again: attention maps and the like stay whole.
         return tree_unflatten([stretch.own(x) if stretch.is_whole(x) else x for x in leaves], tree)
 
 
 def refuse_hidden_states(module: nn.Module) -> None:
-    """Lets a model refuse, by a hook that stays, to return the hidden states between its layers: they are stretches."""
+    """Makes a model refuse, by a permanent hook, to return hidden states between layers, which are stretches."""
 
     def hook(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
         asked = kwargs.get("output_hidden_states")
@@ -236,7 +244,7 @@ def _no_tokens(name: str) -> ConfigError:
 
 
 class _Gather(Function):
-    """All tokens of stretches; of the gradients, which are parts, this rank's stretch of the sum."""
+    """All-gather of stretches; backward reduce-scatters the gradients, which are parts of a sum."""
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> Tensor:
@@ -250,7 +258,7 @@ class _Gather(Function):
 
 
 class _ScatterSum(Function):
-    """This rank's stretch of a sum of parts; the gradient of all tokens is gathered."""
+    """Reduce-scatter of parts of a sum; backward all-gathers the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> Tensor:
@@ -264,7 +272,7 @@ class _ScatterSum(Function):
 
 
 class _GatheredAgain:
-    """A gathered tensor that is forgotten after forward and gathered once more in backward."""
+    """A gathered tensor that is freed after forward and gathered once more in backward."""
 
     def __init__(self, own: Tensor, whole: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> None:
         self._own, self._place = own, (_DIM, lengths, axis_group)
@@ -274,7 +282,7 @@ class _GatheredAgain:
         self._num_left = 0
 
     def take(self, tensor: Tensor) -> _View | None:
-        """What to save in place of `tensor`, if that is a view of the gathered one as it was."""
+        """The record to save in place of `tensor`, if that is a view of the gathered one, not written to since."""
         whole = self.alive
         if whole is None or tensor.dtype != self._dtype or storage_key(tensor) != self._key:
             return None
@@ -284,7 +292,8 @@ class _GatheredAgain:
         return _View(self, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def give(self, view: _View) -> Tensor:
-        """The view again. All ranks, equally often and in one order."""
+        """Returns the view again. All ranks, equally often and in one order."""
+        # The first of several saved views gathers for all of them; the last one frees it.
         if self._made is None:
             self._made = gathered_along(self._own, *self._place)
         made = self._made.as_strided(view.shape, view.stride, view.offset)
@@ -304,7 +313,7 @@ class _View:
 
 @contextmanager
 def _saved_as_stretches(gathered: Sequence[_GatheredAgain]) -> Iterator[None]:
-    """Within it autograd saves none of some gathered tensors (see [Note: gathered again])."""
+    """Keeps autograd from saving some gathered tensors inside the block (see [Note: gathered again])."""
 
     def pack(tensor: Tensor) -> Tensor | _View:
         return next((view for each in gathered if (view := each.take(tensor)) is not None), tensor)
@@ -317,4 +326,5 @@ def _saved_as_stretches(gathered: Sequence[_GatheredAgain]) -> Iterator[None]:
             yield
     finally:
         for each in gathered:
+            # Its storage may be used again now: a later tensor at this address must not be taken for a view of it.
             each.alive = None

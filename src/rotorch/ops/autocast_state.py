@@ -1,4 +1,4 @@
-"""What autocast was set to in a forward pass."""
+"""The setting of autocast in a forward pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 @dataclass(frozen=True)
 class AutocastState:
-    """Whether a forward pass ran under autocast, to run it again alike."""
+    """The autocast setting of a forward pass, to run it again alike; `dtype` is None where autocast was off."""
 
     device_type: str
     dtype: torch.dtype | None
@@ -22,7 +22,7 @@ class AutocastState:
         return AutocastState(device_type, torch.get_autocast_dtype(device_type) if enabled else None)
 
     def again(self) -> Any:
-        """Autocast alike, but without its cache, which would hold every slice that came by until the pass ends."""
+        """Returns the same autocast without its cache, which would hold every visited slice until the pass ends."""
         if self.dtype is None:
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, cache_enabled=False)

@@ -1,14 +1,14 @@
-"""Pairs of operations around what is cut over an axis whose ranks share a batch (Megatron-LM, arXiv 1909.08053).
+"""Pairs of operations around modules that are cut over ranks which share a batch (Megatron-LM, arXiv 1909.08053).
 
-Ranks that share a batch hold equal activations and equal gradients outside of what is cut. Going in, forward does
-nothing and backward sums, since each rank's part of the computation gives a part of the gradient; coming out, forward
-sums and backward does nothing, since the gradient is whole on every rank. The same for outputs that are placed side by
-side. All ranks of the axis call each of them in the same order, with tensors of equal shapes but for the dim that is
-cut.
+Ranks that share a batch hold equal activations and equal gradients outside of such modules. At the input, forward does
+nothing and backward sums, since each rank's part of the computation gives a part of the gradient; at the output,
+forward sums and backward does nothing, since the gradient is whole on every rank. Gather and scatter are the same for
+outputs that are concatenated. All ranks of the axis call each of them in the same order, with tensors of equal shapes
+except for the dim that is cut.
 
 [Note: who owns a gradient]
-    Each function says which of the two conventions holds on its sides. "Equal": the tensor is the same on all ranks and
-    so is its gradient, whole. "Part": tensor or gradient are this rank's share, and the sum over ranks is meant.
+    Each function names the convention on its two sides. "Equal": the tensor is the same on all ranks, and its whole
+    gradient too. "Part": the tensor or gradient is this rank's summand of a sum over ranks.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _Move = Callable[[Tensor, int, Sequence[int], AxisGroup], Tensor]
 
 
 def copy_to_region(x: Tensor, *, axis_group: AxisGroup) -> Tensor:
-    """Lets an equal tensor into what is cut: `x` itself, its gradient summed over `axis_group`."""
+    """Passes an equal tensor into a cut module: `x` itself; its gradient is summed over `axis_group`."""
     return x if axis_group.size == 1 else _CopyToRegion.apply(x, axis_group)
 
 
 def reduce_from_region(x: Tensor, *, axis_group: AxisGroup) -> Tensor:
-    """Sums parts over `axis_group` to an equal tensor; the gradient passes as it is."""
+    """Sums parts over `axis_group` to an equal tensor; the gradient passes unchanged."""
     return x if axis_group.size == 1 else _ReduceFromRegion.apply(x, axis_group)
 
 
 def gather_from_region(x: Tensor, *, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
-    """Makes an equal tensor of what each rank has a stretch of along `dim`; of the gradient each takes its stretch."""
+    """Gathers the ranks' stretches along `dim` to an equal tensor; each rank takes its stretch of the gradient."""
     return x if axis_group.size == 1 else _Along.apply(x, gathered_along, _own, dim, tuple(lengths), axis_group)
 
 
 def scatter_to_region(x: Tensor, *, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
-    """Takes this rank's stretch of an equal tensor along `dim`; its gradient is placed side by side."""
+    """Takes this rank's stretch of an equal tensor along `dim`; the gradient is gathered."""
     return x if axis_group.size == 1 else _Along.apply(x, _own, gathered_along, dim, tuple(lengths), axis_group)
 
 
 class Boundary:
-    """How activations go into a module that is cut, and how its output comes out: equal on both sides.
+    """The operations at inputs and outputs of a module that is cut: activations are equal on both sides.
 
     Attributes:
         axis_group: the ranks over which it is cut.
@@ -57,33 +57,33 @@ class Boundary:
         self.axis_group = axis_group
 
     def enter_all(self, inputs: Sequence[Any]) -> list[Any]:
-        """What the module's code sees of its inputs, of which some are tensors."""
+        """Returns the inputs as the module's code gets them; some are tensors."""
         return [self.enter(x) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
 
     def inside(self) -> AbstractContextManager[object]:
-        """Around the module's code, after `enter_all`."""
+        """Returns a block for the module's code, after `enter_all`."""
         return nullcontext()
 
     def enter(self, x: Tensor) -> Tensor:
-        """What the module's code sees of an input that requires a gradient."""
+        """Returns an input that requires a gradient as the module's code gets it."""
         return copy_to_region(x, axis_group=self.axis_group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """What the code around the module sees of an output, of which this rank has a part."""
+        """Turns this rank's part of an output into the output that the code around the module gets."""
         return reduce_from_region(x, axis_group=self.axis_group)
 
 
 class PartlySynced(Boundary):
-    """Only the first channels of outputs are summed; the others stay each rank's own, so activations part.
+    """Boundary that sums only the first channels of outputs; the others stay each rank's own, so activations differ.
 
-    CAAT-Net (arXiv 2506.19645). What stays own is scaled by the square root of the number of ranks, as large as a sum
-    of independent parts. Activations are no longer equal, so each rank's gradients are parts of sums throughout:
-    nothing is summed on the way in, and on the way out the gradient of what was summed. That is the derivative of what
-    forward computes, for as many bytes as forward sends.
+    CAAT-Net (arXiv 2506.19645). The other channels are scaled by the square root of the number of ranks, to be as large
+    as a sum of independent parts. Activations are no longer equal, so each rank's gradients are parts of sums
+    throughout: backward sums nothing at the input, and at the output the gradient of the summed channels. That is
+    forward's exact derivative, for as many bytes as forward sends.
 
     Args:
         axis_group: the ranks over which modules are cut.
-        num_synced: how many channels of an output of so many features are summed.
+        num_synced: gives the number of summed channels for an output's number of features.
     """
 
     def __init__(self, axis_group: AxisGroup, *, num_synced: Callable[[int], int]) -> None:
@@ -91,20 +91,21 @@ class PartlySynced(Boundary):
         self._num_synced = num_synced
 
     def enter(self, x: Tensor) -> Tensor:
-        """As it is."""
+        """Returns the input unchanged."""
         return x
 
     def leave(self, x: Tensor) -> Tensor:
-        """The first channels summed, the others scaled."""
+        """Sums the first channels and scales the others."""
         return x if self.axis_group.size == 1 else _SyncSome.apply(x, self._num_synced(x.shape[-1]), self.axis_group)
 
 
 def sum_of_parts(x: Tensor, *, axis_group: AxisGroup) -> Tensor:
-    """Sums over `axis_group`, its gradient too: each rank goes on with it for its own part (see `PartlySynced`)."""
+    """Sums over `axis_group`, its gradient too: ranks use the sum in different computations (see `PartlySynced`)."""
     return x if axis_group.size == 1 else _SumOfParts.apply(x, axis_group)
 
 
 def _summed(x: Tensor, axis_group: AxisGroup) -> Tensor:
+    # A copy: the sum is made in place, and `x` belongs to autograd, or to the caller.
     return axis_group.all_reduce(x.clone(memory_format=torch.contiguous_format))
 
 
@@ -121,7 +122,9 @@ def gathered_along(x: Tensor, dim: int, lengths: Sequence[int], axis_group: Axis
 
 def summed_stretch(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
     """This rank's stretch of `lengths` along `dim` of the sum of `x` over ranks. Not differentiable."""
+    # The cut dim first, so that each rank's part is one contiguous message.
     longest, moved = max(lengths), x.movedim(dim, 0)
+    # reduce_scatter takes parts of one size: shorter stretches are padded, and the padding is cut off below.
     if min(lengths) < longest:
         moved = torch.cat([_padded(part, longest) for part in moved.split(list(lengths))])
     mine = axis_group.reduce_scatter(moved.contiguous())[: lengths[axis_group.position]]

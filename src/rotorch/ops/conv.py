@@ -1,4 +1,4 @@
-"""Convolutions whose weight goes round, cut along its output channels.
+"""Convolutions with a rotating weight that is cut along its output channels.
 
 A slice's channels may begin and end within a group of a grouped convolution. Then it takes up to three calls: the rest
 of a group, whole groups, the beginning of one; each with the input channels that belong to it.
@@ -64,14 +64,15 @@ def rotate_conv(func: Callable[..., Tensor], unit: RotatingUnit, x: Tensor, *arg
     more and the gradients.
 
     Args:
-        func: which convolution.
+        func: the convolution.
         unit: of the weight `[O, I / groups, ..]` (transposed: `[I, O, ..]`, one group), cut along O, and a bias `[O]`.
         x: `[N, I, S]` or `[I, S]`.
-        args: what follows the bias.
+        args: the arguments behind the bias.
         kwargs: the same by name.
     """
     x, call = _call(func, unit, x, *args, **kwargs)
     batched = x.dim() == call.num_dims + 2
+    # Channels are dim 1 for the slices, so a single input gets a batch dim.
     x_NIS = x if batched else x.unsqueeze(0)
     if torch.is_grad_enabled() and (unit.trained or x.requires_grad):
         y = _RotateConv.apply(unit, call, unit.anchor, x_NIS)
@@ -115,7 +116,7 @@ def _each(value: Any, num_dims: int) -> tuple[int, ...]:
 
 
 def _padded(x: Tensor, mode: str, *, kernel: Sequence[int], dilation: Sequence[int]) -> tuple[Tensor, tuple[int, ...]]:
-    """The input and the padding that stand for `padding="valid"` or `"same"`; an odd one goes to the end."""
+    """Translates `padding="valid"` or `"same"` into an input and numbers; odd padding goes to the end."""
     if mode == "valid":
         return x, (0,) * len(kernel)
     total = [d * (k - 1) for k, d in zip(kernel, dilation, strict=True)]
@@ -129,9 +130,9 @@ class _Part:
 
     Attributes:
         out: its channels within the whole output.
-        local: where they begin within the slice.
+        local: their first channel within the slice.
         inputs: the input channels that it needs.
-        groups: how many groups it consists of.
+        groups: number of groups in it.
     """
 
     out: Range
@@ -145,6 +146,7 @@ def _parts(rows: Range, *, call: Convolution, num_out: int, num_in: int) -> Iter
     each_out, each_in = num_out // call.groups, num_in // call.groups
     start = rows.start
     while start < rows.stop:
+        # With `inside` the slice begins in the middle of a group, whose rest needs a call of its own.
         group, inside = divmod(start, each_out)
         whole = 0 if inside else (rows.stop - start) // each_out
         length = whole * each_out if whole else min(each_out - inside, rows.stop - start)
@@ -154,7 +156,7 @@ def _parts(rows: Range, *, call: Convolution, num_out: int, num_in: int) -> Iter
 
 
 def _rows(unit: RotatingUnit, index: int) -> tuple[Range, int, int]:
-    """The channels of slice `index`, the number of all, and along which dim of the weight they lie."""
+    """The channels of slice `index`, the number of all, and the weight's dim along which they lie."""
     weight = unit.slices.weights[0]
     if weight.cut is None:
         raise AssertionError(f"{weight.name} is not cut")
@@ -166,7 +168,7 @@ def _rows(unit: RotatingUnit, index: int) -> tuple[Range, int, int]:
 def _forward(unit: RotatingUnit, call: Convolution, x: Tensor, autocast: AutocastState) -> Tensor:
     x_NIS = x.to(autocast.dtype or x.dtype)
     y_NOS: Tensor | None = None
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False):  # inputs have its dtype already; it would cache each slice
         for visit in unit.visits(backward=False):
             weight, *bias = (w.detach().to(x_NIS.dtype) for w in unit.weights(visit))
             rows, num_out, dim = _rows(unit, visit.index)
@@ -177,6 +179,7 @@ def _forward(unit: RotatingUnit, call: Convolution, x: Tensor, autocast: Autocas
                     bias[0].narrow(0, part.local, part.out.length) if bias else None,
                     groups=part.groups,
                 )
+                # Not before the first product, which alone tells the spatial size of outputs.
                 if y_NOS is None:
                     y_NOS = x_NIS.new_empty(x.shape[0], num_out, *part_NRS.shape[2:])
                 y_NOS.narrow(1, part.out.start, part.out.length).copy_(part_NRS)
@@ -202,6 +205,7 @@ class _RotateConv(torch.autograd.Function):
         dx_NIS = torch.zeros_like(x_NIS) if wants_input else None
         for visit in unit.visits(backward=True):
             weight = unit.weights(visit)[0].detach().to(dtype)
+            # All calls of the slice write into one gradient, which is handed over once.
             d_weight = torch.empty_like(weight) if unit.trained else None
             rows, num_out, dim = _rows(unit, visit.index)
             for part in _parts(rows, call=ctx.call, num_out=num_out, num_in=x.shape[1]):
@@ -213,10 +217,12 @@ class _RotateConv(torch.autograd.Function):
                     wanted=(wants_input, unit.trained, False),
                 )
                 if dx_NIS is not None:
+                    # Several slices' channels may read the same input channels: their gradients add up.
                     dx_NIS.narrow(1, part.inputs.start, part.inputs.length).add_(dx)
                 if d_weight is not None:
                     d_weight.narrow(dim, part.local, part.out.length).copy_(dw)
             if d_weight is not None:
+                # After this slice's products: meanwhile the sum of the ranks before this one may have come.
                 receiver = SliceGradient(unit, visit, wait=False)
                 receiver.add(0, d_weight)
                 if len(unit.slices.weights) > 1:

@@ -1,6 +1,6 @@
-"""What else a model needs whose activations are cut along their features, over ranks that share its tokens.
+"""Look-ups and loss for activations that are cut along their features, over ranks that share tokens.
 
-Look-ups in a table cut both ways, and cross-entropy over a vocabulary of which each rank has a part of the logits.
+Look-ups in a table that is cut both ways, and cross-entropy where each rank has the logits of a part of the vocabulary.
 
 Shapes: B tokens (all leading dims flattened), D features of this rank, V logits of this rank.
 """
@@ -23,11 +23,11 @@ from rotorch.ops.summa import Grid
 def look_up_on_grid(grid: Grid, ids: Tensor, table: Tensor, *, rows: Range, padding_idx: int | None = None) -> Tensor:
     """Rows of a table for int64 `ids [..]`, of which this rank holds `table [rows.length, D]`: `[.., D]`.
 
-    Differentiable. All ranks of a column call it with as many ids: they send each other their ids, and a rank what its
-    rows have for theirs; in backward the gradients.
+    Differentiable. All ranks of a column call it with equally many ids: they send each other their ids, and answers
+    from their own rows; in backward the gradients.
 
     Args:
-        grid: this rank's place; its column holds the other rows of the table.
+        grid: this rank's position; its column holds the other rows of the table.
         ids: this rank's tokens.
         table: its block.
         rows: of the whole table that the block has.
@@ -41,6 +41,7 @@ class _LookUp(torch.autograd.Function):
     def forward(
         ctx: Any, axis_group: AxisGroup, rows: Range, padding_idx: int | None, ids: Tensor, table: Tensor
     ) -> Tensor:
+        # Before the gather, which would hang or mix up tokens if sizes differed.
         if not axis_group.all_equal(ids.numel()):
             raise RankFailure(
                 f"an embedding is asked for {ids.numel()} tokens on this rank and for another number on others of its "
@@ -76,7 +77,7 @@ def cut_cross_entropy(
         axis_group: the ranks that have the other columns.
         logits_BV: this rank's.
         target_B: int64, columns of the whole vocabulary.
-        columns: which this rank has.
+        columns: this rank's columns.
         ignore_index: the loss of such targets is 0.
     """
     return _CutCrossEntropy.apply(axis_group, columns, ignore_index, logits_BV, target_B)
@@ -89,17 +90,20 @@ class _CutCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         lowest = torch.finfo(logits_BV.dtype).min
         largest_B = logits_BV.new_full(target_B.shape, lowest)
-        if logits_BV.shape[1]:
+        if logits_BV.shape[1]:  # a rank may have no columns, and amax of nothing is an error
             largest_B = logits_BV.amax(-1).clamp_min_(lowest)
+        # The same largest logit on all ranks: only then do their sums of exponentials add up.
         axis_group.all_reduce_max(largest_B)
         inside, local = ids_in_slice(target_B, columns)
         exp_BV = (logits_BV - largest_B.unsqueeze(1)).exp_()
         sums_2B = logits_BV.new_zeros(2, target_B.shape[0])
+        # Sum and target's logit side by side: one message.
         sums_2B[0] = exp_BV.sum(-1)
         if columns.length:
             sums_2B[1] = torch.where(inside, pick(logits_BV, local), 0.0)
         total_B, picked_B = axis_group.all_reduce(sums_2B)
         valid_B = target_B != ignore_index
+        # In place: backward needs the softmax, and nothing needs the exponentials any more.
         ctx.save_for_backward(exp_BV.div_(total_B.unsqueeze(1)), inside, local, valid_B)
         return torch.where(valid_B, total_B.log() + largest_B - picked_B, 0.0)
 

@@ -1,4 +1,4 @@
-"""A language-model head whose vocabulary is cut over ranks that share a batch: no rank has all logits for the loss."""
+"""A language-model head whose vocabulary is cut over ranks that share a batch: each makes the logits of its part."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
 
 @dataclass(frozen=True)
 class CutHead(Head):
-    """A head of whose logits each rank of an axis group makes some columns.
+    """A head whose logits' columns are cut over the ranks of an axis group.
 
     Attributes:
         axis_group: the ranks.
-        columns: of the vocabulary, by position.
-        product: makes this rank's logits of its features of hidden states.
+        columns: each rank's columns of the vocabulary, by position.
+        product: makes this rank's logits of hidden states.
     """
 
     axis_group: AxisGroup

@@ -1,9 +1,8 @@
 """Logits that are not computed yet: what a language-model head returns where no rank should hold all of them.
 
-`DeferredLogits` stand for `[.., V]` logits. What models do between head and loss (scaling, soft caps, casts,
-flattening, shifting) is written down and replayed on the parts of the vocabulary that a strategy's head makes, one
-after another or one per rank; `cross_entropy` on them is that head's own; anything else makes them real, once, and goes
-on as usual.
+`DeferredLogits` stand for `[.., V]` logits. Operations between head and loss (scaling, soft caps, casts, flattening,
+shifting) are recorded, and replayed on the parts of the vocabulary that a strategy's head makes, one after another or
+one per rank; `cross_entropy` on them is that head's own; any other function makes them real, once, and goes on.
 
 Shapes: B tokens, D hidden, V vocabulary.
 """
@@ -25,7 +24,7 @@ from rotorch.ops.ids_in_slice import check_ids
 from rotorch.ops.tensor_proxy import TensorProxy, writes
 
 LOGITS_BLOCK = "rotorch.logits"
-"""Name of the profiler's blocks in which logits are made: profiles and the memory ledger tell them by it."""
+"""Name of the profiler's blocks in which logits are made: profiles and the memory ledger recognise them by it."""
 
 Elementwise = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 """An operation on logits that treats every element alike: (function, further arguments, keyword arguments)."""
@@ -43,12 +42,12 @@ _FLOAT: Elementwise = (Tensor.float, (), {})
 
 
 class Head(ABC):
-    """How one strategy makes logits, or the loss without them."""
+    """One strategy's computation of logits, and of the loss without them."""
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """How many logits a token has, over all ranks."""
+        """Number of logits of a token, over all ranks."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:
@@ -62,7 +61,7 @@ class Head(ABC):
 class DeferredLogits(TensorProxy):
     """Logits `[.., V]` that are not computed yet: `elementwise(hidden @ weight.T + bias)`.
 
-    Once something has made them real they stay real: what it wrote, hooked or asked of autograd counts.
+    Once a function has made them real they stay real: its writes, hooks and requests to autograd must last.
     """
 
     hidden: Tensor
@@ -72,31 +71,35 @@ class DeferredLogits(TensorProxy):
 
     @staticmethod
     def __new__(cls, hidden: Tensor, head: Head, *, chain: tuple[Elementwise, ...] = ()) -> DeferredLogits:
-        """Makes logits of `hidden [.., D]`, of which `D` may be this rank's part of the features."""
+        """Makes logits of `hidden [.., D]`; `D` may be this rank's part of the features."""
         shape = (*hidden.shape[:-1], head.vocab_size)
+        # An empty tensor that went through the chain has the dtype of the logits to come.
         self = wrapper_tensor(cls, shape, like=replay(hidden.new_empty(0), chain))
         self.hidden, self.head, self.chain, self.made = hidden, head, chain, None
         return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Asked of the proxy these would be answered for a tensor without a graph.
         if func in _OF_AUTOGRAD:
             return func(args[0].real_logits(), *args[1:])
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """Notes the operation, computes the loss, or makes the logits real."""
+        """Records the operation, computes the loss, or makes the logits real."""
         if func is F.cross_entropy and "input" in kwargs:
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
         if logits is not None and writes(func):
+            # The proxy is what the model's code holds, so it is returned, and now stands for the written logits.
             func(logits.real_logits(), *args[1:], **kwargs)
             return logits
         if logits is not None and logits.made is None:
             others = [*args[1:], *kwargs.values()]
             if func in _AS_IS:
                 return logits
+            # A tensor among the arguments may differ along the vocabulary, which the parts would have to be cut like.
             if func in _ELEMENTWISE and not any(isinstance(a, Tensor) for a in others):
                 if logits._is_as_it_was(func, args[1:], kwargs):
                     return logits
@@ -115,7 +118,7 @@ class DeferredLogits(TensorProxy):
         return DeferredLogits(hidden, self.head, chain=chain)
 
     def _is_as_it_was(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether a function has nothing to do, as a cast to the dtype that logits have already (HF's losses do it)."""
+        """True if a function does nothing, as a cast to the dtype that logits have already (HF's losses cast)."""
         sample = torch.empty(0, dtype=self.dtype, device=self.hidden.device)
         return func(sample, *args, **kwargs) is sample
 
@@ -134,11 +137,12 @@ def with_real_logits(value: Any) -> Any:
 
 @contextmanager
 def real_for_hooks(heads: Iterable[nn.Module]) -> Iterator[None]:
-    """Within it, heads that somebody has hooked give real logits: hooks see what they would see on one process.
+    """Makes hooked heads give real logits inside the block: hooks see the tensors that they would see on one process.
 
     torch attaches backward hooks to a module's output after its forward hooks; of deferred logits it would lose them.
     """
     hooked = [head for head in heads if head._forward_hooks or head._backward_hooks or head._backward_pre_hooks]
+    # First of all hooks, so that the user's own see real tensors.
     handles = [head.register_forward_hook(lambda *a: with_real_logits(a[-1]), prepend=True) for head in hooked]
     try:
         yield
@@ -148,7 +152,7 @@ def real_for_hooks(heads: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def replay(values: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:
-    """What was done to logits, done to some of them."""
+    """Applies recorded operations to some of the logits."""
     for func, args, kwargs in chain:
         values = func(values, *args, **kwargs)
     return values
@@ -156,6 +160,7 @@ def replay(values: Tensor, chain: tuple[Elementwise, ...]) -> Tensor:
 
 def _reshaped(logits: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """The hidden states of reshaped logits, if the vocabulary stays the last dim."""
+    # torch itself resolves -1, ranges of dims and illegal shapes.
     target = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
     if not target or target[-1] != logits.shape[-1]:
         return None
@@ -163,7 +168,7 @@ def _reshaped(logits: DeferredLogits, func: Any, args: Any, kwargs: Any) -> Tens
 
 
 def _keeps_last_dim(index: Any, dim: int) -> bool:
-    """Whether `logits[index]` only picks tokens."""
+    """True if `logits[index]` only picks tokens."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all((isinstance(p, (int, slice)) and not isinstance(p, bool)) or p is Ellipsis for p in parts):
         return False
@@ -175,7 +180,7 @@ def _keeps_last_dim(index: Any, dim: int) -> bool:
 
 
 def _is_plain(args: Any, kwargs: Any) -> bool:
-    """Whether a cross_entropy call is one that slices can answer: class indices, no class weights, no smoothing."""
+    """True if slices can answer a cross_entropy call: class indices, no class weights, no smoothing."""
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     target = given.get("target")
@@ -204,9 +209,11 @@ def _cross_entropy(
     of_half = logits.dtype in (torch.bfloat16, torch.float16)
     if autocast or of_half:  # torch, too, computes their losses in float32
         chain = (*chain, _FLOAT)
+    # Per token: the reduction below is the same for every head.
     loss = logits.head.loss(logits.hidden, target, chain=chain, ignore_index=ignore_index)
     if reduction != "none":
         loss = loss.sum()
     if reduction == "mean":
+        # On the device: nothing waits for the number, and 0 / 0 is NaN as in torch.
         loss = loss / (target != ignore_index).sum()
     return loss.to(logits.dtype) if of_half and not autocast else loss

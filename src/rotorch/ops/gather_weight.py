@@ -1,4 +1,4 @@
-"""A unit's weights made whole for one use: what cannot be answered slice by slice is right all the same.
+"""A unit's weights gathered whole for one use, for functions that have no rule for slices.
 
 Over messages the slices are copied into a tensor that lives as long as autograd needs it, as under FSDP; where they lie
 side by side in shared memory nothing is copied. The gradient arrives whole and goes home slice by slice, as always.
@@ -55,13 +55,14 @@ class _MadeWhole(torch.autograd.Function):
         if unit.whole is not None:
             OrderedAdds(unit, lambda gradient, fresh, part: _add(unit, gradient, fresh, part, grads[0])).go_on()
             return None, None
+        # Gradients only: autograd has the whole weight, so no slice needs to come again.
         for visit in unit.visits(backward=True, fetch=False):
             _add_slice(unit, visit, grads)
         return None, None
 
 
 def _add(unit: RotatingUnit, gradient: Tensor, fresh: bool, part: Range, whole: Tensor) -> None:
-    """Adds a slice's part of a whole gradient to where that slice's adds up."""
+    """Adds a slice's part of a whole gradient to the slice's gradient."""
     cut = unit.slices.weights[0].cut
     if cut is None:
         raise AssertionError(f"{unit.unit.name} is not cut")
@@ -74,5 +75,6 @@ def _add_slice(unit: RotatingUnit, visit: Visit, grads: tuple[Tensor, ...]) -> N
     for number, (weight, grad) in enumerate(zip(unit.slices.weights, grads, strict=True)):
         pieces = cut_chunks(weight, num_slices=unit.slices.num_slices, index=visit.index)
         parts = [piece.of_whole(grad) for piece in pieces]
+        # A fused weight has one part in each of its blocks; the slice has them side by side.
         receiver.add(number, parts[0] if len(parts) == 1 else torch.cat(parts, dim=pieces[0].dim))
     receiver.pass_on()

@@ -1,4 +1,4 @@
-"""A weight that lies in blocks on a grid of ranks, at its uses: products of blocks, on this rank's features."""
+"""The use of a weight in blocks on a grid of ranks: products of blocks, on this rank's features."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class GridUse(WeightUse):
     """One matrix on a grid.
 
     Attributes:
-        weight: which, with its cut.
+        weight: the whole weight's description, with its cut.
         block: this rank's part of it.
-        grid: this rank's place.
+        grid: this rank's position.
         strategy: kind of the strategy, for errors.
-        head: whether products with it are logits.
-        biased: whether its layer has a bias.
+        head: True if products with it are logits.
+        biased: True if its layer has a bias.
     """
 
     weight: Weight
@@ -39,11 +39,11 @@ class GridUse(WeightUse):
 
     @property
     def is_table(self) -> bool:
-        """Whether rows of the weight lie in rows of the grid."""
+        """True if rows of the weight lie in rows of the grid."""
         return self.weight.grid is not None and self.weight.grid.is_table
 
     def ranges(self, cut: Cut | None) -> tuple[Range, ...]:
-        """The one range along a cut that each position of an axis group has."""
+        """Each position's one range along a cut, over an axis group."""
         if cut is None:
             raise AssertionError(f"{self.weight.name} is not cut")
         size, n = self.weight.shape[cut.dim], self.grid.across.size
@@ -51,7 +51,7 @@ class GridUse(WeightUse):
 
     @property
     def vocabulary(self) -> tuple[Range, ...]:
-        """The rows that each row, or column, of the grid has of a table, or a head."""
+        """Rows of a table by row of the grid, or rows of a head by column of the grid."""
         if self.weight.grid is None:
             raise AssertionError(f"{self.weight.name} has no place on a grid")
         return self.ranges(self.weight.grid.rows if self.is_table else self.weight.grid.columns)
@@ -70,7 +70,7 @@ class GridUse(WeightUse):
             mine = F.linear(x, self.block, bias if across.position == 0 else None)
             return reduce_from_region(mine, axis_group=across)
         if across.size > 1 and not self.is_table and x.shape[-1] == self.weight.shape[1]:
-            # What comes from outside is whole (patches of an image): of that each rank takes its features.
+            # An input from outside of the model is whole (patches of an image): each rank takes its features of it.
             lengths = [r.length for r in self.ranges(self.weight.grid.rows if self.weight.grid else None)]
             x = scatter_to_region(x, dim=-1, lengths=lengths, axis_group=across)
 
@@ -83,12 +83,12 @@ class GridUse(WeightUse):
         return DeferredLogits(x, CutHead(across, self.vocabulary, product)) if self.head else product(x)
 
     def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:
-        """This rank's features of the rows, asked for in its column of the grid."""
+        """This rank's features of the rows, looked up among the ranks of its column of the grid."""
         if not self.is_table:
             return None
         rows = self.vocabulary[self.grid.down.position]
         return look_up_on_grid(self.grid, ids, self.block, rows=rows, padding_idx=padding_idx)
 
     def refusal(self) -> str:
-        """No rank has a whole activation to use a whole weight on."""
+        """Refuses always: no rank has a whole activation to use a whole weight on."""
         return "cannot take a weight that lies in blocks on a grid of ranks. Write rtp or fsdp"

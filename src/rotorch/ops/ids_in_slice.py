@@ -1,8 +1,9 @@
-"""Which of some ids (tokens, targets) lie in one slice of a vocabulary, and what is looked up and added there.
+"""Ids (tokens, targets) in one slice of a vocabulary: masks, look-ups, and additions to its rows.
 
 [Note: masks]
-    An answer is a mask, and every id has a row of the slice, its own or any: shapes do not depend on values. Positions
-    of ids (`nonzero`) would: the host would wait for a GPU to count them, once per slice, in forward and in backward.
+    An answer is a mask, and every id gets some row of the slice: its own, or any if it lies outside. So shapes do not
+    depend on values. Positions of ids (`nonzero`) would: the host would wait for a GPU to count them, once per slice,
+    in forward and in backward.
 
 Shapes: B ids (all leading dims flattened), R rows of the slice, D features, V logits.
 """
@@ -20,21 +21,21 @@ from rotorch.core.spec import Range
 def ids_in_slice(ids: Tensor, rows: Range) -> tuple[Tensor, Tensor]:
     """A mask of the int64 `ids [..]` that lie in `rows`, and a row of the slice for each.
 
-    The rows of ids outside of the slice are spread over it: additions of nothing to one and the same row would wait for
-    each other on a GPU.
+    The rows of ids outside of the slice are spread over it: on a GPU, atomic additions of zeros to one and the same row
+    would wait for each other.
     """
     inside = (ids >= rows.start) & (ids < rows.stop)
     return inside, (ids - rows.start).remainder(max(rows.length, 1))
 
 
 def check_ids(ids: Tensor, *, num_rows: int, of: str, ignore_index: int | None = None) -> None:
-    """Raises `IndexError` if one of `ids` is no row of a table; on a GPU, as torch's own look-ups do, the device stops.
+    """Raises `IndexError` if an id is no row of a table; on a GPU asserts on the device, as torch's look-ups do.
 
     Args:
         ids: int64, any shape.
         num_rows: of the whole table.
-        of: whose ids they are, for the error: "target".
-        ignore_index: an id that means none.
+        of: the kind of id, for the error: "target".
+        ignore_index: an id that stands for none.
     """
     outside = (ids < 0) | (ids >= num_rows)
     if ignore_index is not None:
@@ -51,15 +52,16 @@ def look_up(ids: Tensor, slice_RD: Tensor, *, rows: Range, padding_idx: int | No
     Differentiable.
 
     Args:
-        ids: in the whole table.
+        ids: rows of the whole table.
         slice_RD: this slice.
-        rows: which of the whole they are.
+        rows: the slice's rows of the whole.
         padding_idx: the row of the whole that gets no gradient.
     """
     if not rows.length:
         return slice_RD.new_zeros((*ids.shape, slice_RD.shape[-1]))
     inside, local = ids_in_slice(ids, rows)
     own_padding = None
+    # Outside of the slice it needs no rule: masked rows get no gradient anyway.
     if padding_idx is not None and rows.start <= padding_idx < rows.stop:
         own_padding = padding_idx - rows.start
     return F.embedding(local, slice_RD, own_padding).masked_fill(~inside.unsqueeze(-1), 0.0)
@@ -69,6 +71,7 @@ def add_rows(slice_RD: Tensor, ids_B: Tensor, grad_BD: Tensor, *, rows: Range) -
     """Adds the gradients of looked-up ids to the gradient of the slice that has `rows`, in place."""
     if rows.length:
         inside, local = ids_in_slice(ids_B, rows)
+        # Zeros for ids of other slices, whose row here belongs to other ids.
         slice_RD.index_add_(0, local, grad_BD.masked_fill(~inside.unsqueeze(1), 0.0).to(slice_RD.dtype))
 
 

@@ -1,10 +1,10 @@
-"""What attention gives, kept from a forward to the next one over the same inputs (selective recomputation).
+"""Outputs of attention, kept from a forward to the next one over the same inputs (selective recomputation).
 
-Of all that a slice computes, attention takes the most time for what it leaves: an output as wide as its queries, and a
-number per query. torch's own selective checkpointing does not serve here: it wants both forwards to make the same
-operations in all else, but without gradients a linear layer is one operation and with them several.
+Of a slice's operations, attention takes the most time for the size of its output, which is as wide as its queries, plus
+a number per query. torch's own selective checkpointing does not work here: it needs both forwards to make the same
+operations otherwise, but without gradients a linear layer is one operation and with them several.
 
-Only fused attention is kept. A model that multiplies and takes the softmax by itself runs all of it again.
+Only fused attention is kept. A model that composes it of products and a softmax runs all of it again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rotorch._torch_private import FUSED_ATTENTION, TorchDispatchMode
 
 
 class KeepAttention(TorchDispatchMode):
-    """In its block, what attention gives is kept; `use` is for the second forward."""
+    """Keeps outputs of attention inside its block; `use` is for the second forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class KeepAttention(TorchDispatchMode):
         return given
 
     def use(self) -> TorchDispatchMode:
-        """A block in which attention gives what it gave before, and computes nothing."""
+        """Returns a block in which attention gives the kept outputs, and computes nothing."""
         return _UseAttention(self._kept)
 
 
@@ -40,11 +40,12 @@ class _UseAttention(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # In order: both forwards make the same calls of attention.
         return self._kept.popleft() if _is_kept(func, args, kwargs) else func(*args, **kwargs)
 
 
 def _is_kept(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether this is attention that draws no random numbers: leaving that out would change what is drawn after it."""
+    """True for attention without dropout: skipping its random numbers would change the ones drawn after it."""
     if func not in FUSED_ATTENTION:
         return False
     names = [argument.name for argument in func._schema.arguments]

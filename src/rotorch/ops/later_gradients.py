@@ -23,22 +23,23 @@ _Later = tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]
 
 
 class LaterGradients:
-    """Runs the linear layers of a module so that gradients of their weights can be put off. Everything else is not.
+    """Runs the linear layers of a module so that gradients of their weights can be put off; all others cannot.
 
     Args:
-        module: whose `nn.Linear` layers are taken over, where they have plain parameters in a pass.
+        module: the module; its `nn.Linear` layers are taken over, if they have plain parameters in a pass.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._put_off: list[_Later] | None = None
         self._later: dict[tuple[int, int], list[_Later]] = {}
         for child in module.modules():
+            # A replaced forward is another strategy's, which has a rule of its own for the weight.
             if type(child) is nn.Linear and "forward" not in vars(child):
                 child.forward = _Linear(child, self)  # type: ignore[method-assign]
 
     @contextmanager
     def put_off(self, stage: int, micro_batch: int) -> Iterator[None]:
-        """Within it backward leaves out weights of linear layers; `compute` makes up for it."""
+        """Makes backward leave out weights of linear layers inside the block; `compute` makes up for it."""
         self._put_off = self._later[stage, micro_batch] = []
         try:
             yield
@@ -47,7 +48,7 @@ class LaterGradients:
 
     @torch.no_grad()
     def compute(self, stage: int, micro_batch: int) -> None:
-        """Adds what was put off to the gradients of the weights."""
+        """Adds the products that were put off to the gradients of the weights."""
         for weight, bias, x_BI, grad_BO in self._later.pop((stage, micro_batch)):
             if weight.requires_grad:
                 _add(weight, grad_BO.t() @ x_BI.to(grad_BO.dtype))
@@ -55,11 +56,11 @@ class LaterGradients:
                 _add(bias, grad_BO.sum(0))
 
     def forget(self) -> None:
-        """Drops what was put off: the step has broken off."""
+        """Drops all products that were put off, after a step that broke off."""
         self._later.clear()
 
     def take(self, later: _Later) -> bool:
-        """Whether gradients are put off now; then these are."""
+        """Puts a layer's gradients off if this is a pass that does so; returns True then."""
         if self._put_off is None:
             return False
         self._put_off.append(later)
@@ -76,8 +77,10 @@ class _Linear:
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._layer.weight, self._layer.bias
         plain = all(type(p) is nn.Parameter for p in (weight, bias) if p is not None)
+        # Proxies and DTensors answer `F.linear` themselves.
         if not (torch.is_grad_enabled() and plain):
             return F.linear(x, weight, bias)
+        # A function of its own: autograd cannot leave out the weight alone, whose gradient it makes with the input's.
         return _LinearLater.apply(self._later, x, weight, bias)
 
 
@@ -97,6 +100,7 @@ class _LinearLater(torch.autograd.Function):
         if not (needs_weight or needs_bias):
             return None, dx, None, None
         x_BI, grad_BO = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        # None for the weight now: `compute` adds to its `.grad`, past autograd.
         if ctx.later.take((*ctx.parameters, x_BI, grad_BO)):
             return None, dx, None, None
         dw = (grad_BO.t() @ x_BI.to(grad.dtype)).to(weight.dtype) if needs_weight else None
@@ -104,6 +108,7 @@ class _LinearLater(torch.autograd.Function):
 
 
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
+    # As autograd's accumulation does it: in place, so that a gradient in a flat buffer stays there.
     if parameter.grad is None:
         parameter.grad = gradient.to(parameter.dtype)
     else:

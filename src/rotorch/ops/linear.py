@@ -1,4 +1,4 @@
-"""A linear layer and an embedding whose one weight goes round, cut along its output.
+"""A linear layer and an embedding with one rotating weight, cut along its output.
 
 Shapes: B tokens (all leading dims flattened), I input features, O output features, V vocabulary, D hidden.
 """
@@ -27,7 +27,7 @@ def slice_rows(unit: RotatingUnit, index: int) -> Range:
 
 
 def rotate_linear(unit: RotatingUnit, x: Tensor) -> Tensor:
-    """`x [.., I]` times the unit's weight `[O, I]` (plus its bias): slices write their own columns of `[.., O]`."""
+    """`x [.., I]` times the unit's weight `[O, I]` (plus its bias): each slice writes its columns of `[.., O]`."""
     if not torch.is_grad_enabled() or not (unit.trained or x.requires_grad):
         return _linear_forward(unit, x.detach(), AutocastState.now(x.device.type))
     return _RotateLinear.apply(unit, unit.anchor, x)
@@ -39,11 +39,12 @@ def _linear_forward(unit: RotatingUnit, x: Tensor, autocast: AutocastState) -> T
     # The output itself, not a view of it: autograd lets nobody write into a view that a function returns.
     y = x_BI.new_empty(*x.shape[:-1], unit.slices.weights[0].shape[0])
     y_BO = y.view(-1, y.shape[-1])
-    with torch.autocast(x.device.type, enabled=False):
+    with torch.autocast(x.device.type, enabled=False):  # inputs have its dtype already; it would cache each slice
         for visit in unit.visits(backward=False):
             weight, *bias = (w.detach().to(dtype) for w in unit.weights(visit))
             rows = slice_rows(unit, visit.index)
             columns = y_BO[:, rows.start : rows.stop]
+            # Straight into its columns: slices' outputs need no concatenation.
             torch.mm(x_BI, weight.t(), out=columns)
             if bias:
                 columns.add_(bias[0])
@@ -69,6 +70,7 @@ class _RotateLinear(torch.autograd.Function):
         for visit in unit.visits(backward=True):
             rows = slice_rows(unit, visit.index)
             part_BR = grad_BO[:, rows.start : rows.stop]
+            # Before the gradient, which may have to wait for other ranks: this product hides that.
             dx_BI.addmm_(part_BR, unit.weights(visit)[0].detach().to(dtype))
             add_linear_gradient(unit, visit, part_BR, x_BI)
         return None, None, dx_BI.view_as(x).to(x.dtype)
@@ -90,8 +92,8 @@ def add_linear_gradient(
         visit: of the slice.
         grad_BR: gradient of the output.
         x_BI: input; times `row_scale_B` already, if that is given.
-        row_scale_B: what each row of `grad_BR` is still to be multiplied by.
-        wait: for this rank's turn; else `grad_BR` is kept until it has come.
+        row_scale_B: factor by which each row of `grad_BR` still has to be multiplied.
+        wait: wait for this rank's turn; else `grad_BR` is kept until it has come.
     """
     if not unit.trained:
         return
@@ -122,6 +124,7 @@ def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
     for visit in unit.visits(backward=False):
         inside, local = ids_in_slice(ids_B, slice_rows(unit, visit.index))
         found_BD = unit.weights(visit)[0].detach().index_select(0, local).to(y_BD.dtype)
+        # A where, not a product with the mask: other ids' rows may hold infinities.
         torch.where(inside.unsqueeze(1), found_BD, y_BD, out=y_BD)
     return y
 

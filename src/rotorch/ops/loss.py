@@ -1,4 +1,4 @@
-"""Cross-entropy over a vocabulary that goes round: the full logits never exist (rotation of embedding and head).
+"""Cross-entropy over a rotating vocabulary: the full logits never exist (rotation of embedding and head).
 
 The head's logits are deferred (`ops/deferred_logits.py`), and the loss runs slice by slice.
 
@@ -26,7 +26,7 @@ from rotorch.ops.rotate import RotatingUnit
 
 @dataclass(frozen=True)
 class RotatingHead(Head):
-    """A head whose weight goes round.
+    """A head with a rotating weight.
 
     Attributes:
         unit: of the weight.
@@ -53,10 +53,10 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     """Per-token loss. Forward: running log-sum-exp over slices. Backward: softmax minus one-hot, slice by slice.
 
     [Note: passes over logits]
-        Logits are the largest tensor of a step, and every pass over them counts. So where nothing was done to them
-        since the product, forward leaves `exp(logits - their largest)` in their place, and backward never touches them
-        again but for the targets: what is left of the softmax is one factor per token, which goes to the small
-        operands of the two products, as the loss's scale does.
+        Logits are the largest tensor of a step, and every pass over them counts. So where no operation follows the
+        product, forward leaves `exp(logits - their largest)` in their place, and backward changes them at the targets
+        only: the rest of the softmax is one factor per token, which is multiplied into the small operands of the two
+        products, as the loss's scale is.
     """
 
     @staticmethod
@@ -86,10 +86,12 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                     part_B, largest_B = _exponentiate(raw_BR)
                 seen.add(part_B, inside=inside, picked_B=picked_B)
                 last = visit.index, raw_BR, largest_B
+                # Only `last` refers to them now, which the next visit clears before it makes its own.
                 del raw_BR, logits_BR
         valid_B = target_B != ignore_index
         ctx.unit, ctx.chain, ctx.dtype, ctx.last = unit, chain, dtype, last  # backward begins with the last slice
         ctx.save_for_backward(hidden_BD, target_B, seen.lse_B, valid_B)
+        # Ignored targets are in no slice: their loss would be infinite, and times a mask NaN.
         return torch.where(valid_B, seen.lse_B - seen.picked_B, 0.0)
 
     @staticmethod
@@ -103,6 +105,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         for visit in unit.visits(backward=True):
             inside, local = ids_in_slice(target_B, slice_rows(unit, visit.index))
             weights = _weights(unit, visit, ctx.dtype)
+            # Backward begins with the slice that forward ended with: its logits are still here.
             if ctx.last is not None and ctx.last[0] == visit.index:
                 (_, raw_BR, largest_B), ctx.last = ctx.last, None
             else:
@@ -111,6 +114,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 d_raw_BR, factor_B1 = _softmax_gradient(raw_BR, ctx.chain, lse_B, inside, local).to(ctx.dtype), scale_B1
             else:
                 d_raw_BR, softmax_B1 = raw_BR, _softmax_factor(largest_B, lse_B).unsqueeze(1)
+                # The one-hot in units of the factor, which both products below are multiplied by.
                 put(d_raw_BR, local, pick(d_raw_BR, local) - softmax_B1.reciprocal().squeeze(1), where=inside)
                 factor_B1 = scale_B1 * softmax_B1
             del raw_BR
@@ -121,15 +125,15 @@ class _SlicedCrossEntropy(torch.autograd.Function):
 
 
 class _KeptCrossEntropy(torch.autograd.Function):
-    """The same where logits are kept for backward, which then asks for no slice of the weight again.
+    """The same with logits kept for backward, which then needs no slice of the weight again.
 
     [Note: one look at the weight]
-        What flows back into a hidden state is the softmax over the vocabulary times the weight's rows, less the
-        target's row. Forward makes it slice by slice while the softmax's scale is still growing, as attention is made
-        block by block (FlashAttention, arXiv 2205.14135, section 3.1); backward only scales it by the loss's gradient.
+        A hidden state's gradient is the softmax over the vocabulary times the weight's rows, less the target's row.
+        Forward makes it slice by slice while the softmax's scale is still growing, as FlashAttention makes attention
+        block by block (arXiv 2205.14135, section 3.1); backward only scales it by the loss's gradient.
         So the head's slices travel once a step instead of twice, for a tensor as large as the hidden states.
         A target's share, `p - 1`, would be lost in rounding where the model is sure of it (p near 1). So targets are
-        left out of the sums, and their share is what the others have, with the sign turned.
+        left out of the sums, and their share is computed as minus the sum of the others' shares.
     """
 
     @staticmethod
@@ -159,6 +163,7 @@ class _KeptCrossEntropy(torch.autograd.Function):
                     torch.where(inside.unsqueeze(1), rows_BD, target_rows_BD, out=target_rows_BD)
                 if unit.trained:
                     kept[visit.index] = piece
+                # Before the next slice's logits are made, or two slices' would exist at once.
                 del weights, piece
         valid_B, lse_B, dx_BD = target_B != ignore_index, torch.logaddexp(others.lse_B, others.picked_B), None
         share_B = torch.where(valid_B, (others.lse_B - lse_B).exp_().neg_(), 0.0)
@@ -181,11 +186,12 @@ class _KeptCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def _weight_backward(ctx: Any, x_BD: Tensor, scale_B1: Tensor, lse_B: Tensor, share_B: Tensor) -> None:
-        """Hands the slices' gradients to the ring; takes the memory of what was kept."""
+        """Hands the slices' gradients to the ring; overwrites the kept logits."""
         unit: RotatingUnit = ctx.unit
         kept, ctx.kept = ctx.kept, None
         if kept is None:
             raise RuntimeError(f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed")
+        # Only gradients rotate: the logits are kept, and the hidden state's gradient was made in forward.
         for visit in unit.visits(backward=True, fetch=False):
             piece: _KeptSlice = kept.pop(visit.index)
             softmax_B, of_target_B = _softmax_factor(piece.base_B, lse_B), share_B * piece.slopes_B
@@ -203,10 +209,10 @@ class _KeptCrossEntropy(torch.autograd.Function):
 
 
 class _SeenLogits:
-    """What the loss keeps of logits that come slice by slice: their log-sum-exp, and those of the targets.
+    """Running log-sum-exp of logits that come slice by slice, and the targets' logits.
 
     Attributes:
-        picked_B: those of the targets; minus infinity where the target has not come.
+        picked_B: logits of the targets; minus infinity where the target's slice has not come yet.
     """
 
     def __init__(self) -> None:
@@ -214,20 +220,20 @@ class _SeenLogits:
         self.picked_B: Tensor
 
     def add(self, lse_B: Tensor, *, inside: Tensor, picked_B: Tensor) -> None:
-        """Takes the log-sum-exp [B] of a slice, or of what is to count of it, and the logits of targets `inside` it."""
+        """Adds a slice: the log-sum-exp [B] of its logits that count, and the logits of targets `inside` it."""
         self.picked_B = torch.where(inside, picked_B, -torch.inf if self._lse_B is None else self.picked_B)
         self._lse_B = lse_B if self._lse_B is None else torch.logaddexp(self._lse_B, lse_B)
 
     @property
     def lse_B(self) -> Tensor:
-        """The log-sum-exp of all that was taken."""
+        """The log-sum-exp of all slices so far."""
         if self._lse_B is None:
             raise AssertionError("every slice of the head is empty")
         return self._lse_B
 
 
 class _RunningSum:
-    """The sum over slices of parts [B, D] that are to be multiplied by `exp(base_B)`, without overflow."""
+    """The sum over slices of `part_BD * exp(base_B)`, without overflow."""
 
     def __init__(self) -> None:
         self._total_BD: Tensor | None = None
@@ -238,28 +244,29 @@ class _RunningSum:
         if self._total_BD is None or self._base_B is None:
             self._total_BD, self._base_B = part_BD, base_B
             return
+        # Exponents of differences to the larger base are at most 0.
         top_B = torch.maximum(self._base_B, base_B)
         self._total_BD.mul_((self._base_B - top_B).exp_().unsqueeze(1))
         self._total_BD.addcmul_(part_BD, (base_B - top_B).exp_().unsqueeze(1))
         self._base_B = top_B
 
     def over(self, lse_B: Tensor) -> Tensor:
-        """The sum times `exp(-lse_B)`; takes its memory."""
+        """The sum times `exp(-lse_B)`, computed in the sum's memory."""
         if self._total_BD is None or self._base_B is None:
             raise AssertionError("every slice of the head is empty")
         return self._total_BD.mul_((self._base_B - lse_B).exp_().unsqueeze(1))
 
 
 class _KeptSlice(NamedTuple):
-    """What backward needs of one slice's logits.
+    """One slice's logits, prepared for backward.
 
     Attributes:
-        d_raw_BR: `exp(logits - base)`, times the slope of what was done to them since the product; 0 at targets.
+        d_raw_BR: `exp(logits - base)`, times the derivative of the operations behind the product; 0 at targets.
         base_B: each token's largest logit in the slice but for the target; in float16 their log-sum-exp, so that sums
             over the slice are numbers.
         inside: mask of the tokens whose targets are in the slice.
         local: their targets' columns.
-        slopes_B: there, of what was done to them.
+        slopes_B: derivative of these operations at the targets.
     """
 
     d_raw_BR: Tensor
@@ -272,26 +279,30 @@ class _KeptSlice(NamedTuple):
 def _keep_slice(
     raw_BR: Tensor, chain: tuple[Elementwise, ...], inside: Tensor, local: Tensor
 ) -> tuple[Tensor, Tensor, _KeptSlice]:
-    """What forward and backward need of a slice; overwrites `raw_BR` where nothing was done to it since the product.
+    """Prepares a slice's logits for forward and backward; overwrites `raw_BR` if no operation follows the product.
 
     Returns:
-        The log-sum-exp [B] of the logits but for the target's; the targets' logits; what is kept.
+        The log-sum-exp [B] of the logits without the target's; the targets' logits; the state for backward.
     """
     with torch.enable_grad(), no_saved_tensor_hooks():
         leaf = raw_BR.requires_grad_(bool(chain))
         logits_BR = replay(leaf, chain)
+    # A copy with a chain, whose backward below needs the logits as they are.
     exp_BR = logits_BR.detach().clone() if chain else raw_BR
     picked_B = pick(exp_BR, local)
+    # Their exponential is 0, so targets count in no sum (see [Note: one look at the weight]).
     put(exp_BR, local, -torch.inf, where=inside)
     base_B = _largest(exp_BR)
     others_B = exp_BR.sub_(base_B.unsqueeze(1)).exp_().sum(-1)
     others_lse_B = others_B.log().add_(base_B)
     if not chain:
         return others_lse_B, picked_B, _KeptSlice(exp_BR, base_B, inside, local, torch.ones_like(picked_B))
+    # float16 ends at 65504, which a sum of exponentials over a slice can exceed.
     if raw_BR.dtype is torch.float16:
         limits = torch.finfo(others_B.dtype)
         exp_BR.div_(others_B.clamp_(min=limits.tiny).unsqueeze(1))
         base_B = others_lse_B.clamp(min=limits.min)
+    # With 1 at the targets, the gradient there is the derivative of the chain itself.
     put(exp_BR, local, 1.0, where=inside)
     (d_raw_BR,) = torch.autograd.grad(logits_BR, leaf, exp_BR)
     slopes_B = pick(d_raw_BR, local).to(base_B.dtype)
@@ -307,9 +318,9 @@ def _exponentiate(logits_BR: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _softmax_factor(largest_B: Tensor, lse_B: Tensor) -> Tensor:
-    """What `exp(logits - largest)` [B, R] is to be multiplied by to be the softmax over all slices.
+    """The factor [B] from `exp(logits - largest)` to the softmax over all slices.
 
-    At least so large that its reciprocal is a number: a slice whose share is smaller has none.
+    Clamped so that its reciprocal is finite: a slice whose share is smaller adds nothing.
     """
     return (largest_B - lse_B).exp_().clamp_min_(max(1e-30, torch.finfo(lse_B.dtype).tiny))
 
@@ -337,7 +348,7 @@ def _softmax_gradient(
     inside: Tensor,
     local: Tensor,
 ) -> Tensor:
-    """Gradient of each token's loss in a slice's raw logits; overwrites them where nothing was done to them since."""
+    """Gradient of each token's loss with respect to a slice's raw logits; overwrites them if `chain` is empty."""
     if chain:
         with torch.enable_grad():
             leaf = raw_BR.detach().requires_grad_()

@@ -1,7 +1,7 @@
 """`nn.MultiheadAttention` on some of its heads: outputs and maps of all slices sum to those of the whole.
 
-torch's own forward takes its number of heads and its width from the module, not from the weights, and hands weights to
-fused kernels; so it cannot run on slices. This one computes the same from the weights that it finds.
+torch's own forward takes its number of heads and its width from the module, not from the weights, and passes weights to
+fused kernels; so it cannot run on slices. This one computes the same from the shapes of the weights.
 
 Shapes: N batch, L queries, S keys, E embedding, H heads of the slice, D head size.
 """
@@ -30,7 +30,7 @@ def multihead_on_slice(
     average_attn_weights: bool = True,
     is_causal: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the slice of `heads` adds to `nn.MultiheadAttention.forward`: output and, if wanted, maps (else None).
+    """The part of `nn.MultiheadAttention.forward` of the slice of `heads`: output and, if wanted, maps (else None).
 
     The arguments are those of torch's forward. The module holds the slice's weights; the output's bias is not added.
     """
@@ -44,12 +44,14 @@ def multihead_on_slice(
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     q_NHLD, k_NHSD, v_NHSD = _heads(module, query, key, value)
     mask = None if attn_mask is None else _mask(attn_mask, module=module, heads=heads, like=q_NHLD)
+    # As in torch's own forward: only then the fused kernel may replace the mask by its own causal one.
     causal = is_causal and key_padding_mask is None and not need_weights
     if key_padding_mask is not None:
         padding = _additive(key_padding_mask, like=q_NHLD)[:, None, None, :]
         mask = padding if mask is None else mask + padding
     added = k_NHSD.shape[2] - key.shape[1]
     if mask is not None and added:
+        # bias_k and zero attention are keys that every query may see.
         mask = F.pad(mask, (0, added))
     dropout = module.dropout if module.training else 0.0
     maps = None
@@ -69,12 +71,13 @@ def multihead_on_slice(
 
 
 def _heads(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-    """Queries, keys and values by heads, with what the module appends to keys and values."""
+    """Queries, keys and values by heads, with the module's additions to keys and values (bias_k, zeros)."""
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     if module.in_proj_weight is None:
         weights = (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight)
     else:
         weights = module.in_proj_weight.chunk(3)
+    # Self-attention: one product in place of three.
     if query is key and key is value and module.in_proj_weight is not None:
         projected = F.linear(query, module.in_proj_weight, module.in_proj_bias).chunk(3, dim=-1)
     else:
@@ -92,7 +95,7 @@ def _heads(module: nn.MultiheadAttention, query: Tensor, key: Tensor, value: Ten
 
 
 def _additive(mask: Tensor, *, like: Tensor) -> Tensor:
-    """A mask as what is added to scores: of a boolean one, minus infinity where it is true."""
+    """The mask as a summand of scores: minus infinity where a boolean mask is true."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=like.dtype).masked_fill_(mask, -math.inf)
     return mask.to(like.dtype)

@@ -1,4 +1,4 @@
-"""Small graphs inside of an autograd function, kept from hooks that someone has put around it."""
+"""Small graphs inside of an autograd function, hidden from saved-tensor hooks around it."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rotorch._torch_private import saved_tensors_are_hooked
 
 
 def no_saved_tensor_hooks() -> AbstractContextManager[Any]:
-    """Around operations whose saved tensors no hook from outside is to see.
+    """Hides the saved tensors of operations inside the block from hooks around it.
 
-    Under torch's activation checkpointing they would be made by running the unit again, in the middle of its own
-    backward and of its visits. They live as long as their function: nothing else keeps them.
+    torch's activation checkpointing would drop them, and run the unit again to make them, in the middle of the unit's
+    own backward and of its visits. They live as long as their function: nothing else keeps them.
     """
     return torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is) if saved_tensors_are_hooked() else nullcontext()
 

@@ -1,6 +1,6 @@
 """The one slice of a module's weights that stays on a rank, among ranks that share a batch.
 
-Inputs are equal on all ranks, an output is a part of a sum: so the module runs once, as it is, between a pair of
+Inputs are equal on all ranks, and an output is a part of a sum: so the module runs once, unchanged, between a pair of
 conjugate operations (Megatron-LM, arXiv 1909.08053, section 3).
 """
 
@@ -24,7 +24,7 @@ class OwnShard(ModuleSlices):
         module: the unit's.
         unit: its description.
         shards: this rank's part of each weight by name.
-        boundary: how activations go in and come out.
+        boundary: the operations at the module's inputs and outputs.
         strategy: kind of the strategy, for errors.
 
     [Note: nothing on this rank]
@@ -38,6 +38,7 @@ class OwnShard(ModuleSlices):
     ) -> None:
         self.strategy, self.num_slices = strategy, boundary.axis_group.size
         self._module, self._unit, self._shards, self._boundary = module, unit, shards, boundary
+        # Such a rank takes part in every sum all the same, or the others would wait for it.
         self._is_empty = not any(shards[w.name].numel() for w in unit.weights)
 
     @property
@@ -54,6 +55,7 @@ class OwnShard(ModuleSlices):
         weights = self._zeros() if self._is_empty else None  # the pass has put the shards there
         with drawn_apart(boundary.axis_group.position, like=leaves, active=active), boundary.inside():
             parts = run(weights, entered)
+        # Before the proof, which may raise on one rank only: the others wait in these sums.
         sums = [boundary.leave(part) for part in parts]
         prove(lambda weights: run(weights, entered)[0])
         return sums

@@ -1,9 +1,10 @@
-"""A matrix in blocks on two axes of ranks that share a batch, at its uses (ATP).
+"""The use of a matrix in blocks on two axes of ranks that share a batch (ATP).
 
-One axis cuts features of the residual stream, the other what lies between two products (heads, columns of an MLP, the
-vocabulary). A `PlaneUse` computes linear layers and look-ups with this rank's block, and sums over the axis whose part
-of a product it is. What attentions and MLPs that run on slices sum over the other axis, `ops/partial_module.py` does
-around them. With one rank on the axis of features these are the operations of `ops/shard_use.py`.
+One axis cuts features of the residual stream, the other cuts interiors: activations between two products (heads,
+columns of an MLP, the vocabulary). A `PlaneUse` computes linear layers and look-ups with this rank's block, and sums
+over the axis along which the product is partial. Sums over the other axis, of attentions and MLPs that run on slices,
+are made around them by `ops/partial_module.py`. With one rank on the axis of features these are the operations of
+`ops/shard_use.py`.
 
     column   x [.., D_f] -> interior [.., F_i]    the sum over features follows; chunk by chunk behind the next product
     row      interior [.., F_i] -> y [.., D_f]    in backward the gradient of the interior is summed over features
@@ -35,7 +36,7 @@ from rotorch.ops.weight_proxy import WeightUse
 
 
 class Role(StrEnum):
-    """What a matrix does between features and interiors; see the top of this file."""
+    """The role of a matrix between features and interiors; see the top of this file."""
 
     COLUMN = "column"
     ROW = "row"
@@ -46,12 +47,12 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Plane:
-    """This rank's place among ranks that share a batch.
+    """This rank's position among ranks that share a batch.
 
     Attributes:
         interior: the ranks that have other parts of interiors.
         features: the ranks that have other features of the residual stream.
-        chunks: in how many parts of the tokens a product is computed whose sum over features follows.
+        chunks: number of parts of the tokens in a product whose sum over features follows.
     """
 
     interior: AxisGroup
@@ -64,12 +65,12 @@ class PlaneUse(WeightUse):
     """One matrix in blocks.
 
     Attributes:
-        weight: which.
+        weight: the whole weight's description.
         block: this rank's part of it, a plain parameter.
-        role: what it does.
-        plane: this rank's place.
-        rows: of the whole weight that each rank of the interior's axis has, but of columns and rows.
-        head: whether products with it are logits.
+        role: its role between features and interiors.
+        plane: this rank's position.
+        rows: of the whole weight, by rank of the interior's axis; unused for the roles COLUMN and ROW.
+        head: True if products with it are logits.
     """
 
     strategy: ClassVar[str] = "atp"
@@ -81,7 +82,7 @@ class PlaneUse(WeightUse):
     head: bool
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product with the block, summed or gathered as its role wants it."""
+        """The product with the block, summed or gathered according to its role."""
         plane, block, interior = self.plane, self.block, self.plane.interior
         lengths = [r.length for r in self.rows]
         if self.role is Role.COLUMN:
@@ -108,7 +109,7 @@ class PlaneUse(WeightUse):
         return reduce_from_region(found, axis_group=interior)
 
     def refusal(self) -> str:
-        """No rank has a whole activation to use a whole weight on."""
+        """Refuses always: no rank has a whole activation to use a whole weight on."""
         return "cannot take a weight that lies in blocks. Write megatron, rtp or fsdp"
 
 
@@ -119,7 +120,7 @@ def _column(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tens
     if plane.chunks > 1:
         y = _ProductThenSum.apply(plane, _dtype(x), x, block)
     else:
-        y = reduce_from_region(F.linear(x, block), axis_group=plane.features)
+        y = reduce_from_region(F.linear(x, block), axis_group=plane.features)  # without bias: ranks would all add it
     return y if bias is None else y + bias
 
 
@@ -128,6 +129,7 @@ def _row(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
     if plane.features.size > 1 and plane.chunks > 1:
         y = _ProductSumInBackward.apply(plane, _dtype(x), x, block)
         return y if bias is None else y + bias
+    # Outputs are cut along features and not summed over them, so the bias can be added right here.
     return F.linear(copy_to_region(x, axis_group=plane.features), block, bias)
 
 
@@ -141,6 +143,7 @@ def _summed_by_chunks(plane: Plane, x_BI: Tensor, multiply: Callable[[Tensor, Te
     waits = []
     for x, y in zip(x_BI.chunk(plane.chunks), y_BO.chunk(plane.chunks), strict=True):
         multiply(x, y)
+        # The sum of this chunk is under way while the next one's product is computed.
         waits.append(plane.features.all_reduce_later(y))
     for wait in waits:
         wait()
@@ -162,7 +165,7 @@ class _ProductThenSum(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, block = ctx.saved_tensors
-        dy_BO = _flat(grad, ctx.dtype)
+        dy_BO = _flat(grad, ctx.dtype)  # equal on all ranks that forward summed over: no message here
         dx = (dy_BO @ block.to(ctx.dtype)).view(x.shape).to(x.dtype) if ctx.needs_input_grad[2] else None
         dw = (dy_BO.t() @ _flat(x, ctx.dtype)).to(block.dtype) if ctx.needs_input_grad[3] else None
         return None, None, dx, dw

@@ -1,9 +1,9 @@
-"""The state of random number generators, to draw the same again: dropout's mask, when a slice is recomputed.
+"""The state of random number generators, to draw the same numbers again: dropout's mask in a slice's recomputation.
 
 [Note: ranks that share a batch]
-    Outside of what is cut they must draw the same numbers, or their activations would part; inside, each has other
-    heads or columns and draws its own. So a pass begins from a state that all of them share, and what is drawn inside
-    leaves no trace in it.
+    Outside of modules that are cut they must draw the same numbers, or their activations would differ; inside, each has
+    other heads or columns and draws its own. So a pass begins from a state that all of them share, and drawing inside
+    does not advance it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 @dataclass(frozen=True)
 class RandomState:
-    """Of the CPU's generator, and of that of the device on which a unit computes.
+    """State of the CPU's generator, and of that of the device on which a unit computes.
 
     Attributes:
         cpu: state of the CPU's.
@@ -41,14 +41,14 @@ class RandomState:
         return RandomState(torch.get_rng_state(), like.device.type, devices, states)
 
     def put_back(self) -> None:
-        """Lets random numbers go on from here."""
+        """Sets the generators to this state."""
         torch.set_rng_state(self.cpu)
         if self.devices:
             set_device_states(self.devices, self.states, device_type=self.device_type)
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Within it, what was drawn after `now` is drawn again; then random numbers go on as before."""
+        """Draws the numbers after `now` again inside the block; afterwards the generators go on as before it."""
         with torch.random.fork_rng(self.devices, device_type=self.device_type if self.devices else None):
             self.put_back()
             yield
@@ -56,7 +56,8 @@ class RandomState:
 
 @contextmanager
 def drawn_alike(seed: int) -> Iterator[None]:
-    """Within it, all ranks that give the same `seed` draw the same; then random numbers go on as before."""
+    """Makes ranks with the same `seed` draw the same inside the block; afterwards the generators go on as before it."""
+    # Without initialising CUDA on a rank that computes on CPU: its context alone takes hundreds of MB.
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(seed)
@@ -65,16 +66,17 @@ def drawn_alike(seed: int) -> Iterator[None]:
 
 @contextmanager
 def drawn_apart(position: int, *, like: Sequence[Any], active: bool) -> Iterator[None]:
-    """Within it, each rank draws its own numbers; afterwards all go on alike (see [Note: ranks that share a batch]).
+    """Makes each rank draw numbers of its own inside the block; afterwards all go on alike (see the module's note).
 
     Args:
         position: this rank's among those that share a batch.
-        like: tensors (and others) on whose device is drawn.
-        active: do nothing if not.
+        like: tensors (and other objects), whose device's generator is saved, too.
+        active: False: do nothing.
     """
     if not active:
         yield
         return
+    # From the shared generator, so all ranks have the same seed and go on alike; the position tells them apart.
     seed = int(torch.randint(2**62, ()))
     devices, states = get_device_states(*like)
     cpu = torch.get_rng_state()

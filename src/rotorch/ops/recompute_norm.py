@@ -1,11 +1,11 @@
-"""Outputs of norms that backward makes again from their inputs, so that nobody keeps them.
+"""Outputs of norms that backward recomputes from their inputs, so that no unit keeps them.
 
-Where units are computed again, a unit keeps its inputs, and the norm before it keeps its own: the residual stream. Two
-tensors of one size in place of one, for what takes a thousandth of the unit's time to make. So a norm leaves a note on
-its output how to make it, and a unit that gets it keeps the norm's input, which is kept anyway.
+Where units are recomputed, a unit keeps its inputs, and the norm before it keeps its own: the residual stream. These
+are two tensors of one size in place of one, although the norm takes a thousandth of the unit's time. So a norm attaches
+a recipe to its output, and a unit that gets this output keeps the norm's input, which is kept anyway.
 
-The note is of no use any more once somebody has written to the output or to the input. Only norms leave one: what else
-lies between units may draw random numbers, or take as long as a unit.
+The recipe is void once the output or the input has been written to. Only norms attach one: other modules between units
+may draw random numbers, or take as long as a unit.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ _NOTE = "_rotorch_remake"
 
 @dataclass(frozen=True)
 class Remake:
-    """How a norm's output is made: by its `forward`, under `autocast`."""
+    """The recipe of a norm's output: its `forward`, under `autocast`."""
 
     forward: Callable[[Tensor], Tensor]
     autocast: AutocastState
 
     def again(self, source: Tensor) -> Tensor:
-        """The output, from what the norm was given."""
+        """Returns the output, made from the norm's input."""
         with torch.no_grad(), self.autocast.again():
             return self.forward(source)
 
 
 @dataclass(frozen=True)
 class _Note:
-    """On an output: how it was made, what from, and the versions of both then."""
+    """Attached to an output: its recipe, its source, and the versions of both at that moment."""
 
     how: Remake
     source: Tensor
@@ -47,7 +47,7 @@ class _Note:
 
 
 def recompute_norm(norm: nn.Module) -> None:
-    """Lets a module keep only its input in forward; if it is a norm, its outputs say how they are made. In place."""
+    """Makes a module keep only its input in forward; if it is a norm, its outputs get their recipe. In place."""
     dense = norm.forward
     recompute(norm)
     if "Norm" in type(norm).__name__:
@@ -65,8 +65,9 @@ def _noting(forward: Callable[..., Any], dense: Callable[[Tensor], Tensor], /, *
 
 
 def remake_of(tensor: Tensor) -> tuple[Remake | None, Tensor]:
-    """How to make a tensor again and what from, if a norm has left a note and it is as it was made; else the tensor."""
+    """Returns a norm's output as (recipe, source), if neither has been written to since; else (None, the tensor)."""
     note: _Note | None = getattr(tensor, _NOTE, None)
+    # A write to either, by a hook or in place, makes the recipe give something else than the unit was given.
     if note is None or note.versions != (tensor._version, note.source._version):
         return None, tensor
     return note.how, note.source

@@ -1,7 +1,8 @@
-"""A weight on a ring at its uses (rtp): its slices visit one after another, or lie whole in memory that ranks share.
+"""The use of a weight on a ring (rtp): its slices visit one after another, or lie whole in shared memory.
 
-`use_on_ring` asks which, once for each weight, by `RotatingUnit.whole`. Either way slices come from the same home, the
-order of gradients is that of the ring, and what has no rule gets the weight whole (`ops/gather_weight.py`).
+`use_on_ring` decides between the two, once for each weight, by `RotatingUnit.whole`. Either way slices come from the
+same home, the order of gradients is that of the ring, and functions without a rule get the weight gathered
+(`ops/gather_weight.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ class RingUse(WeightUse):
     """One weight of a WEIGHT unit on a ring.
 
     Attributes:
-        weight: which.
+        weight: the whole weight's description.
         unit: the unit that it belongs to.
-        head: whether products with it are logits, which the loss takes slice by slice.
-        keep_logits: whether the loss keeps them for backward.
-        by_plan: whether the user's own plan says that it goes round; then no function gets it whole.
+        head: True if products with it are logits, which the loss takes slice by slice.
+        keep_logits: True if the loss keeps them for backward.
+        by_plan: True if the user's own plan says that it goes round; then no function gets it whole.
     """
 
     strategy: ClassVar[str] = "rtp"
@@ -51,21 +52,21 @@ class RingUse(WeightUse):
         return use.unit if isinstance(use, RingUse) else None
 
     def refusal(self) -> str | None:
-        """A plan that the user has written is taken at its word."""
+        """Refuses weights of a user's own plan, which is taken literally."""
         return (
             "cannot take a weight that goes round. Give it no role in the plan, or use fsdp" if self.by_plan else None
         )
 
     @classmethod
     def gather(cls, uses: Sequence[RingUse]) -> list[Tensor]:
-        """Each unit's slices once."""
+        """Gathers each unit's slices once, however many of its weights are used."""
         units = {id(use.unit): use.unit for use in uses}
         whole = {key: gather_weights(unit) for key, unit in units.items()}
         return [whole[id(use.unit)][use.unit.unit.weights.index(use.weight)] for use in uses]
 
 
 class VisitingUse(RingUse):
-    """Slices visit, in this rank's order."""
+    """The use of a weight whose slices visit, in this rank's order."""
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """The product slice by slice; a head's logits are deferred."""
@@ -100,7 +101,7 @@ class VisitingUse(RingUse):
 
 
 class InPlaceUse(RingUse):
-    """The weight is there whole, and only its gradient goes round, a slice at a time."""
+    """The use of a weight that can be read whole; only its gradient rotates, a slice at a time."""
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product with the whole weight; a head's logits are deferred."""
@@ -116,7 +117,7 @@ class InPlaceUse(RingUse):
     def convolution(
         self, func: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """With the whole weight, in a graph of its own."""
+        """The convolution with the whole weight, in a graph of its own."""
         (whole,) = gather_weights(self.unit)
         cut_bias = self._unit_of(bias)
         if cut_bias is not None:

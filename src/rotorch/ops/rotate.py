@@ -1,16 +1,16 @@
-"""A module's forward and backward over slices of its weights that pass by (rotation, arXiv 2311.01635 section 3).
+"""A module's forward and backward over visiting slices of its weights (rotation, arXiv 2311.01635 section 3).
 
 [Note: one function per unit]
     A unit is one autograd function. Forward runs the module's own code once per visiting slice and sums the outputs;
     backward meets the slices in the opposite order, differentiates one slice's graph at a time, and hands its weight
     gradients to the ring. So the order of visits is explicit, a slice's interior is freed as soon as it is used, and
-    recomputing it is one line: with `recompute`, forward keeps only the inputs, or what they are made again from (see
-    `recompute_norm.py`).
+    recomputing it is one line: with `recompute`, forward keeps only the inputs, or the sources from which they are
+    recomputed (see `recompute_norm.py`).
 
 [Note: kept graphs and moving slices]
     Without recompute, a slice's graph outlives its visit. If slices pass through slots that are used again, tensors
-    that autograd saves inside the slot are replaced by where they were, and looked up in the buffer that holds the
-    same slice in backward.
+    that autograd saves inside the slot are replaced by their offset in it, and looked up in backward in the buffer that
+    then holds the same slice.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ RunSlice = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
 
 @dataclass
 class RotatingUnit:
-    """A cut unit on this rank: its place on the ring, and the views of whichever slice is visiting.
+    """A cut unit on this rank: its item on the ring, and the views of the visiting slice.
 
     Attributes:
         unit: its description.
-        ring: what brings the slices.
+        ring: brings the slices.
         item: its number on the ring.
-        slices: how a slice lies in a flat buffer.
+        slices: layout of a slice in a flat buffer.
         recompute: backward runs a slice's forward again instead of keeping its graph.
-        keep_attention: of what is run again, outputs of attention are kept.
-        trained: whether its weights get gradients.
+        keep_attention: a recomputed forward takes the kept outputs of attention.
+        trained: True if its weights get gradients.
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
         linear_weights: numbers of the weights whose gradients `slice_linear` hands to the receiver.
-        receiver: during the backward of a slice: what takes its weights' gradients.
+        receiver: takes the weights' gradients during the backward of a slice.
         visiting: number of the slice that came last.
     """
 
@@ -81,7 +81,7 @@ class RotatingUnit:
 
     @cached_property
     def forward_place(self) -> int:
-        """The number for being at the whole unit in forward, for `StatusWord.now`."""
+        """The value of `StatusWord.now` for the whole unit's forward."""
         return at(Operation.BLOCK_FORWARD, unit=self.item)
 
     @cached_property
@@ -94,12 +94,13 @@ class RotatingUnit:
         return [weight.cut.ranges(size, num_slices=n, index=k)[0] for k in range(n)]
 
     def visits(self, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
-        """The slices that are not empty, in this rank's order; empty ones pass unseen."""
+        """Yields the slices that are not empty, in this rank's order; the ring still gets its calls for empty ones."""
         for visit in self.ring.visits(self.item, backward=backward, fetch=fetch):
             if self.slices.numels[visit.index]:
                 self.visiting = visit.index
                 yield visit
             elif backward and self.trained:
+                # Other ranks may wait for this one's turn or message, also for an empty slice.
                 self.ring.gradient(self.item, visit, wait=True)
                 self.ring.pass_on(self.item, visit)
 
@@ -125,8 +126,8 @@ class RotatingUnit:
 class SliceGradient:
     """Takes the weight gradients of one visiting slice and passes their sum on.
 
-    Products go straight into the travelling buffer, so that no weight gradient exists twice. If it has not come yet
-    (`wait=False` looks without waiting), what they are made from is kept, and they are made when it has.
+    Products go straight into the travelling buffer, so that no weight gradient exists twice. If the buffer has not come
+    yet (`wait=False` looks without waiting), their operands are kept, and they are made once it has.
     """
 
     def __init__(self, unit: RotatingUnit, visit: Visit, *, wait: bool) -> None:
@@ -174,17 +175,18 @@ class SliceGradient:
         add_rows(self._views[number], ids_B, grad_BD, rows=rows)
 
     def pass_on(self) -> None:
-        """Everything of this rank is in: adds what came early, and sends the sum on."""
+        """Makes additions that came too early, and sends the sum on; this rank has added all its parts."""
         unit = self._unit
         if not unit.trained or self._complete(wait=False):
             return
+        # The own slice is the last of this rank's backward and nobody waits for it: its turn can come in a later layer.
         if unit.ring.defers_adds and self._visit.index == unit.ring.position:
             unit.ring.defer(self._complete)
         else:
             self._complete(wait=True)
 
     def _complete(self, *, wait: bool) -> bool:
-        if self._views is None:
+        if self._views is None:  # this visit's products took time: the buffer may have come meanwhile
             self._look(wait=wait)
         if self._views is None:
             return False
@@ -192,6 +194,7 @@ class SliceGradient:
             addition()
         self._early.clear()
         for view, fresh in zip(self._views, self._fresh, strict=True):
+            # A weight that this slice did not use: the next rank adds to whatever lies here.
             if fresh:
                 view.zero_()
         self._unit.ring.pass_on(self._unit.item, self._visit)
@@ -213,7 +216,7 @@ def rotate_module(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -
 
 
 class _Sum:
-    """Adds tensors up: the first is only referred to (a graph may own it), from the third on in place."""
+    """Sum of tensors: the first is only referred to (a graph may own it), from the third on it adds in place."""
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
@@ -242,9 +245,9 @@ def _sum_slices(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> 
 
 @dataclass
 class _Kept:
-    """What backward needs of one slice: its weights and where its graph ends, or the random state to run it again with.
+    """One slice's state for backward: its weights and the end of its graph, or the random state for its recomputation.
 
-    Not its output: that is in the sum, and a graph does not need it.
+    Not its output: that is in the sum, and the graph does not need it.
     """
 
     weights: list[Tensor]
@@ -253,13 +256,14 @@ class _Kept:
     attention: KeepAttention | None
 
     def same_attention(self) -> AbstractContextManager[Any]:
-        """Around running it again: attention gives what it gave, if that was kept."""
+        """Returns a block for the recomputation in which attention gives its kept outputs, if there are any."""
         return nullcontext() if self.attention is None else self.attention.use()
 
 
 class _RotateModule(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: RotatingUnit, run: RunSlice, anchor: Tensor, *inputs: Tensor) -> Tensor:
+        # Leaves: backward of a slice's graph ends here, and their gradients are summed over slices.
         leaves = _leaves(inputs, ctx.needs_input_grad[3:])
         ctx.unit, ctx.run, ctx.kept, ctx.resident = unit, run, {}, _Resident()
         if unit.recompute:
@@ -271,12 +275,14 @@ class _RotateModule(torch.autograd.Function):
         total = _Sum()
         for visit in unit.visits(backward=False):
             weights = unit.weights(visit)
+            # Per slice: each draws on from where the slice before it left the generators.
             random = RandomState.now(weights[0]) if unit.recompute else None
             keep_graph, forget = torch.set_grad_enabled(not unit.recompute), _forget_weights(unit, visit, ctx.resident)
             attention = KeepAttention() if unit.keep_attention else None
             with keep_graph, forget, ctx.autocast.again(), attention or nullcontext():
                 output = run(weights, leaves)
             total.add(output)
+            # The edge, not the output: the sum has its values already.
             end = None if unit.recompute else get_gradient_edge(output)
             ctx.kept[visit.index] = _Kept(weights, end, random, attention)
             del output
@@ -294,17 +300,20 @@ class _RotateModule(torch.autograd.Function):
         wanted = [x for x in leaves if x.requires_grad]
         sums = [_Sum() for _ in wanted]
         for visit in unit.visits(backward=True):
+            # Popped: this slice's graph is freed as soon as it has been differentiated.
             kept: _Kept = ctx.kept.pop(visit.index)
             weights, end = kept.weights, kept.end
             if end is None:
                 weights = unit.weights(visit)
                 with torch.enable_grad(), ctx.autocast.again(), _again(kept.random), kept.same_attention():
                     end = get_gradient_edge(ctx.run(weights, leaves))
+            # Tensors saved inside the slot are found here while autograd runs this slice's graph.
             ctx.resident.weights = visit.weights
             unit.receiver = SliceGradient(unit, visit, wait=False)
             # Linear layers hand their weights' gradients to the receiver; the others' come back from autograd.
             others = [(i, w) for i, w in enumerate(weights) if w.requires_grad and i not in unit.linear_weights]
             asked = [unit.anchor, *wanted, *(w for _, w in others)]
+            # The anchor is asked for too: something must be, if inputs need no gradients and the receiver takes all.
             _, *grads = torch.autograd.grad([end], asked, [grad_output], allow_unused=True)
             del end, kept
             for total, grad in zip(sums, grads, strict=False):
@@ -314,7 +323,7 @@ class _RotateModule(torch.autograd.Function):
                 if grad is not None:
                     unit.receiver.add(number, grad)
             unit.receiver.pass_on()
-        # The graph may live on with the loss that it led to; its inputs need not.
+        # The graph may live on with the loss that was computed from it; its inputs need not.
         unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = ctx.remakes = None
         given = iter(total.value for total in sums)
         return (None, None, None, *(next(given) if x.requires_grad else None for x in leaves))
@@ -330,13 +339,13 @@ def _again(random: RandomState | None) -> Any:
 
 
 def _leaves(inputs: Sequence[Tensor], needs_grad: Sequence[bool]) -> list[Tensor]:
-    """The inputs as the beginning of a graph of their own, in the same memory."""
+    """The inputs as leaves of a new graph, in the same memory."""
     return [x.detach().requires_grad_(needed) for x, needed in zip(inputs, needs_grad, strict=True)]
 
 
 @dataclass(frozen=True)
 class _InSlot:
-    """Where in the visiting slice a saved tensor lies."""
+    """Position of a saved tensor in the visiting slice."""
 
     offset: int
     size: torch.Size
@@ -347,14 +356,14 @@ class _InSlot:
 class _Resident:
     """The slice that is visiting in backward.
 
-    Kept graphs refer to this and not to their function, which refers to them: such a ring would never be freed.
+    Kept graphs refer to this and not to their function, which refers to them: such a cycle would never be freed.
     """
 
     weights: Tensor | None = None
 
 
 def _forget_weights(unit: RotatingUnit, visit: Visit, resident: _Resident) -> Any:
-    """See [Note: kept graphs and moving slices]."""
+    """Keeps a graph from saving views of a slot (see [Note: kept graphs and moving slices])."""
     if unit.recompute or visit.weights is None or unit.ring.stays(visit):
         return no_saved_tensor_hooks()
     slot, start = storage_key(visit.weights), visit.weights.storage_offset()

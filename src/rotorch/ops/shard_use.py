@@ -1,7 +1,7 @@
 """A weight that is cut along its output over ranks that share a batch, used with this rank's shard (megatron).
 
 A linear layer or a convolution computes some of its outputs, which are then gathered; a look-up answers the tokens in
-its rows, and the answers sum; a head's logits are deferred, and the loss takes them cut.
+its rows, and the answers are summed; a head's logits are deferred, and the loss takes each rank's part.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class ShardUse(WeightUse):
     """One weight of a WEIGHT unit, of which this rank holds one range of a dim.
 
     Attributes:
-        weight: which.
+        weight: the whole weight's description.
         shard: this rank's part, a plain parameter.
         axis_group: the ranks over which it is cut.
         strategy: kind of the strategy, for errors.
-        head: whether products with it are logits.
-        by_plan: whether the user's own plan says that it is cut; then no function gets it whole.
-        equal: whether activations are the same on all ranks, as are their gradients; else each rank's gradients are
+        head: True if products with it are logits.
+        by_plan: True if the user's own plan says that it is cut; then no function gets it whole.
+        equal: True if activations are the same on all ranks, as are their gradients; else each rank's gradients are
             parts of sums (`ops/conjugates.py`, PartlySynced).
     """
 
@@ -72,6 +72,7 @@ class ShardUse(WeightUse):
         return [r.length for r in self.ranges]
 
     def _enter(self, x: Tensor) -> Tensor:
+        # Gradients of unequal activations are parts of sums throughout: nothing is summed at the input.
         return copy_to_region(x, axis_group=self.axis_group) if self.equal else x
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
@@ -81,6 +82,7 @@ class ShardUse(WeightUse):
         own_bias = self._own_bias(bias)
         if self.head:
             if bias is not None and own_bias is None:
+                # A bias that is whole on every rank: the head's columns are cut, so each rank adds its own part.
                 own_bias = scatter_to_region(bias, dim=0, lengths=self._lengths, axis_group=self.axis_group)
 
             def product(hidden: Tensor) -> Tensor:
@@ -89,6 +91,7 @@ class ShardUse(WeightUse):
             return DeferredLogits(x, CutHead(self.axis_group, self.ranges, product))
         output = F.linear(self._enter(x), self.shard, own_bias)
         output = gather_from_region(output, dim=-1, lengths=self._lengths, axis_group=self.axis_group)
+        # A whole bias only now: added before the gather it would meet this rank's columns alone.
         return output if bias is None or own_bias is not None else output + bias
 
     def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:
@@ -96,6 +99,7 @@ class ShardUse(WeightUse):
         if self._dim != 0:
             return None
         found = look_up(ids, self.shard, rows=self.ranges[self.axis_group.position], padding_idx=padding_idx)
+        # Where activations differ the gradient is a part as well, and must be summed too.
         total = reduce_from_region if self.equal else sum_of_parts
         return total(found, axis_group=self.axis_group)
 
@@ -105,10 +109,12 @@ class ShardUse(WeightUse):
         """This rank's output channels, gathered over ranks; not of grouped and transposed convolutions."""
         names = ("stride", "padding", "dilation", "groups")
         groups = {**dict(zip(names, args, strict=False)), **kwargs}.get("groups", 1)
+        # A range of output channels is not a range of groups, and a convolution with no channels is an error in torch.
         if self._dim != 0 or groups != 1 or 0 in self._lengths or func not in PLAIN:
             return None
         own_bias = self._own_bias(bias)
         output = func(copy_to_region(x, axis_group=self.axis_group), self.shard, own_bias, *args, **kwargs)
+        # Counted from the end: an input may come without a batch dim.
         channels = output.dim() - 1 - PLAIN[func]
         output = gather_from_region(output, dim=channels, lengths=self._lengths, axis_group=self.axis_group)
         if bias is None or own_bias is not None:
@@ -121,7 +127,7 @@ class ShardUse(WeightUse):
         return use.shard if isinstance(use, ShardUse) else None
 
     def refusal(self) -> str | None:
-        """A plan that the user has written is taken at its word; a gathered weight needs equal activations."""
+        """Refuses weights of a user's own plan, which is taken literally, and where activations are not equal."""
         if self.by_plan:
             return "cannot take a weight that is cut. Give it no role in the plan, or use fsdp"
         if not self.equal:
@@ -134,5 +140,5 @@ class ShardUse(WeightUse):
 
     @classmethod
     def gather(cls, uses: Sequence[ShardUse]) -> list[Tensor]:
-        """Gradients are equal on all ranks, and each takes its own shard's."""
+        """Gathers each weight; its gradient is equal on all ranks, and each rank takes its own shard's part."""
         return [gather_from_region(u.shard, dim=u._dim, lengths=u._lengths, axis_group=u.axis_group) for u in uses]

@@ -1,13 +1,13 @@
-"""Linear layers and embeddings whose slices lie side by side where every rank can read them: nobody brings any.
+"""Linear layers and embeddings whose slices lie side by side in shared memory: no slice travels.
 
-In shared memory the slices of a weight lie side by side, so a layer computes with the whole weight as it would in one
-process, and nothing is copied. What still goes round is the gradient: each slice's is added to in its owner's memory
-by one rank after the other, in the order of the ring (see `comm/ring.py`), so it arrives at home complete.
+Every rank can read the whole weight in place, so a layer computes with it as in one process, and nothing is copied.
+Only gradients still rotate: the ranks add to each slice's gradient in its owner's memory one after another, in the
+order of the ring (see `comm/ring.py`), so it is complete when its owner has added its part.
 
 [Note: out of step]
-    A rank whose turn has not come does not wait for it. It notes the addition (with the small tensors that it is made
-    from, not with a gradient) and goes on with backward; later layers make it, also in the next micro-batch's forward.
-    So ranks may be some layers apart before one waits for another.
+    A rank whose turn has not come does not wait for it. It defers the addition (and keeps its small operands, not a
+    gradient) and goes on with backward; later layers make it, also in the next micro-batch's forward. So ranks may be
+    some layers apart before one waits for another.
 
 Shapes: B tokens (all leading dims flattened), I input features, O output features, V vocabulary, D hidden.
 """
@@ -29,7 +29,7 @@ from rotorch.ops.rotate import RotatingUnit
 _LAYERS_APART = 6  # about one block of a transformer: its activations' gradients are what waiting less costs
 
 AddToSlice = Callable[[Tensor, bool, Range], None]
-"""`(gradient of a slice, whether it holds nothing yet, the slice's range along the cut dim)`: adds this rank's part."""
+"""Called with a slice's gradient, True if it holds nothing yet, and the slice's range; adds this rank's part."""
 
 
 def linear_side_by_side(unit: RotatingUnit, x: Tensor, *, bias: RotatingUnit | Tensor | None) -> Tensor:
@@ -38,7 +38,7 @@ def linear_side_by_side(unit: RotatingUnit, x: Tensor, *, bias: RotatingUnit | T
     Returns `[.., O]`. Differentiable in `x`, a plain `bias` and, through the ring, the weights.
     """
     unit.ring.status.now = unit.forward_place
-    unit.ring.flush_ready()
+    unit.ring.flush_ready()  # other ranks may be waiting for what this one has deferred
     cut_bias, plain = (bias, None) if isinstance(bias, RotatingUnit) else (None, bias)
     if not torch.is_grad_enabled() or not (unit.trained or any(t is not None and t.requires_grad for t in (x, plain))):
         return F.linear(x, _whole(unit), plain if cut_bias is None else _whole(cut_bias))
@@ -65,7 +65,7 @@ class _LinearSideBySide(torch.autograd.Function):
         ctx: Any, unit: RotatingUnit, cut_bias: RotatingUnit | None, anchor: Tensor, x: Tensor, bias: Tensor | None
     ) -> Tensor:
         ctx.unit, ctx.cut_bias = unit, cut_bias
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x)  # not the weight, which stays in its place until the step ends
         return F.linear(x, _whole(unit), bias if cut_bias is None else _whole(cut_bias))
 
     @staticmethod
@@ -127,6 +127,7 @@ def _product(unit: RotatingUnit, grad_BO: Tensor, x_BI: Tensor) -> AddToSlice:
         if gradient.dtype != grad.dtype:
             _part_of(gradient, fresh, torch.mm(grad, x))
         else:
+            # beta=0 overwrites: the owner need not zero its gradients before a step.
             gradient.addmm_(grad, x, beta=0 if fresh else 1)
 
     return add
@@ -152,7 +153,7 @@ def _part_of(gradient: Tensor, fresh: bool, part: Tensor) -> None:
 class OrderedAdds:
     """This rank's additions to the slices of one weight's gradient, each in its turn (see [Note: out of step]).
 
-    Making it takes the first turn, if that has come. `add` is called once for every slice.
+    The constructor takes the first turn, if that has come. `add` is called once for every slice.
     """
 
     def __init__(self, unit: RotatingUnit, add: AddToSlice) -> None:
@@ -162,10 +163,11 @@ class OrderedAdds:
         self._take(wait=False)
 
     def go_on(self) -> None:
-        """Takes the other turns as far as they have come; what is left is made later."""
+        """Takes the other turns as far as they have come; the ring makes the rest later."""
         if self._take_all(wait=False):
             self._unit.ring.flush_ready()
         else:
+            # Deferred operands stay in memory, so only so many layers may be outstanding.
             self._unit.ring.defer(self._take_all, at_most=_LAYERS_APART)
 
     def _take_all(self, *, wait: bool) -> bool:
@@ -181,6 +183,7 @@ class OrderedAdds:
         buffer = unit.ring.gradient(unit.item, visit, wait=wait)
         if buffer is None:
             return False
+        # An empty slice still has its turn: the next rank waits for the counter.
         if unit.slices.numels[visit.index]:
             (gradient,) = unit.gradients(buffer.flat, index=visit.index)
             self._add(gradient, buffer.fresh, unit.ranges[visit.index])

@@ -1,7 +1,7 @@
 """A linear layer inside a unit, on one slice: like `F.linear`, but its weight's gradient never exists on its own.
 
 In backward the product that makes the weight's gradient accumulates straight into the buffer that travels with the
-slice. Otherwise it would be made, then added, then freed: for few tokens that costs as much as the products.
+slice. Otherwise the gradient would be made, added, and freed: for few tokens that costs as much as the products.
 
 Shapes: B tokens (all leading dims flattened), I input features, O output features of the slice.
 """
@@ -33,6 +33,7 @@ def slice_linear(
     bias = None if bias_number is None else weights[bias_number]
     if not torch.is_grad_enabled():
         return F.linear(x, weights[number], bias)
+    # Detached: the weight's gradient goes to the receiver, and autograd must not make it too.
     return _SliceLinear.apply(unit, number, bias_number, unit.anchor, x, weights[number].detach(), bias)
 
 

@@ -1,7 +1,7 @@
-"""A cache of keys and values that all slices of an attention append to, each in layers of its own (rtp, `generate`).
+"""A key-value cache to which all slices of an attention append, each to layers of its own (rtp, `generate`).
 
-Slice k of layer l is layer `l + k * num_layers` of the user's own cache: what that does to all its layers (reorder for
-beams, crop, repeat) it does to all slices, and its length is that of slice 0.
+Slice k of layer l is layer `l + k * num_layers` of the user's own cache: operations on all its layers (reorder for
+beams, crop, repeat) reach all slices, and its length is that of slice 0.
 """
 
 from __future__ import annotations
@@ -14,35 +14,36 @@ import torch
 from rotorch.core.errors import ConfigError
 
 _NUM_LAYERS = "_rotorch_num_layers"
-"""The attribute of a cache that has layers for all slices: how many a slice has."""
+"""Attribute of a cache with layers for all slices: number of layers of a slice."""
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an argument is a cache of transformers."""
+    """Returns True if an argument is a cache of transformers."""
     return hasattr(value, "get_seq_length")
 
 
 class CacheOfSlice:
-    """What one slice of an attention is given in the place of a cache.
+    """Takes the cache's place in the forward of one slice of an attention.
 
     Args:
         cache: the user's own, after `make_room`.
-        index: which slice.
+        index: number of the slice.
     """
 
     def __init__(self, cache: Any, index: int) -> None:
         self._cache, self._first = cache, index * getattr(cache, _NUM_LAYERS)
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """Appends the slice's keys and values; returns all that it has of them."""
+        """Appends the slice's keys and values; returns all of its keys and values so far."""
         return self._cache.update(keys, values, layer_idx + self._first, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many tokens a layer of the slice has seen."""
+        """Number of tokens that a layer of the slice has seen."""
         return int(self._cache.get_seq_length(layer_idx + self._first))
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._cache, name)
+        # Data (flags, sizes) is alike for all slices; a method would act on layers of all of them.
         if callable(value):
             raise ConfigError(
                 f"rtp: a forward calls {name} of its cache, of which slices know nothing. Write use_cache=False"
@@ -73,5 +74,6 @@ def make_room(cache: Any, *, module: torch.nn.Module, name: str, num_slices: int
         )
     if not layers:
         layers = [cache.layer_class_to_replicate() for _ in range(number)]
+    # Copies of empty layers: settings such as a sliding window belong to each slice's own.
     cache.layers = [copy.deepcopy(layer) for _ in range(num_slices) for layer in layers]
     setattr(cache, _NUM_LAYERS, number)

@@ -1,8 +1,8 @@
 """Products of matrices that lie in blocks on a grid of ranks: SUMMA (van de Geijn, Watts 1997), as Tesseract uses it.
 
-On a grid of q x q ranks, the rank at row i and column j holds one block of each matrix. What a product needs of the
-others' comes by broadcasts along its row and its column, block by block, the next one under way while one is computed
-with; what it makes for others leaves by reductions.
+On a grid of q x q ranks, the rank at row i and column j holds one block of each matrix. The other ranks' blocks that a
+product needs come by broadcasts along its row and its column, block by block, the next one under way while one is
+computed with; partial products for other ranks leave by reductions.
 
     linear     y[i,j] = sum over t of x[i,t] W[t,j]^T      W: block [t, j] is (in t, out j), held as [out, in]
                  backward: dx[i,t] = sum over j of dy[i,j] W[t,j];  dW[t,j] = sum over i of dy[i,j]^T x[i,t]
@@ -30,7 +30,7 @@ from rotorch.ops.autocast_state import AutocastState
 
 @dataclass(frozen=True)
 class Grid:
-    """This rank's place on a grid of ranks.
+    """This rank's position on a grid of ranks.
 
     Attributes:
         down: the ranks of its column, which have other rows.
@@ -79,12 +79,13 @@ class _Linear(torch.autograd.Function):
         x_BI, w_OI = _flat(x, dtype), weight.detach().to(dtype).contiguous()
         y_BO: Tensor | None = None
         with torch.autocast(x.device.type, enabled=False):
+            # Both broadcasts of step t + 1 are posted before the product of step t, which hides them.
             for x_t, w_t in zip(grid.across.blocks(x_BI), grid.down.blocks(w_OI), strict=True):
                 if y_BO is not None:
                     y_BO.addmm_(x_t, w_t.t())
                 elif bias is None:
                     y_BO = torch.mm(x_t, w_t.t())
-                else:
+                else:  # the first product brings the bias in, which so costs no pass of its own
                     y_BO = torch.addmm(bias.detach().to(dtype), x_t, w_t.t())
         assert y_BO is not None
         return y_BO.view(*x.shape[:-1], y_BO.shape[-1])
@@ -96,7 +97,9 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         _, _, wants_x, wants_weight, wants_bias = ctx.needs_input_grad
         dy_BO = _flat(grad, ctx.dtype)
+        # Partial products of column t belong to the rank there: each is sent off while the next is made.
         dx, dw = grid.across.sums(), grid.down.sums()
+        # Broadcast again: keeping forward's blocks would be q times the memory of this rank's block.
         weights = grid.down.blocks(weight.detach().to(ctx.dtype).contiguous()) if wants_x else None
         inputs = grid.across.blocks(_flat(x, ctx.dtype)) if wants_weight else None
         with torch.autocast(x.device.type, enabled=False):
@@ -104,6 +107,7 @@ class _Linear(torch.autograd.Function):
                 if weights is not None:
                     dx.add(torch.mm(dy_BO, next(weights)), target=t)
                 if inputs is not None:
+                    # Summed over ranks in the weight's own dtype, not in autocast's.
                     dw.add(torch.mm(dy_BO.t(), next(inputs)).to(weight.dtype), target=t)
         return (
             None,

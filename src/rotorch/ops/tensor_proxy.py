@@ -1,4 +1,4 @@
-"""Tensors without values in place of others: shape, dtype and device are real, functions are answered otherwise."""
+"""Tensors without values: shape, dtype and device are real, functions are answered by the subclass."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ def writes(func: Any) -> bool:
 
 
 class TensorProxy(Tensor):
-    """Base of weights and logits that are not all there. Subclasses implement `answer`."""
+    """Base of proxies for weights and logits that no rank has whole. Subclasses implement `answer`."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # `__get__` reads a property, such as shape or dtype, which the wrapper has.
         if getattr(func, "__name__", "") in _ABOUT or getattr(func, "__name__", "") == "__get__":
             return super().__torch_function__(func, types, args, kwargs or {})
         return cls.answer(func, args, kwargs or {})
@@ -47,6 +48,7 @@ class TensorProxy(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Below `__torch_function__`: C++ code, or `.data`, has unpacked the proxy, so no rule applies any more.
         raise ConfigError(
             f"{func} reached a {cls.__name__}, which has no values: a forward takes hold of what is cut in a way that "
             "cannot be followed (`.data`, a view). Give the weight no role in a plan of your own, or use fsdp"

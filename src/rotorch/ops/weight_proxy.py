@@ -1,14 +1,14 @@
-"""A weight that no rank has whole, in the place where a module looks for it.
+"""A proxy in the module's place of a weight that no rank has whole.
 
 A `WeightProxy` has the shape, dtype and device of a weight. Functions that use a weight as a layer does (linear layers,
-look-ups, convolutions) go to its `WeightUse`, which knows how one algorithm computes them with what this rank has:
+look-ups, convolutions) go to its `WeightUse`, in which one algorithm computes them with this rank's part:
 
     ring_use.py    slices that visit, or lie whole in shared memory (rtp)
     shard_use.py   this rank's shard, on ranks that share a batch (megatron)
     plane_use.py   a block on two axes of ranks that share a batch (atp)
     grid_use.py    a block on a square grid (summa, tesseract)
 
-So a layer's own forward runs as it is. Any other function gets the weight whole for that time, and the log says so
+So a layer's own forward runs unchanged. Any other function gets the weight gathered for the call, and the log says so
 once, or the use refuses it: always where the user's own plan says that the weight is cut.
 """
 
@@ -34,10 +34,10 @@ _log = logging.getLogger(__name__)
 
 
 class WeightUse(ABC):
-    """How one algorithm computes with one weight. What returns None is computed with the whole weight, or refused.
+    """One algorithm's computations with one weight. Where a method returns None the whole weight is used, or refused.
 
     Attributes:
-        weight: which.
+        weight: the whole weight's description.
         strategy: kind of the strategy, for errors.
     """
 
@@ -76,8 +76,8 @@ class WeightProxy(TensorProxy):
     """Stands for one weight. The transpose of a matrix is followed to the product that takes it.
 
     Attributes:
-        use: how its algorithm computes with it.
-        was_whole: whether it has been gathered for a function; the log tells once.
+        use: its algorithm's computations.
+        was_whole: True if it has been gathered for a function before; the log says so once.
     """
 
     use: WeightUse
@@ -93,12 +93,13 @@ class WeightProxy(TensorProxy):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], WeightProxy) and is_transpose(func, args, kwargs or {}):
+            # Not gathered yet: most transposes go straight into a product, which the use can answer.
             return Transposed(args[0])
         return super().__torch_function__(func, types, args, kwargs)
 
     @classmethod
     def answer(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Asks the weight's use where a layer calls; else calls `func` with whole weights, or refuses."""
+        """Lets the weight's use answer a layer's function; else calls `func` with whole weights, or refuses."""
         output = None
         if func is F.linear:
             output = _linear(*args, **kwargs)
@@ -114,7 +115,7 @@ def use_of(tensor: Tensor | None) -> WeightUse | None:
     return tensor.use if isinstance(tensor, WeightProxy) else None
 
 
-# The arguments of these are those of torch's functions; None says that the use has no answer.
+# These take the arguments of torch's functions; None: the use has no answer.
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor | None:
@@ -132,9 +133,11 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor | None:
     use = use_of(weight)
+    # These change the table or count its ids: only the whole weight has the right answer.
     if use is None or max_norm is not None or scale_grad_by_freq or sparse:
         return None
     num_rows = weight.shape[0]
+    # Here, with the whole table's size: behind this an id of no rank's rows would be zeros without a word.
     check_ids(input, num_rows=num_rows, of=f"{use.weight.name!r}: token")
     return use.embedding(input, padding_idx=None if padding_idx is None else padding_idx % num_rows)
 
@@ -153,6 +156,7 @@ def _on_whole_weights(func: Any, args: Any, kwargs: Any) -> Any:
     for use in (proxy.use for proxy in held):
         if (refusal := use.refusal()) is not None:
             raise ConfigError(f"{use.strategy}: {use.weight.name!r} is used by {name!r}, which {refusal}")
+    # A write to the gathered copy would be lost without a word.
     if isinstance(leaves[0], WeightProxy) and writes(func):
         use = leaves[0].use
         raise ConfigError(
@@ -166,13 +170,14 @@ def _on_whole_weights(func: Any, args: Any, kwargs: Any) -> Any:
                 "%s: %r is used by %r, which takes no slices: its %d bytes are whole on every rank for that time",
                 proxy.use.strategy, proxy.use.weight.name, name, proxy.use.weight.num_bytes,
             )  # fmt: skip
+    # All in one call, so that weights of one unit are gathered once.
     whole = iter(type(held[0].use).gather([proxy.use for proxy in held]))
     args, kwargs = tree_unflatten([next(whole) if isinstance(x, WeightProxy) else x for x in leaves], tree)
     return func(*args, **kwargs)
 
 
 class Transposed(TensorProxy):
-    """Stands for the transpose of a matrix that is not all there: `x @ weight.T` is the linear layer `weight`.
+    """Stands for the transpose of a matrix that is cut: `x @ weight.T` is the linear layer `weight`.
 
     Attributes:
         of: the matrix.
