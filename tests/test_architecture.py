@@ -67,6 +67,13 @@ ONLY_THERE = {
 BAD_FILES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 BAD_CLASSES = re.compile(r"(Engine|Manager|Context|Factory|Registry)$")
 MAX_LINES = 600
+RIDDLES = re.compile(r"(What|Whether|Which|How|Who(ever)?|Where|When|That|Those)\b")
+OPEN_WITH_A_SUBJECT = {
+    *("bench", "planner", "models", "testing", "train", "cli"),
+    *("__main__", "_torch_private", "mesh", "parallel_model", "parallelize", "run_config", "source"),
+}
+"""Parts of the package whose docstrings open with a noun or a verb."""
+OPEN_OTHERWISE = {"bench.contender", "models.lora", "models.traps", "train.optim"}
 
 
 def entry_of(module: str) -> str | None:
@@ -182,13 +189,21 @@ def modules_hold_no_state(module: str, tree: ast.Module) -> Iterator[tuple[int, 
 
 
 def is_container(value: ast.expr | None) -> bool:
-    """Whether an expression makes a dict, list or set, of whatever class."""
+    """True if an expression makes a dict, list or set, of whatever class."""
     match value:
         case ast.Dict() | ast.List() | ast.Set():
             return True
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
             return name.lower().endswith(("dict", "dictionary", "list", "set", "deque", "counter"))
     return False
+
+
+def docstrings_open_with_a_subject(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    if module.split(".")[0] in OPEN_WITH_A_SUBJECT and module not in OPEN_OTHERWISE:
+        for node in ast.walk(tree):
+            documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
+            if documented and RIDDLES.match(said := ast.get_docstring(node) or ""):
+                yield node.body[0].lineno, f"open with a noun, a verb or 'True if', not with {said.split()[0]!r}"
 
 
 def weights_are_held_in_one_way(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -248,6 +263,7 @@ RULES = [
     classes_say_what_they_are,
     modules_hold_no_state,
     weights_are_held_in_one_way,
+    docstrings_open_with_a_subject,
 ]
 
 
@@ -334,6 +350,13 @@ BITES = [
         "from rotorch.shard.sites import find_sites",
         "from rotorch.shard.sites import Site",
     ),
+    (
+        docstrings_open_with_a_subject,
+        "train.loop",
+        "class A:\n def f(self):\n  'Whether it ends.'",
+        "class A:\n def f(self):\n  'True if it ends, whatever happens.'",
+    ),
+    (docstrings_open_with_a_subject, "mesh", "'How ranks are numbered.'", "'Numbers of ranks.'"),
     (modules_hold_no_state, "models.hf", "known = {}", 'STATE_OF_A_PROCESS = {"probe": "x"}'),
 ]
 
