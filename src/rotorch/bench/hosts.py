@@ -53,7 +53,7 @@ class _Namespace:
 
 
 def why_no_hosts() -> str:
-    """Why this process cannot make hosts; empty if it can."""
+    """Returns the reason why this process cannot make hosts; empty if it can."""
     if sys.platform != "linux":
         return f"namespaces are a thing of Linux, and this is {sys.platform}"
     for tool in ("ip", "tc"):
@@ -118,7 +118,7 @@ class Hosts:
 
     @contextmanager
     def on(self, host: int) -> Iterator[None]:
-        """Within the block this thread, and what it forks, is on a host."""
+        """Moves this thread, and processes that it forks, to a host within the block."""
         own = {"GLOO_SOCKET_IFNAME": _INTERFACE, "ROTORCH_SHARED_MEMORY_DIR": self._memory_of(host)}
         with environment(**own), self._inside(self._hosts[host]):
             yield

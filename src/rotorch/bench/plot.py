@@ -86,7 +86,7 @@ def to_svg(records: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def to_html(records: Mapping[str, Mapping[str, Any]]) -> str:
-    """The same as a page that needs nothing else, to zoom and to hide rows in."""
+    """Returns the plot as a self-contained page, to zoom and to hide rows in."""
     from plotly.graph_objects import Figure, Scatter
     from plotly.subplots import make_subplots
 

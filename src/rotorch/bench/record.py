@@ -63,7 +63,7 @@ METHOD = (
 
 @dataclass
 class Row:
-    """All that is known of one row; what could not be measured is missing.
+    """Figures of one row; those that could not be measured are missing.
 
     Attributes:
         name: "limit", `--parallel` text, or a peer's name.
@@ -102,7 +102,7 @@ class Row:
 
     @property
     def problem(self) -> str | None:
-        """Why its figures are not to be used, or None."""
+        """Reason why the row's figures are not to be used, or None."""
         return self.error or (self.verdict.reason if self.verdict else None)
 
     @property
@@ -112,11 +112,11 @@ class Row:
 
     @property
     def sent_bytes(self) -> list[int]:
-        """By rank, of all kinds."""
+        """Bytes sent by each rank, of all kinds."""
         return [sum(traffic.sent_bytes.values()) for traffic in self.traffic]
 
     def process_bytes(self) -> dict[str, list[int]]:
-        """By rank, above what the process had before the model was built: at rest, at the peak, and private at rest."""
+        """Memory of each rank's process beyond that before the model was built: at rest, at the peak, private at rest."""
         return {
             "resident": [after.pss_bytes - before.pss_bytes for before, after in self.process],
             "peak": [after.peak_bytes - before.pss_bytes for before, after in self.process],
@@ -124,7 +124,7 @@ class Row:
         }
 
     def memory_bytes(self) -> dict[str, int]:
-        """Of the rank with the most: tensors at their peak and at rest, the process at its peak."""
+        """Memory of the rank with the most: tensors at their peak and at rest, the process at its peak."""
         found = {}
         if self.tensors:
             found["peak"] = max(t.peak_bytes for t in self.tensors)
@@ -135,7 +135,7 @@ class Row:
 
 
 def row_record(row: Row, *, task: Task, limit: Times | None) -> dict[str, Any]:
-    """One row as JSON."""
+    """Returns a row as JSON."""
     found: dict[str, Any] = {"parallel": row.name, "nproc": row.num_ranks, "threads_per_rank": row.threads}
     if row.peer is not None:
         found |= {"library": row.peer.library, "library_version": row.peer.library_version}
@@ -282,7 +282,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of Python and of the packages that matter; None for one that runs from its source, not installed."""
+    """Versions of Python and of the packages that matter; None for one that runs from its source, not installed."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("rotorch", "torch", "transformers"):
         try:

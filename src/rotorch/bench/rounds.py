@@ -72,7 +72,7 @@ class Ratio:
 
     @property
     def median(self) -> float:
-        """Of the rounds."""
+        """Median of the rounds' ratios."""
         return median(self.rounds)
 
 

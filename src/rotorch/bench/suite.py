@@ -209,7 +209,7 @@ def _case(
 
 
 def _digest_of_source() -> str:
-    """Of the package's Python files."""
+    """Digest of the package's Python files."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=12)
     for file in sorted(root.rglob("*.py")):

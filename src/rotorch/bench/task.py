@@ -72,7 +72,7 @@ class Task:
         return self.global_batch * self.sequence_length
 
     def to_json(self) -> dict[str, Any]:
-        """All of it as plain JSON."""
+        """Returns the whole task as plain JSON."""
         return {**vars(self), "optimizer": self.optimizer.model_dump(mode="json")}
 
     @property

@@ -100,7 +100,7 @@ def _clip(span: Span, window: Interval) -> Interval:
 
 
 def _length(intervals: Sequence[Interval]) -> float:
-    """Of the union."""
+    """Returns the length of the union of some intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         total += max(0.0, end - max(start, reached))
@@ -173,7 +173,7 @@ class _LastGradient:
         return self._missing == 0
 
     def follow(self, module: nn.Module) -> None:
-        """Before a forward pass."""
+        """Attaches to a module's gradients, before a forward pass."""
         self.forget()
         parameters = list(module.parameters())
         self._missing = len(parameters)

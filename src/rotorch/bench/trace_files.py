@@ -65,7 +65,7 @@ class RowTrace:
 
     @property
     def steps(self) -> list[Interval]:
-        """Of all ranks together."""
+        """Steps of all ranks together."""
         return together(self.ranks)
 
     @property
@@ -75,7 +75,7 @@ class RowTrace:
 
     @property
     def headline(self) -> list[str]:
-        """One line per rank: what its time went to, in percent; what took nothing is left out."""
+        """Shares of each rank's time, one line per rank, in percent; shares of nothing are left out."""
         return [
             f"rank {number}: " + ", ".join(f"{name} {100 * part:.1f} %" for name, part in found.items() if part >= 5e-4)
             for number, found in enumerate(self.shares_by_rank)
@@ -136,7 +136,7 @@ def _events(trace: RowTrace) -> Iterator[dict[str, Any]]:
 
 
 def _laned(spans: Sequence[Span]) -> Iterator[tuple[str, Span]]:
-    """Each span with its lane; messages that are under way at the same time get lanes of their own."""
+    """Yields each span with its lane; messages that are in flight at the same time get lanes of their own."""
     free_s: dict[str, list[float]] = {FETCHES: [], HOPS: []}
     for span in sorted(spans, key=lambda s: (s.start_s, -s.end_s)):
         lane = _LANE_OF.get(span.doing, DOES)
@@ -157,7 +157,7 @@ def _typical(trace: RowTrace) -> Interval:
 
 
 def _drawn(trace: RowTrace) -> Iterator[tuple[int, str, Span, float, float]]:
-    """Of one step, in the order of drawing: rank, lane, span, and its start and length in milliseconds."""
+    """Yields rank, lane, span, start and length in milliseconds of one step, in the order of drawing."""
     start, end = _typical(trace)
     for doing in _INWARDS:
         for rank, found in enumerate(trace.ranks):
@@ -233,7 +233,7 @@ _EDGED, _EDGE = {Doing.BLOCK, Doing.VISIT}, ' stroke="white" stroke-width="0.5"'
 
 
 def _picture(trace: RowTrace) -> str:
-    """The same as one SVG file."""
+    """Draws the trace as one SVG file."""
     start, end = _typical(trace)
     scale = (_WIDTH - _LEFT - 10) / (1e3 * (end - start))
     lanes, tops, top = _used_lanes(trace), {}, _LINE * (2 + len(trace.ranks)) + 10

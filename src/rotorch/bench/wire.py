@@ -49,7 +49,7 @@ class WireBytes:
 
 @contextlib.contextmanager
 def network_of_its_own() -> Iterator[bool]:
-    """Within the block this thread, and what it forks, has a network with nothing but a loopback interface.
+    """Gives this thread, and processes that it forks, a network with only a loopback interface within the block.
 
     Yields:
         Whether it has: not if the system forbids it, or if the user has named another interface for gloo.

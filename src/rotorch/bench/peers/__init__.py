@@ -187,5 +187,5 @@ def how_to_install(peer: Peer) -> str:
 
 
 def help_text() -> str:
-    """All peers, for `rotorch bench --help`."""
+    """Lists all peers, for `rotorch bench --help`."""
     return "; ".join(f"{name}: {peer.about}" for name, peer in PEERS.items())

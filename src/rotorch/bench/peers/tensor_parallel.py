@@ -78,7 +78,7 @@ class TensorParallel(PlainLoop):
 
 
 def parallel_styles(module: nn.Module) -> dict[str, ParallelStyle]:
-    """From the roles of the model's plan to a style for every module that has weights, by name.
+    """Turns the roles of the model's plan into a style for every module that has weights, by name.
 
     Raises:
         ConfigError: a weight that neither its plan nor a norm on the activations' way explains.
