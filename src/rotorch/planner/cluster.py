@@ -76,7 +76,7 @@ class Product(_Table):
 
 
 class Device(_Table):
-    """One accelerator, or on CPU what one rank has of the machine.
+    """One accelerator, or on CPU one rank's part of the machine.
 
     Attributes:
         name: as its maker calls it.
@@ -142,7 +142,7 @@ class Cluster(_Table):
 
     @cached_property
     def num_devices(self) -> int:
-        """Of all nodes."""
+        """Number of devices of all nodes."""
         return self.nodes * self.devices_per_node
 
     def link_of(self, reach: int) -> Link:
@@ -150,7 +150,7 @@ class Cluster(_Table):
         return next((link for link in self.links if reach <= link.devices), self.links[-1])
 
     def with_nodes(self, nodes: int) -> Cluster:
-        """The same kind of cluster with another number of nodes."""
+        """Returns the same kind of cluster with another number of nodes."""
         last = self.links[-1].model_copy(update={"devices": nodes * self.devices_per_node})
         return self.model_copy(update={"nodes": nodes, "links": (*self.links[:-1], last)})
 

@@ -44,7 +44,7 @@ class PerRow:
     constant_bytes: float = 0.0
 
     def of(self, rows: float, *, cut: float = 1.0) -> float:
-        """For so many rows, where `cut` ranks share them."""
+        """Returns the bytes for a number of rows, if `cut` ranks share them."""
         return (self.row_bytes * rows + self.constant_bytes) / cut
 
     def without_constant(self) -> PerRow:
@@ -92,7 +92,7 @@ class Memory:
 
     @property
     def total_bytes(self) -> float:
-        """All categories together."""
+        """Bytes of all categories together."""
         return sum(self.by_category.values())
 
     def largest(self) -> str:
@@ -137,7 +137,7 @@ class AtRest:
 
 
 def at_rest(model: FoldedModel, *, strategies: Sequence[Strategy], parts: Sequence[range] = ()) -> tuple[AtRest, ...]:
-    """Of each rank that may hold most: of a pipeline one per stage, else the first.
+    """Returns the memory of each rank that may hold most: in a pipeline one per stage, else the first.
 
     Args:
         model: with its units as the innermost strategy holds them, of one layer per class.
@@ -185,12 +185,12 @@ class _Pieces:
 
     @property
     def around_bytes(self) -> float:
-        """Of gradients of what lies around the layers."""
+        """Bytes of gradients of weights around the layers."""
         return self._before.trained_bytes + self._after.trained_bytes
 
     @property
     def gathered(self) -> Gathered:
-        """Of all weights, as `fully_shard` has them whole."""
+        """Bytes of weights that `fully_shard` has whole for a while."""
         around = sum(unit.num_bytes for unit in (*self.model.before, *self.model.after))
         head = self.model.head
         return Gathered(
@@ -220,14 +220,14 @@ class _Pieces:
 
 @dataclass(frozen=True)
 class Cuts:
-    """Among how many ranks activations are cut: interiors of layers, and the residual stream."""
+    """Numbers of ranks that activations are cut among: interiors of layers, and the residual stream."""
 
     interior: float = 1.0
     stream: float = 1.0
 
 
 def cuts_of(strategy: Strategy) -> Cuts:
-    """Of the innermost strategy of a layout."""
+    """Returns the cuts of the innermost strategy of a layout."""
     n = float(strategy.num_ranks)
     if strategy.kind == "megatron":
         return Cuts(interior=n, stream=n if strategy.token_axes else 1.0)
@@ -322,7 +322,7 @@ class _Passes:
         return self.batch.num_rows
 
     def peak(self, rank: AtRest) -> Memory:
-        """Of one rank."""
+        """Returns the peak of one rank."""
         kept, first, has_head, fewest = self._kept(rank)
         held, whole = dict(rank.by_category), rank.gathered
         gradients = held.pop("gradients")

@@ -18,7 +18,7 @@ _ADAMW_COUNTER_BYTES = 4
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one rank, in bytes.
+    """Predicted bytes of one rank.
 
     Attributes:
         weights_bytes: weights at rest.
@@ -57,7 +57,7 @@ class Prediction:
 
     @property
     def total_sent_bytes(self) -> int:
-        """Of all kinds."""
+        """Bytes sent, of all kinds."""
         return sum(self.sent_bytes.values())
 
 
@@ -80,7 +80,7 @@ def predict(
 def predict_part(
     spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int, batch: MicroBatch | None = None
 ) -> Prediction:
-    """The same for units as strategies hold them, all of which `rank` has something to do with."""
+    """Sums the Layouts of units as strategies hold them; `rank` takes part in all of these units."""
     positions = _positions(strategies, rank=rank)
     total = combine_layouts(_layout(unit, strategies=strategies, positions=positions) for unit in spec.units)
     trained = combine_layouts(

@@ -92,7 +92,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Plan:
-    """One layout with its micro-batch, and what it is predicted to take.
+    """One layout with its micro-batch, and its predicted memory and time.
 
     Attributes:
         parallel: as `--parallel` takes it.
@@ -243,7 +243,7 @@ class _Search:
         self._parts: dict[int, tuple[range, ...]] = {}
 
     def run(self, texts: Sequence[str] | None = None) -> Found:
-        """All plans, the best one first."""
+        """Returns all plans, the best one first."""
         task = self.task
         layers = 0 if task.spec.order.refused else len(task.spec.order.layers)
         wide = 2 * task.cluster.devices_per_node
@@ -339,7 +339,7 @@ class _Search:
         return MicroBatch(rows, self.task.batch.tokens, itemsize=self.task.itemsize)
 
     def memory(self, candidate: _Candidate, rows: int, accumulation: int) -> Memory:
-        """Of the rank that holds most."""
+        """Returns the memory of the rank that holds most."""
         return memory_of(
             self.task.folded,
             self.task.traced,
@@ -352,7 +352,7 @@ class _Search:
         )
 
     def time(self, candidate: _Candidate, rows: int, accumulation: int) -> StepTime:
-        """Of a step."""
+        """Predicts the time of a step."""
         inner = candidate.strategies[-1]
         again = inner.recomputes_layers or getattr(inner, "recompute", "none") in ("block", "all_but_attention")
         return step_time(
@@ -369,7 +369,7 @@ class _Search:
 
 
 def search(task: Task, *, texts: Sequence[str] | None = None) -> Found:
-    """All plans of a task, the best one first.
+    """Searches all plans of a task; returns the best one first.
 
     Args:
         task: what is to be trained where.
@@ -382,7 +382,7 @@ def search(task: Task, *, texts: Sequence[str] | None = None) -> Found:
 
 
 def judged(task: Task, text: str, *, rows: int, accumulation: int) -> Plan:
-    """One layout with a micro-batch of so many rows.
+    """Predicts one layout with a micro-batch of so many rows.
 
     Raises:
         ConfigError: it cannot hold the model.
@@ -415,7 +415,7 @@ def _by_speed(plan: Plan) -> float:
 
 
 def _with_reasons(plans: Sequence[Plan], task: Task) -> tuple[Plan, ...]:
-    """In order, with a reason for each that is not the best (see [Note: reasons])."""
+    """Returns the plans in order, with a reason for each that is not the best (see [Note: reasons])."""
     fit = sorted((plan for plan in plans if plan.fits), key=_by_speed)
     rest = sorted((plan for plan in plans if not plan.fits), key=lambda plan: plan.memory.total_bytes)
     best = fit[0] if fit else None

@@ -34,7 +34,7 @@ Row = tuple[float, float, float, float] | tuple[float, float, float, float, floa
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """One link of a cluster, as it is reached.
+    """Reached speed of one link of a cluster.
 
     Attributes:
         devices: consecutive ranks that it joins.
@@ -58,7 +58,7 @@ class Group:
 
     @property
     def reach(self) -> int:
-        """Within how many consecutive ranks the group lies."""
+        """Number of consecutive ranks within which the group lies."""
         return (self.size - 1) * self.stride + 1
 
 
@@ -73,21 +73,21 @@ class Work:
 
     @staticmethod
     def of(*rows: Row) -> Work:
-        """From rows of the table."""
+        """Makes the work of rows of the table."""
         return Work(np.array([(*row, 0.0)[:5] for row in rows], dtype=np.float64).reshape(-1, 5))
 
     @staticmethod
     def together(works: list[Work]) -> Work:
-        """One computation after the other."""
+        """Joins computations that run one after the other."""
         return Work(np.concatenate([w.table for w in works])) if works else Work.of()
 
     def times(self, number: float) -> Work:
-        """All of it several times."""
+        """Returns the work repeated several times."""
         return Work(np.repeat(self.table, int(number), axis=0))
 
     @property
     def flops(self) -> float:
-        """Of all products."""
+        """Floating-point operations of all products."""
         return float((self.table[:, 0]).sum())
 
     @property

@@ -89,7 +89,7 @@ class Planned:
 
     @cached_property
     def group_of(self) -> dict[str, Group]:
-        """Of every axis."""
+        """Groups of ranks by axis."""
         axes = [(axis, size) for strategy in self.strategies for axis, size in strategy.axes.items()]
         sizes = [size for _, size in axes]
         meshed = {axis: Group(size, prod(sizes[number + 1 :])) for number, (axis, size) in enumerate(axes)}
@@ -141,7 +141,7 @@ def cutting_of(strategy: Strategy) -> Cutting:
 
 @dataclass(frozen=True)
 class _Part:
-    """One unit's seconds, or those of what lies around the layers."""
+    """Seconds of one unit, or of the units around the layers."""
 
     forward_s: float
     input_s: float
@@ -165,7 +165,7 @@ class _Part:
 
 @dataclass(frozen=True)
 class _Pass:
-    """One micro-batch there and back."""
+    """Time of one micro-batch, forward and backward."""
 
     forward_s: float
     backward_s: float
@@ -233,7 +233,7 @@ class _Step:
         return found
 
     def _with_transfers(self, part: _Part, unit: Unit) -> _Part:
-        """The same with what a unit sends (see [Note: where transfers go])."""
+        """Adds a unit's transfers to its part (see [Note: where transfers go])."""
         plan = self.plan
         layout = plan.inner.layout(unit)
         moved = plan.inner.activation_transfers(unit, batch=plan.batch) if plan.inner is not plan.stages else ()
@@ -289,7 +289,7 @@ class _Step:
         return [all_reduce(layout.resident_bytes, axis=axis, size=groups[axis].size) for axis in self.plan.outer_axes]
 
     def _bucketed_s(self, transfer: Transfer) -> float:
-        """Of a sum that shares its messages with others, as those of many gradients do."""
+        """Seconds of a sum that shares its messages with other sums, as sums of many gradients do."""
         group = self.plan.group_of[transfer.axis]
         whole_s, message_s = self._s(transfer), self.plan.speeds.message_s(group, collective=True)
         return whole_s - message_s * max(0.0, 1.0 - transfer.payload_bytes / _BUCKET_BYTES) if whole_s else 0.0
@@ -300,7 +300,7 @@ class _Step:
     # ---------------------------------------------------------------- one micro-batch
 
     def one_pass(self, counts: Mapping[int, int], *, before: bool, after: bool, sums: bool = False) -> _Pass:
-        """One micro-batch through so many layers of each class (see [Note: extrapolation])."""
+        """Schedules one micro-batch through so many layers of each class (see [Note: extrapolation])."""
         few = {number: min(count, _MOST_LAYERS) for number, count in counts.items()}
         found = self._scheduled(few, before=before, after=after, sums=sums)
         for number, count in counts.items():
@@ -367,7 +367,7 @@ class _Step:
     # ---------------------------------------------------------------- a step
 
     def time(self) -> StepTime:
-        """All of a step."""
+        """Returns the time of a step and its parts."""
         return self._pipelined() if self.plan.stages is not None else self._in_one_piece()
 
     def _in_one_piece(self) -> StepTime:
@@ -481,14 +481,14 @@ class _Step:
 
 
 def _without_layers(stages: StageStrategy) -> StageStrategy:
-    """The same with what does not change its table at their defaults."""
+    """Returns the strategy with defaults for all options that do not change its table."""
     return stages.model_copy(update={"layers": None, "rank_memory": None, "recompute": "none"})
 
 
 def _makespan_s(
     stages: StageStrategy, num_micro_batches: int, *, ahead: bool, costs: Sequence[StageCosts], link: Link
 ) -> float:
-    """Of a step; of many micro-batches the first and last ones, since those between follow each other evenly."""
+    """Seconds of a step; of many micro-batches only the first and last are simulated, as the others are evenly spaced."""
     if stages.stages > _MOST_SIMULATED and getattr(stages, "schedule", "") == "1f1b":
         hops_s = sum(link.duration_s(cost.message_bytes) for cost in costs[1:])
         each = [cost.forward_s + cost.backward_input_s + cost.backward_weight_s for cost in costs]

@@ -44,7 +44,7 @@ class Cutting:
 
     @property
     def parts(self) -> int:
-        """In how many parts a unit is computed."""
+        """Number of parts in which a unit is computed."""
         return self.slices * self.steps
 
 
@@ -77,7 +77,7 @@ class Passes:
 
     @staticmethod
     def together(each: Sequence[Passes]) -> Passes:
-        """One unit after another."""
+        """Joins the passes of units that run one after another."""
         return Passes(
             Work.together([p.forward for p in each]),
             Work.together([p.backward_input for p in each]),
@@ -132,7 +132,7 @@ class FoldedModel:
     spec: ModelSpec
 
     def short(self) -> FoldedModel:
-        """The same, with a specification that has one layer of each class only."""
+        """Returns the model with a specification that has one layer of each class only."""
         first = {number: self.pattern.index(number) for number in range(len(self.classes))}
         layers = tuple(self.spec.order.layers[place] for place in first.values())
         units = (*self.before, *(unit for layer in self.classes for unit in layer.units), *self.after)
@@ -140,7 +140,7 @@ class FoldedModel:
         return replace(self, spec=replace(self.spec, units=units, order=order))
 
     def under(self, strategy: Strategy) -> FoldedModel:
-        """The same with its units as a strategy holds them, after `short`."""
+        """Returns the model with its units as a strategy holds them, after `short`."""
         held = fold(strategy.units_of(self.spec))
         pattern = tuple(held.pattern[number] for number in self.pattern)
         classes = tuple(replace(layer, count=pattern.count(number)) for number, layer in enumerate(held.classes))
@@ -157,7 +157,7 @@ class FoldedModel:
 
     @cached_property
     def num_parameters(self) -> int:
-        """Of all layers and what lies around them."""
+        """Number of parameters of all layers and of the units around them."""
         outside = sum(w.numel for u in (*self.before, *self.after) for w in u.weights)
         return outside + sum(c.count * sum(w.numel for u in c.units for w in u.weights) for c in self.classes)
 
@@ -233,7 +233,7 @@ def _units_by_place(spec: ModelSpec) -> dict[int, list[Unit]]:
 
 
 def _without_name(unit: Unit, *, layer: str) -> Unit:
-    """The same with names as seen from its layer, so that equal layers have equal units."""
+    """Returns the unit with names relative to its layer, so that equal layers have equal units."""
 
     def short(name: str) -> str:
         return name.removeprefix(layer)
@@ -368,7 +368,7 @@ def _attention(width: int, *, batch: MicroBatch, cutting: Cutting, numerics: Num
 
 
 def optimizer_work(num_parameters: float, *, num_weights: float, numerics: Numerics) -> Work:
-    """One step of AdamW on what a rank holds."""
+    """Work of one step of AdamW on a rank's weights."""
     operators = min(num_weights, _OPTIMIZER_OPERATORS)
     return Work.of((0.0, 0.0, num_parameters * numerics.optimizer_bytes, operators))
 
