@@ -1,1 +1,1 @@
-"""From a model to its units: reading tensor-parallel plans, of Hugging Face models or handed in."""
+"""Units of a model, from its tensor-parallel plan: that of a Hugging Face model, or one handed in."""

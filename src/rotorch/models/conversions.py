@@ -1,4 +1,4 @@
-"""From the names in a checkpoint to the model's own, by the rules that transformers applies when it loads.
+"""Mapping of a checkpoint's names to the model's own, by the rules that transformers applies when it loads.
 
 Checkpoints are older than the code that reads them: a family's modules get new names, a base model is published without
 the prefix it has in a task's model, experts that are stored one by one are one tensor in the model. transformers keeps
@@ -109,7 +109,7 @@ def _converted(target: str, converter: Any, sources: dict[str, list[Stored]], *,
 
 
 def _put_together(converter: Any, sources: Mapping[str, list[Stored]]) -> Stored | None:
-    """The same by parts, if the conversion only stacks and joins; else None."""
+    """Converts part by part, if the conversion only stacks and joins; else returns None."""
     parts = {pattern: list(sources[pattern]) for pattern in converter.source_patterns if pattern in sources}
     for operation in converter.operations:
         kind = type(operation).__name__

@@ -1,4 +1,4 @@
-"""From an `nn.Module` and its plan to a ModelSpec: which weights are cut, how, and which of them form a unit.
+"""Description of an `nn.Module` by its plan, as a ModelSpec: cuts of its weights, and the units that they form.
 
 [Note: units]
     Weights with a column role and weights with a row role under one parent form a MODULE unit: the parent's own
@@ -138,7 +138,7 @@ def _renamed(unit: Unit, *, prefix: str) -> Unit:
 
 
 def _with_features(spec: ModelSpec, module: nn.Module, *, roles: Mapping[str, str]) -> ModelSpec:
-    """The same, and how its weights are cut on a grid, or why not; a plan of the user's own is believed."""
+    """Adds the cuts of weights on a grid, or the reason against them; a plan of the user's own is believed."""
     tried = is_from_config(module) and not spec.by_plan
     last = last_linear(module) if tried and not any(u.logits for u in spec.units) else ""
     spec = with_features_cut(module, spec, roles=roles, last=last, tried=tried)
@@ -156,7 +156,7 @@ def _with_features(spec: ModelSpec, module: nn.Module, *, roles: Mapping[str, st
 
 
 def _marked(spec: ModelSpec, module: nn.Module) -> ModelSpec:
-    """The same, and which of its units is the head, and which whole weights only modules that run on slices use."""
+    """Marks the unit that is the head, and whole weights that only modules which run on slices use."""
     head = head_weights(module)
     beside = {name for u in spec.units for name in u.replicated}
     inside = tuple(f"{u.name}." if u.name else "" for u in spec.units if u.kind is UnitKind.MODULE)

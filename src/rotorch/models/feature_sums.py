@@ -21,7 +21,7 @@ Sum = Callable[[Tensor], Tensor]
 
 
 class CompletedSums(TorchFunctionMode):
-    """Within its block, reductions over the last dim of a tensor with `mine` features are over all `total` of them.
+    """Completes reductions over the last dim of a tensor with `mine` features to all `total` of them, within its block.
 
     Args:
         mine: features of this rank.

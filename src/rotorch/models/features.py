@@ -52,7 +52,7 @@ class _Unknown(Exception):
 def with_features_cut(
     module: nn.Module, spec: ModelSpec, *, roles: Mapping[str, str], last: str = "", tried: bool = False
 ) -> ModelSpec:
-    """The same spec, with `Weight.grid` of every weight; or with the reason why not in `features_stay_whole`.
+    """Returns the spec with `Weight.grid` of every weight; or with the reason against it in `features_stay_whole`.
 
     Args:
         module: the model, also on meta.
@@ -75,7 +75,7 @@ _DROPS = re.compile(r"drop_?path|layer_?drop|stochastic_depth|survival")
 
 
 def _drops_whole_samples(module: nn.Module) -> str:
-    """Why not, if a model's forward drops samples or layers at random: ranks that share tokens draw apart."""
+    """Returns an obstacle if forward drops samples or layers at random: ranks that share tokens draw different ones."""
     config = getattr(module, "config", None)
     values = config.to_dict() if hasattr(config, "to_dict") else {}
     for key, value in values.items():
@@ -204,7 +204,7 @@ class _Cuts:
         return GridCut(rows=Cut(0, weight.shape[0]), columns=Cut(1, self._hidden))
 
     def _convolution(self, weight: Weight) -> GridCut:
-        """Of whole images, its output channels are features; one that is given features finds too few of them."""
+        """Cuts a convolution of whole images: output channels are features. One on features finds too few of them."""
         layers = [site.module for site in self._sites[weight.name]]
         if any(getattr(layer, "groups", 0) != 1 for layer in layers):
             raise _Unknown(f"{weight.name!r} {list(weight.shape)} is a convolution in groups")
@@ -231,7 +231,7 @@ class _Cuts:
         return GridCut(rows=inputs, columns=outputs)
 
     def _projection(self, weight: Weight) -> GridCut:
-        """Of an attention whose forward is more than a sum over heads: a norm over all heads lies between."""
+        """Cuts a projection of an attention that is more than a sum over heads: a norm over all heads lies between."""
         parent_name = weight.name.rpartition(".")[0].rpartition(".")[0]
         parent = self.module.get_submodule(parent_name)
         role = self.roles.get(weight.name, "")

@@ -163,7 +163,7 @@ def _put_together(
 
 
 def _all_in_one(key: str, numbered: Mapping[int | None, Stored], *, path: Path) -> Stored:
-    """One part of all experts of a layer as one tensor, however the file keeps it."""
+    """Joins one part of all experts of a layer into one tensor, however the file keeps it."""
     if None in numbered:
         return numbered[None]
     missing = sorted(set(range(len(numbered))) - {number for number in numbered if number is not None})

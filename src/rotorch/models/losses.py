@@ -64,7 +64,7 @@ def _with_labels(batch: Batch) -> Batch:
 
 
 class CausalLMLoss:
-    """Of a causal language model of Hugging Face: its own loss, and what it adds to that by shares.
+    """Loss of a causal language model of Hugging Face: its own, and by shares the terms that it adds to it.
 
     Listens to the model's `loss_function`, to tell the two apart (see [Note: shares]).
 
@@ -106,7 +106,7 @@ class CausalLMLoss:
 
 
 class OwnMeanLoss:
-    """Of any model that returns a mean over the targets it is given: weighted with this batch's share of all targets.
+    """Loss of any model that returns a mean over its targets: weighted with this batch's share of all targets.
 
     The model is called with the batch's entries by name, and returns its loss as `.loss`, under "loss", or first in a
     tuple. It is a mean over `labels` that are not -100; over rows if labels are no integers or there are none.

@@ -1,4 +1,4 @@
-"""From a model's own tensors to those of a published checkpoint: the rules of loading, the other way round.
+"""Conversion of a model's own tensors to those of a published checkpoint: the rules of loading, in reverse.
 
 What transformers does with names and experts when it loads a checkpoint (`models/conversions.py`) it undoes when it
 saves a model, with the whole model in memory. Here the same reversed rules say, on shapes alone, which tensors a

@@ -125,7 +125,7 @@ def _varies(unit: Unit, uses: Mapping[str, Use] | None) -> bool:
 
 
 def _obstacle(weight: Weight, uses: Mapping[str, Use] | None, *, module: nn.Module) -> str:
-    """Why a weight without a role cannot go round, as far as its layer and the trial say; "" if nothing is known."""
+    """Returns the reason why a weight without a role cannot rotate, by its layer and the trial; "" if none is known."""
     if any(isinstance(_use(layer), str) for layer in _layers(weight, module)):
         return _reason(weight, module=module)
     if uses is None:
@@ -235,7 +235,7 @@ def _layers(weight: Weight, module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _reason(weight: Weight, *, module: nn.Module) -> str:
-    """Why no rule cuts a weight."""
+    """Returns the reason why no rule cuts a weight."""
     uses = [_use(layer) for layer in _layers(weight, module)]
     why = next((use for use in uses if isinstance(use, str)), None)
     if why is not None:

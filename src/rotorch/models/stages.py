@@ -129,7 +129,7 @@ class StagedModule:
 
     @contextmanager
     def stage(self, number: int, *, received: Tensor | None) -> Iterator[None]:
-        """Within it the module's forward is that of one stage; it raises `StageOutput` if that is not the last.
+        """Makes the module's forward that of one stage within the block; it raises `StageOutput` unless it is the last.
 
         Args:
             number: which stage.

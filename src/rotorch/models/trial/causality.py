@@ -19,7 +19,7 @@ _ROUNDING = 1e-5
 
 
 def why_not_trained(config: Any) -> str:
-    """Why a model of this kind is not trained for the next token, in a sentence; "" if nothing is wrong."""
+    """Returns the reason why a model of this kind is not trained for the next token, in a sentence; "" if none."""
     if not reads_ahead(config):
         return ""
     return (

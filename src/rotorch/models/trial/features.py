@@ -49,7 +49,7 @@ def last_linear(module: nn.Module) -> str:
 
 
 def why_not_in_halves(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> str:
-    """Why a Hugging Face model's features cannot be cut, by trial (see [Note: feature probe]); "" if they can.
+    """Returns the reason why a model's features cannot be cut, by trial (see [Note: feature probe]); "" if they can.
 
     Deterministic, the same on all ranks; draws from no random generator of the caller's.
 

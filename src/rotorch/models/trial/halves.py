@@ -32,7 +32,7 @@ def key_of(module: nn.Module) -> str:
 
 @contextmanager
 def trial() -> Iterator[None]:
-    """Around all that is tried: no gradients, no meta tensors, nobody's random numbers, no threads of torch's."""
+    """Runs a trial without gradients, meta tensors, effects on random numbers, or threads of torch."""
     with torch.random.fork_rng(devices=[]), torch.no_grad(), off_meta(), one_thread():
         yield
 

@@ -25,7 +25,7 @@ _known: dict[str, str] = {}
 
 
 def why_not_in_stretches(module: nn.Module) -> str:
-    """Why activations in the layers of a Hugging Face model cannot be cut along the sequence; "" if they can.
+    """Returns the reason why activations in a model's layers cannot be cut along the sequence; "" if they can.
 
     See [Note: token probe]. Deterministic, the same on all ranks; draws from no random generator of the caller's.
 

@@ -108,7 +108,7 @@ def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Tr
 
 
 def _why_not_in_stages(tiny: nn.Module, *, run: Callable[..., Any]) -> str:
-    """Why it cannot be cut between its layers, in words; also where tokens are padding, with a mask and without."""
+    """Returns the reason why it cannot be cut between its layers, in words; tries padding, with a mask and without."""
     why = why_not_in_stages(tiny, run=run)
     takes_mask = "attention_mask" in inspect.signature(tiny.forward).parameters
     for where, tried in {

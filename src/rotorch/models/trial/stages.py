@@ -23,7 +23,7 @@ _TOLERANCE = 1e-9
 
 
 def why_not_in_stages(tiny: nn.Module, *, run: Callable[[], Any]) -> str:
-    """Why a model cannot be cut between its layers, in words; "" if it can (see [Note: stage probe]).
+    """Returns the reason why a model cannot be cut between its layers; "" if it can (see [Note: stage probe]).
 
     Args:
         tiny: a model that runs; it is left as it is.

@@ -109,7 +109,7 @@ def pattern_of(name: str) -> str:
 
 
 def _of_both(one: Use, other: Use) -> Use:
-    """For weights of two layers that have the same name in them."""
+    """Joins the uses of weights of two layers that have the same name in them."""
     return Use(
         max(one.products, other.products),
         max(one.lookups, other.lookups),
@@ -181,7 +181,7 @@ class _Watch(TorchFunctionMode):
 
 
 def _name(func: Any) -> str:
-    """Of a function; of a property its own, not `__get__`."""
+    """Name of a function; of a property its own, not `__get__`."""
     name = getattr(func, "__name__", str(func))
     return getattr(getattr(func, "__self__", None), "__name__", name) if name in ("__get__", "__set__") else name
 
