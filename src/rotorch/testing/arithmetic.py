@@ -38,7 +38,7 @@ class _Widen(LightDispatchMode):
 
 @contextmanager
 def exact_arithmetic() -> Iterator[None]:
-    """Within it, torch computes in float64 where code asks for float32: by dtype, by `.float()` or by default.
+    """Makes torch compute in float64 where code asks for float32: by dtype, by `.float()` or by default.
 
     Tensors that are float32 already stay so: convert models with `widen`. For this thread; the default dtype is put
     back on leaving.

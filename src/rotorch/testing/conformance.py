@@ -47,7 +47,7 @@ LOSS_BAR, GRADIENT_BAR, UPDATE_BAR = 1e-5, 1e-4, 1e-6
 
 @dataclass
 class Case:
-    """One model and what one process makes of it, in float32.
+    """One model and its results on one process, in float32.
 
     Attributes:
         config: its Hugging Face configuration.

@@ -1,4 +1,4 @@
-"""One process as one of many ranks: what a rank would hold, without the others."""
+"""One process as one of many ranks: the memory and traffic of a rank, without the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rotorch._torch_private import fake_store
 
 @contextmanager
 def as_rank(rank: int, *, num_ranks: int) -> Iterator[None]:
-    """Within it, this process is rank `rank` of `num_ranks` of a process group that does nothing.
+    """Makes this process rank `rank` of `num_ranks` of a process group that does nothing, within the block.
 
     Collectives return at once and leave tensors as they are, so only what needs no answer from other ranks means
     something: cutting, holding, counting. Nothing that maps another rank's memory works.

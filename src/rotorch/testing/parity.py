@@ -1,4 +1,4 @@
-"""The same global batches under any layout: losses of training steps, to be held against one process."""
+"""Losses of training steps on the same global batches under any layout, to be compared with one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parallel_losses(model: ParallelModel, *, num_steps: int, vocab_size: int, fu
 
 
 def reference_losses(module: nn.Module, *, num_steps: int, vocab_size: int) -> Iterator[float]:
-    """The same with a plain module on one process, each global batch at once, one weight after another."""
+    """Trains a plain module on one process, each global batch at once, one weight after another; yields losses."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=LEARNING_RATE)
     for step in range(num_steps):
         yield float(reference_step(module, parity_batch(step=step, vocab_size=vocab_size)))

@@ -73,7 +73,7 @@ class _Access:
 
 @dataclass
 class _Work:
-    """One piece of a lane's work: whether it can run now, and what it does."""
+    """Work item of a lane: when it can run, and its effect."""
 
     ready: Callable[[], bool]
     run: Callable[[], None]
@@ -317,7 +317,7 @@ class FakePeerMemory:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Within it, every operation of this process counts as one of the compute lane (see [Note: clocks])."""
+        """Counts every operation of this process as one of the compute lane within the block (see [Note: clocks])."""
         self._is_watched = True
         try:
             with _Watch(self):
@@ -327,7 +327,7 @@ class FakePeerMemory:
 
     @contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Within it, operations are those of another lane."""
+        """Leaves operations to another lane within the block."""
         before, self._is_watched = self._is_watched, False
         try:
             yield

@@ -35,11 +35,11 @@ class Subject(Protocol):
 
     @property
     def num_micro_batches(self) -> int:
-        """Of each share of a step."""
+        """Number of micro-batches of each share of a step."""
 
     @property
     def loss(self) -> LossFn | None:
-        """As `parallelize` takes it; None: the model's own."""
+        """Loss as `parallelize` takes it; None: the model's own."""
 
     def build(self) -> nn.Module:
         """Makes the model, in the current device context."""

@@ -63,7 +63,7 @@ _LEARNING_RATE = 1e-3
 
 @dataclass
 class StepErrors:
-    """One rank's, or all ranks', relative errors of one step. Names are in the order of forward.
+    """Relative errors of one step, of one rank or all. Names are in the order of forward.
 
     Attributes:
         loss: the loss as the parallel model returned it, and as the reference did.
@@ -207,7 +207,7 @@ def verify_subject(
     device: str = "cpu",
     directory: str | None = None,
 ) -> VerifyReport:
-    """As `verify`, of any model that a `Subject` describes.
+    """Verifies any model that a `Subject` describes, like `verify`.
 
     Args:
         subject: how the model is built, its data and its loss.

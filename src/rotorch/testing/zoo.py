@@ -366,7 +366,7 @@ def _what_was_not_held(
 
 
 def _commits(outcomes: Iterable[Outcome]) -> str:
-    """Of a row's outcomes, each once."""
+    """Commits of a row's outcomes, each once."""
     return ", ".join(sorted({f"{o.commit[:10]}{'+' * o.commit.endswith('+')}" if o.commit else "-" for o in outcomes}))
 
 
