@@ -175,7 +175,7 @@ def _went_back(
     listeners: Sequence[Listener],
     board: StatusBoard,
 ) -> bool:
-    """After a step that was not updated: whether the run is at an earlier checkpoint now, else the step is skipped.
+    """True if the run has gone back to an earlier checkpoint after a step without an update; else the step is skipped.
 
     Raises:
         FinalFailure: if it is to stop; says what was wrong, and where it began.
@@ -242,7 +242,7 @@ def evaluate(model: ParallelModel, held_out: TokenWindows, *, micro_batch: int, 
 
 
 def _for_model(batch: Batch, model: ParallelModel) -> Batch:
-    """On the model's device, with `labels` too: Hugging Face models compute a loss only if they are there."""
+    """Moves a batch to the model's device, with `labels`: Hugging Face models compute a loss only if they are there."""
     moved = {name: tensor.to(model.device) for name, tensor in batch.items()}
     return {**moved, "labels": moved["shift_labels"]}
 

@@ -50,7 +50,7 @@ class Landing(Protocol):
         """Makes this the checkpoint; called once the manifest is written."""
 
     def give_up(self) -> None:
-        """After a failure: removes what was written."""
+        """Removes the files of a checkpoint after a failure."""
 
 
 def landing(directory: Place) -> Landing:

@@ -199,7 +199,7 @@ def leftovers(parent: Place) -> list[Place]:
 
 
 def stands_in(path: Place) -> Path | None:
-    """For `.step-*.old` whose `step-*` is missing (a save was cut off while it replaced it): the missing directory."""
+    """Returns the missing `step-*` of a `.step-*.old`, if a save was cut off while it replaced the directory."""
     if isinstance(path, StorePath) or not path.name.endswith(".old") or not _NAME.fullmatch(path.name):
         return None
     final = path.parent / path.name.removeprefix(".").removesuffix(".old")

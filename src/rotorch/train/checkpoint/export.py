@@ -167,7 +167,7 @@ def _entries(reader: CheckpointReader, manifest: Manifest, *, dtype: str | None,
 
 
 def _as_published(entries: list[Entry], manifest: Manifest) -> list[Entry]:
-    """The same tensors as the model's family publishes them; of a class that transformers does not have, as they are.
+    """Returns the tensors as the model's family publishes them; unchanged if transformers does not have the class.
 
     What several are made of is in memory while they are written, one after another.
     """

@@ -121,7 +121,7 @@ def save(run_dir: Place | str, state: TrainState, *, keep: int) -> Place:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """All that goes into one checkpoint: `tensors` may be the run's own, or copies of them."""
+    """Contents of one checkpoint: `tensors` may be the run's own, or copies of them."""
 
     path: Place
     tensors: dict[str, ChunkedTensor | Tensor]
@@ -431,7 +431,7 @@ def _schedule_changes(*, saved: dict[str, Any], ours: dict[str, Any]) -> list[st
 
 @contextmanager
 def _agreed(mesh: DeviceMesh) -> Iterator[None]:
-    """All ranks: an error inside on any rank becomes the same error on every rank (that of the first such rank)."""
+    """Raises an error of any rank as the same error on every rank (that of the first such rank). All ranks."""
     with one_error(mesh, kinds=(DamagedCheckpoint, ConfigError, RankFailure)):
         try:
             yield

@@ -172,7 +172,7 @@ def _read_rows(
     into: Tensor,
     file: Place,
 ) -> None:
-    """The same for a tensor of `sizes`, one dim or more, whose bytes begin at `start`."""
+    """Reads a tensor of `sizes`, one dim or more, whose bytes begin at `start`."""
     row_elements = math.prod(sizes[1:])
     row_bytes = row_elements * dtype.itemsize
     if row_bytes > _BUFFER_BYTES and len(sizes) > 1:

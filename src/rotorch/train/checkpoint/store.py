@@ -33,7 +33,7 @@ _LOCAL = ("file", "local")
 
 @dataclass(frozen=True)
 class Size:
-    """As much of `os.stat_result` as a store tells."""
+    """Part of `os.stat_result` that stores know."""
 
     st_size: int
 

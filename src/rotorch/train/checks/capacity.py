@@ -26,7 +26,7 @@ _MOST_READINGS = 10
 
 
 def check_number_of_ranks(strategies: Sequence[Strategy]) -> None:
-    """So many processes have room on this machine."""
+    """Checks that this machine has room for so many processes."""
     asked, has = num_ranks(strategies), most_bytes()
     if asked * _RANK_BYTES > has:
         raise ConfigError(
@@ -36,7 +36,7 @@ def check_number_of_ranks(strategies: Sequence[Strategy]) -> None:
 
 
 def check_weights_fit(spec: ModelSpec) -> None:
-    """All ranks together hold weights, gradients and the optimizer's state at least once."""
+    """Checks that all ranks together can hold weights, gradients and the optimizer's state at least once."""
     needed, has = spec.num_bytes + (1 + _OPTIMIZER_STATES) * spec.trained_bytes, most_bytes()
     if needed > has:
         raise ConfigError(
@@ -68,7 +68,7 @@ def check_batch_fits(
 
 
 def check_text_lasts(sizes: BatchSizes, *, config: RunConfig, source: CheckedSource) -> None:
-    """One step does not read the text over and over. Known before tokenising for bytes only."""
+    """Checks that one step does not read the text several times. Known before tokenising for bytes only."""
     if config.data.tokenizer != "bytes" or source.instructions is not None or not source.corpus.is_exact:
         return
     windows = max(1, source.corpus.text_bytes // (config.data.sequence_length + 1))

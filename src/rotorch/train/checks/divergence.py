@@ -61,7 +61,7 @@ class DivergenceGuard:
         self._returns = 0
 
     def remember_in(self, state: TrainState) -> None:
-        """Before a checkpoint: what it is to keep. Nothing if no loss is ever a spike."""
+        """Stores recent losses in a checkpoint's state. Stores nothing if no loss is ever a spike."""
         if self._train.spike_factor:
             state.data = {**state.data, RECENT_LOSSES: list(self._losses)}
 

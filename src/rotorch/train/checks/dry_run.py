@@ -55,7 +55,7 @@ class RankPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """All that it holds on its device, but for activations and temporaries, for which there is no formula."""
+        """Bytes on the device except activations and temporaries, for which there is no formula."""
         return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes + self.passes_bytes
 
     @property
@@ -95,7 +95,7 @@ def dry_run(run: CheckedRun) -> dict[str, Any]:
 
 
 def _stages(run: CheckedRun) -> dict[str, Any] | None:
-    """Of a pipeline: how many layers each stage has, and its part of all operations; None if there is none."""
+    """Numbers of layers of each stage of a pipeline, and its part of all operations; None without a pipeline."""
     for strategy in run.strategies:
         if isinstance(strategy, StageStrategy):
             costs = layer_costs(run.spec, batch=micro_batch_of(run.config), recompute=strategy.recomputes_layers)

@@ -1,4 +1,4 @@
-"""All that can be wrong with a run, found before any rank starts and before anything is written.
+"""Checks of a run's inputs, made before any rank starts and before anything is written.
 
 `check_run` is the list; each check is a small function that raises `ConfigError` with one line that says what to write
 instead.

@@ -1,1 +1,1 @@
-"""From text on disk to batches: corpus, tokens, windows, order."""
+"""Path of text from disk to batches: corpus, tokens, windows, order."""

@@ -1,4 +1,4 @@
-"""From a corpus on disk to batches: the steps in order, and the names that the rest of the trainer imports.
+"""Batches of a corpus on disk: the steps in order, and the names that the rest of the trainer imports.
 
 checked = check_source("stdlib", tokens="bytes", sequence_length=256)    # before any rank starts; writes nothing
 file    = prepare_corpus(checked, progress=bar)                          # tokenises once, into the cache

@@ -100,7 +100,7 @@ class TokenWindows:
         return self.stored(Permutation(len(self), seed=self.seed, epoch=epoch)(index))
 
     def global_batch(self, step: int, *, global_batch: int) -> Batch:
-        """All samples of a step, in order of position, as one batch; what all ranks together read."""
+        """Returns all samples of a step, in order of position, as one batch: the batch that all ranks together read."""
         first = step * global_batch
         return _to_batch([self.window(sample) for sample in range(first, first + global_batch)])
 
@@ -134,7 +134,7 @@ class TokenWindows:
     def evaluation_batches(
         self, *, micro_batch: int, batch_rank: int = 0, num_batch_ranks: int = 1, max_windows: int | None = None
     ) -> Iterator[HeldOutBatch]:
-        """All windows once, in file order, dealt out over the ranks. Communicates nothing.
+        """Deals out all windows over the ranks, each once, in file order. Communicates nothing.
 
         Every rank gets the same number of batches, as collectives in the forward pass need; where windows run out,
         rows are filled with labels of -100 and may even fill a whole batch, so divide sums by the sum of

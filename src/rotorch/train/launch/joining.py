@@ -184,7 +184,7 @@ def _has_joined() -> bool:
 
 
 def what_was_told(config: Mapping[str, Any], *, resume: bool, num_ranks: int) -> dict[str, Any]:
-    """All that a rank was started with, by keys as a user writes them; as plain JSON.
+    """Returns a rank's settings by keys as a user writes them, as plain JSON.
 
     Args:
         config: the `RunConfig`, as plain JSON.

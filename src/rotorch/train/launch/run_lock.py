@@ -1,4 +1,4 @@
-"""One run at a time per directory: of two that write the same one, the second is refused, by name of the first.
+"""Lock of a run's directories: a second run in the same directory is refused, by name of the first.
 
 [Note: a lock that dies with its holder]
     The lock is `flock` on a file in the directory. The launcher takes it, or rank 0 under torchrun, and forked ranks

@@ -58,7 +58,7 @@ _RANK_FAILED = 3
 
 
 class Progress:
-    """For how long each rank of a board has not got on.
+    """Time for which each rank of a board has made no progress.
 
     Attributes:
         still_s: seconds, by rank, as of the last look.
@@ -154,7 +154,7 @@ def format_record(record: Mapping[str, Any]) -> str:
 
 
 class OwnWatch:
-    """Within its block: this process ends with exit code 3 when its rank has not got on for `timeout_s`.
+    """Ends this process with exit code 3 when its rank makes no progress for `timeout_s`, within the block.
 
     Args:
         board: of this rank alone.
