@@ -45,7 +45,7 @@ def named_schedule(name: str, *, stages: int, chunks: int, micro_batches: int, u
 
 
 def simulated(schedule: Schedule, *, gather: float, message: float) -> Simulation:
-    """In slots: a stage's forward of one micro-batch, and each of its gradients, take one."""
+    """Simulates a schedule in slots: a stage's forward of one micro-batch takes one, as does each of its gradients."""
     for what, slots in (("gather", gather), ("message", message)):
         if not slots >= 0:
             raise ConfigError(f"schedule {schedule.name}: --{what} {slots:g}. Write the slots it takes, 0 or more")
