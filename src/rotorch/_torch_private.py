@@ -164,7 +164,7 @@ def group_size(name: str) -> int:
 
 
 def group_timeout(group: dist.ProcessGroup, *, device: torch.device) -> timedelta:
-    """After how long operations of a process group on a device's tensors fail.
+    """Time after which operations of a process group on a device's tensors fail.
 
     Reason: a group made beside another one should wait as long, and no public name tells how long that is.
     """

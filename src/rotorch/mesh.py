@@ -1,4 +1,4 @@
-"""From strategies to ranks: the process group and the device mesh, one axis per strategy axis, outermost first."""
+"""Process group and device mesh of some strategies: one axis per strategy axis, outermost first."""
 
 from __future__ import annotations
 

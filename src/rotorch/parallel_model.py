@@ -190,7 +190,7 @@ class ParallelModel:
         return {name: self.chunks_of(name) for name in self.weights}
 
     def chunks_of(self, name: str) -> ChunkedTensor:
-        """One weight in that form."""
+        """Returns one weight as a `ChunkedTensor`."""
         held = self.weights[name]
         return ChunkedTensor(held.local, shape=held.weight.shape, chunks=held.chunks)
 
@@ -215,7 +215,7 @@ class ParallelModel:
     # ---------------------------------------------------------------- passes
 
     def write_status_to(self, status: StatusWord, *, blocks: bool = True) -> list[str]:
-        """From now on this rank writes down on `status` what it is at in a pass. This rank only; call it once.
+        """Writes this rank's place in a pass to `status` from now on. This rank only; call it once.
 
         Args:
             status: where.
@@ -349,7 +349,7 @@ class ParallelModel:
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """Around the module's own forward: its precision, and no operation that reads weights past their layers."""
+        """Runs the module's own forward in its precision, without operations that read weights past their layers."""
         # torch's fused encoder layers read weights past the layers that hold them, and no strategy would know.
         fused = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)

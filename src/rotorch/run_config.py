@@ -457,7 +457,7 @@ def _parse_value(text: str, *, override: str) -> Any:
 
 
 def _known_keys(model: type[BaseModel] = RunConfig, *, prefix: str = "") -> list[str]:
-    """All keys with their sections: `train.steps`."""
+    """Lists all keys with their sections: `train.steps`."""
     keys = []
     for name, field in model.model_fields.items():
         sections = [t for t in (field.annotation, *get_args(field.annotation)) if _is_section(t)]
@@ -482,7 +482,7 @@ def _suggest(where: Sequence[str]) -> str:
 
 
 def _explain(error: ValidationError, *, path: Path) -> str:
-    """One line for the first of a validation's errors; unknown keys first, since a misspelt key also goes missing."""
+    """Returns one line for a validation's first error; unknown keys first, since a misspelt key also goes missing."""
     found = sorted(error.errors(), key=lambda e: e["type"] != "extra_forbidden")
     first = found[0]
     where = [str(part) for part in first["loc"] if part not in ("str", "constrained-str", "dict[str,any]")]
