@@ -116,7 +116,7 @@ class Row:
         return [sum(traffic.sent_bytes.values()) for traffic in self.traffic]
 
     def process_bytes(self) -> dict[str, list[int]]:
-        """Memory of each rank's process beyond that before the model was built: at rest, at the peak, private at rest."""
+        """Memory of each rank's process beyond that without the model: at rest, at the peak, and private at rest."""
         return {
             "resident": [after.pss_bytes - before.pss_bytes for before, after in self.process],
             "peak": [after.peak_bytes - before.pss_bytes for before, after in self.process],

@@ -488,7 +488,7 @@ def _without_layers(stages: StageStrategy) -> StageStrategy:
 def _makespan_s(
     stages: StageStrategy, num_micro_batches: int, *, ahead: bool, costs: Sequence[StageCosts], link: Link
 ) -> float:
-    """Seconds of a step; of many micro-batches only the first and last are simulated, as the others are evenly spaced."""
+    """Seconds of a step; of many micro-batches it simulates the first and last, since the others are evenly spaced."""
     if stages.stages > _MOST_SIMULATED and getattr(stages, "schedule", "") == "1f1b":
         hops_s = sum(link.duration_s(cost.message_bytes) for cost in costs[1:])
         each = [cost.forward_s + cost.backward_input_s + cost.backward_weight_s for cost in costs]
