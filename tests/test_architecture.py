@@ -33,6 +33,7 @@ LAYERS = {
     "ops": 5,
     "parallel_model": 5,
     "hold": 5,
+    "optim": 5,
     "drop_in": 5.5,
     "parallelize": 6,
     "testing": 6.5,  # public, for tests and `rotorch verify`; IMPORTED_ONLY_BY keeps layer 7 out of it

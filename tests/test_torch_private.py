@@ -26,6 +26,7 @@ from rotorch._torch_private import (
     FakeTensor,
     LightDispatchMode,
     TorchDispatchMode,
+    as_dtensor_class,
     as_one_message,
     assert_on_device,
     default_store,
@@ -71,6 +72,27 @@ def test_everything_it_offers_is_tested_here():
         for alias in node.names
     }
     assert imported == set(_torch_private.__all__)
+
+
+class OtherDTensor(DTensor):
+    """Dispatched as its own."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func._schema.name == "aten::neg":
+            return torch.full((1,), 7.0)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def test_as_dtensor_class_makes_a_subclass_over_the_same_memory_that_is_dispatched_as_its_own():
+    with as_rank(0, num_ranks=2):
+        local = torch.ones(2, 3)
+        plain = DTensor.from_local(local, init_device_mesh("cpu", (2,)), [Shard(0)])
+        made = as_dtensor_class(OtherDTensor, plain)
+        assert type(made) is OtherDTensor and made.shape == (4, 3) and made.placements == (Shard(0),)
+        assert torch.equal(-made, torch.full((1,), 7.0))
+        made.mul_(3)
+        assert torch.equal(local, torch.full((2, 3), 3.0))
 
 
 class Names(TorchDispatchMode):

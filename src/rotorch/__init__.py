@@ -24,6 +24,9 @@ _LAZY = {
     "RankFailure": "rotorch.core.errors",
 }
 
+_PARTS = {"optim"}
+"""Packages that `rotorch.<name>` loads when first used."""
+
 __all__ = [
     "DDP",
     "FSDP",
@@ -34,10 +37,12 @@ __all__ = [
     "Single",
     "__version__",
     "on_meta",
+    "optim",
     "parallelize",
 ]
 
 if TYPE_CHECKING:
+    from rotorch import optim
     from rotorch.core.errors import ConfigError, RankFailure
     from rotorch.parallel_model import ParallelModel
     from rotorch.parallelize import parallelize
@@ -46,6 +51,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
+    if name in _PARTS:
+        return importlib.import_module(f"rotorch.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'rotorch' has no attribute {name!r}")
     value = getattr(importlib.import_module(_LAZY[name]), name)

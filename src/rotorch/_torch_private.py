@@ -72,6 +72,7 @@ __all__ = [
     "FakeTensor",
     "LightDispatchMode",
     "TorchDispatchMode",
+    "as_dtensor_class",
     "as_one_message",
     "assert_on_device",
     "default_store",
@@ -261,6 +262,15 @@ def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], *, like: Tensor) -> 
     Reason: the documented way to write a tensor subclass that stands for other tensors is a method with an underscore.
     """
     return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def as_dtensor_class(cls: type[Tensor], dtensor: Any) -> Any:
+    """An instance of a subclass of DTensor over what a DTensor has.
+
+    Reason: a subclass may be dispatched as its own, but no public name makes one; torch's own `from_local` makes
+    DTensors only, and their mesh, placements and shape together have an underscore.
+    """
+    return cls(dtensor._local_tensor, dtensor._spec, requires_grad=dtensor.requires_grad)
 
 
 def default_store() -> dist.Store:

@@ -103,6 +103,8 @@ class ParallelModel:
         self._heads = {module.get_submodule(name.rpartition(".")[0]) for name in head_weights(module)}
         self._at_rest = AtRest(module)
         self.hooks = GradientHooks(holding.weights)
+        for held in holding.weights.values():
+            held.belong_to(mesh)
         self.in_pass = False
         self.batch_axes = tuple(axis for s in strategies for axis in s.batch_axes)
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim

@@ -118,12 +118,14 @@ def any_rank(flag: bool, *, mesh: DeviceMesh) -> bool:
 
 
 def gather_objects(value: Any, *, mesh: DeviceMesh) -> list[Any]:
-    """Returns every rank's `value` (small, picklable), in the order of positions on a one-axis mesh."""
-    if mesh.size() == 1:
-        return [value]
-    gathered: list[Any] = [None] * mesh.size()
-    dist.all_gather_object(gathered, value, group=mesh.get_group())
-    return gathered
+    """Returns every rank's `value` (small, picklable), in the order of positions on the mesh, row by row."""
+    found = [value]
+    for axis in reversed(range(mesh.ndim)):
+        if mesh.size(axis) > 1:
+            gathered: list[Any] = [None] * mesh.size(axis)
+            dist.all_gather_object(gathered, found, group=mesh.get_group(axis))
+            found = [each for of_rank in gathered for each in of_rank]
+    return found
 
 
 def group_timeout_s(mesh: DeviceMesh, *, device: torch.device) -> float:

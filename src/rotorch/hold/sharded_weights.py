@@ -18,7 +18,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.spec import Cut, Unit, UnitKind, Weight
-from rotorch.shard.sharded_weight import Chunk, ShardedWeight, cut_chunks, dtensor_at_rest
+from rotorch.shard.sharded_weight import Chunk, ShardedWeight, cut_chunks, dtensor_at_rest, is_cut_evenly
 from rotorch.shard.sites import Site
 
 
@@ -35,6 +35,7 @@ class ShardPlacement:
         placements: of the DTensor at rest, one per axis of the mesh. Uneven and fused cuts are Shard in name only.
         num_holders: number of ranks of the mesh that hold the same shard.
         holder: this rank's number among them.
+        by_rows: rows as torch.chunk cuts them, so that the DTensor is what it says.
     """
 
     weight: Weight
@@ -43,6 +44,7 @@ class ShardPlacement:
     placements: tuple[Placement, ...]
     num_holders: int = 1
     holder: int = 0
+    by_rows: bool = False
 
     @staticmethod
     def whole(weight: Weight, *, mesh: DeviceMesh) -> ShardPlacement:
@@ -67,7 +69,7 @@ class ShardPlacement:
         first, inner = min(position * each, weight.shape[0]), weight.shape[1:]
         shape = (min(each, weight.shape[0] - first), *inner)
         chunks = (Chunk((first, *[0] * len(inner)), shape),) if shape[0] else ()
-        return ShardPlacement(weight, chunks, shape, (Shard(0),))
+        return ShardPlacement(weight, chunks, shape, (Shard(0),), by_rows=True)
 
     @staticmethod
     def of_units(units: Sequence[Unit], *, mesh: DeviceMesh) -> list[ShardPlacement]:
@@ -204,7 +206,17 @@ class ShardedWeights:
             assert source is not None
             given, shape = self._memory.shard(placement), placement.weight.shape
             local = self._filled(placement, source, given=given, device=device)
-            at_rest = dtensor_at_rest(local, shape=shape, mesh=mesh, placements=placement.placements)
+            as_torch_cuts = placement.by_rows or (
+                len(placement.chunks) <= 1
+                and is_cut_evenly(local, shape=shape, mesh=mesh, placements=placement.placements)
+            )
+            at_rest = dtensor_at_rest(
+                local,
+                shape=shape,
+                mesh=mesh,
+                placements=placement.placements,
+                chunks=None if as_torch_cuts else placement.chunks,
+            )
             held = ShardedWeight(
                 placement.weight,
                 local,

@@ -13,18 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Weight
+from rotorch.shard.in_chunks import Box, CutInName, SavedInChunks
 from rotorch.shard.sites import Site
 from rotorch.shard.storages import allocate, free
 
@@ -90,24 +85,51 @@ def box_chunks(boxes: Sequence[Sequence[Range]]) -> tuple[Chunk, ...]:
 
 
 def dtensor_at_rest(
-    local: Tensor, *, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+    local: Tensor,
+    *,
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    chunks: Sequence[Box] | None = None,
 ) -> DTensor:
     """A DTensor of `shape` over `local`, this rank's part of it; sends nothing.
 
-    Uneven and fused cuts are Shard in name only: see `ShardedWeight.chunks` for what is where.
+    Args:
+        local: the part.
+        shape: of the whole.
+        mesh: of the ranks.
+        placements: one per axis of the mesh.
+        chunks: where the part sits, if that is not where torch.chunk would put it: then the DTensor is one that is cut
+            in name only, and says so where that matters.
     """
     if all(isinstance(placement, Replicate) for placement in placements):
         return DTensor.from_local(local, mesh, placements, run_check=False)
     whole = torch.Size(shape)
     stride = torch.empty(whole, device="meta").stride()
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole, stride=stride)
+    made = DTensor.from_local(local, mesh, placements, run_check=False, shape=whole, stride=stride)
+    return made if chunks is None else CutInName.of(made, chunks)
+
+
+def is_cut_evenly(local: Tensor, *, shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """True if a part sits where torch.chunk would put it, as far as shapes say; all ranks come to the same.
+
+    Dims that no equal parts make up count as uneven, and so do dims that several axes cut.
+    """
+    over = [
+        (p.dim, mesh.size(axis)) for axis, p in enumerate(placements) if isinstance(p, Shard) and mesh.size(axis) > 1
+    ]
+    dims = [dim for dim, _ in over]
+    if len(set(dims)) < len(dims):
+        return False
+    return all(shape[dim] == size * local.shape[dim] for dim, size in over)
 
 
 def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
     """A DTensor over `local` with the shape, mesh and placements of a parameter at rest: its gradient."""
     like = parameter.data
     assert isinstance(like, DTensor)
-    return dtensor_at_rest(local, shape=like.shape, mesh=like.device_mesh, placements=like.placements)
+    chunks = like.chunks if isinstance(like, CutInName) else None
+    return dtensor_at_rest(local, shape=like.shape, mesh=like.device_mesh, placements=like.placements, chunks=chunks)
 
 
 class LocalParameter(nn.Parameter):
@@ -160,6 +182,7 @@ class ShardedWeight:
         owns_storage: whether nothing else lies in the storage of `local`.
         gradient_stays: whether gradients lie in the same memory in every step, so that the DTensor over one is kept.
         adds_in_place: whether a step adds to the gradient that is there before it, which is then not set aside.
+        mesh: of all ranks of the model; None until the model is complete.
     """
 
     weight: Weight
@@ -175,6 +198,7 @@ class ShardedWeight:
     owns_storage: bool = False
     gradient_stays: bool = False
     adds_in_place: bool = False
+    mesh: DeviceMesh | None = None
     _attached: tuple[int, DTensor] | None = None
     """A gradient that stays where it is from step to step: its address, and the DTensor over it."""
 
@@ -197,6 +221,11 @@ class ShardedWeight:
             with torch.no_grad():
                 return grad.to_local()
         return grad.to_local()
+
+    def belong_to(self, mesh: DeviceMesh) -> None:
+        """The model is complete: from now on `weight_of` finds this, and all its ranks, by the parameter."""
+        self.mesh = mesh
+        self.parameter.of_weight = WayBack(self)  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- what the module finds
 
@@ -261,13 +290,32 @@ class ShardedWeight:
             free(self.local)
 
 
-class ChunkedTensor(Tensor):
+class WayBack:
+    """From a parameter to what this rank holds of its weight. Copies and pickles of a parameter have no such way."""
+
+    def __init__(self, held: ShardedWeight | None = None) -> None:
+        self.held = held
+
+    def __reduce__(self) -> tuple[type[WayBack], tuple[()]]:
+        return WayBack, ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WayBack:
+        return WayBack()
+
+
+def weight_of(parameter: Tensor) -> ShardedWeight | None:
+    """What this rank holds of the weight that a parameter of a parallel model stands for; None for other tensors."""
+    if isinstance(parameter, LocalParameter):
+        return parameter._of
+    way = getattr(parameter, "of_weight", None)
+    return way.held if isinstance(way, WayBack) else None
+
+
+class ChunkedTensor(SavedInChunks):
     """A whole tensor of which this rank holds some chunks, in the form that `torch.distributed.checkpoint` knows.
 
-    Implements torch's `_Checkpointable` protocol, so that cuts which no DTensor placement describes (uneven heads,
-    fused halves) are saved with their true offsets and load, in place, under any other layout. It is a tensor because
-    torch asks only tensors; it has a shape and a dtype but takes part in no computation. Also wraps optimizer state
-    shaped like its weight.
+    It is a tensor because torch asks only tensors; it has a shape and a dtype but takes part in no computation. Also
+    wraps optimizer state shaped like its weight.
 
     Attributes:
         local: this rank's part, a plain tensor.
@@ -297,25 +345,5 @@ class ChunkedTensor(Tensor):
     def __repr__(self, *_: Any, **__: Any) -> str:
         return f"ChunkedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, chunks={self.chunks})"
 
-    def _chunk(self, chunk: Chunk) -> ChunkStorageMetadata:
-        return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.local)
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(chunk.offsets), number),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=self._chunk(chunk), properties=properties, size=self.shape),
-            )
-            for number, chunk in enumerate(self.chunks)
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self._chunk(chunk) for chunk in self.chunks]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for chunk in self.chunks:
-            if index.offset is None or torch.Size(chunk.offsets) == index.offset:
-                return chunk.of_local(self.local)
-        raise KeyError(f"{index.fqn}: no chunk at offset {index.offset}")
+    def in_chunks(self) -> tuple[Tensor, Sequence[Chunk]]:
+        return self.local, self.chunks

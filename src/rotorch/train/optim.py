@@ -6,11 +6,6 @@
     to every rank, so this optimizer is given the local parts as plain parameters (`LocalParameter`), which saves the
     0.1 ms that torch takes to unpack a DTensor and its state.
 
-[Note: order in memory]
-    Slices of weights that are cut along their last dim may lie transposed (`shard/flat.py`). Torch's fused update then
-    makes a contiguous copy of each gradient first (2.13: 2.6 times the time). It knows no shapes, so it is given all
-    tensors of such a weight as they lie in memory.
-
 [Note: the global norm]
     The norm is that of the whole model's gradient. Each rank sums the squares of what it holds, divides by the number
     of ranks that hold the same pieces, and the sum over all ranks is the square of the norm, whatever the mesh.
@@ -25,25 +20,9 @@ import torch
 from torch import Tensor
 
 from rotorch.models.decay import is_decayed
+from rotorch.optim.adamw import AdamW
 from rotorch.parallel_model import ParallelModel
 from rotorch.run_config import OptimizerSection
-
-
-class AdamW(torch.optim.AdamW):
-    """Torch's, whose update sees tensors in the order in which they lie (see [Note: order in memory])."""
-
-    def _init_group(self, group: dict[str, Any], params: list[Tensor], *others: list[Tensor]) -> bool:
-        """Fills the lists of what is updated together: parameters, gradients, both moments, numbers of steps.
-
-        Reason for overriding a private method: it is where torch puts these lists together, and no public one is.
-        """
-        has_complex: bool = super()._init_group(group, params, *others)
-        for number, parameter in enumerate(params):
-            if parameter.dim() == 2 and not parameter.is_contiguous():
-                for tensors in (params, *others):
-                    if tensors and tensors[number].dim() == 2:
-                        tensors[number] = tensors[number].t()
-        return has_complex
 
 
 def make_optimizer(model: ParallelModel, *, settings: OptimizerSection) -> AdamW:

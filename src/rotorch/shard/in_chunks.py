@@ -1,0 +1,212 @@
+"""Tensors of which a rank has some boxes of the whole: for torch's checkpoints, and as DTensors cut in name only.
+
+[Note: cut in name only]
+    A DTensor placement says where a rank's part sits only for cuts as torch.chunk makes them. Of uneven heads, fused
+    halves and the stages of a pipeline torch would make a whole in the wrong order, or messages of lengths that do not
+    fit, which end the process. What is element by element is right all the same, and so are sums and norms over all
+    elements: these pass. `full_tensor` and torch's checkpoints go by the chunks. The rest is refused by name, on every
+    rank alike, before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Shard
+
+from rotorch._torch_private import as_dtensor_class, tree_flatten
+from rotorch.comm.collectives import all_reduce_sum
+from rotorch.core.errors import ConfigError
+
+_PASS = {
+    "_amp_foreach_non_finite_check_and_unscale_",
+    "_to_copy",
+    "alias",
+    "all",
+    "any",
+    "clone",
+    "copy_",
+    "detach",
+    "empty_like",
+    "fill_",
+    "full_like",
+    "linalg_vector_norm",
+    "max",
+    "min",
+    "norm",
+    "normal_",
+    "ones_like",
+    "sum",
+    "uniform_",
+    "zero_",
+    "zeros_like",
+}
+"""What is right on parts whatever the cut, beside what works element by element."""
+
+_PASS_IN_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
+_REDUCTIONS = {"all", "any", "linalg_vector_norm", "max", "min", "norm", "sum"}
+
+
+class Box(Protocol):
+    """A box of a whole tensor, and where it sits in a rank's own (`Chunk` in `shard/sharded_weight.py`)."""
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Start in the whole, one per dim."""
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Lengths, one per dim."""
+
+    def of_local(self, local: Tensor) -> Tensor:
+        """The view of a rank's tensor that it describes."""
+
+    def of_whole(self, whole: Tensor) -> Tensor:
+        """The view of the whole that it describes."""
+
+
+class SavedInChunks(Tensor):
+    """A tensor that implements torch's `_Checkpointable` protocol.
+
+    So cuts which no DTensor placement describes (uneven heads, fused halves) are saved with their true offsets and
+    load, in place, under any other layout.
+    """
+
+    def in_chunks(self) -> tuple[Tensor, Sequence[Box]]:
+        """This rank's part, a plain tensor, and where its boxes sit in the whole."""
+        raise NotImplementedError
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        local, chunks = self.in_chunks()
+        properties = TensorProperties.create_from_tensor(local)
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, torch.Size(chunk.offsets), number),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=_stored(chunk), properties=properties, size=self.shape),
+            )
+            for number, chunk in enumerate(chunks)
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [_stored(chunk) for chunk in self.in_chunks()[1]]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        local, chunks = self.in_chunks()
+        for chunk in chunks:
+            if index.offset is None or torch.Size(chunk.offsets) == index.offset:
+                return chunk.of_local(local)
+        raise KeyError(f"{index.fqn}: no chunk at offset {index.offset}")
+
+
+def _stored(chunk: Box) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+
+
+class CutInName(SavedInChunks, DTensor):
+    """A DTensor over a part that torch's placements do not describe (see [Note: cut in name only]).
+
+    Attributes:
+        chunks: where this rank's boxes sit in the whole.
+    """
+
+    chunks: tuple[Box, ...]
+
+    @staticmethod
+    def of(dtensor: DTensor, chunks: Sequence[Box]) -> CutInName:
+        """`dtensor` with its true places."""
+        made: CutInName = as_dtensor_class(CutInName, dtensor)
+        made.chunks = tuple(chunks)
+        return made
+
+    def in_chunks(self) -> tuple[Tensor, Sequence[Box]]:
+        with torch.no_grad():
+            return self.to_local(), self.chunks
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """The whole tensor, on all ranks of the mesh, which call it; without gradients."""
+        local, chunks = self.in_chunks()
+        whole = torch.zeros(self.shape, dtype=self.dtype, device=local.device)
+        coordinate = self.device_mesh.get_coordinate() or []
+        if not any(at for at, placement in zip(coordinate, self.placements, strict=True) if placement.is_replicate()):
+            for chunk in chunks:
+                chunk.of_whole(whole).copy_(chunk.of_local(local))
+        return all_reduce_sum(whole, mesh=self.device_mesh)
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """Raises: torch would take the parts for those of torch.chunk."""
+        raise _refusal("redistribute", self)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name.rpartition("::")[2], kwargs or {}
+        groups = _computed_together(name, args, kwargs)
+        for group in groups:
+            cut = _first_cut(group)
+            if cut is None:
+                continue
+            if not _is_local(func, name, args, kwargs):
+                raise _refusal(name, cut)
+            for tensor in group:
+                if not _goes_with(tensor, cut):
+                    raise _refusal(name, cut, other=tensor)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if name.endswith("_") and args and isinstance(args[0], Tensor):
+            return args[0]
+        if isinstance(result, list | tuple) and len(result) == len(groups):
+            return type(result)(_as_cut(each, group) for each, group in zip(result, groups, strict=True))
+        return _as_cut(result, groups[0])
+
+
+def _computed_together(name: str, args: Any, kwargs: Any) -> list[list[Tensor]]:
+    """Tensors that an operation combines with each other: all, or those at the same place of its lists."""
+    if not name.startswith(_PASS_IN_LISTS):
+        return [[t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]]
+    lists = [a for a in (*args, *kwargs.values()) if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    return [list(group) for group in zip(*lists, strict=False)]
+
+
+def _first_cut(tensors: Sequence[Tensor]) -> CutInName | None:
+    return next((t for t in tensors if isinstance(t, CutInName)), None)
+
+
+def _is_local(func: Any, name: str, args: Any, kwargs: Any) -> bool:
+    """True if parts of results are results of parts."""
+    if name in _REDUCTIONS:  # over all elements, not along dims
+        num_tensors_and_orders = {"linalg_vector_norm": 2, "norm": 2}.get(name, 1)
+        return len(args) <= num_tensors_and_orders and not kwargs.get("dim")
+    return torch.Tag.pointwise in func.tags or name in _PASS or name.startswith(_PASS_IN_LISTS)
+
+
+def _goes_with(tensor: Tensor, cut: CutInName) -> bool:
+    """True if a tensor is cut alike, or has one element along the dims that are cut: each rank has what it needs."""
+    if isinstance(tensor, CutInName):
+        return tensor.shape == cut.shape and tensor.chunks == cut.chunks
+    if tensor.numel() == 1 and tensor.dim() <= 1:
+        return True
+    if not isinstance(tensor, DTensor):
+        return False
+    dims = {placement.dim - cut.dim() for placement in cut.placements if isinstance(placement, Shard)}
+    return all(-dim > tensor.dim() or tensor.shape[dim] == 1 for dim in dims)
+
+
+def _as_cut(result: Any, tensors: Sequence[Tensor]) -> Any:
+    cut = _first_cut(tensors)
+    if cut is None or not isinstance(result, DTensor):
+        return result
+    is_like = result.shape == cut.shape and result.placements == cut.placements
+    return CutInName.of(result, cut.chunks) if is_like else result
+
+
+def _refusal(name: str, tensor: CutInName, *, other: Tensor | None = None) -> ConfigError:
+    what = "" if other is None else f" with a {type(other).__name__} of shape {list(other.shape)}"
+    return ConfigError(
+        f"{name} on a weight of shape {list(tensor.shape)}{what}: its parts are uneven or fused, and torch would put "
+        "them together wrongly. Write rotorch.optim.Muon, rotorch.optim.WholeMatrices for another optimizer that needs "
+        "whole matrices, or `.full_tensor()`"
+    )

@@ -1,0 +1,115 @@
+"""DTensors over parts that torch's placements do not describe: right, or refused in one line."""
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from muon_runs import build, config_of, rows
+
+import rotorch
+from rotorch.core.errors import ConfigError
+from rotorch.parallelize import load_step_code
+from rotorch.shard.in_chunks import CutInName
+from rotorch.testing.ranks import run_ranks
+
+CASES = [("llama", "rtp=3"), ("gpt_neox", "rtp=3"), ("gpt_neox", "megatron=3")]
+ELEMENT_WISE = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adam, one by one": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False, weight_decay=0.1),
+    "adamw in lists": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+}
+NOT_LOCAL = {
+    "matmul": lambda p, q: p @ p.T,
+    "view": lambda p, q: p.view(-1),
+    "mean": lambda p, q: p.mean(),
+    "a norm of rows": lambda p, q: torch.linalg.vector_norm(p, dim=-1),
+    "redistribute": lambda p, q: p.redistribute(p.device_mesh, [torch.distributed.tensor.Replicate()]),
+    "a plain tensor": lambda p, q: p + torch.ones(p.shape, dtype=p.dtype),
+    "torch's Muon": lambda p, q: torch.optim.Muon([p]).step(),
+    "torch's LBFGS": lambda p, q: torch.optim.LBFGS([p, q]).step(lambda: torch.zeros(())),
+    "torch's Adafactor": lambda p, q: torch.optim.Adafactor([p]).step(),
+}
+
+
+@pytest.fixture(scope="module")
+def told(tiny, tmp_path_factory):
+    load_step_code(["rtp", "megatron"])
+    configs = {name: config_of(tiny(name)) for name in ("llama", "gpt_neox")}
+    folder = tmp_path_factory.mktemp("saved")
+    return run_ranks(everything, configs, folder, num_ranks=3)
+
+
+def everything(configs, folder):
+    return {(name, layout): under(configs[name], layout, folder / f"{name}-{layout}") for name, layout in CASES}
+
+
+def under(config, layout, folder):
+    plain, model = build(config), rotorch.parallelize(build(config), layout, device="cpu")
+    batch = rows(61, step=0, share=0, num_shares=1)
+    plain(**batch).loss.backward()
+    model.forward_backward([batch])
+    theirs = dict(plain.named_parameters())
+    cut = {
+        n: p for n, p in model.named_parameters() if isinstance(p, CutInName) and p.grad is not None and p.dim() == 2
+    }
+    name = next(n for n in cut if "proj" in n or "query" in n)
+    found = {"cut": sorted(cut), "name": name}
+    parameter, other = cut[name], next(p for p in model.parameters() if p.grad is not None and p.dim() == 1)
+    found["refused"] = {what: _refusal(lambda c=c: c(parameter, other)) for what, c in NOT_LOCAL.items()}
+    found["whole"] = max(_off(p.full_tensor(), theirs[n]) for n, p in cut.items())
+    found["gradients"] = max(_off(p.grad.full_tensor(), theirs[n].grad) for n, p in cut.items())
+    found["computed"] = _off((2 * parameter + parameter.square()).full_tensor(), 2 * theirs[name] + theirs[name] ** 2)
+    for each, p in cut.items():
+        theirs[each].grad = p.grad.full_tensor()
+    norm = torch.nn.utils.clip_grad_norm_([parameter], 1e9)
+    found["norm"] = abs(float(norm.full_tensor()) / float(theirs[name].grad.norm()) - 1)
+    with torch.no_grad():
+        for what, make in ELEMENT_WISE.items():
+            ours, one = make(list(cut.values())), make([theirs[n] for n in cut])
+            for optimizer in (ours, one):
+                optimizer.step()
+                optimizer.step()
+            found[what] = max(_off(p.full_tensor(), theirs[n]) for n, p in cut.items())
+    moments = {n: torch.optim.AdamW([p], foreach=False) for n, p in cut.items()}
+    for optimizer in moments.values():
+        optimizer.step()
+    state = {n: o.state[cut[n]]["exp_avg"] for n, o in moments.items()}
+    dcp.save(state, checkpoint_id=folder)
+    whole = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in cut.items()}
+    dcp.load(whole, checkpoint_id=folder)
+    found["saved"] = max(_off(whole[n], 0.1 * theirs[n].grad) for n in cut)
+    model.close()
+    return found
+
+
+@torch.no_grad()
+def _off(ours, theirs):
+    return float((ours - theirs).abs().max() / theirs.abs().max())
+
+
+def _refusal(call):
+    try:
+        call()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize("what", NOT_LOCAL)
+def test_what_needs_more_than_its_elements_is_refused_in_one_line(told, name, layout, what):
+    for of_rank in told:
+        said = of_rank[name, layout]["refused"][what]
+        assert said is not None and "\n" not in said
+        assert "parts are uneven or fused" in said and "rotorch.optim.Muon" in said
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize("what", ["whole", "gradients", "computed", "norm", "saved", *ELEMENT_WISE])
+def test_what_passes_is_right(told, name, layout, what):
+    for of_rank in told:
+        assert of_rank[name, layout]["cut"]
+        bar = 1e-5 if what == "gradients" else 1e-12  # norms of the model in float32
+        assert of_rank[name, layout][what] < bar
