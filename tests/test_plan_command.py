@@ -1,6 +1,7 @@
 """`rotorch plan`: figures, tables, and what is wrong said in one line."""
 
 import json
+import re
 
 import pytest
 
@@ -21,6 +22,16 @@ def test_figures_are_printed_and_written(capsys, tmp_path):
     assert {"ddp=2", "fsdp=2", "rtp=2", "megatron=2"} <= {plan["parallel"] for plan in found["plans"]}
     printed = capsys.readouterr().out
     assert f"chosen: --parallel {found['chosen']}" in printed and "rtp=2[recompute=none]" in printed
+
+
+def test_the_table_is_readable_in_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run([*PLAN, "--nodes", "4"]) == 0
+    printed = capsys.readouterr().out
+    assert "with 4 nodes (8 ranks)" in " ".join(printed.split())
+    assert "…" not in printed and " slower: " in printed
+    rows = [line for line in printed.splitlines() if re.match(r" *[\d.e-]+ s +[\d.]", line)]
+    assert rows and all(len(line) <= 80 and "=" in line for line in rows)
 
 
 def test_a_layout_that_was_asked_for_is_judged_alone(tmp_path):

@@ -173,18 +173,18 @@ def _show(found: Found, chosen: Plan, *, task: Task, objective: str, console: Co
         markup=False,
     )
     shown = list(found.frontier) if objective == "frontier" else _alternatives(found)
-    table = Table("layout", "micro-batch", "step", "tokens/s", "memory", "why not", box=None, header_style="bold")
-    table.columns[0].no_wrap = True
-    for column in (1, 2, 3, 4):
-        table.columns[column].justify = "right"
+    table = Table(box=None, header_style="bold", padding=(0, 1))
+    for name in ("step", "tokens/s", "memory", "micro-batch"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("layout, and why not", overflow="fold")
     for plan in shown[:_SHOWN]:
         style = "bold green" if plan.parallel == chosen.parallel and plan.micro_batch == chosen.micro_batch else ""
-        table.add_row(*map(Text, _cells(plan)), style=style)
+        table.add_row(*_numbers(plan), _named(plan), style=style)
     console.print(table)
     too_large = sum(not plan.fits for plan in found.plans)
     console.print(
         f"chosen: --parallel {chosen.parallel} train.micro_batch={chosen.micro_batch}. {len(found.plans)} plans, "
-        f"{too_large} too large; {len(found.refused)} layouts cannot hold the model (--json has all)",
+        f"{too_large} too large; layouts that cannot hold the model: {len(found.refused)} (--json has all)",
         highlight=False,
         markup=False,
         soft_wrap=True,
@@ -203,15 +203,14 @@ def _alternatives(found: Found) -> list[Plan]:
     return shown
 
 
-def _cells(plan: Plan) -> list[str]:
+def _numbers(plan: Plan) -> list[str]:
+    """Seconds of a step, tokens per second, bytes of a rank, and micro-batch x accumulation."""
     step, tokens = ("", "")
     if plan.step_s is not None and plan.tokens_per_s is not None:
         step, tokens = f"{plan.step_s:.3g} s", format_count(plan.tokens_per_s)
-    return [
-        plan.parallel,
-        f"{plan.micro_batch} x {plan.accumulation}",
-        step,
-        tokens,
-        format_bytes(plan.memory.total_bytes),
-        plan.why_not,
-    ]
+    return [step, tokens, format_bytes(plan.memory.total_bytes), f"{plan.micro_batch} x {plan.accumulation}"]
+
+
+def _named(plan: Plan) -> Text:
+    """The layout, and on a line of its own why another one was chosen: the row stays readable in 80 columns."""
+    return Text(plan.parallel) + Text(f"\n{plan.why_not}" if plan.why_not else "", style="dim not bold")

@@ -151,8 +151,11 @@ class Cluster(_Table):
 
     def with_nodes(self, nodes: int) -> Cluster:
         """Returns the same kind of cluster with another number of nodes."""
+        if nodes == self.nodes:
+            return self
         last = self.links[-1].model_copy(update={"devices": nodes * self.devices_per_node})
-        return self.model_copy(update={"nodes": nodes, "links": (*self.links[:-1], last)})
+        name = f"{self.name}, with {nodes} nodes"
+        return self.model_copy(update={"name": name, "nodes": nodes, "links": (*self.links[:-1], last)})
 
     @model_validator(mode="after")
     def _figures_agree(self) -> Self:
