@@ -187,8 +187,8 @@ def test_the_quickstart_block_runs(warm: None, no_cuda: None) -> None:
 
 
 def python_block(page: Path) -> str:
-    (block,) = re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)
-    return block
+    """The page's program: the first of its blocks of Python; others may belong to further libraries."""
+    return re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), flags=re.DOTALL)[0]
 
 
 def run_block(block: str, loss: str) -> float:
