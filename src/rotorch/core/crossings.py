@@ -1,4 +1,4 @@
-"""What a ring over several hosts sends between them, by where its ranks are. No torch."""
+"""Slices that a ring over several hosts sends between them, by the hosts of its ranks. No torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from itertools import groupby
 
 
 def slices_between_hosts(hosts: Sequence[str]) -> tuple[int, int]:
-    """Slices of one unit that cross from host to host in a pass, and how few would be enough.
+    """Number of slices of one unit that cross between hosts in a pass, and the least number that would be enough.
 
-    Every rank takes every slice from its owner, so a slice goes to each rank of another host. One rank of each host is
-    enough that takes it and shares it there.
+    Every rank takes every slice from its owner, so a slice goes to each rank of another host. It would be enough if one
+    rank of each host took it and shared it there.
 
     Args:
-        hosts: where each rank of the ring is, by its position.
+        hosts: host of each rank of the ring, by position.
     """
     on_host = Counter(hosts)
     return sum(len(hosts) - on_host[host] for host in hosts), len(hosts) * (len(on_host) - 1)

@@ -23,7 +23,7 @@ class RankFailure(RotorchError, RuntimeError):
 
 
 class FinalFailure(RankFailure):
-    """A rank failed in a way that would come again: a run that goes on after failures does not after this one."""
+    """A rank failed in a way that would come again, so a run that otherwise goes on after failures ends."""
 
 
 class HeardFailure(RankFailure):

@@ -1,12 +1,12 @@
-"""The rank that failed first, by how the ranks of a job ended.
+"""The rank that failed first, told from the ends of a job's ranks.
 
 [Note: the cause]
     A rank that fails takes others with it: they lose their connections to it and raise, too, and may be seen to do so
-    earlier. Times of arrival say little on a busy machine, so the cause goes by what ranks know of themselves. A rank
-    that died comes first, since none dies of another's end; then the earliest that raised for a reason of its own; last
-    one that only heard of a failure. While all that is known is hearsay, the rank that it is about is still to end, so
-    the others are waited for. A process that is on its way out is waited for in any case: its connections close before
-    its end can be seen.
+    earlier. Times of arrival say little on a busy machine, so the cause is told by the kind of each end. A rank that
+    died comes first, since none dies of another's end; then the earliest that raised for a reason of its own; last one
+    that only heard of a failure. While all failures are hearsay, the rank that caused them has not ended yet, so the
+    other ranks are waited for. A process that is exiting is waited for in any case: its connections close before its
+    end can be seen.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Failure:
     """The end of one rank; the least of several is the cause (see [Note: the cause]).
 
     Attributes:
-        evidence: in which way.
-        at_s: when, by any clock that all ranks share.
-        rank: which one.
-        text: in words.
+        evidence: kind of its end.
+        at_s: time of its end, by any clock that all ranks share.
+        rank: number of the rank.
+        text: its end in words.
     """
 
     evidence: Evidence
@@ -50,7 +50,7 @@ class Failure:
 
 
 def evidence_of(error: BaseException) -> Evidence:
-    """Tells an exception of a rank's own from one that only says that another rank has failed."""
+    """Distinguishes an exception of a rank's own from one that only says that another rank has failed."""
     lost = isinstance(error, RuntimeError) and _LOST.search(str(error))
     return Evidence.HEARD if isinstance(error, HeardFailure) or lost else Evidence.RAISED
 

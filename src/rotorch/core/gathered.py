@@ -18,7 +18,7 @@ def _rows(rows: int, *, size: int, position: int) -> int:
 def gathered_layout(
     unit: Unit, *, size: int, position: int, axis: str, gathers: Sequence[Phase], transient_bytes: int
 ) -> Layout:
-    """What the rank at `position` of `size` holds of a unit, and sends for so many gathers and one sum of gradients."""
+    """Layout of a unit on the rank at `position` of `size`, with these gathers and one reduce-scatter of gradients."""
     resident = 0
     for weight in unit.weights:
         rows = weight.shape[0] if weight.shape else 1

@@ -1,4 +1,4 @@
-"""What a unit takes on d grids of q x q ranks: the formulas that `tesseract` and `summa` share.
+"""Memory and traffic of a unit on d grids of q x q ranks: the formulas that `tesseract` and `summa` share.
 
 See `ops/summa.py` for the products, `core/spec.py` (GridCut) for how weights are cut.
 """
@@ -24,21 +24,21 @@ from rotorch.core.traffic import (
 )
 
 DEPTH, DOWN, ACROSS = "depth", "row", "col"
-"""Mesh axes. Along `DOWN` ranks have other rows of a grid, along `ACROSS` other columns; `DEPTH`: other grids."""
+"""Mesh axes. Ranks along `DOWN` have different rows of a grid, along `ACROSS` different columns; `DEPTH`: grids."""
 
 ID_ITEMSIZE = 8
 """Bytes of a token id."""
 
 
 def shard_of(rows: int, *, layer: int, depth: int) -> Range:
-    """Which of a block's rows one layer of a grid holds, where the layers share them."""
+    """The rows of a block that one layer of the grid holds, where the layers share them."""
     (stretch,) = Cut(0, rows).ranges(rows, num_slices=depth, index=layer) if rows else (Range(0, 0),)
     return stretch
 
 
 @dataclass(frozen=True)
 class GridPlace:
-    """One rank's place on a grid: layer `layer` of `depth`, row and column of `size`.
+    """One rank's position on a grid: layer `layer` of `depth`, row and column of `size`.
 
     With `in_shards` each layer holds a stretch of every block at rest, along its first dim.
     """
@@ -57,7 +57,7 @@ class GridPlace:
         return GridPlace(size, depth, layer, *divmod(rest, size), in_shards)
 
     def block_shape(self, weight: Weight) -> tuple[int, ...]:
-        """Of this rank's block of a weight."""
+        """Shape of this rank's block of a weight."""
         return weight.block_shape(size=self.size, row=self.row, column=self.column)
 
     def block_bytes(self, weight: Weight) -> int:
@@ -65,11 +65,11 @@ class GridPlace:
         return math.prod(self.block_shape(weight)) * weight.itemsize
 
     def is_in_shards(self, weight: Weight) -> bool:
-        """Whether each layer of the grid holds a part of this rank's block of a weight only."""
+        """Returns True if each layer of the grid holds only a part of this rank's block of a weight."""
         return self.in_shards and self.depth > 1 and bool(weight.shape)
 
     def held_bytes(self, weight: Weight, *, layer: int | None = None) -> int:
-        """Bytes of a weight that this rank holds at rest; or that the rank at its place in another layer does."""
+        """Bytes of a weight that this rank holds at rest, or that the same row and column of layer `layer` holds."""
         if not self.is_in_shards(weight):
             return self.block_bytes(weight)
         rows, *rest = self.block_shape(weight)
@@ -77,7 +77,7 @@ class GridPlace:
         return stretch.length * math.prod(rest) * weight.itemsize
 
     def layout(self, unit: Unit) -> Layout:
-        """What this rank holds of a unit, and what a step sends of its weights."""
+        """Layout of a unit on this rank: bytes held, and the traffic of its weights in a step."""
         transfers: list[Transfer] = []
         for weight in unit.weights:
             cut = weight.grid or GridCut()
@@ -94,7 +94,7 @@ class GridPlace:
         )
 
     def largest_block_bytes(self, weight: Weight) -> int:
-        """Of the blocks of a weight that ranks of this rank's column hold."""
+        """Bytes of the largest block of a weight among the ranks of this rank's column."""
         shapes = (weight.block_shape(size=self.size, row=k, column=self.column) for k in range(self.size))
         return max(map(math.prod, shapes)) * weight.itemsize
 
@@ -111,7 +111,7 @@ class GridPlace:
             yield all_reduce(num_bytes, axis=DEPTH, size=self.depth)
 
     def _blocks_sent(self, unit: Unit, weight: Weight, cut: GridCut) -> Iterator[Transfer]:
-        """Blocks of a weight along this rank's column, and their gradients."""
+        """Transfers of blocks of a weight along this rank's column, and of their gradients."""
         sizes = [
             math.prod(weight.block_shape(size=self.size, row=k, column=self.column)) * weight.itemsize
             for k in range(self.size)
@@ -123,7 +123,7 @@ class GridPlace:
             yield self._reductions(sizes, axis=DOWN, position=self.row, phase=Phase.BACKWARD, times=uses)
 
     def activation_transfers(self, unit: Unit, batch: MicroBatch) -> Iterator[Transfer]:
-        """What one micro-batch of this rank sends for a unit beyond its weights."""
+        """Transfers of one micro-batch of this rank for a unit, beyond its weights."""
         num_tokens = batch.num_rows * batch.num_tokens
         for weight in unit.weights:
             cut = weight.grid or GridCut()
@@ -161,14 +161,14 @@ class GridPlace:
                 yield all_gather(mine, axis=DOWN, size=self.size, phase=Phase.BACKWARD)
 
     def _logits_sent(self, unit: Unit, weight: Weight, column_bytes: int) -> Iterator[Transfer]:
-        """Of a head that uses a table: its logits are sums over columns."""
+        """Transfers of a head that uses a table: its logits are sums over columns."""
         sizes = [rows * column_bytes for rows in self.widths(weight, weight.grid.rows if weight.grid else None)]
         where = {"axis": ACROSS, "position": self.column, "times": unit.reads_in_backward}
         yield self._reductions(sizes, phase=Phase.FORWARD, **where)  # type: ignore[arg-type]
         yield self._broadcasts(sizes, phase=Phase.BACKWARD, **where)  # type: ignore[arg-type]
 
     def widths(self, weight: Weight, cut: Cut | None) -> list[int]:
-        """How much each position along an axis has of the dim that `cut` cuts."""
+        """Length of each position's part, along an axis, of the dim that `cut` cuts."""
         if cut is None:
             raise AssertionError(f"{weight.name} is not cut")
         each = (cut.ranges(weight.shape[cut.dim], num_slices=self.size, index=k) for k in range(self.size))

@@ -1,21 +1,21 @@
-"""What products of blocks take beyond weights at rest: blocks in flight, and slots in memory that ranks share.
+"""Memory of products of blocks beyond weights at rest: blocks in flight, and slots in memory that ranks share.
 
 [Note: slots]
-    Over shared memory (`comm/shared_axis_group.py`) a rank has two slots in every axis group for what all others
-    read (blocks of activations, tensors that are summed over the group, in chunks), and one for every other rank for
-    parts of its sums. They are as large as the largest thing that goes through them, in whole pages, and stay from
+    Over shared memory (`comm/shared_axis_group.py`) a rank has two slots in every axis group for tensors that all
+    others read (blocks of activations, tensors that are summed over the group, in chunks), and one for every other rank
+    for parts of its sums. They are as large as the largest tensor that goes through them, in whole pages, and stay from
     step to step. Weights are read at home, unless they are computed with in another precision.
 
 [Note: shards over depth]
-    Where layers of a grid share their blocks at rest, blocks are gathered for a step, and gradients of whole blocks are
-    there until they are summed; those of the step before are gone by then. Both go through messages of some weights
-    together (`messages_of`). Gathered blocks have no home that others read; over shared memory they go through slots.
+    Where layers of a grid share their blocks at rest, blocks are gathered for a step, and gradients of whole blocks
+    exist until they are summed; gradients of the step before are freed by then. Both travel in messages of several
+    weights (`messages_of`). Gathered blocks have no home that others read; over shared memory they go through slots.
 
 [Note: in flight]
-    Over messages the blocks of other ranks are copied, one in use and one under way; of the parts that a product makes
-    for others, one is made while one is under way, and this rank's own waits. Over shared memory blocks are read where
-    they lie, and a part is gone as soon as it is in its slot. The highest moment is the backward of the largest layer,
-    with both kinds of blocks and both kinds of parts.
+    Over messages the blocks of other ranks are copied, one in use and one under way; of a product's parts for other
+    ranks, one is made while one is under way, and this rank's own waits. Over shared memory blocks are read in place,
+    and a part is freed as soon as it is in its slot. The peak is the backward of the largest layer, with both kinds of
+    blocks and both kinds of parts.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _Passing = tuple[str, int, int]
 
 
 def in_flight_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatch | None, shared: bool) -> int:
-    """The most that a layer's blocks take while its product is computed (see [Note: in flight]).
+    """Largest bytes of a layer's blocks while its product is computed (see [Note: in flight]).
 
     Args:
         place: of the rank.
         units: of the model, or one of them.
-        batch: what is computed on; None leaves out blocks of activations.
-        shared: whether blocks travel through shared memory.
+        batch: one micro-batch; None leaves out blocks of activations.
+        shared: True if blocks travel through shared memory.
     """
     q = place.size
     if q == 1:
@@ -51,15 +51,15 @@ def in_flight_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatc
 
 
 def with_gathered_bytes(place: GridPlace, units: Sequence[Unit], *, in_flight: int, shared: bool) -> int:
-    """What a step takes beyond weights, gradients and optimizer at rest, slots aside (see [Note: shards over depth]).
+    """Bytes of a step beyond weights, gradients and optimizer at rest, without slots ([Note: shards over depth]).
 
-    Gradients at rest are not there while whole ones are, so they are taken off.
+    Gradients at rest do not exist while whole ones do, so they are subtracted.
 
     Args:
         place: of the rank.
         units: of the model, or one of them.
-        in_flight: what products take.
-        shared: whether messages travel through shared memory.
+        in_flight: bytes of products.
+        shared: True if messages travel through shared memory.
     """
     shards = [w for unit in units for w in unit.weights if place.is_in_shards(w)]
     if not shards:
@@ -78,7 +78,7 @@ def _largest_message(place: GridPlace, weights: list[Weight]) -> int:
 
 
 def messages_of(sizes: Sequence[int], *, depth: int) -> list[range]:
-    """Which neighbours of some sizes, as one of `depth` ranks gives them, travel together: up to a limit, or alone."""
+    """Groups neighbouring tensors into messages up to a limit; `sizes`: their bytes on one of `depth` ranks."""
     limit = SUM_CHUNK_BYTES // depth
     found: list[range] = []
     start, total = 0, 0
@@ -111,7 +111,7 @@ def _all_that_passes(place: GridPlace, units: list[Unit], batch: MicroBatch | No
 
 
 def products(units: Iterable[Unit]) -> Iterator[tuple[Unit, Weight]]:
-    """The matrices that something is multiplied with block by block; a table may only be looked up in."""
+    """The matrices of block-by-block products; not tables that are only looked up in."""
     for unit in units:
         for weight in unit.weights:
             cut = weight.grid or GridCut()
@@ -142,7 +142,7 @@ def _of_activations(place: GridPlace, weight: Weight, batch: MicroBatch | None) 
 
 
 def _gradients(place: GridPlace, units: list[Unit]) -> Iterator[_Passing]:
-    """Gradients of all weights that are summed over the same lines lie side by side and are summed as one."""
+    """Messages of gradients: those that are summed over the same axis groups lie side by side, in one message."""
     flat: dict[tuple[tuple[str, ...], int], int] = defaultdict(int)
     shards: dict[tuple[tuple[str, ...], int], list[Weight]] = defaultdict(list)
     gathered: dict[int, list[Weight]] = defaultdict(list)
@@ -170,14 +170,14 @@ def _gradients(place: GridPlace, units: list[Unit]) -> Iterator[_Passing]:
 
 
 def _messages(place: GridPlace, weights: list[Weight]) -> Iterator[tuple[int, int]]:
-    """Of each message (see `messages_of`) the bytes of the largest rank's part, and of this rank's own."""
+    """Per message (see `messages_of`): bytes of the largest rank's part, and of this rank's own."""
     sizes = [place.held_bytes(w, layer=0) for w in weights]
     for together in messages_of(sizes, depth=place.depth):
         yield sum(sizes[k] for k in together), sum(place.held_bytes(weights[k]) for k in together)
 
 
 def _beside_products(place: GridPlace, unit: Unit, batch: MicroBatch) -> Iterator[_Passing]:
-    """What a unit's norms, look-ups, whole outputs and loss send."""
+    """Messages of a unit's norms, look-ups, whole outputs and loss."""
     tokens = batch.num_rows * batch.num_tokens
     for weight in unit.weights:
         cut = weight.grid or GridCut()

@@ -1,4 +1,4 @@
-"""What `summa` and `tesseract` have in common: blocks on square grids of ranks, one or several deep."""
+"""Base of `summa` and `tesseract`: blocks on square grids of ranks, one or several layers deep."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rotorch.core.traffic import MicroBatch, Transfer
 
 
 class GridStrategy(Strategy):
-    """Blocks on grids of `rows` x `columns` ranks. Subclasses say how many grids there are.
+    """Blocks on grids of `rows` x `columns` ranks. Subclasses give the number of grids.
 
     Attributes:
         rows: of a grid.
         columns: of a grid, as many.
-        transport: how blocks travel. "auto" takes shared memory between CPU ranks of one host, where ranks read blocks
+        transport: of blocks. "auto" takes shared memory between CPU ranks of one host, where ranks read blocks
             and add up parts in place, else messages.
     """
 
@@ -47,12 +47,12 @@ class GridStrategy(Strategy):
 
     @property
     def num_layers(self) -> int:
-        """How many grids hold the same weights, one behind another."""
+        """Number of grids, one behind another, that hold the same weights."""
         return 1
 
     @property
     def in_shards(self) -> bool:
-        """Whether grids that hold the same weights share them at rest."""
+        """True if grids that hold the same weights share them at rest."""
         return False
 
     @property

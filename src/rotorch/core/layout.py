@@ -1,4 +1,4 @@
-"""What a strategy does to one unit on one rank, in bytes: the one place where the formulas live.
+"""Memory and traffic of one unit on one rank under a strategy, in bytes: the one place of the formulas.
 
 The planner sums Layouts, `apply.py` cuts by them, the conformance tests hold measured bytes against them.
 """
@@ -17,11 +17,11 @@ class Layout:
 
     Attributes:
         resident_bytes: weights that this rank holds at rest.
-        transient_bytes: what its forward and backward need beyond that at their peak (slots, gathered copies).
-        slots_bytes: of these, buffers that are there from step to step, for slices or blocks to pass through.
+        transient_bytes: further memory of its forward and backward at their peak (slots, gathered copies).
+        slots_bytes: the part of these that stays from step to step: buffers that slices or blocks pass through.
         transfers: what this rank sends in one step of one micro-batch.
-        padding_bytes: what its weights at rest take beyond themselves: room for larger slices that take their place, or
-            for what another rank lends it, and the gradient of that.
+        padding_bytes: memory of its weights at rest beyond themselves: room for larger slices that take their place, or
+            for weights that are borrowed from another rank, and their gradients.
     """
 
     resident_bytes: int

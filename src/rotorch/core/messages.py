@@ -1,4 +1,4 @@
-"""How large messages are: chunks of slices that replace each other in one buffer and of sums, slices in eight bits.
+"""Sizes of messages: chunks of slices that replace each other in one buffer, chunks of sums, slices in eight bits.
 
 Read by the Layouts, which predict these bytes, and by the transports, which send them. No torch.
 """
@@ -11,7 +11,7 @@ CHUNK_BYTES = 2 * 1024 * 1024
 """Slices that replace each other in one buffer are exchanged in chunks of this size at most."""
 
 SUM_CHUNK_BYTES = 4 * 1024 * 1024
-"""Over memory that ranks share, what is summed over all of them goes through it in chunks of this size at most."""
+"""Over shared memory, tensors are summed over all ranks in chunks of this size at most."""
 
 FP8_BLOCK = 128
 """Elements that share a scale where slices travel in eight bits: a row, or a part of one, of most weights."""
@@ -20,12 +20,12 @@ _SCALE_BYTES = 4
 
 
 def bounce_bytes(largest: int) -> int:
-    """What chunks of slices of up to `largest` bytes arrive in: one chunk, or two in turn if there are several."""
+    """Bytes of the buffer in which chunks of a slice arrive: one chunk, or two in turn if the slice has several."""
     return largest if largest <= CHUNK_BYTES else 2 * CHUNK_BYTES
 
 
 def num_chunks(num_bytes: int) -> int:
-    """In how many messages a slice travels that replaces another one."""
+    """Number of messages of a slice that replaces another one in its buffer."""
     return -(-num_bytes // CHUNK_BYTES)
 
 
@@ -43,9 +43,9 @@ def lane_bytes(size: int, *, whole: int, part: int = 0) -> int:
     """Slots of one rank in memory that `size` ranks share (`comm/shared_axis_group.py`).
 
     Args:
-        size: how many ranks.
-        whole: the largest thing that a rank gives all others to read, in bytes.
-        part: the largest part of a sum that it makes for one of them.
+        size: number of ranks.
+        whole: bytes of the largest tensor that a rank gives all others to read.
+        part: bytes of the largest part of a sum that it makes for one of them.
     """
     return 0 if size == 1 else 2 * _whole_pages(whole) + (size - 1) * _whole_pages(part)
 

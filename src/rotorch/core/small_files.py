@@ -1,4 +1,4 @@
-"""Files that are small by what they are: read whole, but never more of them than that."""
+"""Reading of files that are small by their nature: whole, but never more than a limit."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Readable(Protocol):
 
 
 def read_small(path: Readable, *, most_bytes: int, what: str) -> bytes:
-    """Reads a file that is a few kilobytes long if it is what it should be.
+    """Reads a file that should be a few kilobytes long.
 
-    Takes no more memory than `most_bytes`, whatever the file is: of gigabytes, or growing. Does not open what is no
-    file: a pipe would wait for its writer, and a device may have no end.
+    Takes no more memory than `most_bytes`, even if the file has gigabytes, or grows. Does not open a pipe, which would
+    wait for its writer, nor a device, which may have no end.
 
     Args:
         path: the file.
-        most_bytes: more is refused.
-        what: the file should be, for the message: "a run's TOML file".
+        most_bytes: a longer file is refused.
+        what: the kind of file, for the message: "a run's TOML file".
 
     Raises:
         ConfigError: if it is longer, or no file. OSError: if it cannot be read.
@@ -51,7 +51,7 @@ def read_small(path: Readable, *, most_bytes: int, what: str) -> bytes:
 
 
 def _kind_of(status: Any) -> str | None:
-    """The name of what neither is a file nor a directory; None for these, and for what lies in a store."""
+    """Kind of a pipe, socket or device; None for files and directories, and for objects in a store."""
     mode = getattr(status, "st_mode", None)
     if mode is None or stat.S_ISREG(mode) or stat.S_ISDIR(mode):  # a directory has an error of its own when opened
         return None

@@ -1,6 +1,6 @@
-"""What a model consists of, as strategies see it: weights, how each may be cut, and the units they form.
+"""The parts of a model as strategies see it: weights, the cuts that each allows, and the units that they form.
 
-A `Weight` says how it may be cut (`Cut`), a `Unit` is the smallest piece that a strategy moves, splits or keeps
+A `Weight` has the cut that it allows (`Cut`), a `Unit` is the smallest piece that a strategy moves, splits or keeps
 whole, a `ModelSpec` is the whole model. All of it is plain data: the planner reads it without torch,
 `models/describe.py` makes it.
 
@@ -24,7 +24,7 @@ Note = TypeVar("Note")
 
 
 class Combine(StrEnum):
-    """How the outputs of a unit's slices become the unit's output."""
+    """The combination of slices' outputs into the unit's output."""
 
     SUM = "sum"  # column-wise then row-wise products: partial sums
     CONCAT = "concat"  # output columns, placed side by side
@@ -32,7 +32,7 @@ class Combine(StrEnum):
 
 
 class UnitKind(StrEnum):
-    """Where a unit sits in the model."""
+    """The kind of a unit: the part of the model that it is."""
 
     MODULE = "module"  # a module whose forward runs on slices of its weights as it is
     WEIGHT = "weight"  # one weight that is cut at the place of its use: a linear layer, an embedding, a head
@@ -53,7 +53,7 @@ class Range:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one weight may be cut: along `dim`, into `groups` indivisible groups, in each of `blocks` blocks."""
+    """The cut that a weight allows: along `dim`, into `groups` indivisible groups, in each of `blocks` blocks."""
 
     dim: int
     groups: int
@@ -64,8 +64,8 @@ class Cut:
 
         Args:
             size: length of the weight along `dim`; a multiple of `groups * blocks`.
-            num_slices: how many slices there are.
-            index: which slice, 0-based.
+            num_slices: number of slices.
+            index: number of the slice, 0-based.
         """
         block, rest = divmod(size, self.blocks)
         group_size, odd = divmod(block, self.groups)
@@ -79,19 +79,19 @@ class Cut:
 
 @dataclass(frozen=True)
 class GridCut:
-    """How a weight may be cut where activations are cut along their features, on a grid of ranks.
+    """The cut that a weight allows on a grid of ranks, where activations are cut along their features.
 
-    A matrix that linear layers multiply with is cut along its inputs by rows of the grid and along its outputs by
-    columns, a table that is looked up in by its rows and its columns; what has one feature of the residual stream per
-    entry of a dim (norms, biases, positions, a convolution that makes features of an image) by columns only.
+    A matrix of linear layers is cut along its inputs by rows of the grid and along its outputs by columns, a table for
+    look-ups by its rows and its columns; weights with one feature of the residual stream per entry of a dim (norms,
+    biases, positions, a convolution that makes features of an image) by columns only.
 
     Attributes:
         rows: among the ranks of one column; None: they hold the same.
         columns: among the ranks of one row; None: they hold the same.
-        sums: how many numbers per token are summed over all features where the weight is used (by a norm), in forward
-            and again in backward.
-        whole_output: whether it is the matrix of a linear layer whose outputs every rank has whole, a classifier's:
-            cut along its inputs, by columns; what ranks of a row make of their inputs is summed.
+        sums: numbers per token that are summed over all features where the weight is used (by a norm), in forward and
+            again in backward.
+        whole_output: True for the matrix of a linear layer whose outputs every rank has whole (a classifier): it is cut
+            along its inputs, by columns, and the products of a row's ranks are summed.
     """
 
     rows: Cut | None = None
@@ -101,23 +101,23 @@ class GridCut:
 
     @property
     def is_table(self) -> bool:
-        """Whether rows of the weight lie in rows of the grid, as for look-ups."""
+        """True if rows of the weight lie in rows of the grid, as for look-ups."""
         return self.rows is not None and self.rows.dim == 0
 
     @property
     def is_linear(self) -> bool:
-        """Whether its inputs lie in rows of the grid and its outputs in columns."""
+        """True if its inputs lie in rows of the grid and its outputs in columns."""
         return self.rows is not None and self.rows.dim == 1
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One parameter of the model: its name, its whole shape, and how it may be cut (None: not at all).
+    """One parameter of the model: its name, its whole shape, and the cut that it allows (None: it stays whole).
 
     `aliases` are further names of the same tensor (a head tied to its embedding); they never count twice. `trained`
-    weights get gradients. One that is `beside_slices` is not cut, but used by nothing else than modules that run on
-    slices: each slice gives a part of its gradient. `grid` is how it may be cut where activations are cut along their
-    features; None if nobody has asked.
+    weights get gradients. One that is `beside_slices` is not cut, but used only by modules that run on slices: each
+    slice gives a part of its gradient. `grid` is the cut that it allows where activations are cut along their features;
+    None if that was not asked for.
     """
 
     name: str
@@ -167,16 +167,16 @@ class Unit:
     Attributes:
         name: the module's name, or the weight's for `UnitKind.WEIGHT`.
         kind: see `UnitKind`.
-        combine: how the outputs of its slices become its output.
-        weights: what it owns; a tied weight belongs to the unit of its first use.
-        uses: how often a step uses it in forward (a tied embedding and head: 2).
-        reads_in_backward: how many of those uses need the weights again in backward (an embedding's does not).
+        combine: the combination of its slices' outputs into its output.
+        weights: that it owns; a tied weight belongs to the unit of its first use.
+        uses: number of its uses in a step's forward (a tied embedding and head: 2).
+        reads_in_backward: number of those uses that need the weights again in backward (an embedding's does not).
         replicated: names of weights that its forward needs whole beside its slices (q_norm); they belong to a
             REPLICATED unit.
         added_once: names of biases that are added once, after the sum over slices; they belong to a REPLICATED unit.
-        logits: whether one of its uses is a language model's head, whose products only a loss looks at.
-        stages: the pipeline stages that use it, where there are any (see `core/stages.py`).
-        notes: what strategies keep about it for themselves: an object each, of a class of their own (see `note`).
+        logits: True if one of its uses is a language model's head, whose products only a loss reads.
+        stages: the pipeline stages that use it, if there are stages (see `core/stages.py`).
+        notes: strategies' own records about it: an object each, of a class of their own (see `note`).
     """
 
     name: str
@@ -201,7 +201,7 @@ class Unit:
         return sum(w.num_bytes for w in self.weights if w.trained)
 
     def note(self, kind: type[Note]) -> Note | None:
-        """Returns what a strategy has noted about the unit, by the note's class; None if nothing."""
+        """Returns a strategy's note about the unit, by the note's class; None if there is none."""
         return next((note for note in self.notes if type(note) is kind), None)
 
     def with_note(self, note: object) -> Unit:
@@ -215,15 +215,15 @@ class Unit:
 
 @dataclass(frozen=True)
 class LayerOrder:
-    """The layers that hidden states pass one after another, and what lies before and after them.
+    """The layers that hidden states pass one after another, and the modules behind them.
 
     Attributes:
         layers: names of the repeated layers, in order; none if the model cannot be cut between layers.
         after: names of modules between the last layer and the output.
         width: features of the hidden states between layers.
         attention_width: features of all heads of a layer together; 0 if that is not known.
-        experts_per_token: to how many of a layer's experts a token goes; 0 if to all.
-        refused: why the model cannot be cut into stages, in words; "" if it can.
+        experts_per_token: number of a layer's experts that a token goes to; 0 if all.
+        refused: the reason why the model cannot be cut into stages; "" if it can.
     """
 
     layers: tuple[str, ...] = ()
@@ -238,7 +238,7 @@ class LayerOrder:
         return {layer: number for number, layer in enumerate(self.layers)}
 
     def place_of(self, name: str) -> int:
-        """The place of a weight: -1 before the layers, the number of its layer, or how many layers there are."""
+        """The layer of a weight by number; -1 before the layers, the number of layers behind them."""
         parts = name.split(".")
         for end in range(1, len(parts)):
             if (number := self._numbers.get(".".join(parts[:end]))) is not None:
@@ -251,7 +251,7 @@ NO_ORDER = LayerOrder(refused="it has no pipeline plan (base_model_pp_plan of a 
 
 @dataclass(frozen=True)
 class KeptWhole:
-    """A weight that is large enough to be cut and is not, and why."""
+    """A weight that is large enough to be cut and is not, with the reason."""
 
     name: str
     num_bytes: int
@@ -264,14 +264,14 @@ class ModelSpec:
 
     Attributes:
         name: the model's class.
-        units: what it consists of.
+        units: all its units, in order of use.
         kept_whole: large weights that have no role in a declared plan, and that the rules could not cut either.
         inside: units of weights that modules which run on slices need whole: `replicated`, unless a strategy makes
             them whole for each call (`with_inside_cut`).
-        by_plan: whether the user's own plan says what is cut, not the model's or our rules.
-        features_stay_whole: why activations cannot be cut along their features, in words; "" if they can.
-        tokens_stay_whole: the same of the tokens of a sequence, between the modules of its layers; "" also if nobody
-            has asked.
+        by_plan: True if the cuts are those of the user's own plan, not of the model's plan or our rules.
+        features_stay_whole: the reason why activations cannot be cut along their features; "" if they can.
+        tokens_stay_whole: the same for the tokens of a sequence, between the modules of its layers; "" also if that was
+            not asked for.
         order: the layers between which it may be cut into pipeline stages.
     """
 
@@ -326,7 +326,7 @@ class ModelSpec:
         return tuple(u for u in self.units if u.kind is not UnitKind.REPLICATED)
 
     def summary(self, *, most: int = 5) -> str:
-        """What is cut and what is whole, in bytes; names the `most` largest of `kept_whole` with the reason."""
+        """Bytes that are cut and that stay whole, as text; names the `most` largest of `kept_whole` with the reason."""
         cut = sum(u.num_bytes for u in self.cut_units)
         lines = [
             f"{self.name}: {cut:,} of {self.num_bytes:,} bytes of weights are cut, in {len(self.cut_units)} units; "

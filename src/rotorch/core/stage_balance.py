@@ -1,9 +1,9 @@
-"""Where to cut a row of layers into pipeline stages: by the time and the memory that each takes.
+"""Cuts of a row of layers into pipeline stages, by estimates of each layer's time and memory.
 
 [Note: estimates]
     All ranks are alike, so time is counted in operations: two per weight of a matrix and token, of experts as many as a
-    token goes to; in attention two per feature of all heads and per token that is looked at, for scores and for values,
-    half of which a causal mask leaves out. A look-up takes none, a head as any matrix. Backward takes twice as much as
+    token goes to; in attention two per feature of all heads and per attended token, for scores and for values, half of
+    which a causal mask leaves out. A look-up takes none, a head as any matrix. Backward takes twice as much as
     forward, and recomputing once more.
     Memory is what is there from step to step (weights, gradients, two states of AdamW), and of each micro-batch that
     waits for its backward what matrices gave, hidden states, and logits with their gradient. Where a stage is gathered
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from rotorch.core.spec import ModelSpec, Weight
 
 NOMINAL = MicroBatch(num_rows=1, num_tokens=1024)
-"""What costs are told of where nobody knows the batch. Only attention's share of a layer depends on it."""
+"""The micro-batch of estimates where the batch is not known. Only attention's share of a layer depends on it."""
 
 _STATES = 4
 """Weights, gradients and two states of AdamW, each as large."""
 _STATES_OF_GUEST = 2
-"""Of a weight that another stage is home to: its values and its gradient."""
+"""For a weight that another stage owns: its values and its gradient."""
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """One layer, with what lies before the first and behind the last of them.
+    """Costs of one layer; the first one's include the modules before the layers, the last one's those behind them.
 
     Attributes:
         forward_flops: of one micro-batch.
-        backward_flops: of one micro-batch, with what is recomputed.
+        backward_flops: of one micro-batch, recomputation included.
         state_bytes: weights, gradients and optimizer.
         activation_bytes: kept of one micro-batch between its forward and its backward.
-        gathered_bytes: weights and gradients, whole: what is there besides while they are gathered.
+        gathered_bytes: whole weights and gradients, which exist besides while they are gathered.
     """
 
     forward_flops: int
@@ -56,17 +56,17 @@ class LayerCost:
 
     @property
     def flops(self) -> int:
-        """Of one micro-batch there and back."""
+        """Operations of one micro-batch, forward and backward."""
         return self.forward_flops + self.backward_flops
 
 
 def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool = False) -> tuple[LayerCost, ...]:
-    """What each layer takes (see [Note: estimates]).
+    """Estimates each layer's costs (see [Note: estimates]).
 
     Args:
         spec: the model.
         batch: one micro-batch.
-        recompute: whether layers keep their inputs alone, and compute the rest again in backward.
+        recompute: layers keep only their inputs, and compute the rest again in backward.
     """
     order = spec.order
     last = len(order.layers) - 1
@@ -105,7 +105,7 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
 
 
 def _per_token(weight: Weight, *, experts: int) -> tuple[int, int]:
-    """Elements of a weight that a token meets, and features that it gives: of experts, those that the token goes to."""
+    """Elements of a weight that a token is multiplied with, and output features; only of experts that it goes to."""
     match weight.shape:
         case (number, *matrix) if len(matrix) == 2:
             chosen = min(experts, number) or number
@@ -123,19 +123,19 @@ def balanced(
     shared_by: int = 1,
     gathered: float = 0.0,
 ) -> tuple[range, ...]:
-    """Cuts layers into stages, none empty, of which the slowest is as fast as can be.
+    """Cuts layers into stages, none empty, so that the slowest stage is as fast as possible.
 
     Of all such cuts it takes one whose largest stage in memory is smallest, and of those the most even one in time.
 
     Args:
         costs: of the layers.
-        kept: of each stage, how many micro-batches' activations it holds at a time.
-        limit_bytes: no stage may take more; None: as much as it likes.
-        shared_by: how many ranks share the weights of a stage.
-        gathered: how much of what a gather makes whole is counted to a stage; 0 where nothing is gathered.
+        kept: per stage, number of micro-batches whose activations it holds at a time.
+        limit_bytes: no stage may take more; None: no limit.
+        shared_by: number of ranks that share the weights of a stage.
+        gathered: fraction of `gathered_bytes` that counts for a stage; 0 where nothing is gathered.
 
     Raises:
-        ConfigError: no cut keeps every stage within the limit; says how much the best of them takes.
+        ConfigError: no cut keeps every stage within the limit; gives the bytes of the best one.
     """
     flops = list(accumulate((cost.flops for cost in costs), initial=0))
     state = list(accumulate((cost.state_bytes for cost in costs), initial=0))
@@ -175,7 +175,7 @@ def balanced(
 
 
 _Cost = Callable[[int, int, int], float]
-"""Of the layers from `start` up to `end` as a stage: (stage, start, end)."""
+"""Cost of the layers from `start` up to `end` as a stage: (stage, start, end)."""
 
 
 def _best_cut(
@@ -186,14 +186,14 @@ def _best_cut(
     num_layers: int,
     num_stages: int,
 ) -> tuple[float, tuple[range, ...]] | None:
-    """The cheapest cut of which all parts are allowed, and what it costs; None if there is none.
+    """The cheapest cut of which all parts are allowed, and its cost; None if there is none.
 
     Args:
         cost: of a part.
-        join: from the costs of parts to that of all; grows with each.
-        allowed: whether these layers may be that stage.
-        num_layers: in a row.
-        num_stages: parts, none empty.
+        join: combines the costs of parts; grows with each of them.
+        allowed: returns True if these layers may be that stage.
+        num_layers: number of layers in the row.
+        num_stages: number of parts, none empty.
     """
     best: list[tuple[float, tuple[range, ...]] | None] = [(0.0, ()), *[None] * num_layers]
     for stage in range(num_stages):

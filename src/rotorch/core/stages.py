@@ -1,4 +1,4 @@
-"""Where a model may be cut into pipeline stages, and which of its units belong to which."""
+"""Cuts of a model into pipeline stages, and the units of each stage."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
 
 @dataclass(frozen=True)
 class InStage:
-    """What a pipeline notes about a unit.
+    """A pipeline's note about a unit.
 
     Attributes:
-        boundary_width: features of the hidden states that enter and leave its stage, told of a stage's first unit only.
-        borrowed: whether another rank owns it, whose values this rank gets for a step.
+        boundary_width: features of the hidden states that enter and leave its stage; set for a stage's first unit only.
+        borrowed: True if another rank owns it and this rank receives its values for a step.
     """
 
     boundary_width: int = 0
@@ -25,16 +25,16 @@ class InStage:
 
 
 def in_stage(unit: Unit) -> InStage:
-    """Returns what a pipeline has noted about a unit."""
+    """Returns a pipeline's note about a unit; an empty one if there is none."""
     return unit.note(InStage) or InStage()
 
 
 def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:
-    """The same units, each with the stages that use it; what no strategy cuts becomes a unit per stage.
+    """The same units, each with the stages that use it; replicated weights become a unit per stage.
 
     Args:
         spec: the model.
-        parts: which layers each stage has.
+        parts: layers of each stage.
     """
 
     def stage_of(name: str) -> int:
@@ -64,7 +64,7 @@ def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:
 
 
 def of_stages(spec: ModelSpec, *, mine: Callable[[int], bool]) -> ModelSpec:
-    """The units that some stages use, as often as these do: what a rank of a pipeline has to do with."""
+    """The units of some stages, with the number of their uses there: the part of the model on a pipeline's rank."""
     order = spec.order
     units: list[Unit] = []
     for unit in spec.units:
@@ -109,10 +109,10 @@ def check_stages(spec: ModelSpec, *, num_stages: int, strategy: str) -> None:
 
 
 def stage_layout(unit: Unit, *, position: int, rank_of: Callable[[int], int], axis: str) -> Layout:
-    """What the rank at `position` of a pipeline holds of a unit, and sends for it beyond activations.
+    """Layout of a unit on the rank at `position` of a pipeline, without activations.
 
-    A unit of stages on two ranks, an embedding tied to a head, is at home with the first; the other borrows its values
-    and returns gradients.
+    A unit of stages on two ranks, an embedding tied to a head, is owned by the first; the other borrows its values and
+    returns gradients.
     """
     home, *guests = dict.fromkeys(rank_of(stage) for stage in unit.stages or (0,))
     if position == home:

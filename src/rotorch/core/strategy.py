@@ -1,4 +1,4 @@
-"""What every strategy is: a frozen set of fields, the mesh axes it needs, and the Layout it gives each unit."""
+"""Base of all strategies: a frozen set of fields, the mesh axes it needs, and the Layout it gives each unit."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Strategy(BaseModel, ABC):
     """Module whose `apply` holds a model for it, if that is not `strategies/<kind>/apply.py`."""
 
     cuts_weights: ClassVar[bool] = False
-    """Whether its ranks hold different parts of a weight (then it can be the inside of `ddp`)."""
+    """True if its ranks hold different parts of a weight (then it can be the inside of `ddp`)."""
 
     gathers_weights: ClassVar[bool] = False
-    """Whether ranks that share weights have them whole while they compute: all of a module, or of a stage."""
+    """True if ranks that share weights have them whole while they compute: all of a module, or of a stage."""
 
     size_fields: ClassVar[tuple[str, ...]] = ("size",)
-    """The fields that its size is written with, `rtp=4`; those of a grid are joined by "x", `atp=2x4`."""
+    """The fields of its size, as in `rtp=4`; those of a grid are joined by "x", as in `atp=2x4`."""
 
     @property
     @abstractmethod
@@ -61,15 +61,15 @@ class Strategy(BaseModel, ABC):
         """Bytes of `unit` on the rank at `position` of this strategy's axes."""
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
-        """What one micro-batch sends for `unit` beyond its Layout: activations, for strategies that move them."""
+        """Transfers of one micro-batch for `unit` beyond its Layout: activations, for strategies that move them."""
         return ()
 
     def layout_of(self, spec: ModelSpec, *, batch: MicroBatch | None = None, position: int = 0) -> Layout:
-        """Bytes of a whole model: the Layouts of its units together, and what is there for all of them.
+        """Layout of a whole model: those of its units together, and memory that all units share.
 
         Args:
             spec: the model, its units as `units_of` gives them.
-            batch: what one micro-batch computes on; its activations are counted as well. None leaves them out.
+            batch: one micro-batch, whose activations are counted as well; None leaves them out.
             position: of the rank on this strategy's axes.
         """
         layout = combine_layouts(self.layout(unit, position=position) for unit in spec.units)
@@ -83,17 +83,17 @@ class Strategy(BaseModel, ABC):
         return spec
 
     def part_of(self, spec: ModelSpec, *, position: int) -> ModelSpec:
-        """The units of `spec` that the rank at `position` of this strategy's axes has anything to do with."""
+        """The units of `spec` that the rank at `position` of this strategy's axes holds or uses."""
         return spec
 
     @property
     def recomputes_layers(self) -> bool:
-        """Whether layers keep nothing but their inputs for backward."""
+        """True if layers keep only their inputs for backward."""
         return False
 
     @property
     def changes_the_model(self) -> str:
-        """What it computes that the model on one process does not, in words; "" for every strategy that is exact."""
+        """Difference of its model from the one on one process, in words; "" for every strategy that is exact."""
         return ""
 
     def check(self, spec: ModelSpec) -> None:
@@ -115,7 +115,7 @@ class Strategy(BaseModel, ABC):
     def for_batch(
         self, spec: ModelSpec, *, batch: MicroBatch, num_micro_batches: int, inner: Strategy | None = None
     ) -> Self:
-        """This strategy for a run's batch: what follows from it is set.
+        """This strategy with the options set that follow from a run's batch.
 
         Args:
             spec: the model.
@@ -124,12 +124,12 @@ class Strategy(BaseModel, ABC):
             inner: the strategy right inside of this one.
 
         Raises:
-            ConfigError: options ask for what this batch does not allow.
+            ConfigError: options ask for a step that this batch does not allow.
         """
         return self
 
     def at_precision(self, autocast: str | None) -> Self:
-        """This strategy for passes under autocast with a dtype ("bfloat16"), or without: what follows from it is set.
+        """This strategy with the options set that follow from autocast's dtype ("bfloat16"), or from its absence.
 
         Raises:
             ConfigError: an option contradicts it.
@@ -138,11 +138,11 @@ class Strategy(BaseModel, ABC):
 
     @property
     def short_for(self) -> str:
-        """The strategies, as text, that this one is a short way of writing; "" for most, which stand for themselves."""
+        """The strategies, as text, that this one abbreviates; "" for most, which stand for themselves."""
         return ""
 
     def without_idle_options(self) -> Self:
-        """This strategy with options that change nothing, as the others are, at their defaults."""
+        """This strategy with options at their defaults that change nothing, given the others."""
         return self
 
     @property

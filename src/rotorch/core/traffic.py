@@ -1,4 +1,4 @@
-"""What goes over the wire: the vocabulary shared by the strategies' formulas and the meter that checks them."""
+"""Traffic between ranks: the vocabulary shared by the strategies' formulas and the meter that checks them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """When in a step something moves."""
+    """The part of a step in which a transfer happens."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -16,7 +16,7 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
-    """What moves, and how."""
+    """The operation that moves data."""
 
     SEND = "send"  # point to point: a slice of weights or of gradients
     ALL_REDUCE = "all_reduce"
@@ -28,10 +28,10 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one rank sends for one unit in one step (one micro-batch).
+    """Bytes that one rank sends for one unit in one step (one micro-batch).
 
-    `sent_bytes` is what this rank puts on the wire by the textbook ring algorithm of the collective; `payload_bytes`
-    the size of the tensor handed to it. For `Kind.SEND` the two are equal.
+    `sent_bytes` are this rank's bytes on the wire by the textbook ring algorithm of the collective; `payload_bytes` is
+    the size of the tensor that is handed to it. For `Kind.SEND` the two are equal.
     """
 
     kind: Kind
@@ -44,11 +44,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What ranks that share a batch compute on at once: decides how large activations are that move.
+    """Size of one micro-batch of ranks that share a batch: it decides the size of activations that move.
 
     Attributes:
-        num_rows: how many sequences.
-        num_tokens: of each sequence.
+        num_rows: number of sequences.
+        num_tokens: tokens of each sequence.
         itemsize: bytes of an element of the activations.
         loss_itemsize: bytes of an element where the loss is computed.
     """
@@ -65,7 +65,7 @@ def all_reduce(payload_bytes: int, *, axis: str, size: int, phase: Phase = Phase
 
 
 def all_gather(part_bytes: int, *, axis: str, size: int, phase: Phase) -> Transfer:
-    """One all-gather of what each of `size` ranks gives, `part_bytes`: a ring sends every part n-1 times."""
+    """One all-gather of `part_bytes` from each of `size` ranks: a ring sends every part n-1 times."""
     return Transfer(Kind.ALL_GATHER, axis, phase, part_bytes, part_bytes * (size - 1))
 
 
@@ -75,15 +75,15 @@ def reduce_scatter(whole_bytes: int, *, axis: str, size: int, phase: Phase) -> T
 
 
 def sent_bytes(transfers: Iterable[Transfer], *, kind: Kind | None = None) -> int:
-    """Sums what one rank sends, of one kind or of all."""
+    """Sums the bytes that one rank sends, of one kind or of all."""
     return sum(t.sent_bytes for t in transfers if kind is None or t.kind is kind)
 
 
 def sent_by_broadcast(payload_bytes: int, *, position: int, source: int, size: int) -> int:
-    """What the rank at `position` sends of a broadcast from `source` along a chain: nothing if it is the end."""
+    """Bytes that the rank at `position` sends in a broadcast from `source` along a chain: 0 at the chain's end."""
     return 0 if (position - source) % size == size - 1 else payload_bytes
 
 
 def sent_by_reduce(payload_bytes: int, *, position: int, target: int) -> int:
-    """What the rank at `position` sends of a reduction to `target` along a chain: nothing if it is the target."""
+    """Bytes that the rank at `position` sends in a reduction to `target` along a chain: 0 at the target."""
     return 0 if position == target else payload_bytes

@@ -3,9 +3,9 @@
 [Note: fork]
     Ranks are forked: torch and transformers are imported once, and a rank starts in a fraction of a second. A rank has
     all of the memory of the process that forked it, and of its threads only the one that did. So
-    - garbage is left alone: a process group in it would wait for its threads to end, which are not there;
-    - meshes are forgotten, whose groups ranks do not have: DTensor would take theirs for the same;
-    - OpenMP's threads are ended before, and start again when they are needed: a rank would hand them work, and wait;
+    - garbage is not collected: a process group in it would wait for its threads, which a rank does not have, to end;
+    - meshes are forgotten, whose groups ranks do not have: DTensor would take the ranks' own meshes for the same;
+    - OpenMP's threads are ended before, and start again when they are needed: a rank would give them work, and wait;
     - no rank is forked from a process that is in a process group, or has used a GPU that ranks are to use, or has
       computed gradients with a GPU in sight: torch refuses to do that in a forked process. Such a process has a new one
       start its ranks (`process/new_interpreter.py`);
@@ -47,12 +47,12 @@ _ALL_IS_WELL, _NO_GPU, _NO_GRADIENTS = 0, 1, 2
 _forking: int | None = None
 """The process that is in a `forking` block: this one, or the one that forked it there."""
 _has_lost_threads = False
-"""Whether this process was forked elsewhere, so that OpenMP may count on threads that are not there."""
+"""True if this process was forked elsewhere, so that OpenMP may wait for threads that do not exist."""
 
 
 @contextmanager
 def forking() -> Iterator[None]:
-    """Processes forked within it compute and collect garbage as if this one had done nothing before."""
+    """Makes processes forked inside the block compute and collect garbage as if this one had done nothing before."""
     global _forking
     before, _forking = _forking, os.getpid()
     _end_openmp_threads()
@@ -107,7 +107,7 @@ def why_no_ranks(*, on_gpu: bool) -> str:
 
 
 def why_no_ranks_on_cpu() -> str:
-    """The same by what can be seen from here, in a millisecond: of a process that was not forked from such a one."""
+    """The same, in a millisecond, from this process's own state; not what it inherited by a fork."""
     if dist.is_initialized():
         return f"it is rank {dist.get_rank()} of {dist.get_world_size()} of a process group already"
     return _COMPUTED if any(name.startswith(AUTOGRAD_THREADS) for name in _threads()) else ""
@@ -119,7 +119,7 @@ def _threads() -> list[str]:
 
 
 def _try_in_a_fork(*, on_gpu: bool) -> int:
-    """What a forked process can do, as its exit code. Torch tells nobody else."""
+    """Forks a process that tries to compute, and returns its exit code: torch has no other way to tell."""
     with forking():
         pid = os.fork()
         if pid == 0:

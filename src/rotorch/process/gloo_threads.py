@@ -1,8 +1,8 @@
 """The threads that carry gloo's messages, beside the one that computes.
 
-A thread that wakes up pushes aside whoever runs, and gloo's wakes up whenever a socket has room or bytes for it, a few
-hundred times a step; where ranks have a core each or less, it pushes computing aside. Linux knows threads that wait for
-their turn instead (`SCHED_BATCH`): then gloo's finds more bytes at once, and computing keeps its caches. That took 5 to
+A thread that wakes up preempts the running one, and gloo's wakes up whenever a socket has room or bytes for it, a few
+hundred times a step; where ranks have a core each or less, it preempts computing. Under Linux's `SCHED_BATCH` a thread
+waits for its turn instead: then gloo's finds more bytes at once, and computing keeps its caches. That took 5 to
 20 % off most steps of two ranks and of four on two cores (docs/lab_log.md). Where a core is free nothing changes.
 
 Threads are known by their names.
@@ -18,12 +18,12 @@ from rotorch._torch_private import GLOO_THREADS
 
 
 def let_computing_go_first() -> int:
-    """Lets those of this process's threads that carry gloo's messages wait for their turn, from now on.
+    """Makes this process's threads that carry gloo's messages wait for their turn, from now on.
 
-    Leaves alone threads to which someone has given another policy, and systems that forbid it or have no such policy.
+    Leaves alone threads that have been given another policy, and systems that forbid it or have no such policy.
 
     Returns:
-        How many of them do so.
+        Number of threads that do so.
     """
     if sys.platform != "linux":
         return 0

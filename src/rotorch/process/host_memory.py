@@ -1,8 +1,8 @@
-"""Memory of a process on the host: what is freed stays with it, or goes back to the system when it is told to.
+"""Memory of a process on the host: freed memory stays with it, or goes back to the system on request.
 
-A training step frees what it will need again in the next one. glibc hands the top of its heap back to the system as it
-is freed, by a threshold that it makes up from the largest block it has seen; then every step gets thousands of pages
-anew, which the kernel clears one by one. That took 1 to 4 % of a step where it was measured (docs/lab_log.md).
+A training step frees memory that the next one needs again. glibc returns the top of its heap to the system as it is
+freed, by a threshold that it derives from the largest block it has seen; then every step gets thousands of new pages,
+which the kernel clears one by one. That took 1 to 4 % of a step where it was measured (docs/lab_log.md).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep what it frees, for its next step. The highest moment of a process stays as high as it was.
+    """Makes this process keep memory that it frees, for its next step. The process's peak does not change.
 
     Leaves alone a process whose user has set up its allocator by environment variables (glibc's, or a preloaded one).
 
     Returns:
-        Whether it has changed anything: there must be glibc.
+        True if it has changed anything: there must be glibc.
     """
     mallopt = _of_glibc("mallopt")
     if mallopt is None or any(os.environ.get(name) for name in _SETTINGS):
@@ -44,14 +44,14 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Hands memory that this process has freed and kept back to the system, where the C library can."""
+    """Returns memory that this process has freed and kept to the system, where the C library can."""
     trim = _of_glibc("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def room_in(directory: Path) -> str:
-    """A memory file system such as `/dev/shm`, its room, and how there would be more, for the end of a message."""
+    """A memory file system such as `/dev/shm`, its room, and a way to make more, for the end of a message."""
     while not os.path.ismount(directory):
         directory = directory.parent
     room = shutil.disk_usage(directory)
@@ -63,7 +63,7 @@ def room_in(directory: Path) -> str:
 
 
 def make_room() -> None:
-    """Gives up what this process keeps without need, before it takes much: for loading a model on a tight host.
+    """Frees memory that this process does not need, before it takes much: for loading a model on a tight host.
 
     That is garbage in cycles, and source text: torch reads files of its own while it is imported and whenever it notes
     where it was called, and Python keeps them for the next traceback (4 MB once a model of transformers is described).
@@ -77,7 +77,7 @@ def make_room() -> None:
 
 
 def available_bytes() -> int:
-    """How much more memory the processes of this machine may take together: of what is free, and of cgroups' limits."""
+    """Bytes that the processes of this machine may still take together, by free memory and by cgroups' limits."""
     return max(0, min([psutil.virtual_memory().available, *(limit - used for limit, used in _limits_of_cgroups())]))
 
 
@@ -88,7 +88,7 @@ def most_bytes() -> int:
 
 
 def address_space_left_bytes() -> int | None:
-    """How much more this process may map before its own limit (`ulimit -v`); None without one."""
+    """Bytes that this process may still map before its own limit (`ulimit -v`); None without one."""
     if sys.platform != "linux":
         return None
     import resource

@@ -1,10 +1,10 @@
 """Calls a function in a new interpreter, from a process that ranks cannot be forked from.
 
 [Note: fresh processes]
-    Ranks are forked from a process that has computed nothing with a GPU (see `process/forking.py`): seconds are saved,
-    and what ranks do need not be sent to them. A notebook, or a script in the middle of its work, may be no such
-    process. Then what starts the ranks is sent to a new interpreter, and they are forked there. It prints where this
-    process prints, gets its signals from this one, and dies with it.
+    Ranks are forked from a process that has computed nothing with a GPU (see `process/forking.py`): that saves seconds,
+    and the ranks' function need not be sent to them. A notebook, or a script in the middle of its work, may be no such
+    process. Then the function that starts the ranks is sent to a new interpreter, and they are forked there. It prints
+    where this process prints, gets its signals from this one, and dies with it.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def start_fresh(
 
 
 def call_fresh(function: Callable[..., Any], *args: Any, why: str, hide_gpus: bool = False, **kwargs: Any) -> Any:
-    """Calls `function(*args, **kwargs)` in a new interpreter and returns, or raises, what it does there.
+    """Calls `function(*args, **kwargs)` in a new interpreter; returns its result, or raises its error.
 
     Args:
         function: of a module that can be imported there; its arguments and its result can be pickled.
         args: its arguments by position.
-        why: it is not called here: for the message if it cannot be called there either.
-        hide_gpus: it is to see no GPU.
+        why: the reason why it is not called here, for the message if it cannot be called there either.
+        hide_gpus: the new interpreter sees no GPU.
         kwargs: its arguments by name.
 
     Raises:
@@ -123,7 +123,7 @@ def _cannot_be_sent(error: Exception, *, why: str) -> ConfigError:
 
 
 def _sendable(error: BaseException) -> BaseException:
-    """The error as it can be pickled; one that is not for the user has its traceback in a note."""
+    """Returns the error in a form that can be pickled; one that is not for the user has its traceback in a note."""
     if isinstance(error, RotorchError | KeyboardInterrupt):
         return error
     text = traceback.format_exc()
@@ -137,7 +137,7 @@ def _sendable(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def _signals_go_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Passes on what asks this process to end: the other one knows how to save and leave."""
+    """Passes signals that ask this process to end on to the other one, which knows how to save and leave."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""Ranks end with what started them, whatever they are waiting for. No torch: that takes seconds to load."""
+"""Ranks end with the process that started them, even while they wait. No torch, which takes seconds to load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent_pid: int) -> None:
-    """Has the kernel kill this process when its parent dies (Linux)."""
+    """Makes the kernel kill this process when its parent dies (Linux)."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:  # it died before we asked
@@ -19,10 +19,10 @@ def die_with(parent_pid: int) -> None:
 
 
 def die_with_torchrun() -> None:
-    """The same for a rank of torchrun's; anything else is left alone.
+    """Does the same for a rank of torchrun's; does nothing in other processes.
 
-    Called before the first thing that takes long: once torchrun is gone, the parent is whoever takes in orphans, and
-    nothing tells that it was another one.
+    Must be called before anything that takes long: once torchrun has died, the parent is the process that adopts
+    orphans, and nothing shows that it was torchrun before.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with(os.getppid())

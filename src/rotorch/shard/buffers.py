@@ -2,10 +2,10 @@
 
 [Note: running statistics]
     Every rank normalises by the statistics of its own micro-batch, as under torch's DDP, and moves its buffers
-    accordingly. Those that are saved with the model and that any rank has written during a step become the mean over
+    accordingly. Buffers that are saved with the model and that any rank has written during a step become the mean over
     all ranks at its end. For running means that is what one process with all the data would have; running variances
-    are the mean of variances within shares. Integers (counters) stay what each rank has made of them, since every rank
-    makes the same number of passes; so do buffers that are not saved, which are what a rank remembers for itself.
+    are the mean of variances within micro-batches. Integers (counters) stay each rank's own, since every rank makes the
+    same number of passes; so do buffers that are not saved, which belong to the rank alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class WrittenBuffers:
-    """Notices which floating-point buffers of a module a step has written, and evens them out over ranks."""
+    """Detects the floating-point buffers of a module that a step has written, and averages them over ranks."""
 
     def __init__(self, module: nn.Module) -> None:
         self._places = [
@@ -36,20 +36,20 @@ class WrittenBuffers:
         self._before: list[Tensor] = []
 
     def start(self) -> None:
-        """Before a step's first forward."""
+        """Keeps the buffers' values before a step's first forward."""
         # Copies, since torch's own batch norm writes without raising a tensor's version.
         self._before = [buffer.clone() for buffer in self._now()]
 
     def written(self) -> Tensor:
-        """After a step's last backward: per buffer 1 if this rank has written it, else 0, float64 [number of them]."""
+        """Returns, after a step's last backward, 1 per buffer that this rank has written, else 0: float64 [buffers]."""
         pairs = zip(self._now(), self._before, strict=True)
         return torch.tensor([float(not torch.equal(now, before)) for now, before in pairs], dtype=torch.float64)
 
     @torch.no_grad()
     def even_out(self, num_writers: Tensor, *, mesh: DeviceMesh) -> None:
-        """Makes every buffer that some rank has written the mean over those, on all ranks of `mesh`, which all call it.
+        """Averages every buffer over the ranks that have written it, for all ranks of `mesh`. All ranks.
 
-        A rank whose stage of a pipeline does not have the buffer's module has not written it, and has no say in it.
+        A rank whose stage of a pipeline does not have the buffer's module has not written it, and does not count.
 
         Args:
             num_writers: the sum of `written` over all ranks. If it is zero nothing is sent.
@@ -71,7 +71,7 @@ class WrittenBuffers:
 
 @contextmanager
 def buffers_untouched(module: nn.Module) -> Iterator[None]:
-    """Within it, whatever is written into a module's buffers is forgotten: for a forward that runs a second time."""
+    """Undoes writes to a module's buffers at the end of the block: for a forward that runs a second time."""
     places = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
     for holder, name, buffer in places:
         holder._buffers[name] = buffer.clone()

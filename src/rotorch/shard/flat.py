@@ -1,4 +1,4 @@
-"""How the slices of one unit lie in flat buffers, so that a slice is one message and one piece of memory."""
+"""Layout of one unit's slices in flat buffers, so that a slice is one message and one piece of memory."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ class FlatSlices:
 
     Args:
         weights: the unit's cut weights, all of one dtype.
-        num_slices: how many slices there are.
+        num_slices: number of slices.
         side_by_side: a matrix that is alone in its unit and cut along its last dim lies transposed, so that its slices
             one after another are the whole (transposed) matrix.
 
     Attributes:
         weights: the unit's cut weights, all of one dtype.
-        num_slices: how many slices there are.
+        num_slices: number of slices.
         shapes: `shapes[k]`: shapes of the weights' parts in slice k.
         numels: `numels[k]`: number of elements of slice k.
     """
@@ -44,7 +44,7 @@ class FlatSlices:
         ]
 
     def whole(self, flat: Tensor) -> Tensor | None:
-        """Returns the one weight, whole, as a view of all its slices one after another; None if it lies otherwise.
+        """Returns the one weight, whole, as a view of all its slices one after another; None if they do not form it.
 
         Args:
             flat: all slices, [sum(numels)].
@@ -58,7 +58,7 @@ class FlatSlices:
 
 
 def can_lie_side_by_side(weight: Weight) -> bool:
-    """Whether slices of a weight can, one after another, be the whole: each is one range of the first or last dim."""
+    """Returns True if a weight's slices, one after another, can form it: each is one range of the first or last dim."""
     if weight.cut is None or weight.cut.blocks > 1:
         return False
     return weight.cut.dim == 0 or weight.cut.dim == 1 == len(weight.shape) - 1

@@ -1,4 +1,4 @@
-"""Hooks that users put on parameters: called when a step's gradients are complete, with what they ask for."""
+"""Users' gradient hooks on parameters, called when a step's gradients are complete."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from rotorch.shard.sharded_weight import ShardedWeight
 
 
 class GradientHooks:
-    """Calls what `register_hook` and `register_post_accumulate_grad_hook` have put on parameters at rest.
+    """Calls hooks that users registered by `register_hook` and `register_post_accumulate_grad_hook` on parameters.
 
-    Autograd computes with other tensors, and never comes by those. As in a plain loop, `register_hook` sees the
-    gradient of this step alone and may give another one, and what comes after accumulation sees the parameter. Both
-    see this rank's part, complete, as a DTensor.
+    Autograd computes with other tensors, and never calls hooks of these. As in a plain loop, a `register_hook` hook
+    gets the gradient of this step alone and may return another one, and a hook after accumulation gets the parameter.
+    Both get this rank's part, complete, as a DTensor.
 
     Args:
-        weights: what this rank holds.
+        weights: this rank's weights, by name.
     """
 
     def __init__(self, weights: Mapping[str, ShardedWeight]) -> None:
@@ -32,7 +32,7 @@ class GradientHooks:
 
     @contextmanager
     def called_after(self, *, all_gradients: bool = True) -> Iterator[None]:
-        """Around a backward; at its end hooks are called, unless it raised or was not for the weights' gradients."""
+        """Encloses a backward and calls hooks at its end, unless it raised or was not for the weights' gradients."""
         # fully_shard would call what comes after accumulation itself, before replicas are summed.
         taken = {n: hooks for n, h in self._weights.items() if (hooks := take_hooks_after_accumulation(h.parameter))}
         before = self._set_aside() if all_gradients else {}
@@ -52,7 +52,7 @@ class GradientHooks:
                         after(self._weights[name].parameter)
 
     def _set_aside(self) -> dict[str, Tensor]:
-        """What the user has not cleared, where a hook is to see this step alone."""
+        """Sets gradients that the user has not cleared aside, where a hook must see this step's alone."""
         before = {}
         for name, held in self._weights.items():
             if hooks_of_gradient(held.parameter) and held.local_grad is not None:

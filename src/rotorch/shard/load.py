@@ -1,4 +1,4 @@
-"""Flyweight loading: each rank reads only its slices of a checkpoint, and says in one line all that does not fit."""
+"""Flyweight loading: each rank reads only its slices of a checkpoint, and reports all misfits in one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NAMES_SHOWN = 100  # of each kind; beyond that it is another model
 
 
 def load_directory(directory: str, *, weights: Mapping[str, ShardedWeight]) -> None:
-    """Reads what this rank holds of each weight from safetensors whose names are the model's own. Every rank alone.
+    """Reads this rank's part of each weight from safetensors whose names are the model's own. Every rank alone.
 
     Raises:
         ConfigError: no such directory, no or corrupt files, missing, extra or mis-shaped tensors (all of them listed).
@@ -43,22 +43,22 @@ def load_stored(
     may_lack: Sequence[str] = (),
     may_have: Sequence[str] = (),
 ) -> None:
-    """Reads what this rank holds of each weight, one chunk at a time, once all is known to fit. Every rank alone.
+    """Reads this rank's part of each weight, one chunk at a time, after all were found to fit. Every rank alone.
 
     A tied weight may be stored under any of its names. Real numbers are converted to the weight's dtype; integers,
     bools and complex numbers are not weights.
 
     Args:
         stored: the checkpoint's tensors by the model's names.
-        weights: what this rank holds.
+        weights: this rank's weights, by name.
         source: the checkpoint's path, for messages.
         buffers: the module's persistent buffers, whole on every rank.
         may_lack: name patterns (`classifier.*`) of weights that the checkpoint need not have; they stay as they are.
         may_have: name patterns of tensors that the model need not have.
 
     Raises:
-        ConfigError: missing, extra or mis-shaped tensors, or such of another kind of number, all of them listed, before
-            anything is read; or what is found to be damaged, not finite, or beyond the weight's dtype while it is read.
+        ConfigError: missing, extra or mis-shaped tensors, or tensors of another kind of number, all of them listed,
+            before anything is read; or a tensor that turns out damaged, not finite, or beyond the weight's dtype.
     """
     buffers = buffers or {}
     found = check_fit(
@@ -93,7 +93,7 @@ def check_fit(
     may_lack: Sequence[str] = (),
     may_have: Sequence[str] = (),
 ) -> dict[str, str | None]:
-    """Returns under which name each weight and buffer is stored, None for what may be lacking. Reads no tensor.
+    """Returns the stored name of each weight and buffer, None for those that may be missing. Reads no tensor.
 
     Arguments and errors are those of `load_stored`; `dtypes` are the weights' own, by name.
     """
@@ -136,7 +136,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _why_not_finite(stored: Stored, chunk: Chunk, *, name: str, dtype: torch.dtype, source: str) -> str:
-    """Says where the first such value is, and whether it came so or does not fit the weight's dtype."""
+    """Message with the position of the first such value: stored so, or too large for the weight's dtype."""
     there = torch.empty(chunk.sizes, dtype=torch.float64)
     stored.read(_box(chunk), out=there)
     where = (~torch.isfinite(there.to(dtype))).nonzero()[0].tolist()

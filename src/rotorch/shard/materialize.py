@@ -1,8 +1,8 @@
-"""First values: building a model without memory, and filling each rank's slices independently of who holds what.
+"""First values: building a model without memory, and filling each rank's slices alike under every layout.
 
 [Note: counter-based]
-    What a model's own code does to its parameters is known as recipes (shard/recipes.py), which are replayed here on
-    the slices that a rank holds. Random numbers are a function of (seed, weight name, global index of the element), so
+    A model's own initialisation code is recorded as recipes (shard/recipes.py), which are replayed here on the slices
+    that a rank holds. Random numbers are a function of (seed, weight name, global index of the element), so
     every strategy and world size gets the same weights, and no rank ever makes a tensor larger than what it keeps.
 """
 
@@ -47,8 +47,8 @@ def on_meta() -> Iterator[None]:
     """Builds a model without memory for its parameters: they are `meta` tensors, buffers are real.
 
     Unlike `torch.device("meta")`, buffers computed in constructors (rotary frequencies, masks) keep their values, and
-    what the constructors do to parameters is remembered, so that `ParallelModel.materialize(seed=...)` can do it to
-    slices.
+    the constructors' operations on parameters are recorded, so that `ParallelModel.materialize(seed=...)` can replay
+    them on slices.
 
     Example:
         >>> with rotorch.on_meta():
@@ -91,9 +91,9 @@ def _on_meta(parameter: nn.Parameter, recorder: Recorder) -> nn.Parameter:
 
 
 def take_recipes(module: nn.Module) -> dict[str, Recipe]:
-    """Returns how each meta parameter of `module` is initialised, by name.
+    """Returns the recipe of each meta parameter of `module`, by name.
 
-    Runs the initialisation code on meta if nobody watched it.
+    Runs the initialisation code on meta if it was not recorded before.
 
     Call before a strategy replaces the parameters. Parameters that already have values are not in the result.
     """
@@ -121,7 +121,7 @@ def _run_initialisation(module: nn.Module) -> None:
 
 @torch.no_grad()
 def initialise(weights: Mapping[str, ShardedWeight], *, recipes: Mapping[str, Recipe], seed: int) -> None:
-    """Fills what this rank holds of each weight by its recipe. Every rank alone; sends nothing.
+    """Fills this rank's part of each weight by its recipe. Every rank alone; sends nothing.
 
     Raises:
         ConfigError: if a weight's initialisation is not known; names it.

@@ -1,10 +1,10 @@
-"""What a model's own initialisation code does to its parameters, written down while it runs without memory.
+"""Recipes of parameters: a model's own initialisation code, recorded while it runs without memory.
 
 [Note: recipes]
-    A model's own initialisation code runs on `meta` tensors while a dispatch mode writes down what it does to each
-    parameter: `normal_(0, 0.02)`, then `zero_` of one row, and so on. `shard/materialize.py` does the same to the
-        slices that a rank holds. What is done to a parameter and cannot be written down makes its recipe unknown;
-        nothing is left out silently.
+    A model's own initialisation code runs on `meta` tensors while a dispatch mode records its operations on each
+    parameter: `normal_(0, 0.02)`, then `zero_` of one row, and so on. `shard/materialize.py` replays them on the slices
+    that a rank holds. An operation that cannot be recorded makes the parameter's recipe unknown; none is left out
+    silently.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ Recipe = list[Instruction]
 
 
 def recipe_of(parameter: nn.Parameter) -> Recipe | None:
-    """What is known of how a parameter is initialised; None if nobody has watched it."""
+    """The recipe of a parameter; None if its initialisation was not recorded."""
     return getattr(parameter, "_rotorch_recipe", None)
 
 
 def set_recipe(parameter: nn.Parameter, recipe: Recipe) -> None:
-    """Puts a recipe on a parameter, where it survives what modules do to their parameters on meta."""
+    """Attaches a recipe to a parameter, where modules' operations on meta parameters do not remove it."""
     parameter._rotorch_recipe = recipe  # type: ignore[attr-defined]
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down in-place operations on known meta parameters as recipes (see [Note: recipes])."""
+    """Records in-place operations on known meta parameters as recipes (see [Note: recipes])."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Recorder(TorchDispatchMode):
         self.parameters[storage_key(parameter)] = parameter
 
     def is_written(self, tensor: Tensor) -> bool:
-        """Whether a tensor that was made under this mode has values."""
+        """Returns True if a tensor that was made under this mode has values."""
         return storage_key(tensor) not in self._unwritten
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
             self.record(parameter, target, op, {k: v for k, v in given.items() if k not in (into, "generator")})
 
     def record(self, parameter: nn.Parameter, target: Tensor, op: str, given: dict[str, Any]) -> None:
-        """Adds to a parameter's recipe that `op` was done to `target`, all of it or a view."""
+        """Adds the operation `op` on `target`, all of a parameter or a view, to the parameter's recipe."""
         whole = target.numel() == parameter.numel()
         flat_range = None
         if not whole and target.is_contiguous():
@@ -131,7 +131,7 @@ def _numbers(op: str, given: dict[str, Any]) -> tuple[float, ...] | None:
 
 @contextmanager
 def listening(recorder: Recorder) -> Iterator[None]:
-    """Lets the recorder know of functions that do nothing to a meta tensor, and so never reach it as operations."""
+    """Reports functions to the recorder that do nothing to a meta tensor, and so never reach it as operations."""
 
     def watched(tensor: Tensor, op: str, numbers: tuple[float, ...] | None) -> bool:
         parameter = recorder.parameters.get(storage_key(tensor)) if tensor.is_meta else None

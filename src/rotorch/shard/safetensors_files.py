@@ -24,8 +24,7 @@ SINGLE = "model.safetensors"
 _MOST_INDEX_BYTES = 1 << 28
 
 _MAPPED_BYTES = 1 << 26
-"""A file is mapped into memory, and pages that were read count as this process's until it is unmapped: so it is, after
-so many bytes."""
+"""Bytes after which a file is unmapped and mapped again: pages that were read count as this process's until then."""
 
 
 @contextmanager
@@ -34,7 +33,7 @@ def open_safetensors(directory: Path) -> Iterator[dict[str, Stored]]:
 
     Raises:
         ConfigError: no safetensors, an index that is not readable or names files that are not in the directory, a
-            corrupt or truncated file; also for what turns out to be unreadable within the block.
+            corrupt or truncated file; also for tensors that turn out to be unreadable within the block.
     """
     files: list[_File] = []
     try:
@@ -60,7 +59,7 @@ def open_safetensors(directory: Path) -> Iterator[dict[str, Stored]]:
 
 
 def _files(directory: Path) -> dict[Path, list[str] | None]:
-    """The directory's files, with the names that the index says are in each (None where there is no index)."""
+    """The directory's files, each with the names of its tensors by the index (None where there is no index)."""
     if (directory / INDEX).exists():
         return dict(_indexed(directory))
     if (directory / SINGLE).exists():

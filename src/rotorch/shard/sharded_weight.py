@@ -1,7 +1,7 @@
-"""What one rank holds of each weight: plain local tensors, their place in the whole weight, and the DTensor at rest.
+"""One rank's part of each weight: plain local tensors, their place in the whole weight, and the DTensor at rest.
 
-Everything that must see weights independently of the strategy reads this: optimizers and clipping (through the
-DTensor), checkpoints and loading (through the chunks), verification (both).
+Code that must work under any strategy reads this: optimizers and clipping (through the DTensor), checkpoints and
+loading (through the chunks), verification (both).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from rotorch.shard.storages import allocate, free
 class Chunk:
     """A box of a whole weight.
 
-    Where it starts in each dim, its sizes, and where its first element along the cut dim sits locally.
+    Its start and size in each dim, and the local position of its first element along the cut dim.
 
     Attributes:
         offsets: start in the whole weight, one per dim.
         sizes: lengths, one per dim.
         dim: the dim along which a rank's chunks lie side by side in its local tensor.
-        local_start: where this chunk starts along `dim` in the local tensor.
+        local_start: start of this chunk along `dim` in the local tensor.
     """
 
     offsets: tuple[int, ...]
@@ -70,7 +70,7 @@ def cut_chunks(weight: Weight, *, num_slices: int, index: int) -> tuple[Chunk, .
 
 
 def box_chunks(boxes: Sequence[Sequence[Range]]) -> tuple[Chunk, ...]:
-    """Returns the chunks of a part that takes `boxes[dim]` of a weight: one range, but of one dim at most several."""
+    """Returns the chunks of a part with `boxes[dim]` of a weight: one range per dim, of at most one dim several."""
     several = [dim for dim, ranges in enumerate(boxes) if len(ranges) > 1]
     if len(several) > 1:
         raise AssertionError(f"a weight is fused along the dims {several}")
@@ -95,12 +95,12 @@ def dtensor_at_rest(
     """A DTensor of `shape` over `local`, this rank's part of it; sends nothing.
 
     Args:
-        local: the part.
+        local: this rank's part.
         shape: of the whole.
         mesh: of the ranks.
         placements: one per axis of the mesh.
-        chunks: where the part sits, if that is not where torch.chunk would put it: then the DTensor is one that is cut
-            in name only, and says so where that matters.
+        chunks: positions of the part in the whole, if they are not torch.chunk's: then the DTensor is cut in name only,
+            and says so where that matters.
     """
     if all(isinstance(placement, Replicate) for placement in placements):
         return DTensor.from_local(local, mesh, placements, run_check=False)
@@ -143,7 +143,7 @@ class LocalParameter(nn.Parameter):
 
     @staticmethod
     def __new__(cls, held: ShardedWeight) -> LocalParameter:
-        """Makes the one of `held`."""
+        """Makes the plain parameter of `held`."""
         self: LocalParameter = super().__new__(cls, held.local, held.parameter.requires_grad)
         self._of = held
         return self
@@ -170,18 +170,18 @@ class ShardedWeight:
     Attributes:
         weight: its description: name, whole shape, aliases.
         local: this rank's part, a plain tensor sharing memory with `parameter` (may be empty).
-        chunks: where the parts of `local` sit in the whole weight.
+        chunks: positions of the parts of `local` in the whole weight.
         parameter: the DTensor that the module holds at rest; `.grad` is complete after `forward_backward`.
-        num_holders: how many ranks of the model's mesh hold these same chunks (1: nobody else does).
+        num_holders: number of ranks of the model's mesh that hold these same chunks (1: this one alone).
         holder: this rank's number among them, 0-based.
-        sites: where the module looks for it; none if somebody else puts tensors there.
-        in_pass: the tensor that the module finds there during a pass; None: nothing (a bias that is added elsewhere).
+        sites: places in the module that use it; none if other code puts tensors there.
+        in_pass: the tensor that the module has there during a pass; None: nothing (a bias that is added elsewhere).
         leaf: the plain parameter that a pass computes with and leaves a gradient in, if there is one.
-        earlier: a copy of the gradient that was there before a step, because the user had not cleared it. It is added
-            to the step's own, or put back if the step breaks off.
-        owns_storage: whether nothing else lies in the storage of `local`.
-        gradient_stays: whether gradients lie in the same memory in every step, so that the DTensor over one is kept.
-        adds_in_place: whether a step adds to the gradient that is there before it, which is then not set aside.
+        earlier: a copy of the gradient of earlier steps, which the user had not cleared. It is added to the step's own,
+            or put back if the step breaks off.
+        owns_storage: True if `local` alone lies in its storage.
+        gradient_stays: True if gradients lie in the same memory in every step, so that the DTensor over one is kept.
+        adds_in_place: True if a step adds to an earlier gradient in place, which is then not set aside.
         mesh: of all ranks of the model; None until the model is complete.
     """
 
@@ -223,11 +223,11 @@ class ShardedWeight:
         return grad.to_local()
 
     def belong_to(self, mesh: DeviceMesh) -> None:
-        """The model is complete: from now on `weight_of` finds this, and all its ranks, by the parameter."""
+        """Makes `weight_of` find this weight and its ranks by the parameter; called once the model is complete."""
         self.mesh = mesh
         self.parameter.of_weight = WayBack(self)  # type: ignore[attr-defined]
 
-    # ---------------------------------------------------------------- what the module finds
+    # ---------------------------------------------------------------- tensors in the module
 
     def unshard(self) -> None:
         """Puts the tensor of a pass into the module."""
@@ -242,7 +242,7 @@ class ShardedWeight:
     # ---------------------------------------------------------------- gradients
 
     def refuse_unfrozen(self) -> None:
-        """Raises `ConfigError` for a weight that was frozen when the model was spread and requires a gradient now."""
+        """Raises `ConfigError` if the weight was frozen when the model was parallelized and requires a gradient now."""
         if self.parameter.requires_grad:
             raise ConfigError(
                 f"{self.name!r} was frozen when the model was parallelized, and has requires_grad=True now: it would "
@@ -250,13 +250,13 @@ class ShardedWeight:
             )
 
     def set_aside(self) -> bool:
-        """Before a step: copies the gradient that is there; returns whether one is. Evaluations leave it alone."""
+        """Copies an earlier gradient before a step; returns True if there is one. Evaluations leave it alone."""
         there = torch.is_grad_enabled() and self.parameter.grad is not None
         self.earlier = self.local_grad.clone() if there else None  # type: ignore[union-attr]
         return there
 
     def attach(self, gradient: Tensor) -> None:
-        """After a step: a plain gradient of this rank's part, and what was there before, become the DTensor's."""
+        """Makes a step's plain gradient of this rank's part, plus an earlier one, the DTensor's gradient."""
         self.add_earlier(gradient)
         if not self.gradient_stays:
             self.parameter.grad = dtensor_like(self.parameter, gradient)
@@ -266,7 +266,7 @@ class ShardedWeight:
         self.parameter.grad = self._attached[1]
 
     def add_earlier(self, gradient: Tensor) -> None:
-        """Adds what was set aside to a step's own gradient."""
+        """Adds an earlier gradient that was set aside to a step's own."""
         if self.earlier is not None:
             gradient.add_(self.earlier)
             self.earlier = None
@@ -319,7 +319,7 @@ class ChunkedTensor(SavedInChunks):
 
     Attributes:
         local: this rank's part, a plain tensor.
-        chunks: where the parts of `local` sit in the whole.
+        chunks: positions of the parts of `local` in the whole.
     """
 
     local: Tensor

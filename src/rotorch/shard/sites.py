@@ -1,4 +1,4 @@
-"""Where parameters sit in a module: there a pass's tensors are put, and taken back (see [Note: unsharding])."""
+"""Places of parameters in a module, where a pass puts its tensors and takes them back (`hold/holding.py`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Site:
     attribute: str
 
     def get(self) -> Tensor | None:
-        """What the module finds here."""
+        """Returns the parameter that the module has here."""
         return self.module._parameters[self.attribute]
 
     def put(self, tensor: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Which memory tensors take: storages that several share, once; of shared memory, what a rank calls its own."""
+"""Memory of tensors: a storage that several share counts once; of shared memory only what the tensors cover."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from torch.distributed.tensor import DTensor
 from rotorch._torch_private import storage_key
 
 PLAIN = (Tensor, nn.Parameter)
-"""Types whose values lie in their own storage; other subclasses stand for something else."""
+"""Types whose values lie in their own storage; other subclasses are wrappers."""
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; another tensor as it is."""
+    """Returns this rank's part of a DTensor; any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def allocate(tensor: Tensor) -> None:
-    """Gives a tensor that has a storage of its own its memory back after `free`; not its values."""
+    """Allocates the memory of a tensor with a storage of its own again after `free`; not its values."""
     tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
 
 
 def free(tensor: Tensor) -> None:
-    """Frees a tensor's memory; whatever shares its storage keeps its shape and has no values."""
+    """Frees a tensor's memory; tensors that share its storage keep their shapes and have no values."""
     tensor.untyped_storage().resize_(0)
 
 
@@ -49,7 +49,7 @@ def owned_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 class SharedMappings:
-    """Which addresses of this process are mapped in common with other processes, as `/proc/self/maps` says."""
+    """Address ranges of this process that other processes map, too, by `/proc/self/maps`."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -63,7 +63,7 @@ class SharedMappings:
                 self._ends.append(end)
 
     def contains(self, storage: torch.UntypedStorage) -> bool:
-        """Whether a storage lies in such a mapping."""
+        """Returns True if a storage lies in such a mapping."""
         if storage.device.type != "cpu" or not storage.nbytes():
             return False
         index = bisect.bisect_right(self._starts, storage.data_ptr()) - 1
@@ -71,7 +71,7 @@ class SharedMappings:
 
 
 def extents(tensor: Tensor) -> Iterator[tuple[int, int]]:
-    """First and past-the-end addresses of what a tensor covers, run by run (columns of a weight are one a row)."""
+    """First and past-the-end addresses of a tensor's contiguous runs (columns of a weight: one run per row)."""
     run, outer = tensor.element_size(), len(tensor.shape)
     while outer and (tensor.shape[outer - 1] == 1 or tensor.stride(outer - 1) * tensor.element_size() == run):
         outer -= 1

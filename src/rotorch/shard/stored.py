@@ -1,8 +1,8 @@
-"""Tensors that lie in a file: their shapes are known, and any box of one can be read without the rest of it.
+"""Tensors in a file: their shapes are known, and any box of one can be read without the rest of it.
 
-What a checkpoint stores is rarely named and cut as the model has it: experts one by one where the model stacks them,
-two matrices that the model has as one. `Stacked` and `Joined` put such parts together without reading more of them than
-the box that is asked for. Values go straight to where they are kept: no tensor lies in memory twice.
+A checkpoint's tensors often have other names and cuts than the model's weights: experts one by one where the model
+stacks them, two matrices that are one in the model. `Stacked` and `Joined` combine such parts and read only the box
+that is asked for. Values go straight to their destination: no tensor lies in memory twice.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _PACKED = {torch.float4_e2m1fn_x2, torch.float8_e8m0fnu}
 
 
 def _dtype_of_all(parts: Sequence[Stored]) -> torch.dtype:
-    """The widest dtype among the parts; one that is not for real numbers if any part has one, so that it is seen."""
+    """The widest dtype among the parts; one that is not for real numbers if any part has one, so that it is noticed."""
     dtypes = [part.dtype for part in parts]
     return next((d for d in dtypes if kind_of(d) != "real"), max(dtypes, key=lambda d: d.itemsize))
 
