@@ -1,8 +1,8 @@
 """Checks that all rows of a bench do the same work, and cut the model as they claim.
 
-Losses are held against those of one process that trains on the whole global batch, and what ranks hold against what a
-row says that it cuts. Some libraries degrade silently, so that every rank trains alone, a gradient is missing, or
-nothing is cut: fast, and worth nothing.
+Losses are compared with those of one process that trains on the whole global batch, and weights at rest with the cut
+that a row claims. Some libraries degrade silently: every rank trains alone, a gradient is missing, or nothing is cut.
+Such a row is fast, but worthless.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Memory that stages of a pipeline keep per micro-batch, measured in a short step: a table's memory follows from it.
 
-For stages whose weights are gathered (`zeropp`, `fsdp` inside of `pp`). Bytes of weights and gradients follow from the
-model; what autograd keeps, what is pending between the two halves of a backward, and what computations take beside it
-are seen by following storages (`tensor_memory.py`) from action to action.
+For stages with gathered weights (`zeropp`, `fsdp` inside of `pp`). Bytes of weights and gradients follow from the
+model; tensors saved by autograd, tensors pending between the two halves of a backward, and temporaries are measured by
+following storages (`tensor_memory.py`) from action to action.
 """
 
 from __future__ import annotations

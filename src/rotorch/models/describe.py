@@ -4,14 +4,14 @@
     Weights with a column role and weights with a row role under one parent form a MODULE unit: the parent's own
         forward runs on slices, and their outputs sum. A weight that stands alone (an embedding, a head, a linear
         layer whose output the plan gathers) forms a WEIGHT unit, cut along its output. A module without any plan is
-        cut by rules over its layers (`models/rules.py`), and so is what is large and has no role in a plan that the
-        model declares itself. The rest is replicated.
+        cut by rules over its layers (`models/rules.py`), and so are large weights without a role in a plan that the
+        model declares itself. All other weights are replicated.
 
 [Note: groups]
-    An attention may only be cut between key/value heads; its modules say their head's size (`head_dim`), its
+    An attention may only be cut between key/value heads; its modules declare the head's size (`head_dim`), its
     configuration the number of heads. An MLP may be cut between any two columns. If a parent's weights cannot be cut
-    into the same groups, or if it holds other units, each of its weights becomes a WEIGHT unit of its own, which is
-    right for any module, only less fused.
+    into the same groups, or if it holds other units, each of its weights becomes a WEIGHT unit of its own: right for
+    any module, only less fused.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
         classes = {type(module.get_submodule(u.name)) for u in spec.units if u.kind is UnitKind.MODULE}
         trial = try_tiny(module, describe=_trusting) if classes or large_and_left(module, spec) else Trial()
         for each in sorted(c.__name__ for c in classes - trial.on_slices):
-            _log.info("%s does not run on slices of its weights: they go round one by one", each)
+            _log.info("%s does not run on slices of its weights: they rotate one by one", each)
         spec = _spec(module, roles, weights, proven=trial.on_slices)
         spec = cut_what_is_left(module, spec, weights, uses=trial.uses)
         order = replace(order, refused=order.refused or trial.not_in_stages)
@@ -199,7 +199,7 @@ def _spec(
             units[parent] = unit
     cut = {w.name for u in units.values() for w in u.weights} | alone
     for parent, unit in list(units.items()):
-        if not cut.isdisjoint(unit.replicated):  # it holds other units, which would go round once per slice of it
+        if not cut.isdisjoint(unit.replicated):  # it holds other units, which would rotate once per slice of it
             alone.update(w.name for w in unit.weights if len(w.shape) > 1)
             del units[parent]
     owned = {w.name for u in units.values() for w in u.weights}

@@ -6,18 +6,19 @@
     unknown modules, adapters) is whole on every rank, and its gradients are summed.
 
 [Note: nothing is assumed]
-    A rule speaks of weights, not of what the modules around them do with them. So a cut weight is found out at its
-    use: a proxy answers linear layers, convolutions and look-ups slice by slice, and is made whole for the moment
-    when anything else is asked of it (`ops/weight_proxy.py`). The result is right in any case, and the log says
-    what was made whole.
+    A rule knows weights, not the code of the modules around them. So the use of a cut weight is found when it happens:
+    a proxy answers linear layers, convolutions and look-ups slice by slice, and gathers the whole weight for any other
+    operation (`ops/weight_proxy.py`). The result is right in any case, and the log names the weights that were
+    gathered.
 
 [Note: what a plan leaves out]
-    Plans of transformers are written for speed, and leave whole what is awkward to cut: latent attention, state spaces,
-    per-layer embeddings. Here that costs memory on every rank, so the same rules cut it, with two provisos. Ranks must
-    agree on which weights a pass uses; a trial on a tiny model shows that (`models/trial/uses.py`), and what it does
-    not show stays whole. And what is small stays whole, all of it together less than a thousandth of the model: a
-    message for each router costs more than its memory. Inside a module that runs on slices such a weight is needed by
-    every slice (`ModelSpec.inside`); rtp makes it whole once for all of them, other strategies have it whole.
+    Plans of transformers are written for speed, and leave awkward weights whole: latent attention, state
+    spaces, per-layer embeddings. Here such weights cost memory on every rank, so the same rules cut them, with two
+    conditions. All ranks must use the same weights in a pass; a trial on a tiny model shows these
+    (`models/trial/uses.py`), and others stay whole. Small weights also stay whole, all of them together less than a
+    thousandth of the model: a message for each router costs more than its memory. Inside a module that runs on slices
+    every slice needs such a weight (`ModelSpec.inside`); rtp gathers it once for all slices, other strategies have it
+    whole.
 """
 
 from __future__ import annotations
@@ -253,7 +254,7 @@ def _layer(weight: Weight, *, module: nn.Module, weights: Mapping[str, Weight]) 
     groups = weight.shape[use.dim]
     parts = [replace(weight, cut=Cut(use.dim, groups))]
     bias = weights.get(f"{weight.name.removesuffix('weight')}bias")
-    # A bias goes round with its rows. Of a tied weight it stays whole: other uses of the weight do without it. So does
+    # A bias rotates with its rows. Of a tied weight it stays whole: other uses of the weight do without it. So does
     # one that a forward of the user's own may add by itself, as Falcon's layers do after `input @ self.weight.T`.
     of_one_layer = bias is not None and not weight.aliases and not bias.aliases and bias.trained == weight.trained
     if bias is not None and of_one_layer and _adds_its_bias(layers[0]):

@@ -4,7 +4,7 @@
     Errors are norm-wise, per weight: the largest difference between the two gradients over the largest element of the
     reference's. Elements near zero would have no relative error of their own. For the same reason a weight whose
     gradient is zero but for rounding (the bias of keys, to which a soft-max is blind) is measured against a thousandth
-    of the model's largest gradient. A real mistake is as large as what it spoils, far above any bar even there.
+    of the model's largest gradient. A real mistake is as large as the gradient that it spoils, far above any bar.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def value_errors(
     floor: float = 0.0,
     set_aside: Mapping[str, Tensor] | None = None,
 ) -> dict[str, float]:
-    """Relative error of this rank's pieces of every weight against whole tensors.
+    """Relative error of this rank's chunks of every weight against whole tensors.
 
     Args:
         weights: this rank's.
@@ -53,7 +53,7 @@ def value_errors(
 
 
 def gradient_errors(weights: Mapping[str, ShardedWeight], theirs: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Relative error of this rank's pieces of every gradient against whole ones (see [Note: errors]); None is zero."""
+    """Relative error of this rank's chunks of every gradient against whole ones (see [Note: errors]); None is zero."""
     largest = max((float(g.abs().max()) for g in theirs.values() if g is not None), default=0.0)
     return {
         name: _piece_error(held, ours, whole, floor=_GRADIENT_FLOOR * largest)
@@ -65,7 +65,7 @@ def gradient_errors(weights: Mapping[str, ShardedWeight], theirs: Mapping[str, T
 def gradients_along(
     weights: Mapping[str, ShardedWeight], theirs: Mapping[str, Tensor | None]
 ) -> dict[str, tuple[float, float]]:
-    """Per weight, over this rank's pieces: the sums of ours * theirs and of theirs * theirs."""
+    """Sums per weight, over this rank's chunks, of ours * theirs and of theirs * theirs."""
     along = {}
     for name, held in weights.items():
         ours, whole = _gradients(held, theirs.get(name))
@@ -82,7 +82,7 @@ def _gradients(held: ShardedWeight, whole: Tensor | None) -> tuple[Tensor, Tenso
 def _piece_error(
     held: ShardedWeight, ours: Tensor, theirs: Tensor, *, floor: float = 0.0, set_aside: Tensor | None = None
 ) -> float:
-    """Error of this rank's pieces, relative to the whole weight's largest element, so that all ranks measure alike."""
+    """Error of this rank's chunks, relative to the whole weight's largest element, so that all ranks measure alike."""
     scale = max(float(theirs.abs().max()), floor, torch.finfo(theirs.dtype).tiny)
     errors = [0.0]
     for chunk in held.chunks:

@@ -1,7 +1,7 @@
 """Check that a model with a head for the next token cannot see that token.
 
-Encoders of transformers may carry such a head, too (`is_decoder` decides on their masks): trained for the next token
-they copy it, the loss falls to nothing, and nothing says why.
+Encoders of transformers may have such a head, too (`is_decoder` decides on their masks). Trained for the next token
+they copy it from the input: the loss falls to zero without an error.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
 """Trial on a tiny model of the same kind: are its outputs the same with activations cut along their features?
 
 [Note: feature probe]
-    The rules of `models/features.py` speak of weights. What modules do between them with the residual stream is code
-    that nobody has read: adding and scaling treat every feature alike, but a norm without weights, or a mean over
-    features, would be taken over a part of them, and nothing would look wrong. So a model with the same configuration
-    but for its sizes is built and run twice at once, in two threads, each with one half of all features. Where a layer
-    needs the other half, and where a norm sums over both, the threads exchange theirs. Side by side their outputs must
-    be the model's own.
+    The rules of `models/features.py` know weights only. Modules also have code between their weights: adding and
+    scaling treat every feature alike, but a norm without weights, or a mean over features, would be taken over a part
+    of them without an error. So a model with the same configuration but smaller sizes is built and run twice at once,
+    in two threads, each with one half of all features. If a layer needs the other half, or a norm sums over both, the
+    threads exchange theirs. Concatenated, their outputs must be the model's own.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 [Note: token probe]
     Between the modules of a layer that have matrices (attentions, MLPs) a model adds, scales and normalises token by
-    token, as far as a plan can tell; a layer may as well shift its tokens by one, or mix in what others have. That is
-    code that nobody has read. So a model with the same configuration but for its sizes runs twice at once, in
-    two threads. Each has a stretch of the tokens of what goes into the first layer; every child of a layer that has a
-    matrix gets all tokens, and its output is cut again; behind the last layer all tokens are put together. Both must
-    give what the model gives alone. The stretches are not equally long.
+    token, as far as a plan can tell; but a layer's code may also shift its tokens by one, or mix in other tokens. So a
+    model with the same configuration but smaller sizes runs twice at once, in two threads. Each thread has a chunk of
+    the tokens from the input of the first layer on; every child of a layer that has a matrix gets all tokens, and its
+    output is cut again; behind the last layer all tokens are concatenated. The outputs of both threads must equal those
+    of the whole model. The chunks are not equally long.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ def _try(tiny: nn.Module, inputs: dict[str, Any], expected: Tensor) -> str:
 
 
 class _Stretch:
-    """Runs the layers of a model on a stretch of the tokens.
+    """Runs the layers of a model on a chunk of the tokens.
 
     Args:
         model: a copy of its own; gets hooks.
-        mine: which stretch.
-        exchange: with the other one.
+        mine: number of this chunk.
+        exchange: with the other thread.
     """
 
     def __init__(self, model: nn.Module, *, mine: int, exchange: Exchange) -> None:

@@ -1,15 +1,15 @@
 """Trial on a tiny model of the same kind: does the model's code run on slices of its weights?
 
 [Note: probe]
-    A plan says how a module's weights may be cut, not that its forward runs on the pieces: it may reshape with the
-    whole number of heads, or normalise over all heads at once. So a model with the same configuration but for its
+    A plan cuts a module's weights, but does not promise that its forward runs on slices: the code may reshape with the
+    whole number of heads, or normalise over all heads at once. So a model with the same configuration but smaller
     sizes is built and run once, and every module that is to become a unit runs again on two slices of its weights,
-    with the input that it had. If the outputs of the slices do not add up to its own output, no module of its class
-    runs on slices in the real model, and its weights go round one by one, which is right whatever the code does with
-    them. The same holds for classes that the tiny model did not run, and for models of which there is no tiny one.
+    with the same input. If the outputs of the slices do not add up to its own output, no module of its class
+    runs on slices in the real model, and its weights rotate one by one, which is right for any code.
+    The same holds for classes that the tiny model did not run, and for models without a tiny one.
 
-    The same tiny model shows how the weights are used to which no plan gives a role (`models/trial/uses.py`), and
-    whether it may be cut between layers (`models/trial/stages.py`).
+    The same tiny model shows the uses of weights without a role in the plan (`models/trial/uses.py`), and the places
+    where it may be cut between layers (`models/trial/stages.py`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Tr
                 error = error or failed
                 continue
             return Trial(frozenset(on_slices), _watched(tiny, run=run), not_in_stages)
-    _log.warning("no tiny %s runs (%s): its weights go round one by one", type(module).__name__, error)
+    _log.warning("no tiny %s runs (%s): its weights rotate one by one", type(module).__name__, error)
     return Trial()
 
 

@@ -1,11 +1,11 @@
 """Trial on a tiny model of the same kind: are its outputs the same when it is cut between its layers?
 
 [Note: stage probe]
-    A pipeline plan says in which order modules are passed, not that hidden states are all that they pass on. Layers
-    that return something else beside them, or leave it in a cache for later ones, cannot be run as stages, and some
+    A pipeline plan declares the order of modules, but does not promise that they pass on hidden states only. Layers
+    that return something else beside them, or leave it in a cache for later layers, cannot be run as stages, and some
     would not even fail: a tensor unpacks into as many values as it has rows. So a tiny model runs once whole and once
-    with a stage for each of its layers, and the outputs must be the same; also where tokens are padding, with a mask
-    and without: some models make theirs from token ids, which later stages do not see.
+    with a stage for each of its layers, and the outputs must be the same, also for padded tokens, with a mask
+    and without: some models make a mask from token ids, which later stages do not see.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Uses of each of a model's weights in a pass: tried on a tiny model of the same kind.
 
 [Note: uses]
-    Any weight that a layer multiplies with, looks up or convolves with may go round, wherever it is (see
-    `ops/weight_proxy.py`). What must hold besides: all ranks use it in every pass, equally often and in the same
-    order, whatever their data, for a slice that one rank does not ask for is one that another waits for. A module that
-    runs only for some tokens (an expert in a list of its own) breaks that, and its code does not say so. So a tiny
-    model runs on several inputs, down to a single token, and every function that a weight is given to is written down.
-    What differs between inputs depends on the data.
+    Any weight that a layer multiplies with, looks up or convolves with may rotate, wherever it is (see
+    `ops/weight_proxy.py`), if all ranks use it in every pass, equally often and in the same order, whatever their data:
+    another rank waits for every slice that a rank does not ask for. A module that runs only for some tokens (an expert
+    in a list of its own) breaks this rule, and its code does not declare that. So a tiny
+    model runs on several inputs, down to a single token, and every function that gets a weight is recorded.
+    Uses that differ between inputs depend on the data.
 
-    A product with a weight's transpose is one with the weight. Without the layer's bias a product is one of the matrix
-    alone, and the bias must not travel with it.
+    A product with a weight's transpose counts as a product with the weight. A product without the layer's bias is one
+    of the matrix alone, and the bias must not travel with it.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class Use:
         products: linear layers and convolutions.
         lookups: of an embedding.
         others: names of other functions, for which it must be whole.
-        varies: between inputs.
-        obstacle: why it cannot go round; "" if nothing speaks against it.
-        alone: how many of the products add no bias.
+        varies: True if the use differs between inputs.
+        obstacle: reason why it cannot rotate; "" if there is none.
+        alone: number of products without a bias.
     """
 
     products: int = 0
