@@ -1,8 +1,8 @@
 """The `rotorch` command. Importing it loads no torch: a command loads what it needs when it runs.
 
 Exit codes: 0 done; 1 a check did not hold; 2 the input was wrong, and nothing was started; 3 a rank failed while
-running; 70 an error that nobody foresaw; 130, 143, 129 ended by Ctrl-C, SIGTERM, or with its terminal (`train` saves a
-checkpoint before); 75 a rank that something else started, after the job was asked to stop. Every command takes
+running; 70 an unforeseen error; 130, 143, 129 ended by Ctrl-C, SIGTERM, or with its terminal (`train` saves a
+checkpoint before); 75 a rank that another program started, after the job was asked to stop. Every command takes
 `--json FILE` for the numbers that it prints.
 """
 

@@ -1,8 +1,8 @@
 """`rotorch calibrate`: a cluster file for this machine, from what its ranks reach in less than a minute.
 
 [Note: figures without a datasheet]
-    Nobody's datasheet says what one rank of a machine has. The best that was seen stands in as the value, and the
-    median as the efficiency of it, so that a later reading of a real datasheet may replace the value alone.
+    No datasheet has the figures of one rank of a machine. The best measurement takes the place of the value, and the
+    median that of its efficiency, so that a value from a real datasheet may replace the former alone.
 
 [Note: ranks at once]
     All ranks measure at the same time: they share memory's bandwidth, and cores that get slower when all are busy.

@@ -1,8 +1,8 @@
-"""Output of a command in two hard cases: nobody reads it any more, or the error was not foreseen.
+"""Output of a command in two hard cases: its reader is gone, or the error was not foreseen.
 
-Standard output and standard error may close while a command runs: `| head -1`, `>&-`, a terminal that is gone. What a
-command prints is never what it is for: a run goes on, with its metrics and checkpoints, and its exit code says how it
-ended. So what cannot be written any more is dropped, from the first failure on.
+Standard output and standard error may close while a command runs: `| head -1`, `>&-`, a terminal that is gone. Printed
+text is never a command's only result: a run continues, with its metrics and checkpoints, and its exit code tells how it
+ended. So output that cannot be written is dropped, from the first failure on.
 """
 
 from __future__ import annotations

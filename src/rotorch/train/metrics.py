@@ -1,6 +1,6 @@
 """Metrics of a run: `metrics.jsonl`, one object a step, and TensorBoard files. Rank 0 only.
 
-A resumed run goes on in the same files: what was written after the step that it resumes from is dropped first.
+A resumed run continues the same files: lines of steps behind the one that it resumes from are dropped first.
 """
 
 from __future__ import annotations

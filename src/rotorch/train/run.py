@@ -1,14 +1,14 @@
-"""`rotorch train`, from a run's configuration to its last line. Read this file first; it names all the others in order.
+"""`rotorch train`, from a run's configuration to its last line. Read this file first; it names all others in order.
 
 start                      once: in the launcher, or in every rank that torchrun started
   run_lock.check_not_in_use  no other run writes here now
-  joining.JobRank            ranks of torchrun's compare what they were told, and later what they found
-  preflight.check_run        all that can be wrong, before anything is written
-  dry_run.dry_run            with --dry-run: what each rank would read and hold, and no more
-  run_lock.lock_directories  nobody else writes here from now on
+  joining.JobRank            torchrun's ranks compare their settings, and later their files
+  preflight.check_run        all checks of inputs, before anything is written
+  dry_run.dry_run            with --dry-run: the bytes that each rank would read and hold, and no more
+  run_lock.lock_directories  no other run writes here from now on
   data.prepare_corpus        text -> tokens, cached
   restart.launch_again       once, or again from the last checkpoint after a rank failed
-  launch.launch              ranks, and what becomes of them
+  launch.launch              ranks, from their start to their ends
     train                  in every rank
       build                  the model, spread over the ranks, with its first values or a checkpoint's
       loop.run_loop            step.train_step, loop.evaluate, checkpoint.save

@@ -1,7 +1,7 @@
-"""`TrainState`: all that training needs to go on where it stopped, and its tensors under names that no layout shows in.
+"""`TrainState`: the state that resuming needs, and its tensors under names that do not depend on the layout.
 
 [Note: names in a checkpoint]
-    `model/<weight>` and `optimizer/<key>/<weight>` are whole tensors of which every rank gives its pieces, so they load
+    `model/<weight>` and `optimizer/<key>/<weight>` are whole tensors of which every rank gives its chunks, so they load
     under any layout; `buffer/<name>` is the same on all ranks; `rng/<rank>` is the JSON text of that rank's random
     states, as bytes. A tied weight appears once. The learning rate is a function of the step and the data position
     one of (seed, step), so neither is a tensor.

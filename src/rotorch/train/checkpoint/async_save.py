@@ -1,9 +1,10 @@
-"""Saves a run while it goes on: training waits for a copy into host memory, and a thread writes that.
+"""Saves a run while it trains: training waits for a copy into host memory, and a thread writes the copy.
 
 [Note: a save behind the run]
-    What is written is what `checkpoint.save` writes, by the same steps: whole or not at all. The copies stay for the
-    next save. The threads of all ranks agree over a process group of their own, so that nothing they tell each other
-    meets the collectives of training. One save at a time: the next one, going back, and the end of the run wait for it.
+    The thread writes the same files as `checkpoint.save`, by the same steps: whole or not at all. The memory of the
+    copies stays for the next save. The threads of all ranks agree over a process group of their own, so that their
+    messages never mix with the collectives of training. One save runs at a time: the next save, a return to an earlier
+    checkpoint, and the end of the run wait for it.
 """
 
 from __future__ import annotations

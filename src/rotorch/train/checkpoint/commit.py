@@ -2,10 +2,10 @@
 
 [Note: whole in a store]
     Stores cannot rename directories. There files are written under the checkpoint's final name, and the manifest last:
-    a directory without one is what a save has left that was cut off. A step that is saved again gets files of other
-    names beside those that are there, the tokenizer's too (the manifest's `renamed` says which); its new manifest,
-    which appears all at once, names these, and then the old ones are removed. So at every moment there is the one whole
-    checkpoint or the other.
+    a directory without a manifest is left over from an interrupted save. If a step is saved again, its files get other
+    names beside the old files, the tokenizer's too (listed in the manifest's `renamed`). The new manifest,
+    which appears all at once, names the new files, and then the old files are removed. So at every moment either the
+    old or the new checkpoint is whole.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The checkpoints of a run as directories: which one is the latest whole one, and how they come and go. No torch.
+"""Checkpoints of a run as directories: the latest whole one, retention, and leftovers. No torch.
 
-See [Note: a checkpoint on disk] in `manifest.py` for what the names mean, and [Note: whole in a store] in `commit.py`.
+See [Note: a checkpoint on disk] in `manifest.py` for the meaning of names, and [Note: whole in a store] in `commit.py`.
 """
 
 from __future__ import annotations

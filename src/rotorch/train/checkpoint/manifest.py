@@ -179,7 +179,7 @@ class Manifest(_Part):
             num_chunks = sum(len(entry.chunks) for entry in self.tensors.values())
             raise FinalFailure(
                 f"checkpoint: {MANIFEST} would have {format_bytes(len(content))} for {len(self.tensors)} tensors in "
-                f"{num_chunks} pieces, and at most {format_bytes(_MOST_BYTES)} could be read again. Write a layout "
+                f"{num_chunks} chunks, and at most {format_bytes(_MOST_BYTES)} could be read again. Write a layout "
                 "that cuts each weight over fewer ranks"
             )
         return content

@@ -3,14 +3,14 @@
     save(run_dir, state, keep=3)          all ranks; RUN_DIR/checkpoints/step-00000100
     path = latest(run_dir)                the newest whole one
     load(path, state)                     all ranks; any strategies, any number of ranks
-    load_newest(path, state)              the same, or the one before where bytes of it have changed
+    load_newest(path, state)              the same, or the one before if bytes of it have changed
 
-`manifest.py` describes what lies on disk, `storage.py` moves the bytes, `state.py` says what is saved.
+`manifest.py` describes the files on disk, `storage.py` moves the bytes, `state.py` lists the tensors to save.
 
 [Note: checked before changed]
-    `load` first reads the manifest, holds every byte against its digests (each rank a share of the files), looks for
+    `load` first reads the manifest, checks every byte against its digests (each rank a part of the files), looks for
     numbers that are not finite, and compares names, shapes and dtypes with the model. All ranks then agree on the
-    outcome, and only if nobody objects is the first weight overwritten.
+    outcome, and the first weight is overwritten only if no rank has found an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checkpoint files under `torch.distributed.checkpoint`: its planners decide who moves what, this moves the bytes.
+"""Checkpoint files under `torch.distributed.checkpoint`: its planners assign tensors to ranks, this moves the bytes.
 
 torch's own file format keeps its index in a pickle and its tensors in zip files of pickles, and a reader needs a whole
 chunk in memory to take a row of it. Here a rank's file is safetensors, the index is our manifest (JSON), and both
@@ -6,7 +6,7 @@ directions go through a buffer of `_BUFFER_BYTES`. Loading runs no foreign code.
 
 [Note: one error for all]
     Everything that can fail while saving happens inside the steps that `torch.distributed.checkpoint` runs on all
-    ranks, which turns an exception on one rank into one on every rank. Nobody waits for a rank that has given up.
+    ranks, which turns an exception on one rank into one on every rank. No rank waits for a rank that has given up.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Place of checkpoints: a directory, or a URL of a store that fsspec knows, such as `s3://bucket/my_run`. No torch.
 
 [Note: a store]
-    A `StorePath` answers to as much of pathlib as reading a checkpoint needs, so readers know no difference. Writers do
-    (`commit.py`): a store has no renaming of directories and no fsync, but what is written to it appears when it is
-    closed. Where it is, and with which credentials, its own library finds out as ever: from the environment, its
+    A `StorePath` has the part of pathlib's interface that reading a checkpoint needs, so readers need not know which of
+    both they have. Writers must (`commit.py`): a store has no renaming of directories and no fsync, and a file appears
+    in it when it is closed. The store's own library finds endpoint and credentials as usual: from the environment, its
     configuration files, or fsspec's (`~/.config/fsspec`).
 
 [Note: made anew]
-    Stores keep connections and threads, which forked ranks must not share, and remember listings, which others
-    change. So a `StorePath` holds its URL only; fsspec keeps one file system per process, and forgets what it has
-    listed before each look.
+    Stores keep connections and threads, which forked ranks must not share, and cache listings, which other processes
+    change. So a `StorePath` holds its URL only; fsspec keeps one file system per process, and its cache of listings is
+    cleared before each use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""A run is refused if this machine could not hold it whatever else it did: by bounds from below, without a trial.
+"""Refusal of runs that this machine cannot hold in any case: by lower bounds, without a trial.
 
-What fits more narrowly than that is for `--dry-run`, which has each rank's bytes, and for the report of a rank that
-runs out of memory. Ranks that another launcher started may lie on other machines, and GPUs have memory of their own:
-these are not judged here.
+Closer limits are checked by `--dry-run`, which knows each rank's bytes, and by the report of a rank that
+runs out of memory. Ranks that another launcher started may run on other machines, and GPUs have memory of their own:
+these are not checked here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Reaction to a step whose loss or gradients went wrong: stop, skip its batch, or go back to a checkpoint.
 
 [Note: going back]
-    A step is a function of the checkpoint before it and of what it reads, so doing it again gives the same numbers
-    again. A run that goes back from step F to step S therefore reads on behind what step F read: step S + 1 gets what
-    step F + 1 would have got. How far reading is ahead of the steps is kept with the data position in checkpoints.
+    A step is a function of the checkpoint before it and of its data, so a repetition gives the same numbers
+    again. A run that goes back from step F to step S therefore continues with the data behind step F: step S + 1 gets
+    the data of step F + 1. Checkpoints keep the lead of the data over the steps beside the data position.
 """
 
 from __future__ import annotations

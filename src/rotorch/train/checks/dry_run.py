@@ -1,9 +1,9 @@
 """Bytes that each rank of a run would read and hold, by the Layouts' formulas, against its memory. Starts nothing.
 
 [Note: what a resume reads]
-    Every file is read once, by one of the ranks, to hold it against its digest. Then each rank reads its pieces of the
-    weights and of what the optimizer keeps beside each element, whole what it keeps once per weight (AdamW's number of
-    steps), the buffers, and its own random states if as many ranks wrote the checkpoint.
+    Every file is read once, by one of the ranks, to check its digest. Then each rank reads its chunks of the
+    weights and of the optimizer's state per element, the optimizer's whole state per weight (AdamW's number of
+    steps), the buffers, and its own random states if equally many ranks wrote the checkpoint.
 """
 
 from __future__ import annotations

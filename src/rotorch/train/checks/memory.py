@@ -2,7 +2,7 @@
 
 [Note: shared pages]
     Forked ranks share pages with each other (libraries, and weights in shared memory), and resident memory counts them
-    in each. The peak here is the highest resident memory less what is counted too much at the time of reading: resident
+    in each. The peak here is the highest resident memory less the excess at the time of reading: resident
     minus proportional.
 """
 

@@ -1,11 +1,11 @@
 """Origin of the first number that is not finite: a weight, the output of a module, or a gradient.
 
 [Note: the order of looking]
-    Weights that are not finite spoil all that follows, so they are looked at first. Then the batch goes forward once
-    more, without gradients and dropout, and hooks look at what each module gives: the first to complete with a number
-    that is not finite made it, since what it was given was finite. Inside a unit that runs on slices that is one
-    layer's share of an output. If all outputs are finite, a gradient is not: backward goes from the last weight to the
-    first, so the last weight with such a gradient is where it began.
+    Weights that are not finite spoil everything behind them, so they are checked first. Then the batch runs forward
+    once more, without gradients and dropout, and hooks check the outputs of modules: the first module to complete with
+    a number that is not finite made it, since its inputs were finite. Inside a unit that runs on slices this output is
+    one layer's part of a sum. If all outputs are finite, a gradient is not: backward runs from the last weight to the
+    first, so the origin is the last weight with such a gradient.
 """
 
 from __future__ import annotations

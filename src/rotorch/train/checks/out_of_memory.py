@@ -1,17 +1,17 @@
 """Message when memory runs out: the operation and its bytes, all live tensors, the cheapest change that would fit.
 
 [Note: what is alive]
-    Python knows every tensor that someone holds by name, also in the frames that the error has come through; what
-    autograd keeps for backward it is asked for, node by node. Weights, gradients, optimizer state and slots are known
-    from the model; logits are as wide as the vocabulary; what autograd keeps of the rest are activations. Under
-    activation checkpointing to ask autograd would be to compute again: then activations are among "other".
+    Python's garbage collector knows every tensor with a name, also in the frames that the error has passed; tensors
+    saved for backward are read from autograd's graph, node by node. Weights, gradients, optimizer state and slots are
+    known from the model; logits are as wide as the vocabulary; all other saved tensors are activations. Under
+    activation checkpointing, reading saved tensors would recompute them: then activations are among "other".
 
 [Note: what would fit]
-    Needed is what was asked for, and what is not there yet but will be: gradients, and the optimizer's state before
-    its first step. What layouts save at rest are the Layouts' formulas; what smaller micro-batches and computing again
-    save are shares of the activations that are alive. Changes are tried from the cheapest on: the same numbers in more
-    passes, then a third more to compute, then another layout, then more ranks. In a save nothing of a batch is alive,
-    so only what is held at rest counts, and the copy that a save behind the run writes from.
+    The need is the failed allocation, and memory that will be allocated later: gradients, and the optimizer's state
+    before its first step. The Layouts' formulas give the savings at rest of other layouts; smaller micro-batches and
+    recomputation save parts of the live activations. Changes are tried from the cheapest on: the same numbers in more
+    passes, then a third more computation, then another layout, then more ranks. In a save no tensor of a batch is
+    alive, so only memory at rest counts, and the copy from which a background save writes.
 """
 
 from __future__ import annotations

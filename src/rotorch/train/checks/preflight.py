@@ -1,7 +1,6 @@
 """Checks of a run's inputs, made before any rank starts and before anything is written.
 
-`check_run` is the list; each check is a small function that raises `ConfigError` with one line that says what to write
-instead.
+`check_run` is the list; each check is a small function that raises `ConfigError` with one line that names a correction.
 """
 
 from __future__ import annotations

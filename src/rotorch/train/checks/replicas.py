@@ -1,23 +1,23 @@
 """Check that memory still holds the values computed: a flipped bit, in memory or on the wire, raises no error.
 
 [Note: what is compared]
-    A sum of a tensor's bytes as 64-bit integers, which any single flipped bit changes, at the speed of memory. It is
-    taken of each weight and of its optimizer state, right after an update.
-    Over ranks: those that hold the same part of a weight give it the same updates, so it and its moments stay the
-    same to the bit. Over time: nothing changes either until the next update, so before that the sums are taken again;
-    this is all there is for what one rank alone holds, as under fsdp and rtp.
+    A checksum: the sum of a tensor's bytes as 64-bit integers, which any single flipped bit changes, at the speed of
+    memory. It is taken of each weight and of its optimizer state, right after an update.
+    Over ranks: ranks that hold the same part of a weight apply the same updates, so weight and moments stay equal
+    to the bit. Over time: neither changes until the next update, so the checksums are taken again before it;
+    for shards that one rank alone holds, as under fsdp and rtp, only this comparison over time exists.
 
 [Note: what is not seen]
-    What changes while an update computes, where one rank alone holds the part; several flips of one tensor whose
-    differences add up to 0; activations, gradients and buffers; and a step that is not due: with `check_every=K` one
-    rest in K is looked at. What changed during a rest is found at its end, when a checkpoint may have been written
-    and a forward pass been computed from it, but before anything is updated by that.
+    Changes during an update of shards that one rank alone holds; several flips of one tensor whose
+    differences add up to 0; activations, gradients and buffers; and steps that are not due: `check_every=K` checks one
+    interval between updates in K. A change during an interval is found at its end, when a checkpoint may have been
+    written and a forward pass been computed from it, but before the next update.
 
 [Note: what it costs]
     A pass over weights and moments after an update and one before the next, 12 bytes each time per float32 weight
     under AdamW, and 24 bytes sent per weight tensor and rank. With every step looked at, that took 1.8 to 2.4 % of the
     CPU time of a step of 1024 tokens (a Llama of 29 M weights, one process on one core): under 1 % with check_every=3,
-    or from about 2500 tokens a step and rank on. Where ranks share the weights it is as many times less.
+    or from about 2500 tokens a step and rank on. If n ranks shard the weights the cost per rank is 1/n.
 """
 
 from __future__ import annotations

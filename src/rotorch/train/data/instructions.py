@@ -2,8 +2,8 @@
 
 A record is `{"prompt": "...", "response": "..."}`, or, where the tokenizer has a chat template, also
 `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}`. With a template the
-conversation is written as the template writes it, and what it writes for an assistant's turn is the target; without one
-the prompt and the response follow each other as they are, and the end-of-text token ends the response.
+conversation is formatted by the template, and the text of an assistant's turn is the target; without a template
+the prompt and the response follow each other unchanged, and the end-of-text token ends the response.
 
 [Note: windows of examples] An example begins a window, and what is left of the window is filled up; with `pack` further
 whole examples follow while they fit, as documents do in windows of text. An example longer than a window loses its

@@ -5,8 +5,8 @@ byte: a number that may be compared between models whatever their tokens are.
 
 [Note: where a long document is cut] A document of more than `PIECE_BYTES` is tokenised in pieces. A piece ends between
 a letter or digit and the line break after it: the pre-tokenisers of GPT-2, Llama 3, Qwen and their kin always cut
-there, so the tokens are those of the whole document. A tokenizer that puts a space before every text puts one before
-every piece too.
+there, so the tokens are those of the whole document. A tokenizer that puts a space before every text also puts one
+before every piece.
 """
 
 from __future__ import annotations

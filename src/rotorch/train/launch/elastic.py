@@ -1,15 +1,15 @@
-"""Starts ranks on this machine through torch's elastic launcher and says what happened to them.
+"""Starts ranks on this machine through torch's elastic launcher, and reports their ends.
 
 [Note: how a run ends]
     - A rank dies, by a signal or an exception: the launcher sees it within 0.1 s, gives the others a second to note
-      what they saw, and kills them. `RankFailure` names the rank that failed first and what it was doing.
-    - No rank gets on any more: the launcher, which sees where all of them are, writes down who waits for whom. Their
-      own timeouts come later, and mostly end what waits for a rank that is busy with something else.
+      their last state, and kills them. `RankFailure` names the rank that failed first and its activity.
+    - No rank makes progress: the launcher, which sees the places of all ranks, reports which rank waits for which. The
+      ranks' own timeouts come later, and mostly end ranks that wait for a rank busy with other work.
     - The launcher dies: the kernel kills the ranks (PR_SET_PDEATHSIG), whatever they are waiting for.
     - Ctrl-C, SIGTERM, or SIGHUP (its terminal is gone), to the launcher or to all: the launcher raises a flag on the
       status board, and the ranks, which ignore these signals, agree on the step after which they save and leave. The
       launcher's exit code is 128 and the signal's number, as that of a command that the signal ends: the run is not
-      done. A second Ctrl-C kills them. Who started it with SIGHUP ignored (nohup) goes on without a terminal.
+      done. A second Ctrl-C kills them. A run started with SIGHUP ignored (nohup) continues without a terminal.
     - torchrun dies: the same, asked for by each rank as the first thing it does (`process/parent_death.py`).
     - Under torchrun, Slurm and the like each rank raises the flag for itself, and the ranks agree all the same.
 

@@ -1,8 +1,8 @@
 """Report of a failed run: a page with every rank's last word, state, place in its pass and Python stack.
 
-A rank that is alive writes its stack when it gets SIGUSR1, from a handler in C, whatever it is waiting for. One that is
-stopped cannot, and its state says so; its place in the pass it has written down before (`comm/status_word.py`). What
-torch has recorded of collectives is written by a thread of the rank (`watchdog.py`).
+A rank that is alive writes its stack when it gets SIGUSR1, from a handler in C, even while it waits. A stopped rank
+cannot, and its state shows that; its place in the pass is in its status word (`comm/status_word.py`). A thread of the
+rank writes torch's record of collectives (`watchdog.py`).
 """
 
 from __future__ import annotations

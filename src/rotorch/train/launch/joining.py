@@ -1,14 +1,14 @@
-"""One rank of a job that torchrun, Slurm or an operator started: its place, and what it agrees on with the others.
+"""One rank of a job that torchrun, Slurm or an operator started: its place, and its agreement with other ranks.
 
 [Note: what ranks compare]
-    Each rank reads the configuration, the text and the model for itself, so it may have read others than the rest.
-    Ranks compare twice, before anything of the run is written: what they were told and with which versions, and, when
-    they have looked at the files, what these say. Paths count, too: ranks with two values of `train.out` would each
-    write half of a checkpoint. `PER_HOST` names what may differ.
+    Each rank reads the configuration, the text and the model for itself, so ranks may have read different ones.
+    They compare twice, before anything of the run is written: settings and versions, and, after reading the
+    files, their contents. Paths count, too: ranks with two values of `train.out` would each
+    write half of a checkpoint. `PER_HOST` names keys that may differ.
 
-    Ranks that the launcher forks have its configuration and its data; these compare only what `parallelize` is given.
+    Ranks that the launcher forks have its configuration and its data; they compare only the arguments of `parallelize`.
 
-    No torch is loaded before `join`: what is wrong is said before the seconds that this takes.
+    No torch is loaded before `join`: errors are reported before the seconds that loading takes.
 """
 
 from __future__ import annotations

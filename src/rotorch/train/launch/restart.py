@@ -1,20 +1,20 @@
-"""A run one of whose ranks failed goes on from its last checkpoint, on fewer ranks if it may (`train.max_restarts`).
+"""Restart of a run after a rank failed: from its last checkpoint, on fewer ranks if allowed (`train.max_restarts`).
 
 [Note: who starts again]
-    - `rotorch train` with ranks of its own: the launcher does, as often as `train.max_restarts` says. The same number
-      of ranks is tried first. A run that fails again without having got as far as a new checkpoint takes the next
-      smaller number that `train.elastic` allows, if it names any.
-    - torchrun: it starts the ranks anew, as many as there are nodes left. A rank that finds the directory of the very
-      run that its own job (`--rdzv-id`) began goes on with it without being asked to, and with `train.elastic` chooses
-      the layout for the ranks that there are. How often they were started says nothing: each node counts for itself.
+    - `rotorch train` with ranks of its own: the launcher does, at most `train.max_restarts` times. The same number
+      of ranks is tried first. A run that fails again before a new checkpoint takes the next smaller number that
+      `train.elastic` allows, if there is one.
+    - torchrun: it restarts the ranks, on the nodes that are left. A rank that finds the directory of a run that its own
+      job (`--rdzv-id`) began resumes this run without `--resume`, and with `train.elastic` chooses the layout for the
+      present number of ranks. torchrun's number of restarts is of no use: each node counts for itself.
 
-    The global batch stays what it was: fewer ranks take more micro-batches each. So the losses are those of a run that
-    nothing happened to.
+    The global batch stays the same: fewer ranks take more micro-batches each. So the losses equal those of an
+    undisturbed run.
 
 [Note: what comes back]
-    What makes a rank fail is often a disk or a store that does not answer, and then the launcher cannot look for the
-    last checkpoint either. It asks for a minute, at growing distances. A run that fails again and again without a new
-    checkpoint is given as long between its starts.
+    Ranks often fail because a disk or a store does not answer, and then the launcher cannot look for the
+    last checkpoint either. It retries for a minute, at growing intervals. A run that fails repeatedly without a new
+    checkpoint gets the same pauses between its starts.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
 [Note: a lock that dies with its holder]
     The lock is `flock` on a file in the directory. The launcher takes it, or rank 0 under torchrun, and forked ranks
     inherit the open file, so the directory stays locked until the last process of the run has ended, however it ends:
-    the kernel gives the lock up, and no dead run blocks a later one. Nobody unlocks explicitly, which would do so for
-    every process that has inherited the file. Linux passes flock on to NFS servers (v4, and v3 with lockd); a mount
-    with `local_lock=flock` or `nolock` keeps it to one host, which nobody can notice from here.
+    the kernel gives the lock up, and no dead run blocks a later one. No process unlocks explicitly, which would unlock
+    for every process that has inherited the file. Linux passes flock on to NFS servers (v4, and v3 with lockd); a mount
+    with `local_lock=flock` or `nolock` keeps it to one host, which cannot be detected from here.
 
-    The file's text says who the holder is, for messages only. Its holder removes it before the lock ends, so whoever
-    opens it has to see afterwards that the name still means the file that was locked.
+    The file's text names the holder, for messages only. The holder removes the file before the lock ends, so a process
+    that opens it must check afterwards that the name still refers to the locked file.
 """
 
 from __future__ import annotations

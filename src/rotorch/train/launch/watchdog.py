@@ -1,21 +1,20 @@
 """Watch over the progress of ranks, and the messages when they make none.
 
 [Note: who looks]
-    The launcher sees where all of its ranks are (`status.py`), so it notices when nobody gets on, while all of them
-    still are where they wait. Under torchrun nobody sees all ranks: each looks at itself, and writes its own part of
-    the run's report.
+    The launcher sees the places of all its ranks (`status.py`), so it notices a standstill while the ranks still wait.
+    Under torchrun no process sees all ranks: each rank watches itself, and writes its own part of the run's report.
 
 [Note: what getting on is]
-    Any number that a rank has written down: its step and phase, and in a pass micro-batch, slice, block of the model,
-    stage, or what it waits for. So a micro-batch may take as long as it likes, if no block of it takes `timeout_s`.
-    A compiled model's blocks write nothing down: there it is micro-batches (under rtp slices, as ever). A rank
-    that computes for so long within one of these cannot be told from one in an endless loop; the message says so.
+    A change of any number of a rank's status: its step and phase, and in a pass micro-batch, slice, block of the model,
+    stage, or the rank it waits for. So a micro-batch may take any time, if no block of it takes `timeout_s`.
+    A compiled model's blocks record nothing: there progress is a micro-batch (under rtp a slice, as ever). A rank
+    that computes longer than that looks like one in an endless loop; the message says so.
 
 [Note: what may take long]
-    Only in the steps of a run does something always move. To build a model, to read or to write a checkpoint may take
-    longer than anybody should wait for a message, and says nothing meanwhile, nor does torch.compile in the first step,
-    the first evaluation, and wherever shapes or hooks are new: there a hang is what the timeouts of the
-    process group find, or a rank that somebody has stopped.
+    Only the steps of a run always make progress. Building a model, and reading or writing a checkpoint, may take
+    longer than a message should, without any change of status; so may torch.compile in the first step,
+    the first evaluation, and with new shapes or hooks. There only the timeouts of the process group find a hang, or the
+    watchdog a stopped rank.
 """
 
 from __future__ import annotations
