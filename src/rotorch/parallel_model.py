@@ -1,4 +1,4 @@
-"""`ParallelModel`, all that a training loop knows of a parallel model (below it lies `hold/holding.py`).
+"""`ParallelModel`: a parallel model as training loops see it (below it lies `hold/holding.py`).
 
 [Note: one loss rule]
     Gradients are summed over micro-batches and ranks, and the loss is divided by the global number of target tokens,
@@ -70,8 +70,8 @@ class ParallelModel:
         num_batch_ranks: how many shares there are.
         feature_rank: which part of the features of activations this rank computes, 0-based.
         num_feature_ranks: how many parts there are.
-        token_rank: which stretch of the tokens this rank has between the modules of layers, 0-based.
-        num_token_ranks: how many stretches there are.
+        token_rank: number of the chunk of tokens that this rank has between the modules of layers, 0-based.
+        num_token_ranks: number of these chunks.
         written_buffers: what the model writes in forward.
         hooks: what users have hooked to parameters.
         in_pass: whether the module has what a pass computes with, and not its parameters at rest.
@@ -188,7 +188,7 @@ class ParallelModel:
         return self
 
     def chunks(self) -> dict[str, ChunkedTensor]:
-        """Every weight in the form that `torch.distributed.checkpoint` saves, and loads in place, under any layout."""
+        """Returns every weight as `torch.distributed.checkpoint` saves it, and loads it in place, under any layout."""
         return {name: self.chunks_of(name) for name in self.weights}
 
     def chunks_of(self, name: str) -> ChunkedTensor:
@@ -197,7 +197,7 @@ class ParallelModel:
         return ChunkedTensor(held.local, shape=held.weight.shape, chunks=held.chunks)
 
     def values_changed(self) -> None:
-        """Call after writing into `weights[..].local` or loading into `chunks()`."""
+        """Publishes new values: call it after writing into `weights[..].local` or loading into `chunks()`."""
         self._holding.values_changed()
 
     def full_tensor(self, name: str, *, grad: bool = False) -> Tensor:
@@ -312,7 +312,7 @@ class ParallelModel:
         return logits.float()
 
     def close(self) -> None:
-        """Ends what goes on beside training (messages under way, sums in shared memory). All ranks.
+        """Ends background work of the model (messages in flight, sums in shared memory). All ranks.
 
         Memory that slices share is free once nothing refers to the weights and gradients in it.
         """
@@ -322,7 +322,7 @@ class ParallelModel:
 
     @contextmanager
     def _noting_lost_gradients(self) -> Iterator[None]:
-        """Says in an exception if gradients of steps before went with this one, which was adding to them."""
+        """Adds a note to an exception if gradients of earlier steps are lost, since this step was adding to them."""
         before = [held.parameter for held in self.weights.values() if held.parameter.grad is not None]
         try:
             yield
@@ -334,7 +334,7 @@ class ParallelModel:
     def _loss_over(
         self, num_targets: int, loss: LossFn | None = None, beside: list[Any] | None = None
     ) -> Callable[[nn.Module, Batch], Tensor]:
-        """The forward down to the loss: the sum over a micro-batch, divided by `num_targets`; the rest to `beside`."""
+        """Returns the forward with its loss: summed over a micro-batch, over `num_targets`; the rest to `beside`."""
         loss = self._loss if loss is None else loss
 
         def loss_of(callee: nn.Module, micro_batch: Batch) -> Tensor:
@@ -366,7 +366,7 @@ class ParallelModel:
             torch.backends.mha.set_fastpath_enabled(fused)
 
     def meet(self, doing: Doing, *, num_micro_batches: int = 0, num_targets: int = 0) -> int:
-        """Returns when all ranks are here: the number of targets of all. Weights may be written afterwards.
+        """Waits for all ranks; returns the number of targets of all. Weights may be written afterwards.
 
         Raises:
             ConfigError: ranks are about to do different things, or weights of the module are not its own any more.
@@ -376,7 +376,7 @@ class ParallelModel:
 
     @contextmanager
     def unsharded(self, *, for_calls: bool = False) -> Iterator[nn.Module]:
-        """The module has what a pass computes with, within it; yields what to call (see [Note: unsharding])."""
+        """Unshards the module within the block; yields the callable for a pass (see [Note: unsharding])."""
         with self._holding.unsharded_for_calls() if for_calls else self._holding.unsharded() as callee:
             self.in_pass = True
             try:

@@ -1,4 +1,4 @@
-"""`parallelize`: from a model as it is and a text such as "ddp=2,rtp=4" to that model, parallel in place."""
+"""`parallelize`: makes an unmodified model parallel, in place, by a text such as "ddp=2,rtp=4"."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def parallelize(
 ) -> ParallelModel:
     """Spreads `module` over the ranks of this job. All ranks call it, with the same arguments.
 
-    The module is used as it is: its forward code, names and hooks stay. Parameters on `meta` (see `rotorch.on_meta`)
+    The module's forward code, names and hooks stay. Parameters on `meta` (see `rotorch.on_meta`)
     get memory for this rank's part only, and values from `ParallelModel.materialize` or `.load`; parameters that have
     values keep this rank's part of them.
 
@@ -60,22 +60,22 @@ def parallelize(
         parallel: `"rtp=2"`, `"ddp=2,rtp=4[recompute=slice]"`, or strategies such as `[DDP(size=2), RTP(size=4)]`,
             outermost first.
         device: "auto", "cpu" or "cuda".
-        plan: name patterns to roles: `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`. The default is what the
-            model declares; of a module that declares nothing, layers are cut by rules (`models/rules.py`).
-        loss: how a batch becomes a loss; the default is the one that the model returns (`models/losses.py`): a causal
-            language model's, or a mean over `labels`.
+        plan: map from name patterns to roles: `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`. The default is
+            the model's own plan; a module without a plan is cut by rules over its layers (`models/rules.py`).
+        loss: function from a batch to its loss; the default is the loss that the model returns (`models/losses.py`): a
+            causal language model's, or a mean over `labels`.
         autocast_dtype: run forward passes under `torch.autocast` with this dtype. Weights at rest and gradients keep
-            the module's own; slices that go round travel and are computed with in this one.
+            the module's own; visiting slices travel and compute in this one.
         compile: run blocks (under rtp: attentions and MLPs, a slice at a time) by torch.compile, one graph for all of
             a kind. The first step takes long.
 
-    On CPU, the process keeps from now on what it frees (`process/host_memory.py`), unless its allocator is set up by
-    environment variables, and the threads that carry gloo's messages no longer push computing aside
+    On CPU, the process keeps freed memory from now on (`process/host_memory.py`), unless its allocator is set up by
+    environment variables, and the threads that carry gloo's messages yield to computation
     (`process/gloo_threads.py`).
 
     Raises:
         ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that
-            a strategy cannot hold; ranks that were given different layouts or models, which all of them say.
+            a strategy cannot hold; ranks with different layouts or models (then on all ranks).
     """
     strategies = parse_parallel(parallel) if isinstance(parallel, str) else written_out(parallel)
     check_composition(strategies)

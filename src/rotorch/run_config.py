@@ -1,4 +1,4 @@
-"""`RunConfig`: everything a training run is told, read from a TOML file and `key=value` overrides. No torch.
+"""`RunConfig`: all settings of a training run, read from a TOML file and `key=value` overrides. No torch.
 
     [model]                          [data]                      [optimizer]
     config = "llama/config.json"     source = "stdlib"           lr = 1e-3
@@ -6,7 +6,7 @@
     layout = "ddp=2,rtp=4"           [train]
                                      steps = 200
 
-Unknown keys are errors that name the nearest known one. Relative paths in the file start at the file's directory, those
+Unknown keys are errors that name the nearest known key. Relative paths in the file start at the file's directory, paths
 in overrides at the working directory.
 """
 
