@@ -1,4 +1,4 @@
-"""What the ranks of a pipeline do, action by action: the table that a generator writes and an executor runs.
+"""The actions of a pipeline's ranks: the table that a generator writes and an executor runs.
 
 A model is cut into `num_ranks * num_chunks` stages. A rank holds `num_chunks` of them, its chunks, and does the actions
 of its row one after another. Messages pass between neighbouring stages only, and only where those lie on two ranks.
@@ -18,7 +18,7 @@ class ScheduleError(RotorchError, ValueError):
 
 
 class ActionKind(StrEnum):
-    """What an action does; the value is how it is written in a table: 3F5 is stage 3's forward of micro-batch 5."""
+    """The kind of an action; its value is its symbol in a table: 3F5 is stage 3's forward of micro-batch 5."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -28,9 +28,9 @@ class ActionKind(StrEnum):
     UNSHARD = "UNSHARD"
     """Gathers the stage's weights whole."""
     RESHARD = "RESHARD"
-    """Frees what was gathered."""
+    """Frees the gathered weights."""
     REDUCE_GRAD = "REDUCE_GRAD"
-    """Sums the stage's weight gradients over those who share it, and keeps a part: once per unit."""
+    """Sums the stage's weight gradients over the ranks that share it, and keeps a part: once per unit."""
     SEND_FORWARD = "SEND_F"
     """Sends the stage's output to the next stage."""
     RECV_FORWARD = "RECV_F"
@@ -54,9 +54,9 @@ class Action:
     """One entry of a row.
 
     Attributes:
-        kind: what is done.
+        kind: of the action.
         stage: of the whole pipeline, 0 to `num_ranks * num_chunks - 1`.
-        micro_batch: which one; None for what concerns the stage's weights (UNSHARD, RESHARD, REDUCE_GRAD).
+        micro_batch: its number; None for actions on the stage's weights (UNSHARD, RESHARD, REDUCE_GRAD).
     """
 
     kind: ActionKind
@@ -68,12 +68,12 @@ class Action:
 
 
 class Placement(StrEnum):
-    """Which rank holds which stage."""
+    """Distribution of stages over ranks."""
 
     LOOP = "loop"
     """Round after round in the same direction: 0 1 2 3 0 1 2 3."""
     V = "v"
-    """There and back: 0 1 2 3 3 2 1 0. The turning points hand over without a message."""
+    """There and back: 0 1 2 3 3 2 1 0. At the turning points no message is needed."""
 
     def rank_of(self, stage: int, *, num_ranks: int) -> int:
         """The rank that holds `stage`."""
@@ -87,15 +87,15 @@ class Schedule:
 
     Attributes:
         name: of its generator: "1f1b".
-        num_ranks: how many ranks the stages lie on (P).
+        num_ranks: number of ranks that the stages lie on (P).
         num_chunks: stages per rank (V).
         num_micro_batches: per step (M).
-        unit: micro-batches that share a gather of weights and a reduction of gradients (U); the last unit of a step has
-            what is left where M is not a multiple.
-        placement: which rank holds which stage.
-        most_in_flight: the most micro-batches of its stages that a rank is between forward and weight gradient of at a
+        unit: micro-batches that share a gather of weights and a reduction of gradients (U); the last unit of a step is
+            shorter where M is not a multiple.
+        placement: distribution of stages over ranks.
+        most_in_flight: the most micro-batches of its stages that a rank has between forward and weight gradient at a
             time. `validate.py` holds the generator to it; divided by `num_chunks` it compares across schedules.
-        rows: per rank what it does, in order. Plain rows hold `COMPUTE` only, lowered ones (`lower.py`) all of it.
+        rows: each rank's actions, in order. Plain rows have `COMPUTE` only, lowered ones (`lower.py`) all kinds.
     """
 
     name: str
@@ -109,12 +109,12 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
-        """Of all ranks."""
+        """Number of stages, of all ranks together."""
         return self.num_ranks * self.num_chunks
 
     @property
     def num_units(self) -> int:
-        """Per step; the last may be shorter."""
+        """Number of units per step; the last may be shorter."""
         return -(-self.num_micro_batches // self.unit)
 
     def unit_of(self, micro_batch: int) -> int:
@@ -122,7 +122,7 @@ class Schedule:
         return micro_batch // self.unit
 
     def micro_batches_of(self, unit: int) -> range:
-        """Those of one unit."""
+        """The micro-batches of one unit."""
         return range(unit * self.unit, min((unit + 1) * self.unit, self.num_micro_batches))
 
     def rank_of(self, stage: int) -> int:
@@ -134,12 +134,12 @@ class Schedule:
         return tuple(stage for stage in range(self.num_stages) if self.rank_of(stage) == rank)
 
     def count(self, kind: ActionKind, *, rank: int) -> int:
-        """How often `rank` does `kind` in a step: of UNSHARD, how many gathers it takes part in."""
+        """Number of actions of `kind` that `rank` does in a step: for UNSHARD, of gathers that it takes part in."""
         return sum(action.kind is kind for action in self.rows[rank])
 
     @property
     def splits_backward(self) -> bool:
-        """Whether any input gradient is taken apart from its weight gradient."""
+        """True if any input gradient is computed apart from its weight gradient."""
         return any(action.kind is ActionKind.BACKWARD_INPUT for row in self.rows for action in row)
 
 
@@ -165,5 +165,5 @@ def counterpart(action: Action) -> Action:
 
 
 def table(rows: Sequence[Sequence[Action]]) -> str:
-    """The rows as text, a rank a line: what a failed test shows."""
+    """The rows as text, a line per rank, for error messages and failed tests."""
     return "\n".join(f"rank {rank}: {' '.join(map(str, row))}" for rank, row in enumerate(rows))

@@ -1,4 +1,4 @@
-"""The schedules that ZeroPP is held against, each from its paper; `make_schedule` makes them by name."""
+"""The schedules that ZeroPP is compared with, each from its paper; `make_schedule` makes them by name."""
 
 from __future__ import annotations
 
@@ -186,15 +186,15 @@ def _check_rounds(name: str, *, num_ranks: int, num_micro_batches: int) -> None:
 
 @dataclass(frozen=True)
 class Baseline:
-    """How a schedule is made; all of it from number of ranks, of chunks per rank, and of micro-batches.
+    """Recipe of a schedule; its functions take the numbers of ranks, of chunks per rank, and of micro-batches.
 
     Attributes:
-        row: of a rank, which comes first.
-        placement: which rank holds which stage.
+        row: of a rank, which is the first argument.
+        placement: distribution of stages over ranks.
         most_in_flight: see `Schedule`; more than a step has counts as all of a step.
-        usual_chunks: stages per rank, if nobody says how many.
-        any_chunks: whether there may be more or fewer.
-        in_rounds: whether micro-batches go in rounds of equal size.
+        usual_chunks: stages per rank by default.
+        any_chunks: True if there may be more or fewer.
+        in_rounds: True if micro-batches go in rounds of equal size.
     """
 
     row: Callable[[int, int, int, int], Row]

@@ -1,18 +1,18 @@
-"""From who computes what, to everything that ranks do: messages, gathers of weights and sums of gradients.
+"""From plain rows of computations to all actions of ranks: messages, gathers of weights and sums of gradients.
 
 [Note: order of messages]
     All messages get one order that every rank keeps: that in which an ideal pipeline (`_starts`) would have them ready.
-    Of what is not done yet, the first message in that order can always pass, because neither of its two ranks has
-    anything open before it but computations. So nothing hangs, whether ranks wait for each message, or for all those
-    between two computations at once, or only for what they compute with. And messages from one rank to another arrive
+    Of the messages that have not passed yet, the first in that order can always pass, because its two ranks have only
+    computations to do before it. So nothing hangs, whether ranks wait for each message, or for all messages between two
+    computations at once, or only for the inputs of computations. And messages from one rank to another arrive
     in the order in which they are sent.
 
 [Note: spans]
     A stage's weights are whole during spans: from the first to the last of its forwards in a unit, and of its
     backwards. Spans that overlap are one: 1F1B with a unit of several micro-batches keeps the weights. So there are at
     most two gathers per chunk and unit, and exactly two where forwards and backwards do not mix. With `ahead` the
-    weights of a span are sent for one computation before its first, if the stage's are not whole then and those of one
-    other stage at most: so never more than two stages are whole for it.
+    gather of a span starts one computation before its first, if the stage's weights are not whole then and those of at
+    most one other stage are: so it never makes more than two stages whole.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ Span = tuple[int, int]
 def lower(
     schedule: Schedule, *, keep_adjacent: bool = False, weight_gradients_need_weights: bool = True, ahead: bool = False
 ) -> Schedule:
-    """Adds to plain rows what moves: SEND and RECV, UNSHARD and RESHARD, REDUCE_GRAD.
+    """Adds communication to plain rows: SEND and RECV, UNSHARD and RESHARD, REDUCE_GRAD.
 
-    A SEND stands right after what it sends. The RECV stands where the SEND's moment is in the receiver's row, often
-    long before its use: post it there and wait where it is used. UNSHARD and REDUCE_GRAD concern the ranks that share
-    a stage, which all have the same row.
+    A SEND stands right after the computation that makes its tensor. The RECV stands in the receiver's row at the moment
+    of the SEND, often long before its use: post it there and wait where it is used. UNSHARD and REDUCE_GRAD concern the
+    ranks that share a stage, which all have the same row.
 
     Args:
         schedule: of plain rows.
         keep_adjacent: keep the weights also where one span ends and the next of the same stage begins, if no other
             stage computes in between: fewer gathers at the same peak.
-        weight_gradients_need_weights: whether BACKWARD_WEIGHT must find the stage's weights whole.
-        ahead: whether an UNSHARD stands one computation earlier than it must, so that the gather runs beside it.
+        weight_gradients_need_weights: BACKWARD_WEIGHT needs the stage's weights whole.
+        ahead: an UNSHARD stands one computation earlier than it must, so that the gather runs beside that.
 
     Raises:
         ScheduleError: if rows wait for each other, or are lowered already.
@@ -71,7 +71,7 @@ def lower(
 
 
 def needs(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """What a computation needs to have been done before, as FORWARD or BACKWARD_INPUT (BACKWARD does as well)."""
+    """Yields the computations that one depends on, as FORWARD or BACKWARD_INPUT (which BACKWARD stands for, too)."""
     micro_batch, last = action.micro_batch, schedule.num_stages - 1
     match action.kind:
         case ActionKind.FORWARD if action.stage > 0:
@@ -85,7 +85,7 @@ def needs(schedule: Schedule, action: Action) -> Iterator[Action]:
 
 
 def gives(action: Action) -> Action:
-    """What a computation is, where another one needs it: BACKWARD gives what BACKWARD_INPUT does."""
+    """The name under which other computations depend on one: BACKWARD makes the result of BACKWARD_INPUT."""
     if action.kind is ActionKind.BACKWARD:
         return Action(ActionKind.BACKWARD_INPUT, action.stage, action.micro_batch)
     return action
@@ -95,7 +95,7 @@ def gives(action: Action) -> Action:
 
 
 def _starts(schedule: Schedule) -> list[list[int]]:
-    """When each plain action starts if forward, input and weight gradient take a slot each, and messages no time."""
+    """Start slots of plain actions, if forward, input and weight gradient take a slot each and messages no time."""
     ends: dict[Action, int] = {}
     starts: list[list[int]] = [[] for _ in schedule.rows]
     free = [0] * schedule.num_ranks
@@ -139,7 +139,7 @@ def _with_messages(schedule: Schedule, rows: list[list[Action]]) -> tuple[tuple[
 def _merged(row: list[Action], starts: list[int], messages: deque[tuple[int, Action]]) -> Iterator[Action]:
     """A row with its messages: those ready by the end of a computation right after it, others right before the next.
 
-    So what a computation gives is sent before gradients are summed, and weights are asked for before an input is.
+    So a computation's result is sent before gradients are summed, and weights are gathered before an input is received.
     """
     times = iter(starts)
     for action in row:
@@ -159,7 +159,7 @@ def _until(moment: int, messages: deque[tuple[int, Action]]) -> Iterator[Action]
 
 
 def _messages_after(schedule: Schedule, action: Action) -> Iterator[tuple[Action, Action]]:
-    """The SEND and RECV that pass on what a computation gives, if its taker is on another rank."""
+    """The SEND and RECV of a computation's result, if the stage that takes it is on another rank."""
     stage, micro_batch = action.stage, action.micro_batch
     if action.kind is ActionKind.FORWARD and stage < schedule.num_stages - 1:
         send, receive = Action(ActionKind.SEND_FORWARD, stage, micro_batch), ActionKind.RECV_FORWARD
@@ -179,7 +179,7 @@ def _messages_after(schedule: Schedule, action: Action) -> Iterator[tuple[Action
 def _spans(
     schedule: Schedule, row: tuple[Action, ...], *, keep_adjacent: bool, weight_gradients_need_weights: bool
 ) -> dict[int, list[Span]]:
-    """When the weights of each of a rank's stages are whole, in order (see [Note: spans])."""
+    """The spans in which the weights of each of a rank's stages are whole, in order (see [Note: spans])."""
     uses: dict[int, dict[tuple[int, bool], Span]] = {}
     for place, action in enumerate(row):
         if action.kind is ActionKind.BACKWARD_WEIGHT and not weight_gradients_need_weights:
@@ -205,7 +205,7 @@ def _alone(row: tuple[Action, ...], stage: int, first: int, last: int) -> bool:
 
 
 def _sent_for(spans: dict[int, list[Span]], *, ahead: bool) -> dict[int, list[int]]:
-    """Before which places of a row the weights of which stages are sent for (see [Note: spans])."""
+    """By place in a row: the stages whose gathers start before it (see [Note: spans])."""
     places: dict[int, list[int]] = {}
     for first, stage in sorted((first, stage) for stage, mine in spans.items() for first, _ in mine):
         earlier = first - 1

@@ -1,9 +1,9 @@
-"""How long a table takes, for many costs: the same times as `simulate` gives, of a table that is read once.
+"""Makespan of a table for many costs: the same times as `simulate` gives, but the table is read only once.
 
 [Note: one recurrence]
-    What an action waits for does not depend on costs: the computation before it on its rank, its inputs, and the
-    action before it on its line or lane. So a table becomes a list of actions, each behind all that it waits for, and a
-    makespan one maximum and one sum for each of them (see simulate.py, [Note: what runs at the same time]).
+    An action's predecessors do not depend on costs: the computation before it on its rank, its inputs, and the action
+    before it on its line or lane. So a table becomes a list of actions, each behind its predecessors, and a makespan
+    takes one maximum and one sum per action (see simulate.py, [Note: what runs at the same time]).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _NOTHING = 0
 
 
 class Makespan:
-    """A lowered table, to be timed with one set of costs after another; messages do not block, sums are hidden."""
+    """A lowered table, timed with one set of costs after another; messages do not block, sums are hidden."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
 
     def seconds(self, costs: Sequence[StageCosts], *, link: Link) -> float:
-        """From the first action's start to the last one's end.
+        """Time from the first action's start to the last one's end.
 
         Args:
             costs: of each stage.
@@ -53,7 +53,7 @@ class Makespan:
 
     @cached_property
     def _nodes(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Of each node which duration it takes, and the nodes that it waits for (see [Note: one recurrence])."""
+        """Per node the key of its duration, and the nodes that it waits for (see [Note: one recurrence])."""
         schedule, kinds = self.schedule, list(ActionKind)
         number_of = {kind: number for number, kind in enumerate(kinds)}
         found: list[tuple[int, int, tuple[int, ...]]] = []
@@ -117,7 +117,7 @@ class Makespan:
         return found
 
     def _arrives(self, rank: int, need: Action, action: Action) -> Action:
-        """What a computation needs, as it comes to its rank: made there, or received."""
+        """The action by which an input of a computation comes to its rank: made there, or received."""
         if self.schedule.rank_of(need.stage) == rank:
             return need
         forward = need.kind is ActionKind.FORWARD

@@ -1,7 +1,7 @@
-"""Rows by playing: in every slot of time each rank does what its rule likes best of what is ready.
+"""Rows by playing: in every slot of time each rank does the action that its rule prefers among those that are ready.
 
 Forward, input gradient and weight gradient take one slot each, messages none. Micro-batches of a stage are taken in
-order, so that three counters say how far a stage is.
+order, so that three counters describe a stage's progress.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rotorch.pipelining.actions import Action, ActionKind
 
 @dataclass
 class Progress:
-    """How far the stages are at the beginning of a slot: micro-batches done, by stage."""
+    """Progress of the stages at the beginning of a slot: micro-batches done, by stage."""
 
     num_micro_batches: int
     forwards: list[int]
@@ -41,16 +41,16 @@ _COUNTER = {
 }
 
 Choice = tuple[ActionKind, int]
-"""What to do, and with which stage."""
+"""A kind of action, and the stage to do it with."""
 
 Rule = Callable[[int, Progress], Iterable[Choice]]
-"""What a rank would do in this slot, dearest first. It may name what is not ready."""
+"""A rank's preferred actions for this slot, best first. Some may not be ready."""
 
 
 def play(rule: Rule, *, num_ranks: int, num_stages: int, num_micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """Plays until all is done; returns what each rank did, without its idle slots.
+    """Plays until all is done; returns each rank's actions, without its idle slots.
 
-    `rule` must name something that is ready, on some rank, as long as anything is left to do.
+    `rule` must name an action that is ready, on some rank, as long as any is left to do.
     """
     now = Progress(num_micro_batches, [0] * num_stages, [0] * num_stages, [0] * num_stages)
     rows: list[list[Action]] = [[] for _ in range(num_ranks)]

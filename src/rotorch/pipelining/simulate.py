@@ -1,17 +1,17 @@
-"""What a table costs: when every action runs, how long ranks stand idle, what they hold at each moment.
+"""Simulation of a table: the time of every action, the idle time of ranks, and their memory at each moment.
 
 [Note: what runs at the same time]
-    A rank computes one thing at a time. Beside that, messages to each other rank go one after another, and so do the
-    rank's gathers and sums. A computation waits for the weights and the input that it needs; a message for both ends.
-    With `blocking` a rank stands still from its SEND or RECV until the message is through; without `hides_sums` it does
-    so in REDUCE_GRAD.
+    A rank runs one computation at a time. Beside it, messages to each other rank go one after another, and so do the
+    rank's gathers and sums. A computation waits for its weights and its input, a message for both of its ends. With
+    `blocking` a rank stands still from its SEND or RECV until the message has arrived; without `hides_sums` it does so
+    in REDUCE_GRAD.
 
 [Note: memory]
-    What a rank holds changes in the order of its row. Weights take their memory when they are sent for (UNSHARD). A
-    received tensor takes its from RECV on, and belongs to its forward from there, or goes with its backward. A gradient
-    that is sent stays until two more are under way to the same rank. Whole gradients stay until their sum is through,
-    which is awaited before this rank makes new ones; what the sum leaves stays for the rest of the step. Extra bytes
-    are there only while something is computed.
+    A rank's memory changes in the order of its row. Weights take memory from their UNSHARD on. A received tensor takes
+    memory from its RECV on; its forward keeps it as an activation, its backward frees it. A gradient that is sent stays
+    until two more are under way to the same rank. Whole gradients stay until their sum is complete, which is awaited
+    before this rank makes new ones; the rank's part of the sum stays for the rest of the step. Extra bytes exist only
+    while a computation runs.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ class StageCosts:
         unshard_s: to gather its weights.
         reduce_s: to sum its gradients.
         activation_bytes: kept of a micro-batch from its forward on.
-        pending_bytes: kept of it between its input and its weight gradient; None: as much as before.
+        pending_bytes: kept of it between its input and its weight gradient; None: as much as `activation_bytes`.
         weight_bytes: of its whole weights, while they are gathered.
         gradient_bytes: of its whole gradients, from the first weight gradient of a unit to the end of REDUCE_GRAD.
         message_bytes: of its input, and of that input's gradient.
-        forward_extra_bytes: what a forward takes while it runs, beyond what it keeps.
-        backward_extra_bytes: likewise of BACKWARD and BACKWARD_INPUT, beyond what was kept.
+        forward_extra_bytes: of a forward while it runs, beyond those that it keeps.
+        backward_extra_bytes: likewise of BACKWARD and BACKWARD_INPUT, beyond those that were kept.
         weight_extra_bytes: likewise of BACKWARD_WEIGHT.
-        early_gradient_bytes: what BACKWARD_INPUT makes already of the whole gradients (embeddings, norms).
-        gradient_part_bytes: what this rank keeps of a sum of gradients.
-        reduce_extra_bytes: what a sum takes besides, while it is under way.
+        early_gradient_bytes: of whole gradients that BACKWARD_INPUT makes already (embeddings, norms).
+        gradient_part_bytes: of this rank's part of a sum of gradients.
+        reduce_extra_bytes: that a sum takes besides, while it is under way.
     """
 
     forward_s: float = 1.0
@@ -79,7 +79,7 @@ class StageCosts:
     reduce_extra_bytes: float = 0.0
 
     def duration_s(self, kind: ActionKind) -> float:
-        """Of what happens on one rank; messages take what their link needs."""
+        """Duration of an action on one rank; 0 for messages, whose `Link` has a duration of its own."""
         return {
             ActionKind.FORWARD: self.forward_s,
             ActionKind.BACKWARD: self.backward_input_s + self.backward_weight_s,
@@ -92,24 +92,24 @@ class StageCosts:
 
 @dataclass(frozen=True)
 class Link:
-    """Between two ranks, each way for itself.
+    """The connection between two ranks, in each direction.
 
     Attributes:
         bytes_per_s: its speed.
-        latency_s: what every message takes besides.
+        latency_s: additional time of every message.
     """
 
     bytes_per_s: float = float("inf")
     latency_s: float = 0.0
 
     def duration_s(self, message_bytes: float) -> float:
-        """Of one message."""
+        """Duration of one message."""
         return self.latency_s + message_bytes / self.bytes_per_s
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One action in time. Of a message, the entry of its SEND says when it was under way."""
+    """One action in time. For a message, start and end are those of its time under way."""
 
     rank: int
     start_s: float
@@ -119,7 +119,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a rank holds from `time_s` on, in bytes by category (`CATEGORIES`)."""
+    """Memory of a rank from `time_s` on, in bytes by category (`CATEGORIES`)."""
 
     time_s: float
     held: tuple[float, float, float, float]
@@ -127,7 +127,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Simulation:
-    """What `simulate` found.
+    """The result of `simulate`.
 
     Attributes:
         schedule: lowered.
@@ -141,22 +141,22 @@ class Simulation:
 
     @property
     def makespan_s(self) -> float:
-        """From the first action's start to the last one's end."""
+        """Time from the first action's start to the last one's end."""
         return max(entry.end_s for entry in self.timeline)
 
     def busy_s(self, rank: int) -> float:
-        """What `rank` spends computing."""
+        """Time that `rank` spends computing."""
         return sum(e.end_s - e.start_s for e in self.timeline if e.rank == rank and e.action.kind in COMPUTE)
 
     @property
     def bubble_s(self) -> float:
-        """What a rank stands idle, in the mean."""
+        """Idle time of a rank, averaged over ranks."""
         ranks = range(self.schedule.num_ranks)
         return self.makespan_s - sum(map(self.busy_s, ranks)) / len(ranks)
 
     @property
     def bubble_ratio(self) -> float:
-        """The idle part of the whole time, in the mean of ranks."""
+        """Idle fraction of the makespan, averaged over ranks."""
         return self.bubble_s / self.makespan_s
 
     def peak_bytes(self, rank: int, *, category: str | None = None) -> float:
@@ -173,14 +173,14 @@ def simulate(
     blocking: bool = False,
     hides_sums: bool = True,
 ) -> Simulation:
-    """Runs a table in thought (see [Note: what runs at the same time]).
+    """Simulates a table (see [Note: what runs at the same time]).
 
     Args:
         schedule: lowered; plain rows are lowered first.
         costs: of every stage, or of each.
         link: between any two ranks.
-        blocking: whether ranks wait where they send and receive.
-        hides_sums: whether ranks compute while gradients are summed; on CPU they do not (`stage_shards.hides_sums`).
+        blocking: ranks wait where they send and receive.
+        hides_sums: ranks compute while gradients are summed; on CPU they do not (`hold/gathered_stages.py`).
 
     Raises:
         ScheduleError: if ranks wait for each other.
@@ -200,7 +200,7 @@ def simulate(
 
 @dataclass
 class _Run:
-    """Rows as far as they are done. What is known of a time is final, so ranks may be taken in any order."""
+    """Rows, as far as they are done. Known times are final, so ranks may be taken in any order."""
 
     schedule: Schedule
     costs: list[StageCosts]
@@ -209,20 +209,20 @@ class _Run:
     hides_sums: bool
     entries: list[list[Entry]] = field(default_factory=list)
     clocks: list[float] = field(default_factory=list)
-    """When each rank is through with what stands before its next action."""
+    """Per rank: the time at which all before its next action is done."""
     collectives: list[float] = field(default_factory=list)
-    """When each rank's last gather or sum ends."""
+    """Per rank: the end of its last gather or sum."""
     lines: dict[tuple[int, int], list[Action]] = field(default_factory=dict)
-    """Messages that are asked to go from one rank to another, and have not gone."""
+    """By sender and receiver: messages whose SEND was reached and that have not gone yet."""
     line_free: dict[tuple[int, int], float] = field(default_factory=dict)
     asked: dict[Action, float] = field(default_factory=dict)
-    """When ranks reached their SENDs and RECVs."""
+    """Times at which ranks reached their SENDs and RECVs."""
     sums: list[float] = field(default_factory=list)
-    """When each rank's last sum of gradients ends."""
+    """Per rank: the end of its last sum of gradients."""
     done: list[list[tuple[Action, float, float]]] = field(default_factory=list)
-    """What each rank has come to, in the order of its row, from when to when."""
+    """Per rank: the actions that it has reached, in the order of its row, with start and end."""
     ends: dict[Action, float] = field(default_factory=dict)
-    """Of computations as what they give, of messages as their RECVs, of gathers."""
+    """Ends of computations (as `gives` names them), of messages (as their RECVs), and of gathers."""
 
     def to_the_end(self) -> None:
         ranks = range(self.schedule.num_ranks)
@@ -279,7 +279,7 @@ class _Run:
         return True
 
     def _inputs_of(self, rank: int, action: Action) -> list[Action]:
-        """What `needs` says, but what comes from another rank as its RECV."""
+        """The inputs by `needs`, with those from another rank replaced by their RECVs."""
         inputs = []
         for need in needs(self.schedule, action):
             if self.schedule.rank_of(need.stage) == rank:
@@ -291,7 +291,7 @@ class _Run:
         return inputs
 
     def _asks(self, rank: int, action: Action) -> bool:
-        """A SEND or RECV is reached; its message goes when both are, and those before it on the line have gone."""
+        """Notes that a SEND or RECV is reached; its message goes when both are, in the order of the line."""
         if action not in self.asked:
             self.asked[action] = self.clocks[rank]
             send = action if action.kind in SENDS else counterpart(action)
@@ -320,7 +320,7 @@ class _Run:
             self.entries[line[1]].append(Entry(line[1], start, end, receive))
 
     def memory(self, rank: int) -> tuple[Moment, ...]:
-        """What a rank has held, after `to_the_end` (see [Note: memory])."""
+        """A rank's memory over time, after `to_the_end` (see [Note: memory])."""
         held = _Held(self.schedule, self.costs, rank, hides_sums=self.hides_sums)
         for action, start_s, end_s in self.done[rank]:
             held.begins(action, start_s)
@@ -330,7 +330,7 @@ class _Run:
 
 
 class _Held:
-    """What one rank holds, action by action."""
+    """Memory of one rank, action by action."""
 
     def __init__(self, schedule: Schedule, costs: Sequence[StageCosts], rank: int, *, hides_sums: bool) -> None:
         self.moments: list[Moment] = []
@@ -340,15 +340,15 @@ class _Held:
         self._summing = 0.0
         """Bytes of whole gradients whose sum is under way."""
         self._added = 0.0
-        """Bytes that this sum takes and does not leave: what comes in, and what is then added to earlier sums."""
+        """Bytes that this sum frees at its end: its extra memory, and a part that is added to an earlier one."""
         self._whole_gradients: dict[int, float] = {}
         """Bytes by stage, since its last sum."""
         self._kept_parts: set[int] = set()
         self._sent: dict[int, list[float]] = {}
-        """Of gradients that are under way, by receiver."""
+        """Bytes of gradients that are under way, by receiver."""
 
     def begins(self, action: Action, time_s: float) -> None:
-        """What an action takes."""
+        """Counts memory that an action takes at its start."""
         cost, stage = self._costs[action.stage], action.stage
         more = dict.fromkeys(CATEGORIES, 0.0)
         match action.kind:
@@ -387,7 +387,7 @@ class _Held:
         self._change(more, time_s)
 
     def ends(self, action: Action, time_s: float) -> None:
-        """What an action leaves."""
+        """Counts memory that an action frees at its end."""
         cost, stage = self._costs[action.stage], action.stage
         pending = cost.activation_bytes if cost.pending_bytes is None else cost.pending_bytes
         more = dict.fromkeys(CATEGORIES, 0.0)
@@ -417,7 +417,7 @@ class _Held:
         self._change(more, time_s)
 
     def is_through(self, time_s: float) -> None:
-        """The end of the row: what was sent has left, and sums are made."""
+        """Counts the end of the row: all messages have left, and sums are complete."""
         sent = sum(sum(queue) for queue in self._sent.values())
         self._sent.clear()
         more = {**dict.fromkeys(CATEGORIES, 0.0), BUFFERS: -sent}
@@ -430,7 +430,7 @@ class _Held:
         self._summing = self._added = 0.0
 
     def _sends(self, action: Action, num_bytes: float) -> float:
-        """Bytes that are gone once this gradient is on its way."""
+        """Bytes of earlier gradients that are freed once this one is under way."""
         queue = self._sent.setdefault(self._schedule.rank_of(action.stage - 1), [])
         queue.append(num_bytes)
         return queue.pop(0) if len(queue) > MOST_UNCLAIMED else 0.0

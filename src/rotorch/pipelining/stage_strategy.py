@@ -1,4 +1,4 @@
-"""What `pp` and `zeropp` have in common: a model cut between layers into stages, over ranks that micro-batches pass."""
+"""Base of `pp` and `zeropp`: a model cut between layers into stages, over ranks that micro-batches pass."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from rotorch.pipelining.actions import ActionKind, Placement, Schedule
 
 
 class StageStrategy(Strategy):
-    """Stages of a model over `stages` ranks, run by a table of actions. Subclasses say which table.
+    """Stages of a model over `stages` ranks, run by a table of actions, which subclasses make.
 
     Attributes:
         stages: number of ranks that a micro-batch passes.
-        chunks: stages that each rank holds; left out: as many as the table usually has.
-        unit: micro-batches that share a gather of weights and a sum of gradients, where these are gathered at all.
-        layers: how many layers each stage has, in order, written `3-5-4`; left out: as many as make the slowest stage
-            as fast as can be (core/stage_balance.py).
-        rank_memory: what a rank may hold, written `2GiB`: layers are shared out within it, by the batch of a run.
-        recompute: what backward computes again: nothing, or every layer from its inputs (activation checkpointing).
+        chunks: stages that each rank holds; left out: the table's usual number.
+        unit: micro-batches that share a gather of weights and a sum of gradients, where weights are gathered at all.
+        layers: number of layers of each stage, in order, written `3-5-4`; left out: numbers that make the slowest stage
+            as fast as possible (core/stage_balance.py).
+        rank_memory: limit of a rank's memory, written `2GiB`: layers are distributed within it, by the batch of a run.
+        recompute: computed again in backward: nothing, or every layer from its inputs (activation checkpointing).
     """
 
     cuts_weights: ClassVar[bool] = True
@@ -94,7 +94,7 @@ class StageStrategy(Strategy):
 
     @abstractmethod
     def table(self, num_micro_batches: int) -> Schedule:
-        """Who computes what when, in a step of so many micro-batches.
+        """Returns the table of all ranks' computations in a step of `num_micro_batches`.
 
         Raises:
             ConfigError: a step cannot consist of so many.
@@ -103,7 +103,7 @@ class StageStrategy(Strategy):
     @property
     @abstractmethod
     def splits_backward(self) -> bool:
-        """Whether the table takes weight gradients apart from those of inputs."""
+        """True if the table computes weight gradients apart from those of inputs."""
 
     @property
     def recomputes_layers(self) -> bool:
@@ -116,31 +116,31 @@ class StageStrategy(Strategy):
 
     @property
     def ranks_per_stage(self) -> int:
-        """How many ranks share each stage without another strategy's help."""
+        """Number of ranks that share each stage without another strategy's help."""
         return 1
 
     @property
     def num_stages(self) -> int:
-        """Of the whole pipeline."""
+        """Number of stages of the whole pipeline."""
         return self.stages * self.num_chunks
 
     @property
     def placement(self) -> Placement:
-        """Which rank has which stage."""
+        """Distribution of stages over ranks."""
         return Placement.LOOP
 
     def rank_of(self, stage: int) -> int:
-        """Which of the ranks that a micro-batch passes holds a stage."""
+        """The rank that holds a stage, among those that a micro-batch passes."""
         return self.placement.rank_of(stage, num_ranks=self.stages)
 
     def parts_of(self, spec: ModelSpec) -> tuple[range, ...]:
-        """Which layers each stage has."""
+        """The layers of each stage."""
         if self.layers is None:
             return balanced(layer_costs(spec), kept=[1] * self.num_stages)
         return tuple(range(start, end) for start, end in pairwise(accumulate(self._layer_counts, initial=0)))
 
     def kept_by_stages(self, num_micro_batches: int) -> tuple[int, ...]:
-        """Of each stage, the most micro-batches that are between its forward and their last gradient at a time."""
+        """Per stage, the most micro-batches that are between its forward and their last gradient at a time."""
         table = self.table(num_micro_batches)
         ends = ActionKind.BACKWARD_WEIGHT if table.splits_backward else ActionKind.BACKWARD
         most, now = [0] * self.num_stages, [0] * self.num_stages
@@ -159,13 +159,13 @@ class StageStrategy(Strategy):
         limit_bytes: float | None = None,
         inner: Strategy | None = None,
     ) -> str:
-        """How many layers each stage should have for a batch, as `layers` takes it (core/stage_balance.py).
+        """The best number of layers of each stage for a batch, as text for `layers` (core/stage_balance.py).
 
         Args:
             spec: the model.
             batch: one micro-batch of one rank.
             num_micro_batches: of a step.
-            limit_bytes: what a rank may hold, with gradients, AdamW and activations; each of its chunks gets an equal
+            limit_bytes: of a rank's memory, with gradients, AdamW and activations; each of its chunks gets an equal
                 part of it. None: no limit.
             inner: the strategy that holds the stages; None: this one.
 

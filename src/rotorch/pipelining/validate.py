@@ -1,4 +1,4 @@
-"""Holds a lowered table to what it must keep: whatever generator or hand wrote it, an executor may trust it then."""
+"""Checks of a lowered table: an executor may trust a table that passes, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def validate(schedule: Schedule, *, weight_gradients_need_weights: bool = True) 
     """Raises `ScheduleError`, which names rank, place and action, unless the lowered table keeps all of this.
 
     - Every stage computes every micro-batch once: forward, and both gradients together or apart; on the stage's rank.
-    - What a computation needs stands before it, or comes by a message that does; each message has its two ends.
-    - No rank waits for ever: with blocking messages, with those between two computations in one batch, and with
+    - A computation's inputs stand before it, or come by a message that does; each message has its two ends.
+    - No rank waits for ever: with blocking messages, with all messages between two computations in one batch, and with
       messages that are waited for where they are used.
     - Stages compute with whole weights. They are gathered at most twice per unit, and their gradients are summed once
       per unit, after its last and before the next unit's first.
@@ -63,7 +63,7 @@ class _Row:
         return ScheduleError(f"{self.schedule.name}: rank {self.rank}, action {place} ({self.actions[place]}): {what}")
 
     def holds_actions_once(self) -> None:
-        """Every computation of the rank's stages is there once, and nothing else but what is not a computation."""
+        """Checks that every computation of the rank's stages is there exactly once, and no message twice."""
         schedule, seen = self.schedule, set[Action]()
         stages = schedule.stages_of(self.rank)
         for place, action in enumerate(self.actions):
@@ -86,7 +86,7 @@ class _Row:
                         raise ScheduleError(f"{schedule.name}: rank {self.rank} never does {missing}")
 
     def keeps_order(self) -> None:
-        """What a computation needs, and what a message sends, stands before it."""
+        """Checks that inputs of computations, and the results that messages send, stand before them."""
         done: set[Action] = set()
         for place, action in enumerate(self.actions):
             if action.kind in COMPUTE:
@@ -160,7 +160,7 @@ class _Row:
 
 
 def _receive_of(need: Action, action: Action) -> Action:
-    """How what `action` needs comes from another rank."""
+    """The RECV by which an input of `action` comes from another rank."""
     forward = need.kind is ActionKind.FORWARD
     kind = ActionKind.RECV_FORWARD if forward else ActionKind.RECV_BACKWARD
     return Action(kind, action.stage, action.micro_batch)
@@ -179,7 +179,7 @@ def _messages_have_two_ends(rows: Sequence[_Row]) -> None:
 
 
 def _batches_pass(schedule: Schedule) -> None:
-    """Runs the messages between two computations as one batch, which is through when all of its messages are."""
+    """Simulates all messages between two computations as one batch, which ends when all its messages have passed."""
     batches = [_batches(row) for row in schedule.rows]
     places = [0] * len(batches)
     gone: set[Action] = set()

@@ -1,4 +1,4 @@
-"""The strategies, what may wrap what, and the text they are written in (`--parallel`). No torch.
+"""The strategies, their allowed compositions, and the grammar of `--parallel`. No torch.
 
 Grammar: `kind=size` joined by commas, outermost (slowest links) first; options in brackets:
 `ddp=2,rtp=4[recompute=slice]`. The size of a grid is written by its axes, `kind=2x4`.
@@ -31,7 +31,7 @@ from rotorch.strategies.zeropp.plan import ZeroPP
 STRATEGIES: dict[str, type[Strategy]] = with_installed(
     (Single, DDP, FSDP, RTP, Megatron, ATP, SUMMA, Tesseract, PP, ZeroPP)
 )
-"""All that there is by kind: those here, and those of other packages (`installed.py`)."""
+"""All strategies by kind: those here, and those of other packages (`installed.py`)."""
 
 COMPOSES: frozenset[tuple[str, str]] = frozenset(
     {
@@ -68,7 +68,7 @@ def parse_parallel(text: str) -> tuple[Strategy, ...]:
 
 
 def written_out(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
-    """The same strategies, with what is short for several of them (`zeropp=2x4[inner=rtp]`) written out."""
+    """The same strategies, with abbreviations of several (`zeropp=2x4[inner=rtp]`) written out."""
     each = (parse_parallel(strategy.short_for) if strategy.short_for else (strategy,) for strategy in strategies)
     return tuple(chain.from_iterable(each))
 
@@ -96,7 +96,7 @@ def for_batch(
         num_micro_batches: of a step.
 
     Raises:
-        ConfigError: options ask for what this batch does not allow.
+        ConfigError: options ask for a step that this batch does not allow.
     """
     return tuple(
         strategy.for_batch(spec, batch=batch, num_micro_batches=num_micro_batches, inner=inner)
@@ -110,7 +110,7 @@ def format_parallel(strategies: Sequence[Strategy]) -> str:
 
 
 def num_ranks(strategies: Sequence[Strategy]) -> int:
-    """How many ranks the strategies need together."""
+    """Number of ranks that the strategies need together."""
     total = 1
     for strategy in strategies:
         total *= strategy.num_ranks
@@ -118,7 +118,7 @@ def num_ranks(strategies: Sequence[Strategy]) -> int:
 
 
 def batch_ranks(strategies: Sequence[Strategy]) -> int:
-    """How many ranks see different data."""
+    """Number of ranks that see different data."""
     total = 1
     for strategy in strategies:
         for axis in strategy.batch_axes:
@@ -127,12 +127,12 @@ def batch_ranks(strategies: Sequence[Strategy]) -> int:
 
 
 def cuts_features(strategies: Sequence[Strategy]) -> bool:
-    """Whether activations are cut along their features, which a model's description must then say how."""
+    """Returns True if activations are cut along their features; a model's description must then have these cuts."""
     return any(strategy.feature_axes for strategy in strategies)
 
 
 def cuts_tokens(strategies: Sequence[Strategy]) -> bool:
-    """Whether activations are cut along the sequence, which a model must be tried for."""
+    """Returns True if activations are cut along the sequence, for which a model must be tried out."""
     return any(strategy.token_axes for strategy in strategies)
 
 

@@ -15,7 +15,7 @@ from rotorch.core.strategy import Strategy
 GROUP = "rotorch.strategies"
 
 KIND = "[a-z][a-z0-9_]*"
-"""How kinds are written."""
+"""Pattern of kinds."""
 
 
 def with_installed(ours: Iterable[type[Strategy]]) -> dict[str, type[Strategy]]:

@@ -10,11 +10,11 @@ from rotorch.core.strategy import Strategy
 
 
 def resized(strategies: Sequence[Strategy], *, num_ranks: int) -> tuple[Strategy, ...] | None:
-    """Returns a layout as like `strategies` as there is on `num_ranks`, None if there is none.
+    """Returns the layout on `num_ranks` that is most like `strategies`, None if there is none.
 
-    What is outermost is repeated more or less often, and what is inside stays: `ddp=4,rtp=2` on 6 ranks is
-    `ddp=3,rtp=2`, and on two `rtp=2`. Of a grid the last size changes, of tesseract that is its depth. If that does
-    not divide, the innermost strategy takes all ranks: `ddp=4,rtp=2` on 5 is `rtp=5`.
+    The outermost strategy gets another size, and the inner ones stay: `ddp=4,rtp=2` on 6 ranks is `ddp=3,rtp=2`, and on
+    two `rtp=2`. Of a grid the last size changes, which is tesseract's depth. If the ranks do not divide, the innermost
+    strategy takes all of them: `ddp=4,rtp=2` on 5 is `rtp=5`.
     """
     outermost, *inner = strategies
     inside = 1
@@ -31,7 +31,7 @@ def resized(strategies: Sequence[Strategy], *, num_ranks: int) -> tuple[Strategy
 
 
 def _with_ranks(strategy: Strategy, *, num_ranks: int) -> Strategy | None:
-    """The strategy with its last size such that it takes so many ranks."""
+    """The strategy with its last size changed so that it takes `num_ranks`; None if no size does."""
     if not strategy.size_fields:
         return strategy if num_ranks == strategy.num_ranks else None
     last = strategy.size_fields[-1]

@@ -1,8 +1,8 @@
-"""How `atp` holds a model: one block of every matrix per rank, for good (see `plan.py` for the picture).
+"""The `atp` strategy's hold on a model: one block of every matrix per rank, which stays (picture in `plan.py`).
 
 Activations are cut along their features over one axis from the embedding to the loss. Attentions and MLPs run their own
 forward on their part of the interior (`ops/partial_module.py`); in them, and elsewhere, matrices are proxies that
-multiply with this rank's block (`ops/plane_use.py`); norms have their sums over features completed.
+multiply with this rank's block (`ops/plane_use.py`); norms sum over the features of all ranks.
 """
 
 from __future__ import annotations

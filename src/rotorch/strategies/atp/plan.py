@@ -50,16 +50,16 @@ FIRST, SECOND = "atp_1", "atp_2"
 
 @dataclass(frozen=True)
 class AtpPlace:
-    """One rank's place: which part of interiors, and of the residual stream's features.
+    """One rank's position: its part of interiors, and of the residual stream's features.
 
     Of a weight, `grid.rows` is cut over the interior's axis and `grid.columns` over the features'; where both cut the
     same dim, the interior's axis cuts each part once more.
 
     Attributes:
         interior: this rank's number on the interior's axis.
-        num_interior: how many there are.
-        feature: on the features' axis.
-        num_features: how many there are.
+        num_interior: number of ranks on it.
+        feature: this rank's number on the features' axis.
+        num_features: number of ranks on it.
     """
 
     interior: int
@@ -68,7 +68,7 @@ class AtpPlace:
     num_features: int
 
     def ranges(self, weight: Weight, *, interior: int | None = None) -> tuple[tuple[Range, ...], ...]:
-        """Which indices this rank holds, per dim; of another rank's, at `interior`."""
+        """The indices that this rank holds, per dim; or those of the rank at `interior` of the interior's axis."""
         number = self.interior if interior is None else interior
         cut = weight.grid or GridCut()
         found: list[tuple[Range, ...]] = [(Range(0, length),) for length in weight.shape]
@@ -84,11 +84,11 @@ class AtpPlace:
         return tuple(found)
 
     def shape(self, weight: Weight, *, interior: int | None = None) -> tuple[int, ...]:
-        """Of what this rank holds of a weight."""
+        """Shape of this rank's part of a weight."""
         return tuple(sum(r.length for r in ranges) for ranges in self.ranges(weight, interior=interior))
 
     def num_bytes(self, weight: Weight) -> int:
-        """Of what this rank holds of a weight."""
+        """Bytes of this rank's part of a weight."""
         return math.prod(self.shape(weight)) * weight.itemsize
 
 
@@ -160,7 +160,7 @@ class ATP(Strategy):
         return Layout(resident_bytes=held, transfers=(summed,) if summed.sent_bytes else ())
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
-        """What one micro-batch sends for `unit`: hidden states, interiors, sums of norms, numbers of the loss."""
+        """Transfers of one micro-batch for `unit`: hidden states, interiors, sums of norms, numbers of the loss."""
         place = self.place(position)
         tokens = batch.num_rows * batch.num_tokens
         transfers = list(self._norms(unit, tokens * batch.loss_itemsize))
@@ -250,22 +250,22 @@ class ATP(Strategy):
 
 
 def is_column(weight: Weight) -> bool:
-    """Whether a matrix takes features and gives interiors, as those of columns, heads and tables do."""
+    """Returns True if a matrix maps features to interiors, as those of columns, heads and tables do."""
     return weight.grid is not None and weight.grid.columns is not None and weight.grid.columns.dim == 1
 
 
 def _without_interior(weight: Weight) -> bool:
-    """Whether it is more than a vector, and cut along features only."""
+    """Returns True if a weight is more than a vector, and cut along features only."""
     cut = weight.grid or GridCut()
     return len(weight.shape) > 1 and cut.rows is None and cut.columns is not None
 
 
 def _cut(unit: Unit, weight: Weight, *, whole: bool) -> GridCut:
-    """Which axis cuts what of a weight, from its cut on a square grid, where one axis cuts all features.
+    """The axes' cuts of a weight, derived from its cut on a square grid, where one axis cuts all features.
 
     Args:
-        unit: that owns it.
-        weight: which.
+        unit: the unit that owns it.
+        weight: the weight.
         whole: it is inside an attention that is gathered.
     """
     cut = weight.grid or GridCut()

@@ -1,4 +1,4 @@
-"""How `ddp` holds a model.
+"""The `ddp` strategy's hold on a model.
 
 Torch's DistributedDataParallel over plain parameters; or, over another strategy, one all-reduce of its gradients.
 """
@@ -45,7 +45,7 @@ class DDPHolding(ShardsHolding):
 
     @contextmanager
     def unsharded_for_calls(self) -> Iterator[nn.Module]:
-        """The module itself: torch's DDP wants each forward followed by its backward, and all weights used in it."""
+        """Yields the module itself: torch's DDP needs each forward followed by its backward, and all weights used."""
         self._for_calls = True
         try:
             with super().unsharded() as module:
@@ -76,7 +76,7 @@ def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
 
 
 class ReplicatedHolding(OuterHolding):
-    """What another strategy holds, once per replica: that strategy's own gradients, summed over the replicas."""
+    """Another strategy's holding, once per replica: its own gradients are summed over the replicas."""
 
     def __init__(self, inner: Holding, *, mesh: DeviceMesh) -> None:
         super().__init__(inner)

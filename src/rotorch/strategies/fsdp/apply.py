@@ -1,4 +1,4 @@
-"""How `fsdp` holds a model: torch's `fully_shard` on every decoder block and on the root."""
+"""The `fsdp` strategy's hold on a model: torch's `fully_shard` on every decoder block and on the root."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FSDPHolding(Holding):
                     child.reshard()
 
     def _recover(self) -> None:
-        """After an exception in the middle of a pass: torch still counts on the rest of it, until told otherwise."""
+        """Resets torch's state after an exception in the middle of a pass, since it still expects the rest of it."""
         for parameter in self._module.parameters():
             if not isinstance(parameter, DTensor):
                 parameter.grad = None  # gathered, its gradient not reduced: it would count in the next step
@@ -69,7 +69,7 @@ class FSDPHolding(Holding):
 
 
 def _return_no_views(_: nn.Module, __: Any, output: Any) -> Any:
-    """Copies what a module returns as a view: written into, it would lose the hook that gathers in backward."""
+    """Copies outputs that are views: a write into a view would lose the hook that gathers in backward."""
     leaves, tree = tree_flatten(output)
     views = [isinstance(leaf, Tensor) and leaf.requires_grad and leaf._is_view() for leaf in leaves]
     if not any(views):
@@ -78,7 +78,7 @@ def _return_no_views(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 def apply(setup: Setup) -> Holding:
-    """Shards the model; inside a pipeline, its stages, which are gathered when that says so."""
+    """Shards the model; inside a pipeline its stages, which are gathered when the pipeline says so."""
     setup.prepare_blocks()
     if any(unit.stages for unit in setup.spec.units):
         return StageShards(setup, spec=setup.spec, mesh=setup.mesh, reshard=setup.strategy.reshard)

@@ -1,7 +1,8 @@
-"""Which modules of a model's layers want all tokens, where activations between them are cut along the sequence.
+"""Modules of a model's layers that need all tokens, where activations between them are cut along the sequence.
 
-A layer's children that have matrices (attentions, MLPs) do; what else a layer has (norms) works on every token alone,
-which a tiny model has shown (`models/trial/sequence.py`). So each rank has a part of the gradient of such a weight.
+A layer's children that have matrices (attentions, MLPs) need them; the others (norms) work on every token alone, which
+a trial of a tiny model has shown (`models/trial/sequence.py`). So each rank has a part of the gradient of such a
+weight.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from rotorch.core.traffic import MicroBatch, Phase, Transfer, all_gather, reduce
 
 @dataclass(frozen=True)
 class TokensCut:
-    """What is noted about a unit where activations between modules are cut along the sequence.
+    """A note about a unit where activations between modules are cut along the sequence.
 
     Attributes:
-        around: whether ranks that hold its slices have a stretch of the tokens each around it.
-        gathers: features of hidden states of which ranks have a stretch of the tokens each, and which become whole: in
-            forward and, of a gradient, in backward. Told of the first unit that needs it.
+        around: True if, around the unit, each rank that holds a slice has a stretch of the tokens.
+        gathers: pairs of features of hidden states that are gathered along the sequence: in forward, and, of a
+            gradient, in backward. Set for the first unit that needs it.
     """
 
     around: bool = False
@@ -29,7 +30,7 @@ class TokensCut:
 
 
 def tokens_cut(unit: Unit) -> TokensCut:
-    """Returns what has been noted about a unit."""
+    """Returns the note about a unit; an empty one if there is none."""
     return unit.note(TokensCut) or TokensCut()
 
 
@@ -38,9 +39,9 @@ class Children:
     """The children of layers that have matrices.
 
     Attributes:
-        on_slices: those whose own forward runs on slices of their weights, so that all tokens go in and each rank's
-            stretch of the sum comes out.
-        whole: the others: all ranks compute them, whole activations in and out.
+        on_slices: children whose own forward runs on slices of their weights: all tokens go in, and each rank's stretch
+            of the sum comes out.
+        whole: the others: all ranks compute them, with whole activations in and out.
     """
 
     on_slices: tuple[str, ...]
@@ -66,7 +67,7 @@ def children(spec: ModelSpec) -> Children:
 
 
 def with_tokens_cut(spec: ModelSpec) -> ModelSpec:
-    """The same units; says which run on stretches of the tokens, what is gathered, and whose gradients are parts."""
+    """The same units, with notes of stretches around them, of gathers, and of weights whose gradients are parts."""
     layers, found = spec.order.layers, children(spec)
     whole = {f"{child}." for child in found.whole}
     gathered: dict[str, list[tuple[int, int]]] = {}  # by the first weight that wants it
@@ -94,7 +95,7 @@ def with_tokens_cut(spec: ModelSpec) -> ModelSpec:
 
 
 def is_part(weight: Weight, spec: ModelSpec, found: Children) -> bool:
-    """Whether a weight that nobody cuts is used on a rank's own tokens only."""
+    """Returns True if a weight that is not cut is used on a rank's own tokens only."""
     return all(_on_own_tokens(name, spec, found) for name in (weight.name, *weight.aliases))
 
 
@@ -142,13 +143,13 @@ def longest(batch: MicroBatch, num_ranks: int) -> int:
 def stretches_sent(
     unit: Unit, *, batch: MicroBatch, axis: str, size: int, width_in: int, width_out: int
 ) -> Iterator[Transfer]:
-    """What one micro-batch sends for a unit at whose sides each rank has a stretch of the tokens, and for its gathers.
+    """Transfers of one micro-batch for a unit that has stretches of the tokens around it, and for its gathers.
 
     Args:
         unit: as `with_tokens_cut` describes it.
         batch: the micro-batch.
         axis: of the ranks.
-        size: how many there are.
+        size: number of ranks.
         width_in: features that go into a module on slices.
         width_out: features that come out of it.
     """

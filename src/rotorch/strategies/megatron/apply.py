@@ -1,8 +1,8 @@
-"""How `megatron` holds a model: one slice of every cut weight per rank, for good (see `plan.py` for the picture).
+"""The `megatron` strategy's hold on a model: one slice of every cut weight per rank, which stays (see `plan.py`).
 
 At rest each parameter is a DTensor over this rank's slice. For a pass, attentions and MLPs run their own forward on it
 (`ops/partial_module.py`, `ops/own_shard.py`); embedding, head and other single weights are replaced by proxies that
-compute this rank's part where they are used (`ops/shard_use.py`); what nobody cuts is whole.
+compute this rank's part where they are used (`ops/shard_use.py`); weights that are not cut are whole.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class MegatronHolding(ShardsHolding, StageHolding):
 
 
 def _tell(spec: ModelSpec, *, strategy: Megatron) -> None:
-    """Says what is another model, what is not cut at all, and what is not cut evenly."""
+    """Warns if the model changes, and of weights that are not cut at all, or not evenly."""
     num_ranks = strategy.size
     if strategy.changes_the_model:
         _log.warning("%s trains another model than one process does: %s", strategy, strategy.changes_the_model)
@@ -128,7 +128,7 @@ def _tell(spec: ModelSpec, *, strategy: Megatron) -> None:
 
 
 def _cut_along_tokens(module: nn.Module, *, spec: ModelSpec, stretch: TokenStretch) -> None:
-    """Lets each rank have a stretch of the tokens inside of the layers, but in what all ranks compute whole."""
+    """Gives each rank a stretch of the tokens inside of the layers, except in modules that all ranks compute whole."""
     for name in children(spec).whole:
         OnAllTokens(module.get_submodule(name), name=name, stretch=stretch)
     stretch.run_in([module.get_submodule(name) for name in spec.order.layers])
@@ -136,7 +136,7 @@ def _cut_along_tokens(module: nn.Module, *, spec: ModelSpec, stretch: TokenStret
 
 
 def _refuse_shared(spec: ModelSpec, *, partial: list[str]) -> None:
-    """A weight's gradient is a part of a sum where it is used beside slices, and whole elsewhere: not both."""
+    """Refuses weights used both beside slices, where gradients are parts, and elsewhere, where they are whole."""
     for unit in spec.cut_units:
         for name in unit.replicated:
             if name not in partial:
@@ -147,7 +147,7 @@ def _refuse_shared(spec: ModelSpec, *, partial: list[str]) -> None:
 
 
 def _refuse_other_losses(module: nn.Module, *, strategy: Megatron) -> None:
-    """What is added to the loss beside the logits' (a router's) would count once per rank, of different activations."""
+    """Refuses further losses (a router's): they would count once per rank, with different activations."""
     config = getattr(module, "config", None)
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(config, "output_router_logits", False):

@@ -68,10 +68,10 @@ class Megatron(Strategy):
 
     Attributes:
         size: number of ranks.
-        sync_fraction: which part of the channels of a row-wise output is summed over ranks. Below 1 it changes the
+        sync_fraction: fraction of the channels of a row-wise output that is summed over ranks. Below 1 it changes the
             model.
         sequence_parallel: between the attentions and MLPs of its layers a rank has a stretch of the tokens only.
-        transport: how activations are summed: by "messages", or over "shared_memory" of one host, where nothing is
+        transport: of sums of activations: by "messages", or over "shared_memory" of one host, where nothing is
             sent; "auto" takes that on CPU where it can be had.
     """
 
@@ -99,7 +99,7 @@ class Megatron(Strategy):
         return self.sequence_parallel and self.size > 1
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
-        """With what is gathered along the sequence, and of whose gradients each rank has a part."""
+        """The model's units, with notes of gathers along the sequence and of weights whose gradients are parts."""
         return with_tokens_cut(spec) if self._cuts_tokens else spec
 
     @property
@@ -112,7 +112,7 @@ class Megatron(Strategy):
         )
 
     def num_synced(self, width: int) -> int:
-        """How many channels of a row-wise output of so many are summed."""
+        """Number of channels that are summed, of a row-wise output of `width` channels."""
         return round(self.sync_fraction * width)
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
@@ -125,7 +125,7 @@ class Megatron(Strategy):
         return Layout(resident_bytes=unit.num_bytes, transfers=transfers)
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
-        """What one micro-batch sends for `unit`: hidden states at the unit's input and output.
+        """Transfers of one micro-batch for `unit`: hidden states at the unit's input and output.
 
         Further inputs that require a gradient (weights of a router) are not in it.
         """
@@ -153,7 +153,7 @@ class Megatron(Strategy):
         return (*stretches, *self._whole_sums(unit, batch))
 
     def _whole_sums(self, unit: Unit, batch: MicroBatch) -> tuple[Transfer, ...]:
-        """Of a unit at whose sides all ranks have all tokens."""
+        """Transfers of a unit around which all ranks have all tokens."""
         if unit.kind is UnitKind.REPLICATED or tokens_cut(unit).around:
             return ()
         tokens = batch.num_rows * batch.num_tokens
@@ -214,7 +214,7 @@ class Megatron(Strategy):
             raise ConfigError(f"{self}: shared_memory is between CPU ranks, not on {device_type}. Write transport=auto")
 
     def _check_synced(self, spec: ModelSpec) -> None:
-        """Each rank's loss must come from its own part of the logits, or gradients would count once per rank."""
+        """Refuses models whose loss is not each rank's own part of the logits: gradients would count once per rank."""
         if not any(u.logits for u in spec.cut_units):
             raise ConfigError(
                 f"{self}: {spec.name} has no language-model head that is cut, so ranks whose activations differ have "

@@ -1,4 +1,4 @@
-"""How `pp` holds a model: another strategy, or nothing, holds this rank's stages (see `hold/pipeline.py`)."""
+"""The `pp` strategy's hold on a model: this rank's stages, whole or by an inner strategy (see `hold/pipeline.py`)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class PP(StageStrategy):
     """A model's layers over `stages` ranks. Written `pp=4`, or `pp=4[schedule=interleaved_1f1b,chunks=2]`.
 
     Attributes:
-        schedule: in which order a rank does its forwards and backwards. Only interleaved_1f1b, looped_bfs and zbv give
+        schedule: order of a rank's forwards and backwards. Only interleaved_1f1b, looped_bfs and zbv give
             a rank several stages: two, if `chunks` is left out, and to zbv always.
 
     The others are those of `StageStrategy`; `unit`, left out, is all micro-batches of a step.

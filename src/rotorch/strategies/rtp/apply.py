@@ -1,4 +1,4 @@
-"""How `rtp` holds a model.
+"""The `rtp` strategy's hold on a model.
 
 One slice of every cut weight per rank, rotating over a ring for a pass (see `plan.py` for the picture).
 
@@ -95,7 +95,7 @@ class RTPHolding(ShardsHolding, StageHolding):
                 recompute_norm(norm)
 
     def _whole_weight(self, alone: Mapping[str, RotatingUnit], name: str) -> Tensor:
-        """A weight that every slice of a module needs: there, or, if it goes round alone, made whole for the call."""
+        """A weight that every slice of a module needs: whole at rest, or gathered for the call if it rotates alone."""
         return gather_weights(alone[name])[0] if name in alone else self.shards.leaves[name]
 
     def borrowed_ready(self) -> None:
@@ -129,10 +129,10 @@ class RTPHolding(ShardsHolding, StageHolding):
 
 
 def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUnit]]:
-    """Makes the ring and what goes round on it: the units of the model, whose slices visit, or each weight in place.
+    """Makes the ring and its items: the units of the model, whose slices visit, or each weight in place.
 
-    This is the one place that asks which: where the ring's memory gives whole weights, a unit of linear layers becomes
-    one for each weight, each multiplies with its whole weight, and only gradients go round.
+    This is the one place that decides between them: where the ring's memory gives whole weights, a unit of linear
+    layers becomes one for each weight, each multiplies with its whole weight, and only gradients rotate.
     """
     strategy: RTP = setup.strategy
     parameters, size = dict(setup.module.named_parameters()), strategy.size
@@ -202,7 +202,7 @@ def _trained(unit: Unit, parameters: dict[str, nn.Parameter]) -> bool:
 
 
 def _between_units(module: nn.Module, units: Sequence[Unit], *, whole: Iterable[str]) -> list[nn.Module]:
-    """The norms between units: what they keep for backward is several times their input.
+    """The norms between units, which keep several times their input for backward.
 
     Only modules that have no others inside, and no buffers, which a second forward would change once more.
     """

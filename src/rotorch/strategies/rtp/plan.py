@@ -2,8 +2,8 @@
 
 Idea
     Every rank keeps 1/n of each weight and its own micro-batch. At step i of a unit, rank r computes with slice (r -
-    i) mod n, which it takes from that slice's home; what the slices give is added up (or placed side by side), and no
-    rank ever holds a whole weight. Source: RTP (Luo, Zhong, Fox, arXiv 2311.01635).
+    i) mod n, which it takes from that slice's home; the slices' outputs are summed (or concatenated), and no rank ever
+    holds a whole weight. Source: RTP (Luo, Zhong, Fox, arXiv 2311.01635).
 
 Picture (4 ranks, one unit; the number is the slice that a rank computes with)
               forward          backward         a slice's gradient visits its ranks in backward and
@@ -65,11 +65,11 @@ class RTP(Strategy):
 
     Attributes:
         size: number of ranks on the ring.
-        recompute: what backward computes again. "none": nothing, logits are kept; "head": the logits, the largest
+        recompute: computed again in backward. "none": nothing, logits are kept; "head": the logits, the largest
             tensor of a step, which then never exist whole; "slice": logits, norms and the interior of every unit, a
-            slice at a time; "all_but_attention": the same, but what attention gives is kept, which takes the most
+            slice at a time; "all_but_attention": the same, but outputs of attention are kept, which takes the most
             time and little memory.
-        transport: how slices travel. "auto" takes shared memory when all ranks of the ring are CPU ranks of one host
+        transport: of slices. "auto" takes shared memory when all ranks of the ring are CPU ranks of one host
             and it is large enough, symmetric memory when they are GPUs of one host that reach each other's memory, else
             point-to-point messages.
         buffering: of messages. "out_of_place": the next slice comes while this one is computed with. "in_place": it
@@ -95,7 +95,7 @@ class RTP(Strategy):
 
     @property
     def recomputes_units(self) -> bool:
-        """Whether backward runs units again, a slice at a time."""
+        """True if backward runs units again, a slice at a time."""
         return self.recompute in ("all_but_attention", "slice")
 
     @property
@@ -156,14 +156,14 @@ class RTP(Strategy):
         return self.buffering == "in_place" and self.transport in ("auto", "send_receive")
 
     def _copies_travel(self, itemsize: int) -> bool:
-        """Whether what travels is something else than the slice at home."""
+        """Returns True if a converted or packed copy of the slice travels."""
         return (self.compute is not None and itemsize != _COMPUTE_ITEMSIZE) or self.wire is not None
 
     def _visiting_bytes(self, slice_bytes: int, *, itemsize: int) -> int:
         return slice_bytes if self.compute is None else slice_bytes // itemsize * _COMPUTE_ITEMSIZE
 
     def _message_bytes(self, slice_bytes: int, *, itemsize: int) -> int:
-        """What carries a slice. Over symmetric memory that is its reader, who converts it on the way."""
+        """Bytes that carry a slice; as many as at home over symmetric memory, where its reader converts it."""
         if self.transport == "symmetric_memory":
             return slice_bytes
         if self.wire == "fp8":
@@ -189,11 +189,11 @@ class RTP(Strategy):
         return (1 if self.wire == "fp8" else self.ahead + 1) * message + unpacked + to_send + 2 * largest
 
     def _reads_in_backward(self, unit: Unit) -> int:
-        """How often backward needs the unit's slices: of a head whose logits are kept, never (see `ops/loss.py`)."""
+        """Number of times that backward needs the unit's slices: 0 for a head with kept logits (see `ops/loss.py`)."""
         return 0 if unit.logits and self.recompute == "none" else unit.reads_in_backward
 
     def _weights_sent(self, unit: Unit, sizes: Sequence[int], *, position: int, copies: bool) -> tuple[int, int]:
-        """What this rank sends of a unit's weights in forward and in backward, if slice k takes `sizes[k]`."""
+        """Bytes (or messages) of a unit's weights that this rank sends: in forward, in backward. Slice k has `sizes[k]`."""
         n, uses, reads, total = self.size, unit.uses, self._reads_in_backward(unit), sum(sizes)
         if not self._in_place:  # its own, to all others
             return (n - 1) * sizes[position] * uses, (n - 1) * sizes[position] * reads
@@ -217,7 +217,7 @@ class RTP(Strategy):
         return self.model_copy(update={"compute": autocast})
 
     def _check_ahead(self, *, converted: str = "") -> None:
-        """Refuses `ahead` where there is one buffer to send from, or none to receive into (`converted`: why)."""
+        """Refuses `ahead` if there is one buffer to send from, or none to receive into (`converted`: the reason)."""
         reason = converted
         if self.wire is not None:
             reason = f"wire={self.wire} packs slices to send them"

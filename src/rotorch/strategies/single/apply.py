@@ -1,4 +1,4 @@
-"""How `single` holds a model: every weight whole, nothing to communicate."""
+"""The `single` strategy's hold on a model: every weight whole, nothing to communicate."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Tesseract(GridStrategy):
     """Blocks on `depth` grids of `rows` x `columns` ranks. Written `tesseract=2x2x2`: rows, columns, depth.
 
     Attributes:
-        depth: how many grids hold the same weights.
+        depth: number of grids that hold the same weights.
         zero: each of them holds a part of its blocks at rest, with the optimizer's state of that part (ZeRO).
     """
 

@@ -1,4 +1,4 @@
-"""How `zeropp` holds a model: its stages in shards (`hold/gathered_stages.py`), or in another strategy's parts.
+"""The `zeropp` strategy's hold on a model: its stages in shards (`hold/gathered_stages.py`), or by an inner strategy.
 
 `hold/pipeline.py` runs them.
 """

@@ -31,7 +31,7 @@ from rotorch.pipelining.play import Choice, Progress, play
 
 
 def smallest_unit(*, num_ranks: int, num_chunks: int) -> int:
-    """The fewest micro-batches per unit that leave no bubble but that of filling the pipeline ([Note: the bubble])."""
+    """The fewest micro-batches per unit with no bubble but that of filling the pipeline ([Note: the bubble])."""
     return 2 * num_ranks - 1 if num_chunks == 1 else num_ranks
 
 
@@ -89,6 +89,6 @@ def make_zeropp_schedule(
 
 
 def _chunk(done: int, unit: int, num_chunks: int, num_micro_batches: int) -> int:
-    """Whose turn it is, by place among chunks, after `done` steps in the order of units, chunks, micro-batches."""
+    """The chunk whose turn it is after `done` steps in the order of units, chunks, micro-batches."""
     whole_units, rest = divmod(done, unit * num_chunks)
     return rest // min(unit, num_micro_batches - whole_units * unit)
