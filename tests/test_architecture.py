@@ -71,6 +71,7 @@ MAX_LINES = 600
 RIDDLES = re.compile(r"(What|Whether|Which|How|Who(ever)?|Where|When|That|Those)\b")
 OPEN_WITH_A_SUBJECT = {
     *("bench", "planner", "models", "testing", "train", "cli"),
+    *("comm", "ops", "hold", "shard", "core", "strategies", "pipelining", "process"),
     *("__main__", "_torch_private", "mesh", "parallel_model", "parallelize", "run_config", "source"),
 }
 """Parts of the package whose docstrings open with a noun or a verb."""

@@ -1,8 +1,8 @@
-"""Ranks tell each other what they are about to do, so that one that does something else is named instead of awaited.
+"""Comparison of the ranks' next operations, so that a rank that does something else is named instead of awaited.
 
 Before a pass all ranks meet: no weight changes while another rank reads it. A rank that left its loop a batch early, or
-calls the model once more than the others, would be waited for until a timeout. So each brings a number that says what
-it is about to do, and all see all of them.
+calls the model once more than the others, would be waited for until a timeout. So each brings a number for the
+operation that it is about to do, and all compare them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rotorch.core.errors import ConfigError
 
 
 class Doing(IntEnum):
-    """What a rank is about to do, or has just done, with one model."""
+    """The operation that a rank is about to do, or has just done, with one model."""
 
     FORWARD = 1
     FORWARD_DONE = 2
@@ -51,12 +51,13 @@ _TEXTS = {
 
 
 class RollCall:
-    """Where the ranks of one model meet. Every method is called by all of them, in one order.
+    """The meeting of the ranks of one model. All of them call every method, in one order.
 
     [Note: seven numbers]
-        However many ranks there are, seven integers are summed: of each number x that must be the same on all n ranks
-        the sums of x and of its square. n times the latter is the square of the former where all are equal, and more
-        where they are not (Cauchy-Schwarz). Only then do ranks look at each other's numbers.
+        For any number of ranks n, seven integers are summed: of each of three numbers x that must be equal on all
+        ranks, the sums of x and of its square, and the number of targets. n times the sum of squares is the square of
+        the sum if all x are equal, and larger if they are not (Cauchy-Schwarz). Only then do ranks send each other
+        their numbers.
 
     Args:
         mesh: the ranks.
@@ -66,16 +67,15 @@ class RollCall:
         self._mesh = mesh
         self._ranks = mesh.mesh.flatten().tolist()
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
-        # Tells the model from others that the ranks have; not from torch's generators, which the user has seeded.
+        # Identifies the model among others of the ranks; not drawn from torch's generators, which the user has seeded.
         drawn = int.from_bytes(os.urandom(3)) if self._mine == 0 else 0  # its square is summed in 64 bits
         self._model = int(all_reduce_sum(torch.tensor([drawn]), mesh=mesh))
 
     def meet(self, doing: Doing, *, num_micro_batches: int = 0, num_targets: int = 0) -> int:
-        """Returns after all ranks have come here: the number of targets of all ranks.
+        """Waits for all ranks and returns the sum of their numbers of targets.
 
         Raises:
-            ConfigError: some ranks are about to do something else, or with another number of micro-batches. On all
-                ranks.
+            ConfigError: on all ranks: some are about to do something else, or have another number of micro-batches.
         """
         alike = (int(doing), self._model, num_micro_batches)
         sums = torch.tensor([*alike, *(x * x for x in alike), num_targets])
@@ -102,7 +102,7 @@ class RollCall:
         )
 
     def _by_ranks(self, texts: Sequence[str]) -> str:
-        """Says what each rank has to say (`texts`, by place in the mesh): those who say the same together."""
+        """Text of all ranks' `texts` (by place in the mesh), ranks with the same text together."""
         said = {text: [rank for rank, other in zip(self._ranks, texts, strict=True) if other == text] for text in texts}
         return ", ".join(f"{_named(ranks)} {text}" for text, ranks in said.items())
 

@@ -2,8 +2,8 @@
 
 [Note: sums]
     Outputs of slices add up only if a module's forward is linear in its row-wise weights: a residual, a norm or an
-    activation behind them would count once per slice, and the loss would look right. Hugging Face's own plans keep to
-    that. A plan that the user has written is tried once, on the first input: row-wise weights times -2 must give the
+    activation behind them would count once per slice, and the loss would look right. Hugging Face's own plans obey
+    that. A user's own plan is tried once, on the first input: row-wise weights times -2 must give the
     output times -2, which in binary arithmetic is exact.
 """
 
@@ -26,18 +26,18 @@ from rotorch.shard.buffers import buffers_untouched
 from rotorch.shard.sites import Site
 
 RunOnSlice = Callable[[Sequence[Tensor] | None, Sequence[Any]], list[Tensor]]
-"""(weights of a slice, or None for those that the module has; leaves of the arguments) -> the outputs that sum."""
+"""(weights of a slice, or None for those that the module has; leaves of the arguments) -> outputs to be summed."""
 
 Prove = Callable[[Callable[[Sequence[Tensor]], Tensor]], None]
-"""Takes `weights -> first output` and raises if outputs do not add up; does nothing if that is known."""
+"""Takes `weights -> first output` and raises if outputs do not add up; does nothing if they are known to."""
 
 
 class ModuleSlices(ABC):
-    """The slices that one module's forward runs on, on one rank: where they come from, how their outputs are summed.
+    """The slices that one module's forward runs on, on one rank: their source, and the sum of their outputs.
 
     Attributes:
         strategy: kind of the strategy, for errors.
-        num_slices: how many there are.
+        num_slices: number of slices.
     """
 
     strategy: str
@@ -64,22 +64,22 @@ class ModuleSlices(ABC):
 
 
 SEES_SLICES = "sees_slices"
-"""A hook with this attribute expects slices inside of what is cut; others are refused there."""
+"""A hook with this attribute expects slices inside of modules that are cut; others are refused there."""
 
 
 class PartialModule:
-    """Takes the place of a module's forward.
+    """Replaces a module's forward.
 
-    Its outputs sum; of a tuple, the first element does, and what else it holds (attention maps of some heads) becomes
-    None. `nn.MultiheadAttention`, whose own forward cannot run on slices, has one of ours, and its maps sum too.
+    Its outputs are summed; of a tuple the first element is, and the others (attention maps of some heads) become None.
+    `nn.MultiheadAttention`, whose own forward cannot run on slices, gets one of ours, whose maps are summed too.
 
     Args:
         module: whose forward it replaces.
         unit: its description.
         slices: of its weights.
-        sites: where each of its weights sits.
+        sites: places of each of its weights.
         once: by name, the biases that are added once, as they are during a pass.
-        proven: whether outputs of slices are known to add up; else the first pass tries (see [Note: sums]).
+        proven: True if outputs of slices are known to add up; else the first pass tries (see [Note: sums]).
         compiled: run its forward by torch.compile.
     """
 
@@ -124,7 +124,9 @@ class PartialModule:
             first, *more = output[: self._num_sums] if isinstance(output, tuple) else (output,)
             return [self._checked(first), *(part for part in more if part is not None)]
 
+        # Flattened, so that autograd and `total` see every tensor among nested arguments.
         first, *more = self._slices.total(run, leaves, self._prove)
+        # Behind the sum: every slice would add the whole bias once more.
         for name in self._unit.added_once:
             first = first + self._once(name)
         return first if length[0] is None else (first, *more, *[None] * (length[0] - 1 - len(more)))
@@ -168,8 +170,10 @@ class PartialModule:
         if weights is None:
             return
         rows = [w.cut is not None and 0 < w.cut.dim == len(w.shape) - 1 for w in self._unit.weights]
+        # By a power of two, which changes no mantissa: a linear forward gives exactly -2 times its output.
         scaled = [-2.0 * weight if row else weight for weight, row in zip(weights, rows, strict=True)]
         devices = [weights[0].device] if weights[0].device.type == "cuda" else []
+        # `run` puts weights into the module, where the pass still needs its own.
         before = [sites[0].get() for sites in self._sites]
         outputs = []
         with torch.no_grad(), torch.random.fork_rng(devices), buffers_untouched(self._module):
@@ -188,5 +192,5 @@ class PartialModule:
 
 
 def _is_by_heads(unit: Unit, attention: nn.MultiheadAttention) -> bool:
-    """Whether an attention is cut as our rules do it (`models/rules.py`)."""
+    """Returns True if an attention is cut by whole heads, as our rules do it (`models/rules.py`)."""
     return all(w.cut is not None and w.cut.groups == attention.num_heads for w in unit.weights)

@@ -25,10 +25,10 @@ class VisitingSlices(ModuleSlices):
     Args:
         module: the unit's.
         rotating: the unit on its ring.
-        sites: where weights sit.
-        whole: by name, a weight that every slice needs whole; made so once a call.
-        compiled: the module's forward is compiled. A graph has products of its own: it gives the gradients of a
-            slice's weights as autograd does.
+        sites: places of weights in the module.
+        whole: gives a weight by name that every slice needs whole; called once per call of the module.
+        compiled: the module's forward is compiled. A graph has its own products, and gives the gradients of a slice's
+            weights as autograd does.
     """
 
     strategy = "rtp"
@@ -82,6 +82,7 @@ class VisitingSlices(ModuleSlices):
         unit = self._rotating.unit
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         whole = [sites[0].get() for sites in self._whole_sites]
+        # Weights that slices need whole are inputs too: each slice gives a part of their gradients, which sum.
         inputs = [*(leaves[i] for i in where), *map(self._whole, unit.replicated)]
         packed = _Packed()
         caches = [i for i, leaf in enumerate(leaves) if is_cache(leaf)]
@@ -97,13 +98,14 @@ class VisitingSlices(ModuleSlices):
             for i in caches:
                 given[i] = CacheOfSlice(leaves[i], self.index)
             parts = run(weights, given)
-            self._put_whole(whole)  # other modules may share them, and know nothing of this unit's graph
+            self._put_whole(whole)  # other modules may share them, and must not compute with leaves of this graph
             return packed.pack(parts)
 
+        # Inference tensors count no versions.
         watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_inference()]
         versions = [leaf._version for leaf in watched]
         for i in where:
-            leaves[i] = None  # `run_slice` lives until backward, and may be all that keeps it
+            leaves[i] = None  # `run_slice` lives until backward, and would keep the input alive
         self._buffers.start()
         total = rotate_module(self._rotating, run_slice, inputs)
         if versions != [leaf._version for leaf in watched]:
@@ -116,32 +118,32 @@ class VisitingSlices(ModuleSlices):
                 f"rtp: {unit.name!r} writes its buffers in forward (running statistics), once per "
                 "slice. Give its weights no role in the plan, or 'colwise_gather_output'"
             )
-        if not caches:  # to which it would append
+        if not caches:  # the trial would append to them
             prove(lambda weights: run_slice(weights, inputs))
         return packed.unpack(total)
 
     def _put_whole(self, tensors: Sequence[Tensor | None]) -> None:
-        """Puts the weights that the unit needs whole wherever they are used."""
+        """Puts the weights that the unit needs whole into all their places."""
         for sites, tensor in zip(self._whole_sites, tensors, strict=True):
             for site in sites:
                 site.put(tensor)
 
 
 class _Packed:
-    """Several outputs in the one tensor that sums over slices."""
+    """Several outputs in one tensor, since a rotation sums one tensor over slices."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[torch.Size, torch.dtype]] = []
 
     def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One tensor that holds all of `tensors`."""
+        """Returns one tensor with the elements of all `tensors`."""
         if len(tensors) == 1:
             return tensors[0]
         self._parts = [(t.shape, t.dtype) for t in tensors]
         return torch.cat([t.reshape(-1) for t in tensors])
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
-        """The tensors again."""
+        """Returns the tensors again."""
         if not self._parts:
             return [packed]
         split = packed.split([shape.numel() for shape, _ in self._parts])

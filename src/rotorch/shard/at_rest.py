@@ -1,4 +1,4 @@
-"""Notices what is put in the place of a model's weights between steps, which no pass would compute with."""
+"""Detects tensors put in the place of a model's weights between steps, with which no pass would compute."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from rotorch.shard.sites import find_sites
 
 
 class AtRest:
-    """The parameters of a module at rest, where they are and in which memory.
+    """The parameters of a module at rest, with their places in it and their memory.
 
-    `parameter.data = other` and `layer.weight = other` do in a plain loop what they cannot do here: a pass computes
-    with memory of its own, which ranks may share, and not with what a name in the module refers to.
+    `parameter.data = other` and `layer.weight = other` work in a plain loop, but not here: a pass computes with memory
+    of its own, which ranks may share, and not with the tensor that a name in the module refers to.
     """
 
     def __init__(self, module: nn.Module) -> None:

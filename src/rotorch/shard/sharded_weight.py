@@ -304,7 +304,7 @@ class WayBack:
 
 
 def weight_of(parameter: Tensor) -> ShardedWeight | None:
-    """What this rank holds of the weight that a parameter of a parallel model stands for; None for other tensors."""
+    """The weight, as this rank holds it, of a parameter of a parallel model; None for other tensors."""
     if isinstance(parameter, LocalParameter):
         return parameter._of
     way = getattr(parameter, "of_weight", None)
