@@ -115,7 +115,6 @@ class PipelineStep:
     def _message(self, action: Action, table: Schedule) -> None:
         peer, tag, like = table.rank_of(peer_stage(action)), _tag(action, table), self._like(action)
         if action.kind not in SENDS:
-            # Only posted here; the computation that needs the tensor waits for it.
             self._messages.expect(source=peer, tag=tag, like=like)
             return
         # An output stays for its own backward. Gradients and inference outputs have no other owner: their memory is
@@ -139,7 +138,6 @@ class PipelineStep:
         peer = table.rank_of(send.stage)
         if peer == table.rank_of(stage):
             return self._given.pop(send)
-        # After the wait this rank is at the same action again.
         here = self._status.now
         self._status.peer = self._ranks[peer] + 1 if self._ranks else 0
         self._status.now = at(Operation.AWAIT_STAGE, part=send.stage)

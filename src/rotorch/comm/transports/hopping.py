@@ -1,21 +1,21 @@
-"""The ring over point-to-point messages with as little memory as there can be: slices replace each other in one buffer.
+"""The ring over point-to-point messages with the least memory: slices replace each other in one buffer.
 
 [Note: who travels]
     Without a second buffer a slice cannot be fetched while another one is used, so slices hop: after each visit every
     rank sends the slice that it holds to one neighbour and receives the other neighbour's in its place, through a
-    bounce of a few MiB (the in-place rotation of arXiv 2311.01635). What travels is the home buffer itself: there is no
-    slot for weights at all. Home buffers are as large as the item's largest slice.
+    bounce of a few MiB (the in-place rotation of arXiv 2311.01635). Home buffers themselves are sent and received into:
+    there is no slot for weights at all. They are as large as the item's largest slice.
     If slices are computed with in another dtype than they have at home, or packed on the wire, masters must not be
     rounded, so they stay, and a copy of the slice travels in a slot of that dtype.
 
 [Note: away from home]
     A forward pass ends with slice r + 1 on rank r, where backward begins; backward ends at home. Between the two, and
     after a forward pass that no backward follows, slices are away. A pass begins by moving them to where it begins,
-    `finish` and `restore_owners` move them home. `_offsets` says how far they are: rank r holds slice r + offset.
+    `finish` and `restore_owners` move them home. `_offsets` has their distance: rank r holds slice r + offset.
 
 [Note: broken off]
-    A hop needs all ranks. After an exception each rank tells the others where its slices are. If all say the same, none
-    is in the middle of a hop, and slices go home: an exception that all ranks raise loses nothing. If one rank raises
+    A hop needs all ranks. After an exception each rank sends the others its slices' offsets. If all are equal, none is
+    in the middle of a hop, and slices go home: an exception that all ranks raise loses nothing. If one rank raises
     alone, the others wait for a hop that never comes, and get a RankFailure; slices that have moved are lost to this
     ring then, which refuses to start again. A checkpoint is the way back, as from a rank that died.
 
@@ -49,7 +49,7 @@ class HoppingRing(MessageRing):
         numels: elements of each slice, `numels[item][index]`.
         dtype: of slices at home and of gradients.
         device: where they lie.
-        wire: how slices travel; by default as they are at home.
+        wire: form in which slices travel; by default as they are at home.
         timeout_s: a neighbour that is later than this counts as gone.
     """
 
@@ -74,6 +74,7 @@ class HoppingRing(MessageRing):
             rooms=rooms if self._homes_travel else None,
             timeout_s=timeout_s,
         )
+        # A group with a short timeout: ranks that did not raise never answer, and must not hold up the error.
         self._agreement_group = self._new_group(min(_PATIENCE_S, timeout_s / 2))
         wire, largest = self._wire, self._largest
         self._rooms = self._home_weights.split(rooms) if self._homes_travel else ()
@@ -84,7 +85,7 @@ class HoppingRing(MessageRing):
         self._gradient_slot = torch.empty(largest if travels else 0, dtype=dtype, device=device)
         self._gradient_bounce = Bounce(largest if travels else 0, dtype=dtype, device=device)
         self._offsets = [0] * len(self.numels)
-        """Per item: which slice its home buffer holds, counted from this rank's own (see [Note: away from home])."""
+        """Per item: number of the slice in its home buffer, minus this rank's own (see [Note: away from home])."""
         self._hop: Hop | None = None
         self._gradient_hop: Hop | None = None
         self._lost: str | None = None
@@ -122,7 +123,7 @@ class HoppingRing(MessageRing):
         self._go_home()
 
     def _make_sure_that_all_are_here(self, after: BaseException) -> None:
-        """Returns if all ranks have left the step at the same place; see [Note: broken off]."""
+        """Raises `RankFailure` unless all ranks have left the step at the same place; see [Note: broken off]."""
         reason = "this rank lost a neighbour"
         if isinstance(after, Exception) and not isinstance(after, RankFailure):
             try:
@@ -143,7 +144,7 @@ class HoppingRing(MessageRing):
         raise RankFailure(self._lost)
 
     def _drop(self) -> None:
-        """Lets hops that nobody waits for any more come to an end."""
+        """Waits for hops that no visit waits for any more, and discards them."""
         for hop in (self._hop, self._gradient_hop):
             if hop is not None:
                 hop.drop()
@@ -172,6 +173,7 @@ class HoppingRing(MessageRing):
             self._arrive(item, backward=backward)
         room = self._rooms[item]
         if step < self.size - 1:
+            # Its first chunks travel while the caller computes with this slice, which stays readable until `wait`.
             self._hop = self._post(room, item, index, backward=backward)
         return room[: self.numels[item][index]]
 
@@ -185,6 +187,7 @@ class HoppingRing(MessageRing):
     def _move(self, item: int, *, to: int) -> None:
         """Moves all slices of an item until this rank holds slice `to`, by the shorter way."""
         ahead = (to - self.position - self._offsets[item]) % self.size
+        # All ranks are equally far from there, so all choose the same direction.
         backward = 2 * ahead < self.size
         for _ in range(ahead if backward else self.size - ahead):
             held = (self.position + self._offsets[item]) % self.size
@@ -199,13 +202,13 @@ class HoppingRing(MessageRing):
         """Returns slice `index` out of the slot that copies travel in, and starts the hop that brings the next one."""
         if index == self.position:
             self._load(item)
-        elif step == 0:  # of backward: one's own copy leaves, the next one's comes
+        elif step == 0:  # of backward: this rank's own copy leaves, and the next rank's arrives
             self._load(item)
             self._post(self._traveller, item, self.position, backward=True).wait()
         elif self._hop is not None:
             self._hop.wait()
             self._hop = None
-        last_hop = self.size - 3 if backward else self.size - 2  # the last visit of backward is one's own slice
+        last_hop = self.size - 3 if backward else self.size - 2  # backward's last visit is the own slice: no hop
         if step <= last_hop:
             self._hop = self._post(self._traveller, item, index, backward=backward)
         numel = self.numels[item][index]
@@ -242,7 +245,7 @@ class HoppingRing(MessageRing):
         if step == 0:
             return GradientBuffer(travelling, True)
         if self._gradient_hop is not None:
-            if not wait:  # chunks do not replace each other by themselves
+            if not wait:  # a hop makes progress only in its `wait`, which copies chunks
                 return None
             here = self.status.now
             self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % n)

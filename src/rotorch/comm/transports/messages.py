@@ -1,10 +1,11 @@
-"""Point-to-point messages between neighbours on a ring: two buffers that are exchanged, or one whose contents change.
+"""Point-to-point messages between neighbours on a ring: from buffer to buffer, or replacing a buffer's contents.
 
 A send is never posted without the receive of the same hop, and no memory is sent and received into at once.
 
 [Note: receive first]
-    Over gloo a send that finds no receive at the other end waits to hear of one, behind what comes the other way: an
-    exchange whose ends both send first is half duplex. So every receive is posted before the send of the same hop.
+    Over gloo a send that finds no posted receive waits for the other end to announce one, behind the data of the other
+    direction: an exchange whose ends both send first is half duplex. So every receive is posted before the send of the
+    same hop.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ class Exchange:
             self._sent = works[len(self._received) :]
 
     def has_received(self) -> bool:
-        """Tells without waiting if the message is known to have come (gloo never knows)."""
+        """Returns True if the message is known to have come, without waiting (gloo never knows)."""
         return all(work.is_completed() for work in self._received)
 
     def has_sent(self) -> bool:
-        """Tells without waiting if the message is known to have left (gloo never knows)."""
+        """Returns True if the message is known to have left, without waiting (gloo never knows)."""
         return all(work.is_completed() for work in self._sent)
 
     def wait_received(self) -> None:
@@ -65,7 +66,7 @@ def _wait(works: list[dist.Work]) -> None:
 
 
 class Bounce:
-    """Where chunks arrive that replace what a buffer holds, until the buffer's own have left.
+    """Memory for arriving chunks until the chunks of the buffer that they replace have left.
 
     Args:
         largest: elements of the largest slice.
@@ -81,16 +82,16 @@ class Bounce:
 
 
 class Hop:
-    """What a buffer holds goes to one neighbour, and what the other neighbour's holds takes its place.
+    """Sends a buffer's contents to one neighbour and replaces them by those of the other neighbour's buffer.
 
     Chunk by chunk: a chunk arrives in the bounce, and is copied into the buffer when the buffer's own chunk has left.
     The first chunks are on their way from the beginning; the buffer may be read until `wait`.
 
     Args:
-        buffer: flat, at least as large as what comes and what goes.
+        buffer: flat, at least as large as both messages.
         send_numel: elements that go to the rank at position `to`.
         receive_numel: elements that come from the one at `source`.
-        bounce: where they arrive; of nobody else while this hop is under way.
+        bounce: memory in which they arrive; no other hop may use it meanwhile.
         group: of the ring.
     """
 
@@ -132,20 +133,22 @@ class Hop:
             self._next += 1
 
     def _arrival(self, chunk: int) -> Tensor:
-        """Where a chunk arrives."""
+        """The part of the bounce in which a chunk arrives."""
         comes = self._extent(chunk, self._receive_numel)
+        # Two parts in turn: one receives a chunk while the chunk in the other is copied into the buffer.
         return self._bounce.chunks[chunk % len(self._bounce.chunks)][: comes.stop - comes.start]
 
     def wait(self) -> None:
-        """Returns when the buffer holds what came."""
+        """Waits until the buffer has the new contents."""
         while self._posted:
             chunk, exchange = self._posted.popleft()
             exchange.wait()
+            # The exchange is over, so the buffer's own chunk has left and may be overwritten.
             self._buffer[self._extent(chunk, self._receive_numel)].copy_(self._arrival(chunk))
             self._post()
 
     def drop(self) -> None:
-        """Lets what is on its way come and forgets it: the buffer keeps what it holds, as it does on all other ranks.
+        """Waits for messages under way and discards them: the buffer keeps its contents, as on all other ranks.
 
         All ranks, if none of them has waited for the hop.
         """

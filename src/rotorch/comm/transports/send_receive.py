@@ -4,17 +4,17 @@ At each step every rank sends its home slice to one reader and receives one.
 
 [Note: ahead]
     While slice i is computed with, the fetch of the next slice is under way, also across units (see `passes.py`), and
-    with `ahead=2` that of the one after it: a long slice is else asked for only when the visit of a short one begins,
+    with `ahead=2` that of the one after it: otherwise a long slice is fetched only from the visit of a short one on,
     behind which it cannot hide. Slots are filled in turn, and there is one more of them than fetches ahead. A fetch is
     posted when the one before it has come or this rank waits for nothing: messages from different ranks that are
-    under way together share the link, and the first one comes late. If a step goes another way than the one before
-    it, all ranks see it alike; they drop what came too early and fetch on demand.
+    under way together share the link, and the first one comes late. If a step makes other passes than the one before
+    it, all ranks notice alike; they drop slices that came too early and fetch on demand.
 
 [Note: on the wire]
-    Slices may travel, and visit, in another form than they have at home (`wire`): then what is sent is made in one
-    buffer, once per pass, and one's own slice visits as the others see it: in forward in that buffer; in backward,
-    where the buffer may be on its way with the next unit already, in the slot that is free. Messages that must be
-    unpacked need no second slot: when one is unpacked, the next may come.
+    Slices may travel, and visit, in another form than they have at home (`wire`): then the message is made in one
+    buffer, once per pass, and a rank's own slice visits in the same form: in forward in that buffer; in backward, where
+    the buffer may be on its way with the next unit already, in the slot that is free. Messages that must be unpacked
+    need no second slot: when one is unpacked, the next may come.
 
 [Note: added when it arrives]
     The last visit of backward is that of this rank's own slice. Its part is written home at once; the sum of all other
@@ -44,7 +44,7 @@ from rotorch.comm.wire import Wire
 
 @dataclass
 class _Fetch:
-    """A fetch under way: which pass and step it is for, and the slot it fills."""
+    """A fetch under way: the pass and step that it is for, and the slot that it fills."""
 
     target: Pass
     step: int
@@ -69,7 +69,7 @@ class SendReceiveRing(MessageRing):
         numels: elements of each slice, `numels[item][index]`.
         dtype: of slices at home and of gradients.
         device: where they lie.
-        wire: how slices travel; by default as they are at home.
+        wire: form in which slices travel; by default as they are at home.
         ahead: fetches under way while a slice is computed with. More than one if slices travel as they are at home.
         timeout_s: a neighbour that is later than this counts as gone.
     """
@@ -94,7 +94,7 @@ class SendReceiveRing(MessageRing):
         self._slots = [torch.empty(length, dtype=wire.message_dtype, device=device) for _ in range(num_slots)]
         self._unpacked = torch.empty(largest if wire.packs else 0, dtype=wire.dtype, device=device)
         self._message = torch.empty(0 if wire.as_at_home else length, dtype=wire.message_dtype, device=device)
-        """What is sent, where that is not the home slice itself."""
+        """The message of this rank's slice, where that is not the home slice itself."""
         self._message_item: int | None = None
         self._gradient_slots = [torch.empty(largest if travels else 0, dtype=dtype, device=device) for _ in range(2)]
         self._hops: list[Exchange | None] = [None, None]
@@ -126,7 +126,7 @@ class SendReceiveRing(MessageRing):
         self._drain()
 
     def _drain(self) -> None:
-        """Waits for all that is under way; what a step that was broken off owes its gradients is dropped."""
+        """Waits for all messages under way; drops sums that a step that broke off has not added to its gradients."""
         self._drop_ahead()
         for slot, hop in enumerate(self._hops):
             if hop is not None:
@@ -157,7 +157,7 @@ class SendReceiveRing(MessageRing):
         if index == self.position:
             return self._weights[this.item] if self._wire.as_at_home else self._own(this)
         if self._ahead and (self._ahead[0].target, self._ahead[0].step) != (this, step):
-            self._drop_ahead()  # this step goes another way than the one before: what came is not wanted
+            self._drop_ahead()  # this step makes other passes than the one before: these slices are not needed
         flight = self._ahead.popleft() if self._ahead else self._post(this, step)
         flight.exchange.wait()
         message = self._slots[flight.slot][: self._wire.length(numel)]
@@ -167,12 +167,12 @@ class SendReceiveRing(MessageRing):
         return self._unpacked[:numel]
 
     def _drop_ahead(self) -> None:
-        """Lets what is on its way come and forgets it."""
+        """Waits for fetches under way and drops them."""
         while self._ahead:
             self._ahead.popleft().exchange.wait()
 
     def _own(self, this: Pass) -> Tensor:
-        """This rank's own slice as the others see it (see [Note: on the wire])."""
+        """This rank's own slice in the form in which it visits other ranks (see [Note: on the wire])."""
         home = self._weights[this.item]
         if self._wire.packs:
             out = self._unpacked
@@ -185,12 +185,13 @@ class SendReceiveRing(MessageRing):
         return out[: home.numel()]
 
     def _outgoing(self, item: int) -> Tensor:
-        """What this rank sends of an item: its slice at home, or the message made of it."""
+        """The message of an item's slice: the slice at home itself, or a copy in the form of the wire."""
         home = self._weights[item]
         if self._wire.as_at_home:
             return home
         message = self._message[: self._wire.length(home.numel())]
         if self._message_item != item:
+            # The buffer may still be on its way for the item before this one.
             for flight in self._ahead:
                 flight.exchange.wait_sent()
             self._wire.pack(home, message)
@@ -198,10 +199,11 @@ class SendReceiveRing(MessageRing):
         return message
 
     def _post(self, target: Pass, step: int) -> _Fetch:
-        """Starts the exchange of one step: this rank's home slice goes to its reader, another's comes here."""
+        """Starts the exchange of one step: this rank's home slice goes to its reader, another rank's comes here."""
         n, r = self.size, self.position
         source = self.order(backward=target.backward)[step]
         reader = (r - 1 - step) % n if target.backward else (r + step) % n
+        # In turn, as visits are: the slice that this slot held last has been visited.
         slot = self._num_fetches % len(self._slots)
         self._num_fetches += 1
         length = self._wire.length(self.numels[target.item][source])
@@ -246,8 +248,10 @@ class SendReceiveRing(MessageRing):
             hop = self._hops[other]
             if hop is None:
                 raise AssertionError("the sum of the other ranks' parts is not on its way")
+            # Not waited for here: the sum may arrive while later units compute.
             self._owed = _Owed(item, slot, hop)
             return
+        # The other slot receives the next slice's sum: its last contents must have left.
         self._release(other)
         arriving = (visit.index + 1) % n
         self._hops[slot] = Exchange(
@@ -259,23 +263,23 @@ class SendReceiveRing(MessageRing):
         )
 
     def _is_free(self, slot: int) -> bool:
-        """Tells without waiting if a gradient slot is known to hold nothing that is still needed."""
+        """Returns True if a gradient slot is known to hold nothing that is still needed, without waiting."""
         owed, hop = self._owed, self._hops[slot]
         arrived = owed is None or owed.slot != slot or owed.hop.has_received()
         return arrived and (hop is None or hop.has_sent())
 
     def _release(self, slot: int) -> None:
-        """Waits until what a gradient slot held has left, or has been added to the home gradient that it is owed to."""
+        """Waits until a gradient slot's contents have left, or were added to the home gradient that is owed them."""
         if self._owed is not None and self._owed.slot == slot:
             self._settle()
         hop = self._hops[slot]
-        if hop is not None:  # what it brings into the other slot is waited for by whoever needs that
+        if hop is not None:  # not its receive into the other slot, which that slot's next user waits for
             hop.wait_sent()
             self._hops[slot] = None
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Adds what is owed to a home gradient."""
+        """Adds the owed sum to its home gradient."""
         owed = self._owed
         if owed is not None:
             self._await_gradient(owed.hop, owed.item, self.position)

@@ -193,7 +193,7 @@ class RTP(Strategy):
         return 0 if unit.logits and self.recompute == "none" else unit.reads_in_backward
 
     def _weights_sent(self, unit: Unit, sizes: Sequence[int], *, position: int, copies: bool) -> tuple[int, int]:
-        """Bytes (or messages) of a unit's weights that this rank sends: in forward, in backward. Slice k has `sizes[k]`."""
+        """Bytes (or messages) of a unit's weights that this rank sends in forward and in backward; see `sizes`."""
         n, uses, reads, total = self.size, unit.uses, self._reads_in_backward(unit), sum(sizes)
         if not self._in_place:  # its own, to all others
             return (n - 1) * sizes[position] * uses, (n - 1) * sizes[position] * reads
