@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs the command line; returns its exit code. What went wrong is said in one line on stderr."""
+    """Runs the command line; returns its exit code. Reports an error in one line on stderr."""
     about = _Invocation()
     try:
         about.job = _place_in_job(arguments)
@@ -87,7 +87,7 @@ class _Invocation:
 
 
 def _place_in_job(arguments: Sequence[str]) -> JobRank | None:
-    """This process's place, if something else started it as one rank of a training job."""
+    """Place of this process, if another program started it as one rank of a training job."""
     if list(arguments[:1]) != ["train"] or "--help" in arguments:
         return None
     job = job_rank()
@@ -95,7 +95,7 @@ def _place_in_job(arguments: Sequence[str]) -> JobRank | None:
 
 
 def _refuse(message: str, *, job: JobRank | None, code: int = WRONG_INPUT) -> int:
-    """Says what is wrong, on every rank that has it; then the other ranks are told."""
+    """Prints an error on every rank that has it; then tells the other ranks."""
     if job is None or job.num_ranks == 1:
         return _say(message, code=code)
     _say(f"{job}: {message}", code=code)
@@ -105,7 +105,7 @@ def _refuse(message: str, *, job: JobRank | None, code: int = WRONG_INPUT) -> in
 
 
 def _hide_gpus() -> None:
-    """Keeps GPUs out of sight of commands that fork ranks on CPU: they could not start (see `process/forking.py`)."""
+    """Hides GPUs from commands that fork ranks on CPU: they could not start (see `process/forking.py`)."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
@@ -129,23 +129,23 @@ def _root(
 @app.command("train")
 def train(
     context: typer.Context,
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="What to train")],
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run to train")],
     overrides: Overrides = None,
     nproc: Nproc = None,
     parallel: Annotated[
         str | None, typer.Option("--parallel", help="Layout in place of the file's: ddp=2,rtp=4")
     ] = None,
     compile_blocks: Compile = False,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run's last checkpoint")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint")] = False,
     max_restarts: Annotated[
-        int | None, typer.Option(min=0, help="How often to go on from the last checkpoint after a rank failed")
+        int | None, typer.Option(min=0, help="Restarts from the last checkpoint after a rank failed")
     ] = None,
     elastic: Annotated[
-        str | None, typer.Option(metavar="LEAST:MOST", help="Ranks that it may go on with, e.g. 2:4")
+        str | None, typer.Option(metavar="LEAST:MOST", help="Numbers of ranks to restart on, e.g. 2:4")
     ] = None,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Say what each rank would read and hold, and whether it fits; start nothing"),
+        typer.Option("--dry-run", help="Print the bytes each rank would read and hold; start nothing"),
     ] = False,
     json_file: Json = None,
 ) -> int:
@@ -196,12 +196,12 @@ def verify(
     parallel: Parallel,
     nproc: Nproc = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps to compare")] = 3,
-    seed: Annotated[int, typer.Option(help="Of weights and data")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and data")] = 0,
     layers: Annotated[int | None, typer.Option(help="Compare only the model's first layers")] = None,
-    micro_batches: Annotated[int, typer.Option(help="Of each rank and step: a pipeline's schedule depends on it")] = 2,
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step: a pipeline's schedule needs them")] = 2,
     json_file: Json = None,
 ) -> int:
-    """Holds a model under a layout against one process, in float64."""
+    """Compares a model under a layout with one process, in float64."""
     check_json(json_file)
     _hide_gpus()
     from rotorch.testing.verify import verify as hold_against_one_process
@@ -231,19 +231,19 @@ def bench(
     ] = None,
     nproc: Nproc = None,
     compile_blocks: Compile = False,
-    rounds: Annotated[int, typer.Option(help="How often every layout gets its turn")] = 5,
+    rounds: Annotated[int, typer.Option(help="Turns of every layout")] = 5,
     steps: Annotated[int, typer.Option(help="Steps per turn")] = 5,
     process_memory: Annotated[bool, typer.Option(help="Also measure processes, started afresh")] = True,
     profile: Annotated[Path | None, typer.Option(metavar="DIR", help="Write torch's profiles to DIR")] = None,
     trace: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Write timelines to DIR: who computes and who waits")
+        Path | None, typer.Option(metavar="DIR", help="Write timelines of computing and waiting ranks to DIR")
     ] = None,
     bars: Annotated[
         list[str] | None,
         typer.Option(
             "--bar",
             "--at-least",
-            help='What must hold, e.g. "rtp=2 >= 1.05 * ddp=2" or "peak rtp=2 <= 0.75 * fsdp2"; else exit code 1',
+            help='A bar that must hold, e.g. "rtp=2 >= 1.05 * ddp=2" or "peak rtp=2 <= 0.75 * fsdp2"; else exit code 1',
         ),
     ] = None,
     json_file: Json = None,
@@ -270,14 +270,14 @@ def bench(
 def suite(
     suite_file: Annotated[Path, typer.Argument(metavar="SUITE.toml", help="The cases, e.g. configs/bench/suite.toml")],
     cases: Annotated[list[str] | None, typer.Argument(metavar="[CASE]...", help="Names or patterns; none: all")] = None,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Where results go")] = Path("benchmarks/results"),
-    rounds: Annotated[int | None, typer.Option(min=1, help="In place of the suite's")] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="In place of the suite's")] = None,
-    again: Annotated[bool, typer.Option("--again", help="Also measure what this source has measured already")] = False,
-    only_list: Annotated[bool, typer.Option("--list", help="Show the cases, and which have a result")] = False,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Directory of results")] = Path("benchmarks/results"),
+    rounds: Annotated[int | None, typer.Option(min=1, help="Turns of every layout, in place of the suite's")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps per turn, in place of the suite's")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Also measure cases that this source has measured")] = False,
+    only_list: Annotated[bool, typer.Option("--list", help="Show the cases, and those with a result")] = False,
     tables: Annotated[bool, typer.Option("--tables", help="Measure nothing; write table and plots")] = False,
 ) -> int:
-    """Runs many benches: a JSON file for each, and a table and a plot of all. Goes on where it was broken off."""
+    """Runs many benches: a JSON file for each, and a table and a plot of all. Continues an interrupted suite."""
     from rotorch.bench.suite_command import list_cases, suite_command, write_tables
 
     if only_list or tables:
@@ -290,20 +290,20 @@ def suite(
 def plan(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, or a config.json")],
     cluster: Annotated[str, typer.Option(help="A TOML file, or a cluster by name: h100x16, a100x8, cpu2, ...")],
-    batch: Annotated[str, typer.Option(help="Of a step: sequences by tokens of each")] = "64x4096",
+    batch: Annotated[str, typer.Option(help="Batch of a step: sequences by tokens of each")] = "64x4096",
     budget: Annotated[
         str | None, typer.Option(help="Bytes that a rank may hold, 40GiB; by default the device's")
     ] = None,
-    nodes: Annotated[int | None, typer.Option(help="So many nodes in place of the cluster's own")] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes in place of the cluster's own")] = None,
     objective: Annotated[str, typer.Option(help="speed, memory or frontier")] = "speed",
-    precision: Annotated[str, typer.Option(help="Of passes: bfloat16 (autocast) or float32")] = "bfloat16",
+    precision: Annotated[str, typer.Option(help="Precision of passes: bfloat16 (autocast) or float32")] = "bfloat16",
     parallel: Annotated[
         list[str] | None, typer.Option("--parallel", help="Judge this layout only; several times")
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with all plans to FILE")] = None,
     json_file: Json = None,
 ) -> None:
-    """Predicts memory and step time of every layout on a cluster; says which is best, and why the others are not."""
+    """Predicts memory and step time of every layout on a cluster; names the best, and reasons against the others."""
     check_json(json_file)
     _hide_gpus()
     from rotorch.cli.plan import plan_command
@@ -328,7 +328,7 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(metavar="CLUSTER.toml", help="Write the cluster file")] = None,
     json_file: Json = None,
 ) -> None:
-    """Measures what ranks of this machine reach, on the CPU, for `rotorch plan --cluster CLUSTER.toml`."""
+    """Measures the speeds of ranks of this machine, on the CPU, for `rotorch plan --cluster CLUSTER.toml`."""
     check_json(json_file)
     _hide_gpus()
     from rotorch.cli.calibrate import calibrate_command
@@ -342,17 +342,17 @@ def calibrate(
 def schedule(
     name: Annotated[str, typer.Argument(metavar="NAME", help="zeropp, or a baseline: gpipe, 1f1b, zbv, ...")],
     stages: Annotated[int, typer.Option(help="Ranks that the model is spread over")],
-    micro_batches: Annotated[int, typer.Option(help="Per step")],
+    micro_batches: Annotated[int, typer.Option(help="Micro-batches per step")],
     chunks: Annotated[int, typer.Option(help="Chunks of the model per rank")] = 1,
     unit: Annotated[
-        int | None, typer.Option(help="Micro-batches per gather of weights; none: what the schedule likes best")
+        int | None, typer.Option(help="Micro-batches per gather of weights; none: the schedule's own choice")
     ] = None,
     gather: Annotated[float, typer.Option(help="Slots that a gather, or a sum of gradients, takes")] = 0.0,
     message: Annotated[float, typer.Option(help="Slots that a message between ranks takes")] = 0.0,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the picture to FILE, to zoom into")] = None,
     json_file: Json = None,
 ) -> None:
-    """Draws who computes what when in a pipeline, simulated: its bubble, memory and traffic."""
+    """Draws the simulated timeline of a pipeline, with its bubble, memory and traffic."""
     check_json(json_file)
     from rotorch.cli.schedule import schedule_command
 
@@ -378,13 +378,13 @@ def zoo(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the table to FILE; of all models only")
     ] = None,
-    cache: Annotated[Path, typer.Option(metavar="FILE", help="Results, to go on from")] = Path(".cache/zoo.jsonl"),
-    again: Annotated[bool, typer.Option("--again", help="Also try what this source has tried already")] = False,
-    older: Annotated[bool, typer.Option("--older", help="Also take over what other states of the source gave")] = False,
-    known: Annotated[bool, typer.Option("--known", help="Run nothing: only what the cache has")] = False,
+    cache: Annotated[Path, typer.Option(metavar="FILE", help="Results of earlier calls")] = Path(".cache/zoo.jsonl"),
+    again: Annotated[bool, typer.Option("--again", help="Also try models that this source has tried")] = False,
+    older: Annotated[bool, typer.Option("--older", help="Also use results of other states of the source")] = False,
+    known: Annotated[bool, typer.Option("--known", help="Run nothing: use the cache only")] = False,
     json_file: Json = None,
 ) -> int:
-    """Holds a tiny model of every architecture in transformers against one process. Goes on where it was broken off."""
+    """Compares a tiny model of every architecture in transformers with one process. Continues an interrupted call."""
     check_json(json_file)
     if names and out is not None:
         raise ConfigError("zoo: --out is a table of all models, but some are named. Leave out one of the two")
@@ -414,14 +414,16 @@ def zoo(
 @app.command("export")
 def export(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=_CHECKPOINT)],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="What to write")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory to write")],
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as trained")] = None,
     max_shard_bytes: Annotated[int, typer.Option(help="Largest weights file")] = 5_000_000_000,
-    merge: Annotated[bool, typer.Option("--merge", help="Adapters merged into the model; else they alone")] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is in DIR")] = False,
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Merge adapters into the model, else write them alone")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the contents of DIR")] = False,
     json_file: Json = None,
 ) -> None:
-    """Writes a checkpoint as a Hugging Face directory of safetensors; of adapters as a directory of peft's."""
+    """Writes a checkpoint as a Hugging Face directory of safetensors; adapters as a peft directory."""
     check_json(json_file)
     from rotorch.train.checkpoint.export import export_checkpoint
 
@@ -435,10 +437,10 @@ def export(
 @app.command("inspect")
 def inspect(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=_CHECKPOINT)],
-    contents: Annotated[bool, typer.Option("--contents", help="Hold every byte against its digest")] = False,
+    contents: Annotated[bool, typer.Option("--contents", help="Check every byte against its digest")] = False,
     json_file: Json = None,
 ) -> None:
-    """Shows what a checkpoint holds."""
+    """Shows the contents of a checkpoint."""
     check_json(json_file)
     from rotorch.train.checkpoint.saving import inspect_checkpoint
 
@@ -450,7 +452,7 @@ def inspect(
 
 @app.command("doctor")
 def doctor(json_file: Json = None) -> None:
-    """Shows what this machine can do: devices, backends, transports, shared memory, versions."""
+    """Shows devices, backends, transports, shared memory and versions of this machine."""
     check_json(json_file)
     from rotorch.cli.doctor import examine
 
@@ -482,7 +484,7 @@ def print_now(line: str) -> None:
 
 
 def check_json(file: Path | None) -> None:
-    """Raises `ConfigError` unless `file` can be written, before the work whose numbers it is for."""
+    """Raises `ConfigError` unless `file` can be written; called before the work that makes its numbers."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise ConfigError(f"--json {file}: its directory is missing, or it is one. Write a file's path")
 
