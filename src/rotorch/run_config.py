@@ -67,11 +67,11 @@ class _Section(BaseModel):
 
 
 class ModelSection(_Section):
-    """[model]: what is trained.
+    """[model]: the model to train.
 
     Attributes:
         config: path of a `config.json`, of a Hugging Face directory or of a GGUF file, or the contents of a config.json
-            as a table; where `init` names a published model, its own by default.
+            as a table; if `init` names a published model, its own by default.
         init: "random", or a published model to start from: a directory of safetensors, or a GGUF file.
     """
 
@@ -80,11 +80,11 @@ class ModelSection(_Section):
 
 
 class ParallelSection(_Section):
-    """[parallel]: how it is spread over ranks.
+    """[parallel]: the layout over ranks.
 
     Attributes:
-        layout: in the `--parallel` grammar; "auto": what `rotorch plan` would choose, with its micro-batch.
-        cluster: what "auto" plans for, by name or as a TOML file; left out: ranks on the CPU of this machine.
+        layout: in the `--parallel` grammar; "auto": the choice of `rotorch plan`, with its micro-batch.
+        cluster: the cluster that "auto" plans for, by name or as a TOML file; left out: CPU ranks of this machine.
     """
 
     layout: str = "single"
@@ -95,18 +95,18 @@ class DataSection(_Section):
     """[data]: the text.
 
     Attributes:
-        kind: "text", or "instructions": JSONL records of prompts and responses, of which only responses are learnt.
+        kind: "text", or "instructions": JSONL records of prompts and responses; only responses are learnt.
         source: a text, JSONL or Parquet file, a directory of them, or "stdlib" (the running interpreter's own sources).
         text_field: the field of JSONL and Parquet records that holds the text.
         prompt_field: the field of a record of instructions that holds the prompt.
         response_field: the field that holds the response.
-        pack: several records of instructions may share a sample; else what is left of a sample is filled up.
-        suffixes: which files of a directory to read; by default what looks like text.
+        pack: several records of instructions may share a sample; else the rest of a sample is padding.
+        suffixes: suffixes of files to read in a directory; by default all files that look like text.
         tokenizer: "bytes", a `tokenizer.json`, the directory of one, a GGUF file, or "model": that of `model.init`.
-        eos_token: the token that ends a document, where the tokenizer's files do not tell.
+        eos_token: the token that ends a document, if the tokenizer's files do not name it.
         sequence_length: tokens per sample.
         held_out_fraction: share of the text that is never trained on and measures the model.
-        cache_dir: where tokenised text is kept; by default `~/.cache/rotorch`.
+        cache_dir: directory of tokenised text; by default `~/.cache/rotorch`.
     """
 
     kind: Literal["text", "instructions"] = "text"
@@ -124,14 +124,14 @@ class DataSection(_Section):
 
 
 class TrainSection(_Section):
-    """[train]: how long, how much at a time, and what is written where.
+    """[train]: length of the run, batch sizes, precision, output and restarts.
 
     Attributes:
         steps: optimizer steps of the whole run.
         micro_batch: samples in one forward pass of one rank.
-        accumulation: forward passes of one rank per optimizer step; 1, or what `global_batch` asks for.
+        accumulation: forward passes of one rank per optimizer step; 1, or as many as `global_batch` needs.
         global_batch: samples of all ranks per optimizer step; must be micro batch x accumulation x batch ranks.
-        seed: decides initial weights, order of the data and the sample.
+        seed: of initial weights, order of the data and the sample.
         precision: "float32", or "bfloat16" (autocast: weights stay float32).
         compile: run blocks by torch.compile; the first step takes long.
         device: "auto", "cpu" or "cuda".
@@ -140,18 +140,18 @@ class TrainSection(_Section):
         out: the run's directory; by default `runs/<name of the TOML file>` in the working directory.
         checkpoint_dir: a directory, or a URL of a store (`s3://bucket/my_run`), for `checkpoints/` in place of `out`.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
-        keep: how many checkpoints are kept.
-        async_save: train on while a checkpoint is written, from a copy in host memory of what a rank has at rest.
-        timeout_s: when no rank gets on for this long, or one has waited a little longer for another, the run ends and
-            says who waits for whom. Longer than a block of the model, or a compiled model's micro-batch, may take.
-        on_nonfinite: where the loss or a gradient is not finite nothing is updated, and then the run has to "stop",
-            "skip" that batch, or "roll_back" to the last checkpoint and read on behind that batch.
-        spike_factor: a loss above this many times the median of the last 32 rolls back; 0 never.
-        check_every: steps after which weights and the optimizer's state are compared, to the bit: over ranks where
-            several hold the same, and with themselves before the next update; then also before each checkpoint; 0
-            never. Of a step of 1024 tokens per rank it takes about 2 %, of one of 8192 a quarter of a percent.
-        max_restarts: how often the run goes on from its last checkpoint after a rank failed.
-        elastic: "least:most" ranks that it may go on with; by default as many as the layout has.
+        keep: number of checkpoints that are kept.
+        async_save: train while a checkpoint is written, from a copy in host memory of all tensors at rest.
+        timeout_s: if no rank makes progress for this long, or one has waited a little longer for another, the run ends
+            and names the waiting ranks. Must exceed the time of a block, or of a compiled model's micro-batch.
+        on_nonfinite: if the loss or a gradient is not finite no weight is updated, and the run will "stop", "skip" the
+            batch, or "roll_back" to the last checkpoint and continue with the data behind the batch.
+        spike_factor: a loss above this multiple of the median of the last 32 rolls back; 0 never.
+        check_every: steps between bitwise checks of weights and optimizer state: copies are compared over ranks, and
+            each tensor with itself before the next update; if set, also before each checkpoint; 0 never. A check
+            takes about 2 % of a step of 1024 tokens per rank, a quarter of a percent of a step of 8192.
+        max_restarts: number of restarts from the last checkpoint after a rank failed.
+        elastic: "least:most" ranks for a restart; by default as many as the layout has.
         tensorboard: also write TensorBoard files.
     """
 
@@ -230,7 +230,7 @@ class LoraSection(_Section):
 
     Attributes:
         rank: inner width of the adapters.
-        alpha: what adapters add is scaled by `alpha / rank`; twice the rank by default.
+        alpha: the output of adapters is scaled by `alpha / rank`; twice the rank by default.
         dropout: share of an adapter's inputs that are dropped in training.
         targets: last parts of the names of the layers that get adapters; by default all linear layers but the head.
     """
@@ -245,7 +245,7 @@ class SampleSection(_Section):
     """[sample]: the text written at the end.
 
     Attributes:
-        prompt: how it begins.
+        prompt: beginning of the text.
         length: tokens to add; 0 writes no sample.
         temperature: 0 takes the likeliest token.
     """
@@ -291,7 +291,7 @@ def batch_sizes(train: TrainSection, *, batch_ranks: int) -> BatchSizes:
     """Completes the batch sizes for a number of ranks that see different data.
 
     Raises:
-        ConfigError: if what is given does not satisfy `global batch = micro batch x accumulation x batch ranks`.
+        ConfigError: if the sizes given do not satisfy `global batch = micro batch x accumulation x batch ranks`.
     """
     micro, total = train.micro_batch, train.global_batch
     if total is None:
