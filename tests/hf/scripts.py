@@ -108,9 +108,10 @@ def metrics_of(found: Any) -> dict[str, float]:
 
 
 def plain_trainer(layout: str | None, directory: Path, *, resume: bool = False, steps: int = 20) -> Run:
-    """20 steps with accumulation, clipping, evaluation, and a checkpoint in the middle."""
+    """20 steps with accumulation, clipping and evaluation; at the end the better one of two checkpoints is loaded."""
     changes = dict(max_steps=steps, gradient_accumulation_steps=4, max_grad_norm=0.5, weight_decay=0.1)
     changes |= dict(eval_strategy="steps", eval_steps=10, save_strategy="steps", save_steps=10)
+    changes |= dict(load_best_model_at_end=True, metric_for_best_model="even_loss")
     trainer = trainer_class(Trainer, layout)(
         model=model(seed=5 if resume else 0),  # a checkpoint's values must take their place
         args=arguments(TrainingArguments, directory, layout, **changes),
@@ -122,12 +123,12 @@ def plain_trainer(layout: str | None, directory: Path, *, resume: bool = False, 
     return finish(trainer, layout)
 
 
-def sft(layout: str | None, directory: Path, *, lora: bool = False, **changes: Any) -> Run:
-    """Packed rows without padding between them."""
+def sft(layout: str | None, directory: Path, *, lora: bool = False, resume: bool = False, **changes: Any) -> Run:
+    """Packed rows without padding between them, and a checkpoint after two of three steps."""
     generator = np.random.default_rng(3)
     args = arguments(
         SFTConfig, directory, layout, rows=4, packing=True, max_length=16, gradient_accumulation_steps=2,
-        **dict(gradient_checkpointing=False) | changes,
+        **dict(gradient_checkpointing=False, save_strategy="steps", save_steps=2) | changes,
     )  # fmt: skip
     trainer = trainer_class(SFTTrainer, layout)(
         model=model(),
@@ -136,7 +137,7 @@ def sft(layout: str | None, directory: Path, *, lora: bool = False, **changes: A
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"]) if lora else None,
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=str(directory / "checkpoint-2") if resume else None)
     return finish(trainer, layout)
 
 
@@ -187,6 +188,12 @@ def run_all(work: list[tuple[str, Any, str | None, Path, dict[str, Any]]]) -> di
         for name, script, layout, directory, changes in work:
             found[name] = script(layout, directory, **changes)
     return found
+
+
+def resumed(run: Run) -> Run:
+    """The same, less what trainers count anew when a run is resumed."""
+    anew = ("train_loss", "num_tokens")
+    return Run([{k: v for k, v in entry.items() if k not in anew} for entry in run.log], run.weights)
 
 
 def difference(ours: Run, theirs: Run) -> list[str]:

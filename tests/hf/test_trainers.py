@@ -6,8 +6,11 @@ pytest.importorskip("trl")
 pytest.importorskip("peft")
 
 import scripts
-from scripts import difference, run_all
+import torch
+from safetensors.torch import load_file
+from scripts import difference, resumed, run_all
 
+from rotorch.core.errors import ConfigError
 from rotorch.models.describe import describe
 from rotorch.parallelize import load_step_code
 from rotorch.testing.ranks import run_ranks
@@ -23,6 +26,11 @@ SCRIPTS = {
     "dpo with adapters": (scripts.dpo, {"lora": True}),
     "reward": (scripts.reward, {}),
 }
+AFTERWARDS = dict(zip(LAYOUTS, ("fsdp=2", "megatron=2", MESSAGES, "rtp=2", "ddp=2"), strict=True))
+"""Under which layout a run that was begun under another one is resumed."""
+RESUMED = ("trainer", "sft with adapters")
+FILES = "config.json generation_config.json model.safetensors optimizer rng_state_0.pth rng_state_1.pth scheduler.pt"
+FILES = [*FILES.split(), "trainer_state.json", "training_args.bin"]
 QUICK = {(layout, name) for layout in ("rtp=2", MESSAGES) for name in SCRIPTS} | {
     (layout, name) for layout in LAYOUTS for name in ("trainer", "sft with adapters")
 }
@@ -32,22 +40,72 @@ def work_of(layout, directory, names):
     return [(name, SCRIPTS[name][0], layout, directory / name, SCRIPTS[name][1]) for name in names]
 
 
+def work_resumed(layout, directory):
+    """The same from their checkpoints in the middle."""
+    return [
+        (f"{name} resumed", SCRIPTS[name][0], layout, directory / name, SCRIPTS[name][1] | {"resume": True})
+        for name in RESUMED
+    ]
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone_in(tmp_path_factory):
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def alone(alone_in):
     """Every script on one process, without a layout."""
     load_step_code(["rtp", "fsdp", "ddp", "megatron"])
     describe(scripts.model())  # its trial on a tiny model is remembered by all ranks
     describe(scripts.model(scripts.LlamaForSequenceClassification, num_labels=1))
-    return run_ranks(run_all, work_of(None, tmp_path_factory.mktemp("alone"), SCRIPTS), num_ranks=1)[0]
+    return run_ranks(run_all, work_of(None, alone_in, SCRIPTS), num_ranks=1)[0]
 
 
 def hold_to(alone, found):
-    said = [f"{name}: {what}" for name, run in found.items() for what in difference(run, alone[name])]
+    said = []
+    for name, run in found.items():
+        expected = alone[name.removesuffix(" resumed")]
+        if name not in alone:
+            run, expected = resumed(run), resumed(expected)
+        said += [f"{name}: {what}" for what in difference(run, expected)]
     assert not said, "\n".join(said)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_trainers_do_as_on_one_process(alone, tmp_path, layout):
+def test_trainers_do_as_on_one_process(alone, alone_in, tmp_path, layout):
     names = [name for name in SCRIPTS if (layout, name) in QUICK]
+    work = work_of(layout, tmp_path, names) + work_resumed(AFTERWARDS[layout], tmp_path)
+    for found in run_ranks(run_all, work, num_ranks=2):
+        hold_to(alone, found)
+    checkpoint = tmp_path / "trainer" / "checkpoint-20"
+    assert sorted(path.name for path in checkpoint.iterdir()) == FILES
+    values = load_file(checkpoint / "model.safetensors")
+    for name, value in load_file(alone_in / "trainer" / "checkpoint-20" / "model.safetensors").items():
+        assert torch.allclose(values[name], value, rtol=0, atol=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS[2:])
+def test_the_rest_of_them_too(alone, tmp_path, layout):
+    names = [name for name in SCRIPTS if (layout, name) not in QUICK]
     for found in run_ranks(run_all, work_of(layout, tmp_path, names), num_ranks=2):
         hold_to(alone, found)
+
+
+def test_a_run_of_two_ranks_goes_on_on_one_and_back(alone, tmp_path):
+    run_ranks(run_all, work_of("rtp=2", tmp_path, RESUMED), num_ranks=2)
+    hold_to(alone, run_ranks(run_all, work_resumed("single", tmp_path), num_ranks=1)[0])
+    for found in run_ranks(run_all, work_resumed("fsdp=2", tmp_path), num_ranks=2):
+        hold_to(alone, found)
+
+
+def test_the_optimizers_state_in_one_piece_is_refused(alone, alone_in):
+    (found,) = run_ranks(refused, alone_in / "trainer", num_ranks=1)
+    assert "optimizer.pt is the optimizer's state in one piece" in found
+
+
+def refused(directory):
+    with pytest.raises(ConfigError) as caught:
+        run_all([("trainer", scripts.plain_trainer, "single", directory, {"resume": True})])
+    return str(caught.value)

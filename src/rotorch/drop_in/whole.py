@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from rotorch.core.errors import ConfigError
 from rotorch.parallel_model import ParallelModel
-from rotorch.shard.sharded_weight import ChunkedTensor
+from rotorch.shard.sharded_weight import ChunkedTensor, ShardedWeight
 
 
 def weights_by_name(module: nn.Module, model: ParallelModel) -> dict[str, str]:
@@ -70,7 +70,7 @@ def copy_into(module: nn.Module, model: ParallelModel, given: Mapping[str, Any])
     fitting = {}
     for name, weight in names.items():
         value, held = given[name], model.weights[weight]
-        if isinstance(value, DTensor) and value is not held.parameter:
+        if isinstance(value, DTensor) and value is not held.parameter and not _is_part_of(value, held):
             raise ConfigError(
                 f"load_state_dict: {name!r} is a DTensor, and how torch cut it is not how this model is cut. "
                 "Give whole tensors, or what model.state_dict() gave"
@@ -87,7 +87,25 @@ def copy_into(module: nn.Module, model: ParallelModel, given: Mapping[str, Any])
         held = model.weights[names[name]]
         if isinstance(value, ChunkedTensor):
             held.local.copy_(value.local)
+        elif isinstance(value, DTensor):
+            held.local.copy_(value.to_local())
         elif value is not held.parameter:
             for chunk in held.chunks:
                 chunk.of_local(held.local).copy_(chunk.of_whole(value))
     return rest
+
+
+def _is_part_of(value: DTensor, held: ShardedWeight) -> bool:
+    """Whether a DTensor that torch has cut, as peft does with adapters, is this rank's part of a weight."""
+    ours = held.parameter.data
+    if not isinstance(ours, DTensor) or value.device_mesh != ours.device_mesh or value.placements != ours.placements:
+        return False
+    cut = [(axis, p.dim) for axis, p in enumerate(value.placements) if isinstance(p, Shard)]
+    if value.to_local().shape != held.local.shape or len(cut) > 1 or len(held.chunks) > 1:
+        return False
+    if not cut or not held.chunks:
+        return True
+    axis, dim = cut[0]
+    each = -(-value.shape[dim] // value.device_mesh.size(axis))  # as torch.chunk cuts
+    start = each * value.device_mesh.get_local_rank(axis)
+    return held.chunks[0].offsets == tuple(start if d == dim else 0 for d in range(value.dim()))
