@@ -4,6 +4,7 @@ import contextlib
 import os
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,24 @@ def reward(layout: str | None, directory: Path) -> Run:
 
 
 # ---------------------------------------------------------------- running them
+
+
+def run_page(blocks: list[str], directory: Path) -> list[str]:
+    """On a rank: a page's programs one after another; the files that they leave behind."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.chdir(directory)
+    ids = torch.arange(3, 23).view(2, 10)
+    names: dict[str, Any] = {"__name__": "page", "batches": [{"input_ids": ids, "labels": ids}]}
+    rows = (rows_of_ids(8, seed=1), Dataset.from_dict({"text": ["w1 w2 w3", "w4 w5 w6"] * 4}))
+    kinds = (TrainingArguments, partial(SFTConfig, gradient_checkpointing=False))
+    with warnings.catch_warnings(), contextlib.redirect_stdout(None):
+        warnings.simplefilter("ignore")
+        for number, block in enumerate(blocks):
+            if number < len(kinds):
+                names |= dict(args=arguments(kinds[number], directory, "rtp=2", max_steps=1), rows=rows[number])
+            exec(compile(block, "page", "exec"), names)
+            names["trainer" if number < len(kinds) else "model"].parallel.close()
+    return sorted(str(path.relative_to(directory)) for path in directory.rglob("*.safetensors"))
 
 
 def run_all(work: list[tuple[str, Any, str | None, Path, dict[str, Any]]]) -> dict[str, Any]:

@@ -1,5 +1,8 @@
 """Unmodified trainers of transformers and TRL under layouts: the numbers of one process, and its checkpoints."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 pytest.importorskip("trl")
@@ -109,3 +112,17 @@ def refused(directory):
     with pytest.raises(ConfigError) as caught:
         run_all([("trainer", scripts.plain_trainer, "single", directory, {"resume": True})])
     return str(caught.value)
+
+
+def test_the_programs_on_the_page_run(alone, tmp_path):
+    page = (Path(__file__).parents[2] / "docs" / "drop_in.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", page.partition("<!-- tests/hf runs these blocks -->")[2], re.DOTALL)
+    scripts.model().save_pretrained(tmp_path / "base")
+    scripts.tokenizer().save_pretrained(tmp_path / "base")
+    for left in run_ranks(
+        scripts.run_page,
+        [b.replace("path/to/llama", str(tmp_path / "base")) for b in blocks[:3]],
+        tmp_path,
+        num_ranks=2,
+    ):
+        assert left == ["adapters/adapter_model.safetensors", "base/model.safetensors", "out/model.safetensors"]

@@ -63,7 +63,8 @@ def on_one_process(adapted, num_shares, out):
     model.save_pretrained(out)
     with torch.no_grad(), model.disable_adapter():
         without = model(input_ids=IDS).logits
-    return losses, {n: g.numpy() for n, g in grads.items()}, without.numpy()
+    said = model.generate(input_ids=IDS, max_new_tokens=4, do_sample=False).tolist()
+    return losses, {n: g.numpy() for n, g in grads.items()}, without.numpy(), said
 
 
 def on_ranks(layout, directory):
@@ -75,9 +76,10 @@ def on_ranks(layout, directory):
         grads = {n: model.full_tensor(n, grad=True).numpy() for n in model.weights if n in grads}
         with torch.no_grad(), model.disable_adapter():
             without = model(input_ids=IDS).logits
+        said = model.generate(input_ids=IDS, max_new_tokens=4, do_sample=False).tolist()
         model.save_pretrained(directory / adapted)
         held = {n: (h.local.numel(), h.weight.numel) for n, h in model.weights.items() if "base_layer" in n}
-        found[adapted] = losses, grads, without.numpy(), held, (model.batch_rank, model.num_batch_ranks)
+        found[adapted] = losses, grads, without.numpy(), said, held, (model.batch_rank, model.num_batch_ranks)
         model.close()
     return found
 
@@ -93,18 +95,15 @@ def test_ranks_do_as_one_process(warmed, tmp_path, layout):
     shares = 1 if layout.startswith("megatron") else 2
     ranks = run_ranks(on_ranks, layout, tmp_path / "ranks", num_ranks=2)
     for adapted in ADAPTED:
-        (
-            losses,
-            grads,
-            without,
-        ) = run_ranks(on_one_process, adapted, shares, tmp_path / adapted, num_ranks=1)[0]
+        losses, grads, without, said = run_ranks(on_one_process, adapted, shares, tmp_path / adapted, num_ranks=1)[0]
         for found in ranks:
-            theirs, their_grads, their_without, held, (share, num_shares) = found[adapted]
+            theirs, their_grads, their_without, they_said, held, (share, num_shares) = found[adapted]
             assert theirs == pytest.approx(losses[share::num_shares], rel=1e-10), adapted
             assert grads.keys() == their_grads.keys(), adapted
             for name, grad in grads.items():
                 assert abs(their_grads[name] - grad).max() <= 1e-10 * max(abs(grad).max(), 1e-3), (adapted, name)
             assert abs(their_without - without).max() <= 1e-10 * abs(without).max(), adapted
+            assert they_said == said, adapted
             assert layout == "ddp=2" or all(2 * own == whole for own, whole in held.values()), adapted
         ours, alone = (peft.load_peft_weights(tmp_path / d) for d in (f"ranks/{adapted}", adapted))
         assert ours.keys() == alone.keys()

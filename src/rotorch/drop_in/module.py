@@ -14,7 +14,7 @@ from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
 from rotorch.drop_in.calls import PlainCalls
 from rotorch.drop_in.whole import chunks_by_name, copy_into, full_state_dict
-from rotorch.models.lora import saved_names
+from rotorch.models.lora import base_of, saved_names
 from rotorch.parallel_model import ParallelModel
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -134,7 +134,23 @@ def make_parallel(module: Module, model: ParallelModel) -> Module:
         added["peft_config"] = property(_adapters, _no_more_adapters)
     vars(module)[_KEPT] = PlainCalls(model)
     module.__class__ = type(own.__name__, (ParallelModule, own), added)
+    _, base = base_of(module)
+    if base is not module:
+        vars(base)["forward"] = _through(module, base=base)
     return module
+
+
+def _through(module: nn.Module, *, base: nn.Module) -> Callable[..., Any]:
+    """The forward of what peft has wrapped: a call of that alone (`generate`) is one of the parallel module."""
+    own = base.forward
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if calls_of(module).model.in_pass:
+            return own(*args, **kwargs)
+        return module(**dict(zip(inspect.signature(own).parameters, args, strict=False)), **kwargs)
+
+    return forward
 
 
 def calls_of(module: ParallelModule) -> PlainCalls:

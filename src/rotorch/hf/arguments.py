@@ -47,7 +47,11 @@ def check_arguments(arguments: Any) -> None:
 def check_model(model: ParallelModel, *, arguments: Any) -> None:
     """Raises `ConfigError` for a layout or a model that a trainer's loop cannot be right with."""
     if model.holding.no_plain_call is not None:
-        raise ConfigError(f"TrainerMixin: {model.holding.no_plain_call}")
+        kinds = ",".join(strategy.kind for strategy in model.strategies)
+        raise ConfigError(
+            f"TrainerMixin: a trainer calls the model, of which each rank of a pipeline has a part ({kinds}). Write "
+            "rtp, fsdp, megatron or ddp, or train by rotorch train"
+        )
     if torch.float16 in {held.local.dtype for held in model.weights.values() if held.parameter.requires_grad}:
         raise ConfigError("TrainerMixin: small gradients of float16 weights would become 0. Load them as bfloat16")
     if model.num_batch_ranks == model.mesh.size():
