@@ -1,6 +1,5 @@
 """What would be silently wrong in a loop of one's own is refused in one line, on all ranks; and losses per call."""
 
-import warnings
 from functools import partial
 
 import pytest
@@ -169,12 +168,3 @@ def test_pipelines_and_float16_are_refused_in_one_line(ranks):
     for told in ranks:
         assert "write model.forward_backward(micro_batches, loss=...)" in told["pp"]
         assert "torch.amp.GradScaler" in told["float16"]
-
-
-def test_a_wrapper_of_peft_is_refused_with_what_to_write(config):
-    peft = pytest.importorskip("peft")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        model = peft.get_peft_model(build(config, seed=1), peft.LoraConfig(r=2, target_modules=["q_proj"]))
-    with pytest.raises(ConfigError, match="inject_adapter_in_model"):
-        rotorch.parallelize(model, "single", device="cpu")
