@@ -24,7 +24,6 @@ from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.errors import ConfigError
 
 _PASS = {
-    "_amp_foreach_non_finite_check_and_unscale_",
     "_to_copy",
     "alias",
     "all",
@@ -48,7 +47,7 @@ _PASS = {
 }
 """What is right on parts whatever the cut, beside what works element by element."""
 
-_PASS_IN_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
+_PASS_IN_LISTS = ("_amp_foreach_", "_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 _REDUCTIONS = {"all", "any", "linalg_vector_norm", "max", "min", "norm", "sum"}
 
 
