@@ -133,7 +133,7 @@ def test_a_limit_of_memory_becomes_layers_once_the_batch_is_known():
     with pytest.raises(ConfigError, match=r"^pp=2\[rank_memory=1MiB\]: 2 stages over Model, which has 1 layers"):
         fitted("pp=2[rank_memory=1MiB]", model(num_layers=1, vocabulary=10))
     (unknown,) = parse_parallel("pp=4[rank_memory=1MiB]")
-    with pytest.raises(ConfigError, match=r"depends on the batch, which only a run says. Write layers=\.\.\."):
+    with pytest.raises(ConfigError, match=r"depends on the batch, which only a run has. Write layers=\.\.\."):
         unknown.check(spec)
 
 

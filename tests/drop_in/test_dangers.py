@@ -73,7 +73,7 @@ def spread_twice(loop):
 
 DANGERS = {
     data_that_is_assigned: "data was assigned: training would go on with the old values",
-    a_weight_that_is_replaced: "is another object than parallelize left there",
+    a_weight_that_is_replaced: "was replaced by another object after parallelize",
     a_hook_inside_of_what_is_cut: "would see a slice of its output. Hook 'model.layers.0.mlp'",
     a_gradient_of_a_gradient: "create_graph=True",
     spread_twice: "is parallel already",

@@ -179,7 +179,7 @@ def refused_apart(layout):
 
     model = rotorch.parallelize(AddsItsBiasApart().double(), layout, device="cpu", plan=PLAN, loss=loss)
     batch = {"x": torch.randn(8, 5, 6, dtype=torch.float64), "labels": torch.zeros(8, dtype=torch.int64)}
-    with pytest.raises(ConfigError, match=r"'classes\.weight' is used without its layer's bias, whose gradient"):
+    with pytest.raises(ConfigError, match=r"'classes\.weight' is used without its layer's bias: if that is added"):
         model.forward_backward(batch)
 
 
@@ -188,7 +188,7 @@ def test_whole_outputs_whose_bias_is_added_apart_are_refused():
 
 
 def test_compiled_blocks_are_refused(tiny):
-    with pytest.raises(ConfigError, match="tesseract=1x1x1: its blocks travel in the middle of layers"):
+    with pytest.raises(ConfigError, match="tesseract=1x1x1: blocks are sent in the middle of layers"):
         rotorch.parallelize(llama(tiny), "tesseract=1x1x1", device="cpu", compile=True)
 
 

@@ -49,7 +49,7 @@ def test_a_strategy_of_another_package_is_there(monkeypatch, newcomer):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        ("not_installed:Good", "cannot be loaded: No module named 'not_installed'. Mend it, or uninstall it"),
+        ("not_installed:Good", "cannot be loaded: No module named 'not_installed'. Fix it, or uninstall it"),
         ("newcomer:Missing", "cannot be loaded: "),
         ("newcomer:__name__", "is no subclass of rotorch.core.strategy.Strategy"),
         ("newcomer:Again", "'ddp' is there already"),

@@ -324,8 +324,8 @@ def _tag(tag: int, part: int) -> int:
 def _form_of(tensor: Tensor) -> Form:
     if tensor.dim() > _MOST_DIMS or tensor.dtype not in _DTYPES:
         raise RankFailure(
-            f"pipeline: a stage hands on a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}; "
-            f"stages hand on hidden states of at most {_MOST_DIMS} dims"
+            f"pipeline: a stage gives a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}; "
+            f"stages send hidden states of at most {_MOST_DIMS} dims and a floating-point dtype"
         )
     return tensor.dtype, tuple(tensor.shape)
 

@@ -98,7 +98,7 @@ def check_stages(spec: ModelSpec, *, num_stages: int, strategy: str) -> None:
         )
     for weight in spec.weights:
         if not weight.shape:
-            raise ConfigError(f"{strategy}: {weight.name!r} is a single number, which is cut nowhere. Write rtp or ddp")
+            raise ConfigError(f"{strategy}: {weight.name!r} is a single number, which cannot be cut. Write rtp or ddp")
         places = {order.place_of(name) for name in (weight.name, *weight.aliases)}
         inside = {place for place in places if 0 <= place < len(order.layers)}
         if inside and len(places) > 1:

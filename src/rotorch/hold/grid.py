@@ -41,7 +41,7 @@ def apply(setup: Setup) -> Holding:
     """Cuts the model into blocks over the mesh, for every strategy on grids."""
     if setup.compiled:
         raise ConfigError(
-            f"{setup.strategy}: its blocks travel in the middle of layers, so none is compiled. Leave it out"
+            f"{setup.strategy}: blocks are sent in the middle of layers, which cannot be compiled. Leave compile out"
         )
     return GridHolding(setup)
 

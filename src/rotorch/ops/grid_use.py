@@ -62,9 +62,9 @@ class GridUse(WeightUse):
         if self.weight.grid is not None and self.weight.grid.whole_output:
             if bias is None and self.biased and across.size > 1:
                 raise ConfigError(
-                    f"{self.strategy}: {self.weight.name!r} is used without its layer's bias, whose gradient would be "
-                    f"counted {across.size} times where that is added apart. Call the layer itself, or write rtp or "
-                    "fsdp"
+                    f"{self.strategy}: {self.weight.name!r} is used without its layer's bias: if that is added "
+                    f"separately, its gradient would be counted {across.size} times. Call the layer itself, or write "
+                    "rtp or fsdp"
                 )
             # The bias is whole on every rank and its gradients are summed over them: so one of each row adds it.
             mine = F.linear(x, self.block, bias if across.position == 0 else None)

@@ -139,7 +139,7 @@ class PartialModule:
             if not all(getattr(hook, SEES_SLICES, False) for hook in hooks):
                 raise ConfigError(
                     f"{self._slices.strategy}: a hook on {name.rpartition('.')[0]!r} would see a slice of its output. "
-                    f"Hook {self._unit.name!r}, which gives whole ones, or use ddp or fsdp"
+                    f"Hook {self._unit.name!r}, whose outputs are whole, or use ddp or fsdp"
                 )
 
     def _put(self, weights: Sequence[Tensor | None]) -> None:
@@ -150,8 +150,8 @@ class PartialModule:
     def _checked(self, output: Any) -> Tensor:
         if not isinstance(output, Tensor):
             raise ConfigError(
-                f"{self._slices.strategy}: {self._unit.name!r} returns a {type(output).__name__}; what is cut must "
-                "return a tensor, or a tuple that begins with one. Give its weights no role in the plan"
+                f"{self._slices.strategy}: {self._unit.name!r} returns a {type(output).__name__}; a module that is "
+                "cut must return a tensor, or a tuple that begins with one. Give its weights no role in the plan"
             )
         return output
 

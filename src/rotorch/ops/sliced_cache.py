@@ -46,7 +46,7 @@ class CacheOfSlice:
         # Data (flags, sizes) is alike for all slices; a method would act on layers of all of them.
         if callable(value):
             raise ConfigError(
-                f"rtp: a forward calls {name} of its cache, of which slices know nothing. Write use_cache=False"
+                f"rtp: a forward calls {name} of its cache, which caches of slices do not have. Write use_cache=False"
             )
         return value
 

@@ -50,6 +50,6 @@ class TensorProxy(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Below `__torch_function__`: C++ code, or `.data`, has unpacked the proxy, so no rule applies any more.
         raise ConfigError(
-            f"{func} reached a {cls.__name__}, which has no values: a forward takes hold of what is cut in a way that "
-            "cannot be followed (`.data`, a view). Give the weight no role in a plan of your own, or use fsdp"
+            f"{func} reached a {cls.__name__}, which has no values: a forward uses a cut weight in a way that cannot "
+            "be traced (`.data`, a view). Give the weight no role in a plan of your own, or use fsdp"
         )

@@ -110,13 +110,13 @@ class VisitingSlices(ModuleSlices):
         total = rotate_module(self._rotating, run_slice, inputs)
         if versions != [leaf._version for leaf in watched]:
             raise ConfigError(
-                f"rtp: {unit.name!r} changes its input in place, which every slice would do again. "
+                f"rtp: {unit.name!r} changes its input in place: every slice would change it again. "
                 "Give its weights no role in the plan, or let it change a copy"
             )
         if self._buffers.written().any():
             raise ConfigError(
-                f"rtp: {unit.name!r} writes its buffers in forward (running statistics), once per "
-                "slice. Give its weights no role in the plan, or 'colwise_gather_output'"
+                f"rtp: {unit.name!r} writes its buffers in forward (running statistics): it would do so "
+                "once per slice. Give its weights no role in the plan, or 'colwise_gather_output'"
             )
         if not caches:  # the trial would append to them
             prove(lambda weights: run_slice(weights, inputs))

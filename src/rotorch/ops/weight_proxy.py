@@ -160,14 +160,14 @@ def _on_whole_weights(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(leaves[0], WeightProxy) and writes(func):
         use = leaves[0].use
         raise ConfigError(
-            f"{use.strategy}: {use.weight.name!r} is changed by {name!r} in forward: no rank holds all of it, and what "
-            "one changes others do not see. Change weights between steps, in `model.weights[..].local`"
+            f"{use.strategy}: {use.weight.name!r} is changed by {name!r} in forward: no rank holds all of it, and "
+            "other ranks would not see the change. Change weights between steps, in `model.weights[..].local`"
         )
     for proxy in held:
         if not proxy.was_whole and proxy.use.copies_whole():
             proxy.was_whole = True
             _log.warning(
-                "%s: %r is used by %r, which takes no slices: its %d bytes are whole on every rank for that time",
+                "%s: %r is used by %r, which takes no slices: its %d bytes are gathered on every rank for the call",
                 proxy.use.strategy, proxy.use.weight.name, name, proxy.use.weight.num_bytes,
             )  # fmt: skip
     # All in one call, so that weights of one unit are gathered once.

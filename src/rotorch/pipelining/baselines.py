@@ -164,7 +164,7 @@ def check_chunks(name: str, *, num_chunks: int) -> None:
         return
     if baseline.placement is Placement.V:
         raise ConfigError(
-            f"schedule {name}: {num_chunks} chunks per rank, but its stages lie there and back. Write 2 chunks"
+            f"schedule {name}: {num_chunks} chunks per rank, but it has two, on the way there and back. Write 2 chunks"
         )
     raise ConfigError(
         f"schedule {name}: {num_chunks} chunks per rank, but it has one stage per rank. "

@@ -70,8 +70,8 @@ class StageStrategy(Strategy):
             return self
         if self.layers is not None:
             raise ConfigError(
-                f"{self.kind}: layers={self.layers} says how layers are shared out, and rank_memory={self.rank_memory} "
-                "asks for it. Leave one of the two out"
+                f"{self.kind}: layers={self.layers} distributes the layers, and rank_memory={self.rank_memory} asks "
+                "for it. Leave one of the two out"
             )
         try:
             is_some = self._rank_memory_bytes > 0
@@ -228,7 +228,7 @@ class StageStrategy(Strategy):
     def check(self, spec: ModelSpec) -> None:
         if self.rank_memory is not None:
             raise ConfigError(
-                f"{self}: what a stage takes depends on the batch, which only a run says. Write layers=..., as "
+                f"{self}: the memory of a stage depends on the batch, which only a run has. Write layers=..., as "
                 "`rotorch train RUN.toml --dry-run` with this layout prints them"
             )
         self._check_layers(spec)
@@ -250,7 +250,7 @@ class StageStrategy(Strategy):
             )
         if self.recompute != "none":
             raise ConfigError(
-                f"{self} around {inner}: what is computed again is up to the strategy that holds the stages. "
+                f"{self} around {inner}: the strategy that holds the stages decides on recomputation. "
                 f"Write {self._size_text()},{inner.kind}=..[recompute=...]"
             )
 

@@ -117,7 +117,7 @@ def _loaded(work: bytes, *, why: str) -> Callable[[], Any]:
 def _cannot_be_sent(error: Exception, *, why: str) -> ConfigError:
     said = " ".join(f"{type(error).__name__}: {error}".split())
     return ConfigError(
-        f"ranks cannot be forked from this process: {why}, and what they are to do cannot be sent to a new one "
+        f"ranks cannot be forked from this process: {why}, and their function cannot be sent to a new one "
         f"({said}). Define it in a module of its own, start ranks before that, or {_INSTEAD}"
     )
 

@@ -29,8 +29,9 @@ class AtRest:
         for name, site, parameter, key in self._places:
             if site.get() is not parameter:
                 raise ConfigError(
-                    f"{name!r} is another object than parallelize left there: training would go on with the old one. "
-                    "Write into it (`with torch.no_grad(): parameter.copy_(values)`), or tie weights before parallelize"
+                    f"{name!r} was replaced by another object after parallelize: training would go on with the old "
+                    "one. Write into it (`with torch.no_grad(): parameter.copy_(values)`), or tie weights before "
+                    "parallelize"
                 )
             if storage_key(parameter) != key:
                 raise ConfigError(

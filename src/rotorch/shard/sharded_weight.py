@@ -338,7 +338,7 @@ class ChunkedTensor(SavedInChunks):
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise ConfigError(
-            "what state_dict() gives are parts of weights, for torch.distributed.checkpoint. For torch.save "
+            "state_dict() gives each rank's parts of weights, for torch.distributed.checkpoint. For torch.save "
             "write model.full_state_dict(), on all ranks: the first one gets whole tensors"
         )
 

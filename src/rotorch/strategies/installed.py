@@ -31,9 +31,9 @@ def with_installed(ours: Iterable[type[Strategy]]) -> dict[str, type[Strategy]]:
         try:
             strategy = entry.load()
         except Exception as error:
-            raise ConfigError(f"{said}, which cannot be loaded: {error}. Mend it, or uninstall it") from error
+            raise ConfigError(f"{said}, which cannot be loaded: {error}. Fix it, or uninstall it") from error
         if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
-            raise ConfigError(f"{said}, which is no subclass of rotorch.core.strategy.Strategy. Mend or uninstall it")
+            raise ConfigError(f"{said}, which is no subclass of rotorch.core.strategy.Strategy. Fix or uninstall it")
         if re.fullmatch(KIND, strategy.kind) is None:
             raise ConfigError(f"{said}, whose kind is {strategy.kind!r}. Write small letters, digits and underscores")
         if strategy.kind in found:

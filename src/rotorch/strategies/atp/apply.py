@@ -34,7 +34,9 @@ from rotorch.strategies.atp.plan import AtpPlace, is_column
 def apply(setup: Setup) -> Holding:
     """Cuts the model into blocks over the two axes of the mesh."""
     if setup.compiled:
-        raise ConfigError(f"{setup.strategy}: sums lie in the middle of modules, so none is compiled. Leave it out")
+        raise ConfigError(
+            f"{setup.strategy}: sums lie in the middle of modules, which cannot be compiled. Leave compile out"
+        )
     return ATPHolding(setup)
 
 

@@ -224,7 +224,7 @@ class ATP(Strategy):
                 "Write tesseract, summa, rtp or fsdp"
             )
         if spec.by_plan:
-            raise ConfigError(f"{self}: a plan of your own says nothing of features. Write megatron, rtp or fsdp")
+            raise ConfigError(f"{self}: a plan of your own has no cuts of features. Write megatron, rtp or fsdp")
         place = self.place(0)
         for unit in self.units_of(spec).units:
             for weight in unit.weights:

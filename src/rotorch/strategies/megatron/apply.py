@@ -152,6 +152,6 @@ def _refuse_other_losses(module: nn.Module, *, strategy: Megatron) -> None:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(config, "output_router_logits", False):
         raise ConfigError(
-            f"{strategy}: the model adds a router's loss, of which each rank would have another. "
+            f"{strategy}: the model adds a router's loss, which would differ between ranks. "
             f"Write megatron={strategy.size}, or output_router_logits=false"
         )

@@ -202,8 +202,8 @@ class Megatron(Strategy):
         if self._cuts_tokens:
             if self.changes_the_model:
                 raise ConfigError(
-                    f"{self}: channels that stay each rank's own have no stretches of one sum. Write sync_fraction or "
-                    "sequence_parallel"
+                    f"{self}: sequence_parallel needs outputs that are summed over ranks, and sync_fraction sums only "
+                    "some channels. Write one of the two"
                 )
             check_tokens(spec, strategy=f"megatron={self.size}[sequence_parallel=true]", num_ranks=self.size)
         if self.changes_the_model:

@@ -62,8 +62,8 @@ class RTPHolding(ShardsHolding, StageHolding):
             _log.warning("rtp: %s", spec.summary())
         if compiled and strategy.recompute == "all_but_attention":
             raise ConfigError(
-                "rtp: recompute=all_but_attention picks operations out of a forward, and a compiled one has none to "
-                "pick. Write recompute=slice, or leave compile out"
+                "rtp: recompute=all_but_attention selects operations of a forward, and a compiled one has none to "
+                "select. Write recompute=slice, or leave compile out"
             )
         heads = head_weights(module)
         self.ring, self.units = _on_a_ring(setup, heads=heads)

@@ -115,7 +115,7 @@ class ZeroPP(StageStrategy):
     def check_around(self, inner: Strategy) -> None:
         if self.shards > 1:
             raise ConfigError(
-                f"{self} around {inner}: {inner.kind} shares a stage among its ranks, and no shards lie beside. "
+                f"{self} around {inner}: {inner.kind} distributes a stage over its ranks, without further shards. "
                 f"Write {self.kind}={self.stages}x1,{inner}"
             )
         super().check_around(inner)
