@@ -72,9 +72,9 @@ def parse_bar(text: str, *, rows: Collection[str], processes: bool = True) -> Ba
     """Reads a bar.
 
     Args:
-        text: what it says.
+        text: text of the bar.
         rows: names that it may have.
-        processes: whether processes are measured.
+        processes: True if processes are measured.
 
     Raises:
         ConfigError: if it cannot be read, names a row that is not there, or asks for what is not measured.

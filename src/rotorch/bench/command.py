@@ -49,7 +49,7 @@ class BenchOptions:
     """Settings of a measurement.
 
     Attributes:
-        rounds: how often every row gets its turn.
+        rounds: turns of every row.
         steps: steps of a row per turn.
         process_memory: also start every row afresh to measure its processes (about ten seconds a row).
         profile_dir: also write torch's profile of rank 0 of each row into this directory.
@@ -85,10 +85,10 @@ def bench_command(
         peers: names of other libraries' rows, as `rotorch.bench.peers` lists them.
         overrides: `key=value` for the run.
         nproc: ranks of every row; by default what the layouts need.
-        options: how to measure.
-        json_file: where to write all figures.
+        options: settings of the measurement.
+        json_file: file for all figures.
         bars: such as `"rtp=2 >= 1.05 * ddp=2"` (see `bar.py`).
-        console: where to print.
+        console: console to print to.
 
     Returns:
         0; 1 if a row's losses are wrong or a bar does not hold; 3 if a row failed.

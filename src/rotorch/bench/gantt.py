@@ -16,8 +16,8 @@ class Bar:
         row: the name of its line of the chart.
         start: in the chart's unit of time.
         length: likewise.
-        says: what the mouse shows on it.
-        text: what is written in it.
+        says: text shown under the mouse.
+        text: text written in the bar.
     """
 
     row: str

@@ -23,7 +23,7 @@ class Verdict:
 
     Attributes:
         max_rel_err: largest relative difference from the reference.
-        reason: what is wrong, or None.
+        reason: description of an error, or None.
     """
 
     max_rel_err: float
@@ -44,9 +44,9 @@ def judge(
         losses: per step, what each rank returned.
         reference: per step, the loss of one process with the global batch.
         precision: decides the tolerance.
-        alone: whether each rank trains on its own (the limit): then the mean of the first step's losses is compared,
+        alone: True if each rank trains on its own (the limit): then the mean of the first step's losses is compared,
             since the ranks' weights differ afterwards.
-        shares: whether each rank returns the loss of its own share of the batch: then the mean over ranks is compared.
+        shares: True if each rank returns the loss of its own share of the batch: then the mean over ranks is compared.
     """
     tolerance = TOLERANCES[precision]
     worst = 0.0

@@ -22,7 +22,7 @@ class ProcessSettings:
     """The settings of one process.
 
     Attributes:
-        keeps_freed_memory: that the allocator keeps what a step frees.
+        keeps_freed_memory: True if the allocator keeps memory that a step frees.
         waiting_threads: of gloo's, those that let computing go first.
     """
 

@@ -54,7 +54,7 @@ class Place:
         rank: 0-based.
         num_ranks: of the row.
         store: file through which the row's ranks find each other.
-        timeout_s: how long a rank waits for another one.
+        timeout_s: seconds that a rank waits for another one.
         parent_pid: the bench's process; ranks end with it.
         flops_per_s: of a device that is only thought of (see `device_clock.py`); None: products take what they take.
     """
@@ -73,8 +73,8 @@ class Built:
     """First answer of a rank, once its contender is built.
 
     Attributes:
-        threads: that it computes with.
-        transport: what carries slices, where there is a choice.
+        threads: threads of the rank.
+        transport: transport of slices, if there is a choice.
         settings: of its process.
     """
 
@@ -107,8 +107,8 @@ def serve(connection: Connection, *, task: Task, place: Place, wait_for_all: Cal
     Args:
         connection: carries `(question, arguments)` in and `(ok, answer)` out, of a failure how much it says of the
             cause, when and what it was; the first answer says that it is ready.
-        task: what to train.
-        place: which rank of which row this is.
+        task: the task to train.
+        place: rank and row of this process.
         wait_for_all: returns when all ranks of the row have called it; None where nobody times anything.
     """
     code = 0

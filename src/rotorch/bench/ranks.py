@@ -73,12 +73,12 @@ class RowRanks:
     """All ranks of one row, alive until `close`. Between questions they sleep.
 
     Args:
-        task: what they train.
+        task: the task that they train.
         row: "limit", or `--parallel` text.
-        num_ranks: how many.
+        num_ranks: number of ranks.
         fresh: start new interpreters with `MALLOC_ENVIRONMENT` instead of forking.
-        timeout_s: how long a question may take.
-        hosts: where they are, rank k on host `k * hosts.count // num_ranks`; None: on this one.
+        timeout_s: seconds that a question may take.
+        hosts: hosts of the ranks, rank k on host `k * hosts.count // num_ranks`; None: this one.
         flops_per_s: see `Place`.
     """
 

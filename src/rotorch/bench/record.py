@@ -67,20 +67,20 @@ class Row:
 
     Attributes:
         name: "limit", `--parallel` text, or a peer's name.
-        num_ranks: how many ranks it has.
-        threads: that each rank computes with.
-        transport: what carries slices, where there is a choice.
+        num_ranks: number of its ranks.
+        threads: threads of each rank.
+        transport: transport of slices, if there is a choice.
         times: None if the row failed.
         verdict: on its losses.
         tensors, traffic: by rank.
         process: by rank: before the model was built, and after some steps.
         predictions: of the Layouts, by rank; none for the limit.
-        timeline: what ranks spent traced steps with, and the files of it (see `trace_files.py`).
+        timeline: shares of ranks' time in traced steps, and the files of the trace (see `trace_files.py`).
         error: why it failed.
         peer: the other library's way to train that it is; None for rotorch's own.
         held_elements: of weights at rest, by rank.
         settings: of its processes.
-        wire: what the interface counted in one step; None if nobody did.
+        wire: bytes that the interface counted in one step; None if they were not counted.
     """
 
     name: str

@@ -94,7 +94,7 @@ def take_turns(
 
     Args:
         rows: ranks that are built, by row.
-        num_rounds: how many rounds count.
+        num_rounds: number of rounds that count.
         num_steps: steps of a row in a round.
         failed: told of a row that failed; the others go on without it.
         advanced: told after each turn what comes next.

@@ -45,7 +45,7 @@ def predicted_transient_bytes(
         model: under a pipeline with gathered stages; its gradients are cleared.
         micro_batches: a few of a step, as large as all: two or more, so that gradients are added to gradients.
         num_micro_batches: of the step that is predicted.
-        ranks_per_stage: how many share a stage's weights.
+        ranks_per_stage: number of ranks that share a stage's weights.
     """
     holding = model.holding
     assert isinstance(holding, PipelineHolding)

@@ -44,12 +44,12 @@ class Rows(_Table):
     """Defaults of a suite for all of its cases; a case may override each of them.
 
     Attributes:
-        rounds: how often every row gets its turn.
+        rounds: turns of every row.
         steps: of a row per turn.
-        process_memory: whether processes are measured, too.
+        process_memory: True if processes are measured, too.
         parallel: layouts; `{n}` is the number of ranks.
         peers: other libraries' rows; those that are not installed are left out, and bars that name them.
-        bars: what must be reached.
+        bars: bars that must be reached.
     """
 
     rounds: PositiveInt = 5
@@ -66,7 +66,7 @@ class CaseSection(Rows):
     Attributes:
         run: file of the run, beside the suite's.
         nproc: numbers of ranks.
-        batch: what each rank gets.
+        batch: batch of each rank.
     """
 
     run: str
@@ -87,7 +87,7 @@ class Case:
         run: path of the run's file.
         nproc: number of ranks.
         overrides: `key=value` for the run.
-        rows: how it is measured; texts have their `{n}` filled in, peers are installed.
+        rows: settings of its measurement; texts have their `{n}` filled in, peers are installed.
         missing: peers that are left out, and why.
     """
 

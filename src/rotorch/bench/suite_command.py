@@ -45,7 +45,7 @@ def suite_command(
         rounds: in place of what the suite says.
         steps: in place of what the suite says.
         again: also measure what has a result already.
-        console: where to print.
+        console: console to print to.
 
     Returns:
         0; 1 if in some case a row is invalid or a bar does not hold; 3 if a row failed.

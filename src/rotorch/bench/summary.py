@@ -32,7 +32,7 @@ def to_markdown(records: Mapping[str, Mapping[str, Any]], *, missing: Sequence[s
     """The table.
 
     Args:
-        records: what `bench` returned, by case.
+        records: results of `bench`, by case.
         missing: cases that were not measured.
     """
     lines = [

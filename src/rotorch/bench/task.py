@@ -34,7 +34,7 @@ class Task:
     """The work of one step, whoever does it.
 
     Attributes:
-        name: what the model is called in the output.
+        name: name of the model in the output.
         model: contents of its `config.json`, without dropout (rows could not be compared).
         vocabulary: number of tokens that the model knows.
         num_ranks: ranks of every row (`single` has one).
@@ -43,7 +43,7 @@ class Task:
         sequence_length: tokens per sample.
         seed: of the first weights and of the data.
         precision: "float32", or "bfloat16" (autocast).
-        compile: whether blocks run by torch.compile.
+        compile: True if blocks run by torch.compile.
         optimizer: AdamW's numbers and clipping; the learning rate is constant.
         device: "auto", "cpu" or "cuda".
     """

@@ -67,7 +67,7 @@ class TensorMemory:
         peak_bytes: most bytes alive at one moment of a step, all categories.
         peak: the same moment, by category.
         highest: the most of each category that was alive at any moment, each at its own.
-        other: what is "other" at the highest moment, by what made it ("backward aten.mm"); the largest few.
+        other: bytes of "other" at the peak, by the operation that made them ("backward aten.mm"); the largest few.
         slots_bytes: of the buffers that slices pass through, which are there from step to step.
     """
 
@@ -129,10 +129,10 @@ class _Storage:
 
     Attributes:
         nbytes: its size now.
-        made: whether an operation returned it; else it was found.
+        made: True if an operation returned it; else it was found.
         maker: the phase and operation that made it.
-        category: what it is for.
-        in_forward: whether a forward pass made it that has had no backward yet.
+        category: category of its bytes.
+        in_forward: True if a forward pass made it that has had no backward yet.
         reference: tells when it dies.
     """
 

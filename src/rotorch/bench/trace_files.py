@@ -57,7 +57,7 @@ class RowTrace:
 
     Attributes:
         row: "limit", or `--parallel` text.
-        ranks: what each did.
+        ranks: traces of its ranks.
     """
 
     row: str

@@ -102,7 +102,7 @@ def call_libc(name: str, *arguments: int) -> None:
     """Calls `unshare` or `setns` of the C library, which Python has since 3.12.
 
     Raises:
-        OSError: what the system says.
+        OSError: with the system's message.
     """
     if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments) != 0:
         error = ctypes.get_errno()

@@ -23,15 +23,15 @@ class Peer:
     """One way to train that people use.
 
     Attributes:
-        about: what it does, in a line.
+        about: description, in a line.
         contender: `file:class` below this package.
         library: package that it is made with, as it is imported and installed.
-        sharded: whether it claims that the ranks hold each matrix once between them; the bench checks that.
+        sharded: True if it claims that the ranks hold each matrix once between them; the bench checks that.
         options: further arguments of the class.
         loads_later: modules that the library imports when it starts, if they are there. They are loaded with it, so
             that the memory of a process tells what training takes, not what code does.
         environment: variables that the library reads when it is imported, on ranks without an accelerator.
-        as_torch_leaves_it: that its processes lack the settings that those of all other rows have
+        as_torch_leaves_it: True if its processes lack the settings that those of all other rows have
             (`process_settings.py`).
     """
 

@@ -28,7 +28,7 @@ class DeepSpeedZero3(PlainLoop):
     """A model in DeepSpeed's engine.
 
     Args:
-        task: what to train.
+        task: the task to train.
         rank: this one.
         lean: keep no weight gathered (see [Note: settings]).
     """

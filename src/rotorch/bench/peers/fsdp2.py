@@ -23,7 +23,7 @@ class FSDP2(PlainLoop):
     """Weights rest cut along their first dim; a group of them is gathered whole for its forward and its backward.
 
     Args:
-        task: what to train.
+        task: the task to train.
         rank: this one.
         recompute: activation checkpointing of every block.
         per_weight: one group per module that has weights of its own, instead of one per block.

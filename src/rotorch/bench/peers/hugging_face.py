@@ -28,7 +28,7 @@ class HuggingFace(PlainLoop):
     """A model as `from_pretrained(distributed_config=...)` returns it.
 
     Args:
-        task: what to train.
+        task: the task to train.
         rank: this one.
         tensor_parallel: tensor parallel over all ranks, instead of FSDP2.
     """

@@ -64,9 +64,9 @@ class PipelineFSDP2(WithoutLayout):
     """Two stages on two halves of the ranks, each sharded over its half; ranks of one position share a micro-batch.
 
     Args:
-        task: what to train.
+        task: the task to train.
         rank: this one.
-        keep: what is gathered for the first micro-batch stays gathered until the last one's backward.
+        keep: weights gathered for the first micro-batch stay gathered until the last one's backward.
     """
 
     def __init__(self, task: Task, *, rank: int, keep: bool = False) -> None:
