@@ -41,8 +41,8 @@ class Measured(_Table):
 
     Attributes:
         value: in seconds, or a share.
-        source: who measured it, or from what it is estimated.
-        date: when.
+        source: author of the measurement, or basis of the estimate.
+        date: date of the measurement or estimate.
     """
 
     value: float = Field(ge=0.0)

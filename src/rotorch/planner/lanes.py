@@ -29,8 +29,8 @@ class Lanes:
     """Tasks as they are put on lanes, in the order in which the host issues them.
 
     Attributes:
-        free_s: when each lane is done with its last task.
-        busy_s: what each lane has spent.
+        free_s: time at which each lane is done with its last task.
+        busy_s: busy seconds of each lane.
     """
 
     free_s: dict[Lane, float] = field(default_factory=lambda: dict.fromkeys(Lane, 0.0))
@@ -40,10 +40,10 @@ class Lanes:
         """Adds a task; returns when it ends.
 
         Args:
-            lane: that does it.
-            seconds: that it takes there.
+            lane: lane of the task.
+            seconds: seconds that the task takes there.
             after: ends of what it waits for.
-            issue_s: what the host takes to issue it.
+            issue_s: seconds that the host takes to issue it.
         """
         issued_from = self.free_s[Lane.HOST]
         self.free_s[Lane.HOST] += issue_s

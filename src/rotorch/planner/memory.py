@@ -84,7 +84,7 @@ class Memory:
 
     Attributes:
         by_category: of `CATEGORIES`.
-        rank: which.
+        rank: number of the rank.
     """
 
     by_category: dict[str, float]
@@ -124,9 +124,9 @@ class AtRest:
     Attributes:
         by_category: bytes of weights, gradients, optimizer, and slots.
         around: of the gradients, those of what lies around the layers.
-        gathered: what is whole for a while.
+        gathered: weights that are whole for a while.
         stages: numbers of the stages that the rank holds; none without a pipeline.
-        rank: which.
+        rank: number of the rank.
     """
 
     by_category: dict[str, float]
@@ -256,7 +256,7 @@ def memory_of(
     Args:
         model: folded.
         traced: its passes, for the batch's length of sequence and precision.
-        ranks: what they hold at rest, by `at_rest`.
+        ranks: memory of ranks at rest, by `at_rest`.
         strategies: outermost first.
         batch: one micro-batch.
         accumulation: micro-batches of a step.

@@ -25,9 +25,9 @@ class Prediction:
         trained_bytes: of these, weights that get gradients, which are as large.
         transient_bytes: beyond that, in a pass.
         slots_bytes: of these, buffers that slices pass through, there from step to step.
-        num_weights: how many trained parameters it holds (parts of).
+        num_weights: number of trained parameters that it holds (parts of).
         sent_bytes: per kind of transfer, in one step of one micro-batch.
-        padding_bytes: what weights take beyond themselves.
+        padding_bytes: bytes that weights take beyond themselves.
     """
 
     weights_bytes: int
@@ -69,8 +69,8 @@ def predict(
     Args:
         spec: the model.
         strategies: outermost first.
-        rank: which rank's part.
-        batch: what it computes on, for strategies that move activations; None leaves those out.
+        rank: the rank to predict for.
+        batch: batch of the rank, for strategies that move activations; None leaves activations out.
     """
     num_weights = sum(weight.trained for weight in _units_of(spec, strategies=strategies).weights)
     spec = part_of_rank(spec, strategies=strategies, rank=rank)

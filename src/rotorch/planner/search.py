@@ -65,11 +65,11 @@ class Task:
     Attributes:
         spec: the model's units.
         traced: its passes.
-        cluster: where.
+        cluster: the cluster.
         speeds: of that, for products in the precision of the passes.
         batch: of a step.
         itemsize: bytes of an element in passes.
-        budget_bytes: that a rank may hold.
+        budget_bytes: bytes that a rank may hold.
     """
 
     spec: ModelSpec
@@ -154,7 +154,7 @@ class Found:
     """Result of a search, the best plan first.
 
     Attributes:
-        plans: those that fit by speed, then those that do not by how much they lack.
+        plans: plans that fit by speed, then plans that do not fit by the bytes that they lack.
         refused: layouts that cannot hold the model, and why.
     """
 
@@ -372,7 +372,7 @@ def search(task: Task, *, texts: Sequence[str] | None = None) -> Found:
     """Searches all plans of a task; returns the best one first.
 
     Args:
-        task: what is to be trained where.
+        task: model, batch and cluster.
         texts: layouts to judge; None: all that there are.
 
     Raises:

@@ -61,10 +61,10 @@ class Planned:
         batch: one micro-batch of one rank.
         accumulation: micro-batches of a step.
         speeds: of the cluster.
-        numerics: how the model computes.
+        numerics: numerics of the model.
         parts: layers of each pipeline stage, where there are stages.
-        groups: where ranks of each axis lie; left out: as the mesh has them, innermost strategies on neighbours.
-        ddp_overlaps: whether sums over replicas run beside the last backward where nothing else is inside of ddp.
+        groups: positions of the ranks of each axis; left out: as the mesh has them, innermost strategies on neighbours.
+        ddp_overlaps: True if sums over replicas run beside the last backward where nothing else is inside of ddp.
     """
 
     model: FoldedModel

@@ -96,7 +96,7 @@ class LayerClass:
 
     Attributes:
         units: of one of them; weights that nobody cuts come last, in a unit of their own.
-        count: how many such layers there are.
+        count: number of such layers.
     """
 
     units: tuple[Unit, ...]
