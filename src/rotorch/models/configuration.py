@@ -53,7 +53,7 @@ def check_keys(
 
     Args:
         values: the contents of a `config.json`.
-        config: what was made of them.
+        config: the configuration made of them.
         make: makes it.
         source: of `values`, for the message.
         is_own: the values are written in the run's own file, and not by another program.

@@ -102,7 +102,7 @@ def _wrapped(spec: ModelSpec, module: nn.Module, *, prefix: str) -> ModelSpec:
     Args:
         spec: of the model.
         module: the one around it.
-        prefix: what names of the model begin with there.
+        prefix: beginning of the model's names there.
     """
     if spec.order.layers:
         refused = (

@@ -59,7 +59,7 @@ def with_features_cut(
         spec: its units.
         roles: of its parameters, from its plan.
         last: the weight of the linear layer that gives the model's output, by name; "" if none does.
-        tried: whether a trial will show what rules alone cannot know (see [Note: without a plan]).
+        tried: True if a trial will show what rules alone cannot know (see [Note: without a plan]).
     """
     if why := _drops_whole_samples(module):
         return replace(spec, features_stay_whole=why)

@@ -205,7 +205,7 @@ def read_gguf_metadata(path: Path, directory: Path) -> Path:
 
     Args:
         path: the GGUF file.
-        directory: where such directories are kept.
+        directory: directory in which such directories are kept.
 
     Raises:
         ConfigError: the package is missing, or transformers cannot make sense of the file.

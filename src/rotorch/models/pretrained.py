@@ -36,7 +36,7 @@ def open_pretrained(path: str | Path, *, module: nn.Module, names: Collection[st
 
     Args:
         path: a directory of safetensors, a `.gguf` file, or a directory with one.
-        module: what it is read for.
+        module: the module to read for.
         names: all names that the module knows, of tied weights and buffers too.
 
     Raises:

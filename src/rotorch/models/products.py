@@ -35,7 +35,7 @@ def as_linear(
         func: any function.
         args: of it.
         kwargs: of it.
-        is_transposed: whether an argument is the transpose of the matrix.
+        is_transposed: True if an argument is the transpose of the matrix.
     """
     if kwargs or len(args) < 2 or not is_transposed(args[-1]) or is_transposed(args[-2]):
         return None

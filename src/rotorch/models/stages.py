@@ -115,7 +115,7 @@ class StagedModule:
     Args:
         module: the whole model.
         order: its layers.
-        parts: which of them belong to each stage.
+        parts: layers of each stage.
     """
 
     def __init__(self, module: nn.Module, *, order: LayerOrder, parts: Sequence[range]) -> None:
@@ -132,7 +132,7 @@ class StagedModule:
         """Makes the module's forward that of one stage within the block; it raises `StageOutput` unless it is the last.
 
         Args:
-            number: which stage.
+            number: number of the stage.
             received: hidden states of the stage before; None for the first.
 
         Raises:

@@ -100,7 +100,7 @@ class _Half(TorchFunctionMode):
     Args:
         model: a copy of its own; changed.
         spec: with cuts on a grid.
-        mine: which half.
+        mine: number of this half.
         exchange: with the other one.
     """
 
