@@ -19,7 +19,7 @@ def global_batch(
     Args:
         seed: of the data.
         step: number of the step.
-        num_shares: how many ranks see different data.
+        num_shares: number of ranks that see different data.
         num_micro_batches: of each share.
         num_rows: of each micro-batch.
         num_tokens: length of a row.

@@ -43,7 +43,7 @@ def value_errors(
         weights: this rank's.
         theirs: whole.
         floor: the least that an error is measured against.
-        set_aside: which elements do not count, as whole masks; None: all count.
+        set_aside: elements that do not count, as whole masks; None: all count.
     """
     aside = set_aside or {}
     return {

@@ -37,9 +37,9 @@ def run_ranks(function: Callable[..., Any], *args: Any, num_ranks: int, timeout_
     one that forks the ranks: seconds later.
 
     Args:
-        function: what each rank does; `torch.distributed` and torchrun's environment variables say which rank it is.
+        function: function of each rank; `torch.distributed` and torchrun's environment variables tell it its rank.
         args: its arguments.
-        num_ranks: how many processes.
+        num_ranks: number of processes.
         timeout_s: after so long without a word from any rank all are killed. Counted in waits, not by the clock: in
             the time that a virtual machine is paused or a laptop sleeps no rank can finish.
 

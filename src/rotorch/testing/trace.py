@@ -87,10 +87,10 @@ def output_errors(
     Args:
         ours: one entry per forward: per micro-batch, and of a pipeline per stage of this rank.
         theirs: the reference's pass over the global batch.
-        first_rows: where each micro-batch starts in the global batch.
+        first_rows: first row of each micro-batch in the global batch.
         num_rows: rows of a micro-batch.
         total_rows: rows of the global batch.
-        features: which part of the features (the last dim) this rank computes, and in how many they are cut.
+        features: number of this rank's part of the features (the last dim), and the number of parts.
         tokens: the same of the tokens (the second dim).
 
     Returns:

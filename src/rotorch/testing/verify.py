@@ -105,7 +105,7 @@ class VerifyReport:
         verdict: one sentence.
         worst_weights: the five with the largest gradient error: name, error.
         per_step: loss and errors of every step.
-        num_modules_compared: how many modules' outputs were compared.
+        num_modules_compared: number of modules with compared outputs.
         num_elements_set_aside: of weights, whose gradient was rounding alone (see [Note: weights after a step]).
         note: why `rotorch train` refuses this model though the two runs agree; "" if it does not.
     """
@@ -210,7 +210,7 @@ def verify_subject(
     """Verifies any model that a `Subject` describes, like `verify`.
 
     Args:
-        subject: how the model is built, its data and its loss.
+        subject: construction of the model, its data and its loss.
         name: of the model, for the report.
         parallel: the layout.
         steps: number of optimizer steps.
@@ -270,7 +270,7 @@ class _Expected:
         loss: per target.
         outputs: of all modules.
         gradients: per weight; None of one that takes no part.
-        set_aside: which elements of weights do not count after the step (see [Note: weights after a step]).
+        set_aside: elements of weights that do not count after the step (see [Note: weights after a step]).
     """
 
     values: dict[str, Tensor]

@@ -65,7 +65,7 @@ class Outcome:
         num_modules: units whose own forward runs on slices.
         num_weights: units of one weight.
         share_cut: of the bytes of all weights, those that are cut.
-        seconds: that it took.
+        seconds: seconds of the trial.
         commit: of the source that it came of; None if that is not known.
     """
 
@@ -101,7 +101,7 @@ def run_zoo(
 
     Args:
         names: configuration classes; none: all.
-        layouts: what to try.
+        layouts: layouts to try.
         cache: a file of results, one line of JSON each; made if it is missing.
         again: do not take over results.
         older: take over also what other states of the source gave.
