@@ -31,8 +31,8 @@ class LoopEnd:
     Attributes:
         held_out: the last evaluation, None if there was none.
         checkpoint: the last checkpoint.
-        stopped: whether it was asked to stop before the last step.
-        tensors: what this rank held after its last step.
+        stopped: True if it was asked to stop before the last step.
+        tensors: tensors of this rank after its last step.
         peak_bytes: the most memory each rank took, by rank.
     """
 
@@ -63,11 +63,11 @@ def run_loop(
         state: model, optimizer and counters; its step and tokens move on.
         config: the run.
         sizes: of the batch.
-        windows: what to train on.
-        held_out: what to evaluate on; may be empty.
-        saves_in: what has its checkpoints.
+        windows: windows to train on.
+        held_out: windows to evaluate on; may be empty.
+        saves_in: directory or store of its checkpoints.
         listeners: are told of every step; rank 0's only.
-        board: where this rank notes what it is doing.
+        board: board on which this rank notes its activity.
     """
     model, optimizer, train = state.model, state.optimizer, config.train
     assert optimizer is not None, "training needs one"

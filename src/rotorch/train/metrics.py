@@ -52,9 +52,9 @@ class StepRecord:
         grad_norm: global, before clipping.
         lr: learning rate of this step.
         peak_bytes: the most memory that any rank took so far.
-        step_s: how long the step took.
-        held_out: where it was measured after this step.
-        skipped: whether the weights were left as they were.
+        step_s: seconds of the step.
+        held_out: result of the evaluation after this step, if there was one.
+        skipped: True if the weights were left as they were.
     """
 
     step: int
@@ -106,7 +106,7 @@ class MetricsFile:
         """Opens the file and drops what was written after step `after_step`.
 
         Args:
-            run_dir: where it lies.
+            run_dir: directory of the run.
             after_step: the last step that stays.
             beside: other files that the run has written there, by name, to be made again with it.
 

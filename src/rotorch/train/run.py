@@ -85,8 +85,8 @@ def start(
     """Checks the run, starts its ranks (unless this process is one already), and returns when it is over.
 
     Args:
-        config: what to do.
-        nproc: how many ranks to start; by default as many as the layout has.
+        config: configuration of the run.
+        nproc: number of ranks to start; by default as many as the layout has.
         resume: go on from the last checkpoint.
         command: the command that goes on with this run, for messages.
         summary: a JSON file for the numbers of the last lines.
@@ -300,7 +300,7 @@ def build(run: CheckedRun, *, store: dist.Store | None = None) -> TrainState:
     """Builds model and optimizer; every rank makes, or reads, only what it holds. All ranks.
 
     Args:
-        run: what to build.
+        run: the checked run.
         store: through which the ranks have found each other; if None, and they are in no group yet, they do now.
     """
     config = run.config

@@ -21,7 +21,7 @@ def write_sample(
         model: the model.
         tokens: the tokens it was trained on.
         settings: prompt, number of tokens to add, and temperature.
-        sequence_length: how many tokens the model sees at a time.
+        sequence_length: number of tokens that the model sees at a time.
         seed: decides what is drawn.
     """
     generator = torch.Generator().manual_seed(seed)

@@ -67,7 +67,7 @@ class TrainState:
         tokens: target tokens trained on so far, over all ranks.
         seed: the run's seed.
         schedule: the numbers of the learning rate schedule (plain JSON), to notice when a resumed run has others.
-        data: where reading stands (plain JSON): whatever makes the next batch a pure function of it.
+        data: data position (plain JSON): all values that make the next batch a pure function of it.
         run: the run's configuration (plain JSON), for the record.
         tokenizer_file: a `tokenizer.json` to take along, for `export_checkpoint`.
         companions: further files to take along, by the name that each gets (see `tokenizer_files.py`).

@@ -23,8 +23,8 @@ class StepResult:
         loss: per target token over the global batch, in nats, before the update.
         grad_norm: global, before clipping.
         peak_bytes: of each rank so far, by rank.
-        stop: whether the run was asked to stop; all ranks see it after the same step.
-        updated: whether the weights were updated: not where loss or norm are not finite, or the loss is a spike.
+        stop: True if the run was asked to stop; all ranks see it after the same step.
+        updated: True if the weights were updated: not where loss or norm are not finite, or the loss is a spike.
     """
 
     loss: float
@@ -58,7 +58,7 @@ def train_step(
         clip_norm: see `clip_gradients`.
         highest_loss: a higher loss is not learnt from.
         peak: of this rank.
-        board: where this rank notes what it is doing, and learns that it is asked to stop.
+        board: board on which this rank notes its activity, and reads the request to stop.
         examine: called once there are gradients, before anything follows from them.
     """
     optimizer.zero_grad(set_to_none=True)

@@ -35,9 +35,9 @@ class Saver:
     """Saves a run's state: at once, or behind the run. All ranks make one, and call it alike.
 
     Args:
-        run_dir: what has the run's checkpoints.
-        keep: how many checkpoints are kept.
-        behind: whether `save` returns when the state is copied, not when it is on the disk.
+        run_dir: directory or store of the run's checkpoints.
+        keep: number of checkpoints to keep.
+        behind: True if `save` returns when the state is copied, not when it is on the disk.
         mesh: of all ranks.
     """
 

@@ -70,7 +70,7 @@ def export_checkpoint(
 
     Args:
         checkpoint: a checkpoint's directory, or a run's (then its latest).
-        out_dir: what to write; must not exist or be empty, unless `force`.
+        out_dir: directory to write; must not exist or be empty, unless `force`.
         dtype: "float32", "bfloat16" or "float16" to convert floating-point weights; None keeps what was trained.
         max_shard_bytes: the largest safetensors file, unless one weight is larger.
         merge: add what adapters add to the weights beside them, and write a whole model. Weights without adapters, and

@@ -105,8 +105,8 @@ def save(run_dir: Place | str, state: TrainState, *, keep: int) -> Place:
 
     Args:
         run_dir: the run's directory, on a file system that all ranks share; or a URL that fsspec knows.
-        state: what to save.
-        keep: how many checkpoints of the run to keep, this one included; older ones are removed at the end.
+        state: state to save.
+        keep: number of checkpoints of the run to keep, this one included; older ones are removed at the end.
 
     Returns:
         The checkpoint's directory.
@@ -150,7 +150,7 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
     """Writes what `take` collected; returns, and raises, as `save` does. All ranks.
 
     Args:
-        snapshot: what to write.
+        snapshot: snapshot to write.
         group: of all ranks, for what they tell each other; by default the run's own.
     """
     path = snapshot.path

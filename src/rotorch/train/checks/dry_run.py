@@ -36,7 +36,7 @@ class RankPlan:
     """Bytes that one rank would read and hold.
 
     Attributes:
-        rank: which.
+        rank: number of the rank.
         checks_bytes: read from the checkpoint's files to hold them against their digests.
         reads_bytes: read into tensors.
         weights_bytes, gradients_bytes, optimizer_bytes: held at rest.

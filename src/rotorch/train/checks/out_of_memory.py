@@ -84,11 +84,11 @@ class Share:
 
     Attributes:
         spec: the model.
-        strategies: how it is spread.
+        strategies: strategies of the model.
         sizes: of the batch.
         rank: this one.
         num_layers: repeated blocks of the model, of which activation checkpointing keeps the inputs; 0 if unknown.
-        copies_to_save: whether a save behind the run has copies of all that it writes (`train.async_save`).
+        copies_to_save: True if a save behind the run has copies of all that it writes (`train.async_save`).
     """
 
     spec: ModelSpec

@@ -55,15 +55,15 @@ class CheckedRun:
     """A run in which nothing wrong was found.
 
     Attributes:
-        config: what the user wrote.
+        config: configuration as the user wrote it.
         strategies: `config.parallel`, read, and what follows for this batch.
         sizes: of the batch, complete.
         model_config: the Hugging Face configuration.
         spec: the model's units.
         source: the corpus and its tokens.
         out: the run's directory.
-        saves_in: what has its checkpoints: the same, or a store.
-        resume: where it goes on, or None if it begins.
+        saves_in: directory or store of its checkpoints.
+        resume: checkpoint to resume from, or None at the beginning.
         command: the command that goes on with this run.
     """
 
@@ -90,7 +90,7 @@ def check_run(
 
     Args:
         config: the run.
-        nproc: how many ranks the user asked for; by default as many as the layout has.
+        nproc: number of ranks that the user asked for; by default as many as the layout has.
         resume: go on from the last checkpoint in the run's directory.
         command: the command that goes on with this run, for messages.
         only_plan: nothing will be started, so nothing is written to a store to see whether one can.

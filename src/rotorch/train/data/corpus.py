@@ -277,7 +277,7 @@ def read_json_lines(path: Path, *, example: str) -> Iterator[tuple[str, dict[str
 
     Args:
         path: the file.
-        example: what a record looks like, for messages.
+        example: example of a record, for messages.
 
     Yields:
         (where, record): the file and line for messages, and the object.

@@ -53,7 +53,7 @@ class Instructions:
         prompt_field: the field of the prompt.
         response_field: the field of the response.
         sequence_length: targets in a window, at most.
-        pack: whether several examples may share a window.
+        pack: True if several examples may share a window.
         chat: transformers' tokenizer of the same vocabulary, with its chat template; None without one.
     """
 

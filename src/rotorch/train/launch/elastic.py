@@ -79,7 +79,7 @@ def launch(
 
     Args:
         work: runs in every rank, with torchrun's environment variables set and the process group joined.
-        num_ranks: how many ranks.
+        num_ranks: number of ranks.
         backend: of the process group.
         timeout_s: when no rank gets on for so long, the job has failed. A rank that waits `BACKSTOP_S` longer for
             another one fails by itself.

@@ -55,9 +55,9 @@ class Watch:
     Attributes:
         board: on which ranks note what they are doing.
         pids: the ranks' processes, by rank; empty before they are started.
-        deaths: how ranks ended that failed by themselves, in the order in which that was noticed.
+        deaths: ends of ranks that failed by themselves, in the order in which they were noticed.
         stacks: the directory in which ranks answer where they are (see failure_report.py).
-        report: where a page about a failure goes; nowhere if its directory is not there.
+        report: file for a page about a failure; not written if its directory is not there.
         timeout_s: when no rank has got on for so long, the job has failed.
     """
 

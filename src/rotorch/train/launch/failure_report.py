@@ -81,10 +81,10 @@ def write_report(
 
     Args:
         path: of the page.
-        headline: what happened.
+        headline: the failure, in a line.
         statuses: of all ranks.
-        stacks: what ranks said of where they are.
-        records: what they said of their collectives.
+        stacks: stacks that ranks wrote.
+        records: records of collectives that ranks wrote.
         still_s: for how long each was seen at the place where it is.
     """
     lines = [time.strftime("%Y-%m-%d %H:%M:%S"), headline, ""]

@@ -45,8 +45,8 @@ class JobRank:
 
     Attributes:
         rank: its number.
-        num_ranks: how many there are.
-        store: that of all ranks, once joined.
+        num_ranks: number of ranks.
+        store: store of all ranks, once joined.
     """
 
     def __init__(self, *, rank: int, num_ranks: int) -> None:
@@ -188,7 +188,7 @@ def what_was_told(config: Mapping[str, Any], *, resume: bool, num_ranks: int) ->
 
     Args:
         config: the `RunConfig`, as plain JSON.
-        resume: whether it goes on from a checkpoint.
+        resume: True if it goes on from a checkpoint.
         num_ranks: as many as it was told of.
     """
     told = flat(config)

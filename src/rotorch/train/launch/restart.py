@@ -50,7 +50,7 @@ def launch_again(
     """Launches a run until it is done, or has failed once more than `train.max_restarts` allows.
 
     Args:
-        run: what to begin with.
+        run: the run to begin with.
         launch: starts its ranks and returns when they are done; the number of a signal if that has stopped them, or 0.
         tell: is told why and how the run goes on.
         wait: lets so many seconds pass.

@@ -51,8 +51,8 @@ class Holder:
 
     Attributes:
         pid: the process that took the lock: a launcher, or rank 0 under torchrun.
-        host: where it runs.
-        since: when it took the lock, in UTC.
+        host: host that it runs on.
+        since: time at which it took the lock, in UTC.
         process: tells it from processes of other spaces of process ids.
     """
 
@@ -93,7 +93,7 @@ def lock_directories(directories: dict[str, Path], *, seen_with: frozenset[Path]
 
     Args:
         directories: by the key of the configuration that names them.
-        seen_with: what was in them, by `contents`, before the run was checked.
+        seen_with: their contents, by `contents`, before the run was checked.
 
     Raises:
         DirectoryInUse: another run has one of them, or had it since the run was checked.

@@ -91,13 +91,13 @@ class RankStatus:
         rank: whose it is.
         pid: its process, 0 before it started.
         step: the step it is in, 0 before the first.
-        phase: what it is doing in it.
-        failure: whether it ended with an exception.
-        failed_at_s: when, in seconds since the epoch.
+        phase: its activity in the step.
+        failure: True if it ended with an exception.
+        failed_at_s: time of that, in seconds since the epoch.
         since_s: since when it is doing that, in seconds since the epoch.
         message: the exception, in one line.
-        place: where in its pass it is, or was: micro-batch, unit, slice, whom it waits for; "" outside of one.
-        compiles: whether it may be compiling, which takes long and says nothing.
+        place: its place in the pass, now or last: micro-batch, unit, slice, the rank it waits for; "" outside of one.
+        compiles: True if it may be compiling, which takes long and says nothing.
     """
 
     rank: int

@@ -88,7 +88,7 @@ def explain_hang(
     Args:
         statuses: of all ranks that have not ended.
         still_s: for how long each has not got on.
-        states: what the kernel says that each is doing.
+        states: state of each process by the kernel.
     """
     stopped = [s for s in statuses if states.get(s.rank, "").startswith("stopped")]
     if not stopped and not all(map(_moves, statuses)):
