@@ -57,8 +57,8 @@ def leave_traceback(error: BaseException, *, run_directory: Path | None) -> str:
     """Writes an error's traceback to a file, and returns the words that say which; "" if that is not possible.
 
     Args:
-        error: what was raised.
-        run_directory: where it goes if that is a run's directory by now, else a temporary one is made.
+        error: the exception.
+        run_directory: directory for the traceback if it is a run's directory by now, else a temporary one is made.
     """
     text = "".join(traceback.format_exception(error))
     rank = os.environ.get("RANK", "")
