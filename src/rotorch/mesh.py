@@ -85,9 +85,9 @@ def join_process_group(*, device: torch.device, timeout_s: float = 600.0, store:
     """Joins the default process group as torchrun's environment says; a single process forms a group of one.
 
     Args:
-        device: where ranks compute.
-        timeout_s: how long operations of the group wait.
-        store: what `find_store` has found, if it was called before.
+        device: device of computations.
+        timeout_s: seconds that operations of the group wait.
+        store: result of `find_store`, if it was called before.
     """
     if dist.is_initialized():
         return

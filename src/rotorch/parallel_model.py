@@ -66,15 +66,15 @@ class ParallelModel:
         mesh: the mesh of all ranks, one axis per strategy.
         strategies: outermost first.
         spec: the model's units.
-        batch_rank: which share of a global batch this rank computes, 0-based.
-        num_batch_ranks: how many shares there are.
-        feature_rank: which part of the features of activations this rank computes, 0-based.
-        num_feature_ranks: how many parts there are.
+        batch_rank: number of the share of a global batch that this rank computes, 0-based.
+        num_batch_ranks: number of shares.
+        feature_rank: number of the part of the features of activations that this rank computes, 0-based.
+        num_feature_ranks: number of parts.
         token_rank: number of the chunk of tokens that this rank has between the modules of layers, 0-based.
         num_token_ranks: number of these chunks.
-        written_buffers: what the model writes in forward.
-        hooks: what users have hooked to parameters.
-        in_pass: whether the module has what a pass computes with, and not its parameters at rest.
+        written_buffers: buffers that the model writes in forward.
+        hooks: hooks of users on parameters.
+        in_pass: True if the module has what a pass computes with, and not its parameters at rest.
     """
 
     def __init__(
@@ -220,7 +220,7 @@ class ParallelModel:
         """Writes this rank's place in a pass to `status` from now on. This rank only; call it once.
 
         Args:
-            status: where.
+            status: status to write to.
             blocks: hook the model's repeated blocks, if the strategy has no units of its own to speak of.
 
         Returns:
@@ -235,8 +235,8 @@ class ParallelModel:
 
         Args:
             batch: this rank's micro-batch, or all its micro-batches of this step; every rank gives equally many.
-            loss: how a batch becomes a loss in this step, the same on all ranks; by default that of `parallelize`. It
-                may return a pair, the loss and whatever else the caller wants to have (logits, metrics).
+            loss: function from a batch to its loss, the same on all ranks; by default that of `parallelize`. It
+                may return a pair, the loss and further results (logits, metrics).
 
         Returns:
             The loss per target token over the whole global batch, 0-dim, the same on all ranks. Buffers that the
@@ -288,7 +288,7 @@ class ParallelModel:
         """Returns what the module returns for this rank's own `batch`, without gradients. All ranks, as often.
 
         Args:
-            batch: what the module's forward takes, by name; without labels no loss is computed.
+            batch: arguments of the module's forward, by name; without labels no loss is computed.
         """
         self.meet(Doing.PREDICTION)  # weights are as the optimizer left them
         with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
