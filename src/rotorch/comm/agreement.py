@@ -46,7 +46,7 @@ class Agreement:
     """One rank's side of the comparison.
 
     Args:
-        store: that all ranks reach, in which nobody has agreed on anything before.
+        store: a store that all ranks reach and that was not used for an agreement before.
         rank: this one.
         num_ranks: how many there are.
     """
@@ -70,7 +70,7 @@ class Agreement:
         """Compares `table` with the other ranks' and returns if it is the same on all. All ranks.
 
         Args:
-            table: what to compare.
+            table: values to compare.
             round_number: which comparison it is, less than `ROUNDS`.
             timeout_s: how long to wait for others.
 

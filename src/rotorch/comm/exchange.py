@@ -109,7 +109,7 @@ def _others(position: int, size: int, *, step: int) -> list[int]:
 
 def _send(part: Tensor, *, to: int, group: dist.ProcessGroup, kind: Kind) -> dist.Work:
     work = dist.isend(part, group=group, group_dst=to, tag=_TAGS[kind])
-    assert work is not None  # None is for those who are not in the group
+    assert work is not None  # it is None only on ranks outside of the group
     return work
 
 

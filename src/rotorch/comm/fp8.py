@@ -12,7 +12,7 @@
     magnitude / 448. Rounding to the visiting dtype comes on top.
 
 [Note: home is never rounded]
-    Only what travels is rounded, masters at home keep all their bits. A rank computes with its own slice rounded too,
+    Only messages are rounded; masters at home keep all their bits. A rank computes with its own slice rounded too,
     or ranks would not train the same model.
 
 Products run in the dtype that slices are unpacked to. Where hardware multiplies in eight bits, `unpack` is the place

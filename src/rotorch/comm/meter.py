@@ -1,7 +1,7 @@
-"""Counts what a rank puts on the wire, from the operations it issues: an independent check of the Layouts' formulas.
+"""Meter of a rank's bytes on the wire, from the operations it issues: an independent check of the Layouts' formulas.
 
-Every transfer of torch.distributed goes through the dispatcher as an operation of the `c10d` namespace, whoever
-issued it: our ring, torch's DDP, `fully_shard`. The meter is a dispatch mode around a step; it changes nothing.
+Every transfer of torch.distributed goes through the dispatcher as an operation of the `c10d` namespace, whether our
+ring, torch's DDP or `fully_shard` issued it. The meter is a dispatch mode around a step; it changes nothing.
 Messages that stand for one collective (`comm/exchange.py`) count as that, and so does a small sum through shared
 memory (`comm/shared_memory_reduce.py`). Slices and blocks that are read in place move nothing and count nothing. Copies
 over symmetric memory are no operations of torch.distributed: they are not counted, though their Layout has them.
@@ -55,7 +55,7 @@ class Meter(TorchDispatchMode):
     """Counts bytes and messages sent by this rank inside its `with` block.
 
     Attributes:
-        sent_bytes: per kind, what the textbook ring algorithm of the operation puts on the wire from this rank.
+        sent_bytes: per kind, this rank's bytes on the wire by the textbook ring algorithm of the operation.
         sent_by_group: the same bytes per kind and name of the process group (of a mesh's axis:
             `mesh.get_group(axis).group_name`).
         num_messages: per kind, how many operations were issued.
@@ -119,7 +119,7 @@ class Meter(TorchDispatchMode):
             payload = args[1] if kind in (Kind.ALL_GATHER, Kind.REDUCE_SCATTER) else args[0]
         num_bytes = sum(t.numel() * t.element_size() for t in tree_flatten(payload)[0] if isinstance(t, Tensor))
         if kind is Kind.SEND and self._blocks and self._blocks[-1] in _KINDS_OF_BLOCKS:
-            # Added up until the block closes: only all messages together are what the collective sends.
+            # Added up until the block closes: a collective's bytes are those of all its messages together.
             self._in_block[name] += num_bytes
             return
         if num_bytes < self.smallest_counted_bytes:

@@ -1,16 +1,16 @@
 """Spans of computing, waiting and messages under way on one rank, recorded by an observer for pictures of a step.
 
-Nothing here runs unless somebody observes: `observe_ring` and `observe_waits` put wrappers in place for the time of a
+Nothing here runs without an observer: `observe_ring` and `observe_waits` put wrappers in place for the time of a
 block and take them away again, so the ring and torch.distributed pay nothing otherwise.
 
-[Note: what a ring waits for]
+[Note: waits of a ring]
     All time that `visits` takes to give the next slice is waiting for a slice, and all time in `gradient` and `pass_on`
     is waiting for a gradient, whatever the transport does there: waits, posts messages, copies. Computing alone would
     not need it. Additions that were kept back (`Ring.defer`) and are made there count as waiting too.
 
 [Note: under way]
-    A message is under way from when it is posted until somebody has waited for it: it may have come earlier, but nobody
-    knew. Shared memory has no messages.
+    A message is under way from its posting until a wait for it ends: it may have come earlier without notice. Shared
+    memory has no messages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rotorch.core.quantities import format_bytes
 from rotorch.pipelining.actions import Action
 
 _SHORTEST_WAIT_S = 5e-6
-"""Shorter ones are what looking takes."""
+"""Shorter waits are only the time of the check itself."""
 
 
 class Doing(StrEnum):
@@ -106,7 +106,7 @@ class Observer:
             self.actions.append(ActionSpan(action, chunk, start_s, time.perf_counter()))
 
     def wait(self, doing: Doing, name: str, call: Callable[[], Any]) -> Any:
-        """Returns what `call` returns, and notes its time as waiting; waits inside of it are part of it."""
+        """Returns the result of `call`, and records its time as waiting; waits inside of it are part of it."""
         # Part of the outer wait, which counts this time already.
         if self._waiting is not None:
             return call()
@@ -126,11 +126,11 @@ class Observer:
 
 @contextmanager
 def observe_ring(ring: Ring, observer: Observer, *, names: Sequence[str]) -> Iterator[None]:
-    """Tells `observer` of every visit and wait of `ring` within the block (see [Note: what a ring waits for]).
+    """Reports every visit and wait of `ring` within the block to `observer` (see [Note: waits of a ring]).
 
     Args:
-        ring: whose visits.
-        observer: is told.
+        ring: the observed ring.
+        observer: collects the spans.
         names: of the ring's items.
     """
     visits, gradient, pass_on = ring.visits, ring.gradient, ring.pass_on
@@ -167,7 +167,7 @@ def observe_ring(ring: Ring, observer: Observer, *, names: Sequence[str]) -> Ite
 
 @contextmanager
 def observe_waits(observer: Observer) -> Iterator[None]:
-    """Tells `observer` of every wait of this process for torch.distributed from Python, and of messages under way.
+    """Reports this process's waits for torch.distributed from Python, and messages under way, to `observer`.
 
     Sums in shared memory count as well. Waits inside of C++ (torch's DDP at the end of backward) do not pass here.
     """
@@ -175,7 +175,7 @@ def observe_waits(observer: Observer) -> Iterator[None]:
     wait, batch, wait_tensor = dist.Work.wait, dist.batch_isend_irecv, functional.wait_tensor
     sum_, maximum = SharedMemoryReduce.sum, SharedMemoryReduce.maximum
     under_way: dict[int, tuple[Any, Doing, str, float]] = {}
-    """Of each receive: its work (kept, so that its id stays its own), what it brings, and since when."""
+    """Per receive: its work (kept, so that its id stays its own), kind of span, name, and time of posting."""
 
     def observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         done = observer.wait(Doing.COLLECTIVE, "collective", lambda: wait(work, *args, **kwargs))

@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 _STEP = 1 << 24  # operations between the bases of two steps: more than a step can have
 _ALIGNMENT = 64
-_WORDS = 8  # 64 bytes: what two ranks write lies in different lines of the cache
+_WORDS = 8  # 64 bytes: counters of two ranks lie in different lines of the cache
 _SMALL_BYTES = 16 << 10  # up to this, reading all of it takes less than waiting for each other once more
 
 Combine = Callable[[Tensor, Tensor], None]

@@ -1,17 +1,17 @@
 """Memory that several processes of one host map: one file in a memory file system, and waiting for a number in it.
 
 [Note: one file]
-    Each rank allocates what is its own (so that a full disk is an error here and not a crash later, and pages lie in
-    the memory next to their owner's processor). The file is unlinked at once: when the last process is gone, so is
-    the memory. Should the process be killed before that, the next one to make such a file on this host removes it: its
-    name tells the process, and in which space of process ids it has this number (containers may share the file
-    system only). The same goes for the directory that a launcher makes for the files of its ranks.
+    Each rank allocates its own extents (so that a full disk is an error here and not a crash later, and pages lie in
+    the memory next to their owner's processor). The file is unlinked at once: when the last process has ended, the
+    memory is free. Should the process be killed before that, the next one to make such a file on this host removes it:
+    its name has the process's id and the id's pid namespace (containers may share the file system only). The same goes
+    for the directory that a launcher makes for the files of its ranks.
 
 [Note: the same memory]
-    Names do not tell who shares memory: containers have host names of their own or one in common, with one `/dev/shm`
-    or several, and a copied virtual machine has its original's names. A file that opens on both sides does not
-    tell either: on a network file system each host maps pages of its own. So every rank writes a random number
-    into the file through its own map, behind what others use, and looks for everybody's there once all have written.
+    Names do not show which ranks share memory: containers have host names of their own or one in common, with one
+    `/dev/shm` or several, and a copied virtual machine has its original's names. Nor does a file that opens on both
+    sides: on a network file system each host maps pages of its own. So every rank writes a random number into the file
+    through its own map, behind the shared bytes, and checks that all ranks' numbers are there once all have written.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from rotorch.core.quantities import format_bytes
 from rotorch.process.host_memory import SHARED_MEMORY, room_in
 
 _YIELDS = 2000  # then sleep: a rank that waits long must not take cycles from the one it waits for
-_SLEEP_S, _SLEEPS = 1e-4, 5000  # about a second; whoever waits longer need not be the first to know
+_SLEEP_S, _SLEEPS = 1e-4, 5000  # about a second; after longer waits a millisecond more does not matter
 _LONG_SLEEP_S = 1e-3
 _YIELDS_CROWDED = 20  # where ranks exceed cores, and so the one that is waited for may have none
 _MARK_BYTES = 16  # of a random number per rank
@@ -65,7 +65,7 @@ def share_file(num_bytes: int, *, group: dist.ProcessGroup | None, owned: Sequen
     Args:
         num_bytes: its length.
         group: the ranks; None for one alone, for which private memory will do.
-        owned: what this rank allocates.
+        owned: the extents that this rank allocates.
 
     Raises:
         SharedMemoryUnavailable: on all ranks: they are on several hosts, or the file system is missing or too small.
@@ -160,7 +160,7 @@ class Patience:
             ranks: numbers of the ranks, by position.
             what: what that rank owes, in the words of a message: "its part of a gradient".
             late: makes the message of a `RankFailure`.
-            meanwhile: what this rank can do for others while it waits.
+            meanwhile: makes this rank's additions that others may wait for.
 
         Raises:
             HeardFailure: the rank that owes it has ended.
@@ -251,7 +251,7 @@ def sweep(directory: Path) -> None:
         owner = _owner(file.name)
         if owner is None or _runs(owner):
             continue
-        with suppress(OSError):  # somebody else's, or swept by another job at this moment
+        with suppress(OSError):  # another user's, or swept by another job at this moment
             if file.is_dir() and not file.is_symlink():
                 shutil.rmtree(file, ignore_errors=True)
             else:
@@ -268,7 +268,7 @@ def has_ended(prefix: str) -> bool:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return not _runs(pid)
-    return state in "ZX"  # ended, though nobody has asked how
+    return state in "ZX"  # ended, though its parent has not reaped it
 
 
 def _owner(name: str) -> int | None:

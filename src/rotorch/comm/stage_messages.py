@@ -135,7 +135,7 @@ class StageMessages:
     Args:
         mesh: of the pipeline, one axis. All its ranks make them.
         device: of the tensors.
-        lines: what carries them; None: process groups.
+        lines: connections to carry them; None: process groups.
     """
 
     def __init__(self, mesh: DeviceMesh, *, device: torch.device, lines: Lines | None = None) -> None:

@@ -1,1 +1,1 @@
-"""Pure descriptions: what a model consists of, what a strategy does to it, and the errors users see. No torch."""
+"""Pure descriptions: the parts of a model, a strategy's layouts of them, and the errors that users see. No torch."""

@@ -2,7 +2,7 @@
 
 [Note: the cause]
     A rank that fails takes others with it: they lose their connections to it and raise, too, and may be seen to do so
-    earlier. Times of arrival say little on a busy machine, so the cause is told by the kind of each end. A rank that
+    earlier. Times of arrival say little on a busy machine, so the cause is told from the kind of each end. A rank that
     died comes first, since none dies of another's end; then the earliest that raised for a reason of its own; last one
     that only heard of a failure. While all failures are hearsay, the rank that caused them has not ended yet, so the
     other ranks are waited for. A process that is exiting is waited for in any case: its connections close before its

@@ -1,4 +1,4 @@
-"""Bytes of weights that ranks cut along their first dim and gather whole for use: what fsdp and zeropp share."""
+"""Bytes of weights that are cut along their first dim and gathered whole for use, for `fsdp` and `zeropp`."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def with_gathered_bytes(place: GridPlace, units: Sequence[Unit], *, in_flight: i
     blocks, grads = sum(map(place.block_bytes, shards)), sum(map(place.block_bytes, trained))
     gathering = blocks + (place.depth + 1) * _largest_message(place, shards)
     computing = blocks + in_flight + grads
-    # A message's own gradients are gone by the time its sum is there; gloo copies what it scatters.
+    # A message's own gradients are freed before its sum is complete; gloo copies the tensor that it scatters.
     summing = grads + (1 if shared else place.depth + 1) * _largest_message(place, trained)
     return max(gathering, computing, summing) - sum(map(place.held_bytes, trained))
 

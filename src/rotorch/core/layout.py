@@ -19,7 +19,7 @@ class Layout:
         resident_bytes: weights that this rank holds at rest.
         transient_bytes: further memory of its forward and backward at their peak (slots, gathered copies).
         slots_bytes: the part of these that stays from step to step: buffers that slices or blocks pass through.
-        transfers: what this rank sends in one step of one micro-batch.
+        transfers: this rank's messages in one step of one micro-batch.
         padding_bytes: memory of its weights at rest beyond themselves: room for larger slices that take their place, or
             for weights that are borrowed from another rank, and their gradients.
     """

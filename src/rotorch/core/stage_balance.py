@@ -5,10 +5,10 @@
     token goes to; in attention two per feature of all heads and per attended token, for scores and for values, half of
     which a causal mask leaves out. A look-up takes none, a head as any matrix. Backward takes twice as much as
     forward, and recomputing once more.
-    Memory is what is there from step to step (weights, gradients, two states of AdamW), and of each micro-batch that
-    waits for its backward what matrices gave, hidden states, and logits with their gradient. Where a stage is gathered
-    from its ranks, its weights and their gradients are there once more, whole. Both are estimates: what
-    counts is how layers compare with each other, and with a large head (DawnPiper, arXiv 2505.05856, measures instead).
+    Memory is the state that stays from step to step (weights, gradients, two states of AdamW), and for each micro-batch
+    that waits for its backward the outputs of matrices, hidden states, and logits with their gradient. Where a stage is
+    gathered from its ranks, whole weights and gradients are added. Both are estimates: only the comparison of layers
+    with each other, and with a large head, matters (DawnPiper, arXiv 2505.05856, measures instead).
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
             if place > last:
                 head_flops += 2 * tokens * used
                 logits += 2 * tokens * outputs * batch.loss_itemsize  # with their gradient
-            elif place >= 0:  # what lies before the layers is looked up
+            elif place >= 0:  # before the layers are look-ups, which take no products
                 flops[place] += 2 * tokens * used
                 kept[place] += tokens * outputs * batch.itemsize
     return tuple(

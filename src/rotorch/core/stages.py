@@ -81,7 +81,7 @@ def of_stages(spec: ModelSpec, *, mine: Callable[[int], bool]) -> ModelSpec:
     return replace(spec, units=tuple(units))
 
 
-# ---------------------------------------------------------------- what ranks hold and send
+# ---------------------------------------------------------------- layouts
 
 
 def check_stages(spec: ModelSpec, *, num_stages: int, strategy: str) -> None:

@@ -116,7 +116,7 @@ class GatheredBlocks(Memory):
             self._gathers = self._messages({name: () for name in self._leaves})
             trained = [name for name, leaf in self._leaves.items() if leaf.requires_grad]
             self._scatters = self._messages({name: self._axis_groups[name] for name in trained})
-        if torch.is_grad_enabled():  # the last step's would lie beside the whole ones of this step
+        if torch.is_grad_enabled():  # freed now: last step's gradients would lie beside this step's whole blocks
             self._sums = []
         for leaf in self._leaves.values():
             if leaf.shape:
@@ -157,7 +157,7 @@ class GatheredBlocks(Memory):
             for (name, part), rows in zip(parts.items(), message.rows, strict=True):
                 if (grad := self._leaves[name].grad) is not None:
                     part.copy_(grad[rows[layer].start : rows[layer].stop])
-        grad = None  # whole gradients go before their sum is there
+        grad = None  # the last reference: whole gradients are freed before their sum is made
         for name in message.names:
             self._leaves[name].grad = None
         mine = self._depth.reduce_scatter(whole.view(-1))

@@ -158,7 +158,7 @@ class Memory:
         return {name: leaf.grad.detach() for name, leaf in leaves if leaf.grad is not None}
 
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:
-        """Frees, after a pass, what no rank needs at rest."""
+        """Frees, after a pass, memory that no rank needs at rest."""
         return None
 
     def break_off(self, weights: Mapping[str, ShardedWeight], error: BaseException) -> None:

@@ -5,7 +5,7 @@ on every token alone, so each rank does them for a stretch of the tokens, and ke
 at the input of a module that needs them; partial sums are reduce-scattered along the sequence. Before the first layer
 and behind the last one activations are whole, so masks and positions are made for all tokens.
 
-[Note: who has which gradient]
+[Note: gradients of stretches]
     Outside of the layers, and in modules that every rank computes whole, activations and gradients are equal on all
     ranks. Inside, a rank's stretch and its gradient are its own, and weights that are used there (norms, biases that
     are added behind a sum) get partial gradients. See `ops/conjugates.py` for the other convention.
@@ -14,7 +14,7 @@ and behind the last one activations are whole, so masks and positions are made f
     A linear layer keeps its input for its weight's gradient: here that would be all tokens. So where autograd saves a
     view of the gathered tensor, the rank's own stretch is kept in its place, and backward gathers it once more.
 
-[Note: who draws what]
+[Note: random numbers]
     Dropout between modules differs from stretch to stretch; dropout inside of a module that all ranks compute whole
     must be equal. So a rank's generator is seeded with a number that all ranks share, plus its position, and anew
     behind every such module. The shared number is read back from the generator: a layer that is recomputed in backward
@@ -93,7 +93,7 @@ class TokenStretch:
 
     @contextmanager
     def drawn_alike(self) -> Iterator[None]:
-        """Makes all ranks draw the same inside the block, other numbers each time (see [Note: who draws what])."""
+        """Makes all ranks draw the same inside the block, other numbers each time (see [Note: random numbers])."""
         # Read back, not stored: a layer that is recomputed finds the number of its own forward here.
         shared = torch.initial_seed() - 1 - self.axis_group.position
         with drawn_alike(shared):
@@ -286,7 +286,7 @@ class _GatheredAgain:
         whole = self.alive
         if whole is None or tensor.dtype != self._dtype or storage_key(tensor) != self._key:
             return None
-        if whole._version != self._version:  # somebody wrote into it
+        if whole._version != self._version:  # it was written to
             return None
         self._num_left += 1
         return _View(self, tensor.shape, tensor.stride(), tensor.storage_offset())

@@ -6,7 +6,7 @@ forward sums and backward does nothing, since the gradient is whole on every ran
 outputs that are concatenated. All ranks of the axis call each of them in the same order, with tensors of equal shapes
 except for the dim that is cut.
 
-[Note: who owns a gradient]
+[Note: two conventions]
     Each function names the convention on its two sides. "Equal": the tensor is the same on all ranks, and its whole
     gradient too. "Part": the tensor or gradient is this rank's summand of a sum over ranks.
 """

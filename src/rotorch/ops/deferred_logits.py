@@ -1,4 +1,4 @@
-"""Logits that are not computed yet: what a language-model head returns where no rank should hold all of them.
+"""Logits that are not computed yet, returned by a language-model head where no rank should hold all of them.
 
 `DeferredLogits` stand for `[.., V]` logits. Operations between head and loss (scaling, soft caps, casts, flattening,
 shifting) are recorded, and replayed on the parts of the vocabulary that a strategy's head makes, one after another or
@@ -92,7 +92,7 @@ class DeferredLogits(TensorProxy):
             args, kwargs = (kwargs["input"],), {name: value for name, value in kwargs.items() if name != "input"}
         logits = args[0] if args and isinstance(args[0], DeferredLogits) else None
         if logits is not None and writes(func):
-            # The proxy is what the model's code holds, so it is returned, and now stands for the written logits.
+            # The model's code refers to the proxy, which from now on stands for the logits that were written.
             func(logits.real_logits(), *args[1:], **kwargs)
             return logits
         if logits is not None and logits.made is None:
@@ -175,7 +175,7 @@ def _keeps_last_dim(index: Any, dim: int) -> bool:
     if parts[-1] == slice(None):
         return True
     if Ellipsis in parts[:-1]:
-        return False  # what follows an ellipsis ends at the last dim
+        return False  # an index behind an ellipsis picks from the last dim
     return sum(p is not Ellipsis for p in parts) < dim
 
 

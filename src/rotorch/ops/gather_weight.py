@@ -32,7 +32,7 @@ def gather_weights(unit: RotatingUnit) -> list[Tensor]:
 
 def _gather(unit: RotatingUnit) -> list[Tensor]:
     if unit.whole is not None:
-        return [unit.whole.data]  # no view of what all passes share: it gets a graph of its own
+        return [unit.whole.data]  # not the tensor that all passes share: this one gets a graph of its own
     home = unit.ring.home_weights(unit.item)
     whole = [home.new_empty(weight.shape) for weight in unit.slices.weights]
     for visit in unit.visits(backward=False):

@@ -1,8 +1,8 @@
 """Weight gradients of linear layers that are computed later than the gradient of their input.
 
 Backward of `x W^T` makes two products that need nothing of each other. A pipeline sends the input's gradient on at once
-and makes the weight's where it would wait (Zero Bubble, arXiv 2401.10241). What is left for later are the layer's input
-and its output's gradient; the weight itself is not needed, so it may be gone by then.
+and makes the weight's where it would wait (Zero Bubble, arXiv 2401.10241). Later needs the layer's input and its
+output's gradient; the weight itself is not needed, so its memory may be free by then.
 
 Shapes: B tokens (all leading dims flattened), I input features, O output features.
 """

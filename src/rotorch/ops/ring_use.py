@@ -33,7 +33,7 @@ class RingUse(WeightUse):
         unit: the unit that it belongs to.
         head: True if products with it are logits, which the loss takes slice by slice.
         keep_logits: True if the loss keeps them for backward.
-        by_plan: True if the user's own plan says that it goes round; then no function gets it whole.
+        by_plan: True if the user's own plan says that it is cut; then no function gets it whole.
     """
 
     strategy: ClassVar[str] = "rtp"
@@ -53,9 +53,7 @@ class RingUse(WeightUse):
 
     def refusal(self) -> str | None:
         """Refuses weights of a user's own plan, which is taken literally."""
-        return (
-            "cannot take a weight that goes round. Give it no role in the plan, or use fsdp" if self.by_plan else None
-        )
+        return "cannot take a weight that rotates. Give it no role in the plan, or use fsdp" if self.by_plan else None
 
     @classmethod
     def gather(cls, uses: Sequence[RingUse]) -> list[Tensor]:
@@ -125,13 +123,13 @@ class InPlaceUse(RingUse):
         return func(x, whole, bias, *args, **kwargs)
 
     def copies_whole(self) -> bool:
-        """False: it lies there whole."""
+        """False: it is whole in shared memory already."""
         return False
 
 
 def use_on_ring(
     weight: Weight, unit: RotatingUnit, *, head: bool = False, keep_logits: bool = False, by_plan: bool = False
 ) -> RingUse:
-    """Returns the use of a weight by where its slices lie; see `RingUse`."""
+    """Returns the use of a weight according to its ring's memory; see `RingUse`."""
     made = VisitingUse if unit.whole is None else InPlaceUse
     return made(weight, unit, head, keep_logits, by_plan)

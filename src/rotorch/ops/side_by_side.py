@@ -26,7 +26,7 @@ from rotorch.core.spec import Range
 from rotorch.ops.ids_in_slice import add_rows
 from rotorch.ops.rotate import RotatingUnit
 
-_LAYERS_APART = 6  # about one block of a transformer: its activations' gradients are what waiting less costs
+_LAYERS_APART = 6  # about one block of a transformer: deferred additions keep its activations and their gradients
 
 AddToSlice = Callable[[Tensor, bool, Range], None]
 """Called with a slice's gradient, True if it holds nothing yet, and the slice's range; adds this rank's part."""

@@ -54,8 +54,8 @@ def summa_linear(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor | None = No
 def summa_table_linear(grid: Grid, x: Tensor, table: Tensor, *, num_rows: Sequence[int]) -> Tensor:
     """`x [.., I]` times the transpose of a table whose block is `table [num_rows[i], I]`: `[.., num_rows[j]]`.
 
-    Differentiable; called as `summa_linear`. Per rank it sends q-1 blocks of the table, and of what it returns; in
-    backward both and the table's gradient.
+    Differentiable; called as `summa_linear`. Per rank it sends q-1 blocks of the table and of its result; in backward
+    both, and the table's gradient.
 
     Args:
         grid: this rank's place, i, j.

@@ -3,7 +3,7 @@
 [Note: one recurrence]
     An action's predecessors do not depend on costs: the computation before it on its rank, its inputs, and the action
     before it on its line or lane. So a table becomes a list of actions, each behind its predecessors, and a makespan
-    takes one maximum and one sum per action (see simulate.py, [Note: what runs at the same time]).
+    takes one maximum and one sum per action (see simulate.py, [Note: concurrency]).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Makespan:
                     places[rank] += 1
                     moved = True
         if any(place < len(row) for place, row in zip(places, schedule.rows, strict=True)):
-            simulate(schedule)  # says who waits for whom
+            simulate(schedule)  # raises an error that names the ranks that wait for each other
             raise AssertionError(f"{schedule.name}: stuck")
         return found
 

@@ -1,6 +1,6 @@
 """Simulation of a table: the time of every action, the idle time of ranks, and their memory at each moment.
 
-[Note: what runs at the same time]
+[Note: concurrency]
     A rank runs one computation at a time. Beside it, messages to each other rank go one after another, and so do the
     rank's gathers and sums. A computation waits for its weights and its input, a message for both of its ends. With
     `blocking` a rank stands still from its SEND or RECV until the message has arrived; without `hides_sums` it does so
@@ -173,7 +173,7 @@ def simulate(
     blocking: bool = False,
     hides_sums: bool = True,
 ) -> Simulation:
-    """Simulates a table (see [Note: what runs at the same time]).
+    """Simulates a table (see [Note: concurrency]).
 
     Args:
         schedule: lowered; plain rows are lowered first.

@@ -15,7 +15,7 @@
 [Note: autograd's threads]
     The first backward pass of a process starts one thread per device other than the CPU, and no process forked after
     that may compute gradients. Builds for CUDA do so without a GPU, too, once a `FakeTensorMode` was entered (by
-    torch.compile, or by what DTensor asks of shapes): it puts a stand-in with eight devices in place of the driver. A
+    torch.compile, or by DTensor's propagation of shapes): it replaces the driver by a fake one with eight devices. A
     backward pass before all others finds no device, and starts no threads: for good, in this process and its forks.
 """
 
@@ -58,7 +58,7 @@ def forking() -> Iterator[None]:
     _end_openmp_threads()
     forget_meshes()
     if before not in (None, _forking):
-        gc.collect()  # in a process that was forked itself, what is frozen stays so
+        gc.collect()  # in a process that was forked itself, frozen objects stay frozen
     gc.freeze()
     try:
         yield

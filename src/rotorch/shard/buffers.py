@@ -3,7 +3,7 @@
 [Note: running statistics]
     Every rank normalises by the statistics of its own micro-batch, as under torch's DDP, and moves its buffers
     accordingly. Buffers that are saved with the model and that any rank has written during a step become the mean over
-    all ranks at its end. For running means that is what one process with all the data would have; running variances
+    all ranks at its end. For running means that equals one process with all the data; running variances
     are the mean of variances within micro-batches. Integers (counters) stay each rank's own, since every rank makes the
     same number of passes; so do buffers that are not saved, which belong to the rank alone.
 """

@@ -33,7 +33,7 @@ class GradientHooks:
     @contextmanager
     def called_after(self, *, all_gradients: bool = True) -> Iterator[None]:
         """Encloses a backward and calls hooks at its end, unless it raised or was not for the weights' gradients."""
-        # fully_shard would call what comes after accumulation itself, before replicas are summed.
+        # fully_shard would call hooks after accumulation itself, before replicas are summed.
         taken = {n: hooks for n, h in self._weights.items() if (hooks := take_hooks_after_accumulation(h.parameter))}
         before = self._set_aside() if all_gradients else {}
         try:

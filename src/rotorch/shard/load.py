@@ -70,7 +70,7 @@ def load_stored(
         may_lack=may_lack,
         may_have=may_have,
     )
-    give_back_freed_memory()  # what finding out took
+    give_back_freed_memory()  # of the check
     for name, held in weights.items():
         if (there := found[name]) is not None:
             for chunk in held.chunks:

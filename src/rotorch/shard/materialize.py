@@ -3,7 +3,7 @@
 [Note: counter-based]
     A model's own initialisation code is recorded as recipes (shard/recipes.py), which are replayed here on the slices
     that a rank holds. Random numbers are a function of (seed, weight name, global index of the element), so
-    every strategy and world size gets the same weights, and no rank ever makes a tensor larger than what it keeps.
+    every strategy and world size gets the same weights, and no rank ever makes a tensor larger than its own part.
 """
 
 from __future__ import annotations

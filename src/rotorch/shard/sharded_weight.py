@@ -285,7 +285,7 @@ class ShardedWeight:
             allocate(self.local)
 
     def free(self) -> None:
-        """Frees the memory of `local`, unless others lie in it; what shares its storage is there without values."""
+        """Frees the memory of `local`, unless it has other tensors; tensors in its storage lose their values."""
         if self.owns_storage:
             free(self.local)
 

@@ -1,6 +1,6 @@
 """The ring over point-to-point messages with the least memory: slices replace each other in one buffer.
 
-[Note: who travels]
+[Note: slices that travel]
     Without a second buffer a slice cannot be fetched while another one is used, so slices hop: after each visit every
     rank sends the slice that it holds to one neighbour and receives the other neighbour's in its place, through a
     bounce of a few MiB (the in-place rotation of arXiv 2311.01635). Home buffers themselves are sent and received into:

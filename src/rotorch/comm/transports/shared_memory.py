@@ -1,7 +1,7 @@
 """The ring over shared memory: ranks on one host map each other's slices and read them in place. Nothing moves.
 
 All weights, gradients and turn counters lie in one file in a memory file system, which all ranks of the ring map; each
-rank allocates what is its own (`comm/shared_file.py`).
+rank allocates its own extents (`comm/shared_file.py`).
 
 [Note: side by side]
     An item's slices lie one after another and form one tensor: a weight that can be read in place can be read whole,
@@ -233,7 +233,7 @@ class SharedMemoryRing(Ring):
             return
         here = self.status.now
         self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % self.size)
-        # While waiting: the rank that this one waits for may itself wait for what this one has kept back.
+        # Meanwhile: the rank that this one waits for may itself wait for additions that this one has deferred.
         self._patience.wait(
             lambda: turns[item] >= visit.turn or bool(self._who_left()),
             whom=lambda: self._who_adds(int(turns[item]), visit.index),
@@ -265,4 +265,4 @@ class SharedMemoryRing(Ring):
     def restore_owners(self, *, after: BaseException | None = None) -> None:
         if after is not None:  # weights are at home; see [Note: a step that is broken off]
             announce(self._broken_off[self.position], 0, self._base, fence=self._fence)
-            self._deferred = []  # with what they would be made from
+            self._deferred = []  # this frees their operands

@@ -24,7 +24,7 @@ Has not run on a GPU yet: its order of events is held by tests over `rotorch.tes
     So a hop has the compute of two slices to hide behind: the one during which the sum arrives and the one during which
     it is passed on. The part of one's own slice is made in the home gradient, to which the inbox is added.
 
-[Note: nobody waits for a later one]
+[Note: waits lead to earlier visits]
     In visit j a rank waits for the sum that the rank before it sent in visit j-1, and for the next rank to have taken
     in its visit j what it was sent in visit j-1. All waits lead to earlier visits: however far ranks are apart, and
     wherever a host stops (to load a kernel, say), nothing waits in a circle.
@@ -52,7 +52,7 @@ from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemory
 from rotorch.core.errors import RankFailure
 
-_ALIGNMENT = 256  # bytes between the starts of slices: what matrix products and copy engines like
+_ALIGNMENT = 256  # bytes: matrix products and copy engines are fastest on slices that start at a multiple
 _SIGNALS = 2  # channels of a step: the sum has come; the inbox is free
 
 
@@ -209,7 +209,7 @@ class SymmetricMemoryRing(Ring):
         self._passes.enter(this)
         here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
         for step, index in enumerate(self.order(backward=backward)):
-            self.status.now = here + index  # of what this rank has given its GPU to do, not of what that is at
+            self.status.now = here + index  # the host's position: the GPU may still be at an earlier slice
             slot, weights = self._arrive(this, step, index) if fetch else (None, None)
             ahead = self._passes.next_fetch(this, step)
             if ahead is not None and self._in_flight is None:

@@ -1,1 +1,1 @@
-"""`atp`: see `plan.py` for what it is, `apply.py` for how."""
+"""The `atp` strategy: `plan.py` describes it, `apply.py` holds a model for it."""

@@ -1,1 +1,1 @@
-"""`ddp`: see `plan.py` for what it is, `apply.py` for how."""
+"""The `ddp` strategy: `plan.py` describes it, `apply.py` holds a model for it."""

@@ -82,7 +82,7 @@ class ReplicatedHolding(OuterHolding):
         super().__init__(inner)
         self._mesh = mesh
         self._before: dict[str, Tensor | None] = {}
-        """The DTensors of those gradients, whose memory a step's own gradients may lie in."""
+        """Earlier gradients' DTensors, in whose memory a step's own gradients may lie."""
         self.loss_scale = inner.loss_scale
         replica = mesh.get_local_rank()
         self.weights = {
@@ -136,7 +136,7 @@ class ReplicatedHolding(OuterHolding):
 
 
 def apply(setup: Setup) -> Holding:
-    """Holds the model whole on every rank, or replicates what the strategy inside holds."""
+    """Holds the model whole on every rank, or replicates the inner strategy's holding."""
     if setup.inner is not None:
         return ReplicatedHolding(setup.inner, mesh=setup.mesh)
     setup.prepare_blocks()

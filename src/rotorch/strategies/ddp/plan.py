@@ -11,7 +11,7 @@ Picture (4 ranks over time; R = all-reduce of a bucket, under the rest of backwa
     rank 3 | F3 F3 F3 B3 B3R B3R R step |
 
 Layout
-    Every weight whole on every rank: `W[F, D]`. Over another strategy (`ddp=2,rtp=4`): what that strategy holds.
+    Every weight whole on every rank: `W[F, D]`. Over another strategy (`ddp=2,rtp=4`): that strategy's layout.
 
 Cost
     Resident P. Sent 2 (n-1)/n G per rank and step, hidden under backward.
@@ -34,11 +34,11 @@ from rotorch.core.traffic import all_reduce
 
 
 class DDP(Strategy):
-    """`size` replicas of the model, or of what the strategy inside holds. Written `ddp=2`.
+    """`size` replicas of the model, or of the inner strategy's holding. Written `ddp=2`.
 
     Attributes:
         size: number of replicas.
-        recompute: what backward computes again: nothing, or every repeated block from its inputs (activation
+        recompute: computed again in backward: nothing, or every repeated block from its inputs (activation
             checkpointing). Over another strategy that one decides.
     """
 

@@ -1,1 +1,1 @@
-"""`fsdp`: see `plan.py` for what it is, `apply.py` for how."""
+"""The `fsdp` strategy: `plan.py` describes it, `apply.py` holds a model for it."""

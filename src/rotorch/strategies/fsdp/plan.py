@@ -39,7 +39,7 @@ class FSDP(Strategy):
     Attributes:
         size: number of ranks.
         reshard: free a block's gathered weights after its forward (and gather them again for backward).
-        recompute: what backward computes again: nothing, or every repeated block from its inputs (activation
+        recompute: computed again in backward: nothing, or every repeated block from its inputs (activation
             checkpointing); gathers nothing more.
     """
 

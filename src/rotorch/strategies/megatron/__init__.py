@@ -1,1 +1,1 @@
-"""`megatron`: see `plan.py` for what it is, `apply.py` for how."""
+"""The `megatron` strategy: `plan.py` describes it, `apply.py` holds a model for it."""

@@ -26,9 +26,9 @@ Cost (unit of P bytes, n ranks, activations of A bytes at its input and output)
     hides      Nothing: the next product needs the sum.
 
     along      With `sequence_parallel` (Korthikanti et al., arXiv 2205.05198) a rank has 1/n of the tokens between
-    tokens     attentions and MLPs, so norms, dropout and the residual stream take 1/n of the work and of what autograd
-               keeps. Each sum becomes a reduce-scatter and an all-gather, for the same bytes; what a linear layer would
-               keep of all tokens is gathered again in backward, (n-1)/n A for each attention and MLP. Once per pass A
+    tokens     attentions and MLPs, so norms, dropout and the residual stream take 1/n of the work and of saved
+               activations. Each sum becomes a reduce-scatter and an all-gather, for the same bytes; a linear layer's
+               input is not saved but gathered again in backward, (n-1)/n A for each attention and MLP. Once per pass A
                is gathered behind the last layer, and its gradient before the first. Gradients of norms and of biases
                behind sums are parts, and join the one sum of a step.
     changed    `sync_fraction=p` sums the first p of an output's channels only, and p A moves; the others stay each
@@ -38,10 +38,10 @@ Cost (unit of P bytes, n ranks, activations of A bytes at its input and output)
 Deviations
     Local tensors and these sums in place of torch's DTensor styles: modules run as they are, cuts may be uneven, fused
     in one matrix, or tied (docs/decisions). Where heads do not divide evenly the first ranks compute one more; where
-    there are fewer than ranks the last hold none and wait. With `sync_fraction` gradients are the derivative of what
-    forward computes; that takes the sum in backward at a unit's output and not at its input. With `sequence_parallel`
-    the embedding, the last norm and the head see all tokens, since masks and positions are made from what the embedding
-    gives; what has no pipeline plan, which says where its layers are, is refused. Under autocast a linear layer keeps
+    there are fewer than ranks the last hold none and wait. With `sync_fraction` gradients are the exact derivative
+    of forward; so backward sums at a unit's output and not at its input. With `sequence_parallel` the embedding, the
+    last norm and the head see all tokens, since masks and positions are made from the embedding's output; models
+    without a pipeline plan, which names their layers, are refused. Under autocast a linear layer keeps
     its converted input, of all tokens.
 """
 
@@ -238,12 +238,12 @@ class Megatron(Strategy):
 
 
 def output_width(unit: Unit) -> int:
-    """Features at the output of a MODULE unit: what its row-wise weights make."""
+    """Features at the output of a MODULE unit: the outputs of its row-wise weights."""
     return next((w.shape[-2] for w in unit.weights if _is_row(w)), 0)
 
 
 def input_width(unit: Unit) -> int:
-    """Features at the input of a MODULE unit: what its column-wise weights take."""
+    """Features at the input of a MODULE unit: the inputs of its column-wise weights."""
     return next((w.shape[-1] for w in unit.weights if len(w.shape) > 1 and not _is_row(w)), 0)
 
 

@@ -1,1 +1,1 @@
-"""`pp`: see `plan.py` for what it is, `apply.py` for how."""
+"""The `pp` strategy: `plan.py` describes it, `apply.py` holds a model for it."""

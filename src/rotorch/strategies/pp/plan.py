@@ -17,7 +17,7 @@ Layout
     on the way there and one on the way back.
 
 Cost (P ranks, M micro-batches, hidden states of A bytes)
-    resident   P-th part of the weights, more or less: what is even is the time that stages take, head included
+    resident   P-th part of the weights, more or less: stages are balanced by their time, head included
                (core/stage_balance.py), within `rank_memory=2GiB` where that is written; or write `layers=3-5`.
     sent       A per micro-batch and boundary in forward, A in backward.
     hides      Tensors: receives are posted ahead. Ranks wait (P-1)/(M+P-1) of the time in both schedules; 1F1B keeps
@@ -26,7 +26,7 @@ Cost (P ranks, M micro-batches, hidden states of A bytes)
 
 Deviations
     Stages run the model's own forward (models/stages.py). An embedding tied to a head is held by the first stage; the
-    last borrows it for a step. What all ranks of a stage gather (`pp=2,fsdp=2`) is gathered once per `unit` of
+    last borrows it for a step. Stages in shards (`pp=2,fsdp=2`) are gathered once per `unit` of
     micro-batches and direction, not per micro-batch. Under ZB-H1 and ZBV weight gradients of linear layers are put off,
     those of others are not; inside of `rtp` and `megatron`, which run layers their own way, none are.
 """

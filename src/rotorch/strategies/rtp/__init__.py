@@ -1,1 +1,1 @@
-"""`rtp`: see `plan.py` for what it is, `apply.py` for how."""
+"""The `rtp` strategy: `plan.py` describes it, `apply.py` holds a model for it."""

@@ -25,7 +25,7 @@ Cost (unit of P bytes, n ranks)
     sent       (n-1)/n (P + P + P): weights in forward, weights and gradients in backward; nothing over shared memory.
                Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`),
                unless logits become real: for another loss than a plain cross-entropy, or a bias that is whole.
-               In place, what backward does not ask for, or what is used twice, hops home once more: P/n.
+               In place, slices that backward does not need, or that are used twice, hop home once more: P/n.
     hides      A fetch hides behind the compute of the slice before it, a gradient's hop behind that of the next slice;
                over symmetric memory, behind that of two. In place, only the first few MiB of a hop do.
 

@@ -1,1 +1,1 @@
-"""`single`: see `plan.py` for what it is, `apply.py` for how."""
+"""The `single` strategy: `plan.py` describes it, `apply.py` holds a model for it."""

@@ -1,7 +1,7 @@
 """single: one process, nothing moves.
 
 Idea
-    The model as it is. The same code path as every other strategy with one rank, and what they are compared with.
+    The model as it is. The same code path as every other strategy with one rank, and the reference for all of them.
 
 Picture
     rank 0 | F F F F B B B B step |
@@ -29,7 +29,7 @@ class Single(Strategy):
     """One process holds everything. Written `single`, or `single[recompute=block]`.
 
     Attributes:
-        recompute: what backward computes again: nothing, or every repeated block from its inputs (activation
+        recompute: computed again in backward: nothing, or every repeated block from its inputs (activation
             checkpointing).
     """
 

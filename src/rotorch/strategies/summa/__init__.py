@@ -1,1 +1,1 @@
-"""`summa`: see `plan.py` for what it is, `hold/grid.py` for how."""
+"""The `summa` strategy: `plan.py` describes it, `hold/grid.py` holds a model for it."""

@@ -15,7 +15,7 @@ Picture (q = 2; y = x W; a digit pair is a block's row and column)
 Layout
     `W[D_row, F_col]`, `E[V_row, D_col]`, norms and biases `[D_col]`, activations `[b/q, s, D_col]`.
 
-Cost (a layer of P bytes of weights; x, w what this rank has of its inputs and weights)
+Cost (a layer of P bytes of weights; x, w this rank's parts of its inputs and weights)
     Resident P/q^2. Transient one or two blocks of other ranks and two or three parts of gradients; over shared memory
     slots as large as the largest blocks. Sent (q-1) (x + w) in forward, twice that in backward; numbers per token for
     norms and the loss.

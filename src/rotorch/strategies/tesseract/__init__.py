@@ -1,1 +1,1 @@
-"""`tesseract`: see `plan.py` for what it is, `hold/grid.py` for how."""
+"""The `tesseract` strategy: `plan.py` describes it, `hold/grid.py` holds a model for it."""

@@ -1,1 +1,1 @@
-"""`zeropp`: see `plan.py` for what it is, `schedule.py` for the order of its ranks, `apply.py` for how."""
+"""The `zeropp` strategy: `plan.py` describes it, `schedule.py` orders its ranks, `apply.py` holds a model for it."""

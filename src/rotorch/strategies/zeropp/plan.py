@@ -54,7 +54,7 @@ class ZeroPP(StageStrategy):
 
     Attributes:
         shards: number of ranks that share a stage, each with micro-batches of its own.
-        inner: what those ranks do with it: gather its shards ("fsdp"), or rotate them ("rtp").
+        inner: how these ranks share it: they gather its shards ("fsdp"), or rotate them ("rtp").
 
     The others are those of `StageStrategy`; `chunks`, left out, is 1, and `unit` the fewest micro-batches that leave no
     bubble but that of filling the pipeline, or all of a step.
@@ -107,7 +107,7 @@ class ZeroPP(StageStrategy):
             gathers=[Phase.FORWARD, Phase.BACKWARD],
             transient_bytes=2 * unit.num_bytes,
         )
-        # What is lent to another stage, and its gradient, travels from shard to shard.
+        # A weight that another stage borrows, and its gradient, travels from shard to shard.
         scaled = [_scaled(t, by=shards.resident_bytes, of=unit.num_bytes) for t in held.transfers]
         resident = shards.resident_bytes if held.resident_bytes else 0
         return replace(shards, resident_bytes=resident, transfers=(*shards.transfers, *scaled))

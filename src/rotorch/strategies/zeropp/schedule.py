@@ -2,9 +2,9 @@
 
 [Note: the order of a rank]
     Micro-batches are grouped into units of U. A rank takes a unit's forwards chunk by chunk, its backwards chunk by
-    chunk the other way, and the next unit's forwards when all its backwards are started. What is ready goes in this
-    order: input gradients, which others wait for; forwards; weight gradients, which nobody waits for and which fill the
-    gaps, also of the next unit.
+    chunk the other way, and the next unit's forwards when all its backwards are started. Among ready actions the order
+    is: input gradients, which other ranks wait for; forwards; weight gradients, which no rank waits for and which fill
+    the gaps, also of the next unit.
 
 [Note: the bubble]
     With forward, input and weight gradient of one slot each, rank 0 is through with the forwards of a unit before its
@@ -13,8 +13,8 @@
     fills: P - 1 chunk slots of 3VM + P - 1, where 1F1B has 3V (P - 1).
 
 [Note: pending weight gradients]
-    Where forwards always find something ready, weight gradients only wait. With no limit, what is kept for them grows
-    with every unit (P = 4, V = 1, U = 7: 10 micro-batches after 4 units, 38 after 32). So a unit's forwards also wait
+    Where forwards are always ready, weight gradients only wait. With no limit, the memory kept for them grows with
+    every unit (P = 4, V = 1, U = 7: 10 micro-batches after 4 units, 38 after 32). So a unit's forwards also wait
     until weight gradients of at most `pending_units` whole units are open, which bounds what is in flight by so many
     units and one. If U >= 2P - 1 and M is a multiple of U, none need be pending: a unit's own gaps take all of them,
     and the bubble is the same. Else those of one unit are kept for the next one's gaps. A short unit at the end still
