@@ -48,7 +48,7 @@ class Agreement:
     Args:
         store: a store that all ranks reach and that was not used for an agreement before.
         rank: this one.
-        num_ranks: how many there are.
+        num_ranks: number of ranks.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, num_ranks: int) -> None:

@@ -28,7 +28,7 @@ def fresh_store(shared: dist.Store, *, rank: int, num_ranks: int, timeout_s: flo
     Args:
         shared: the store, which may hold anything already.
         rank: this one.
-        num_ranks: how many there are.
+        num_ranks: number of ranks.
         timeout_s: how long to wait for others.
 
     Raises:

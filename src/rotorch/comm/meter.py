@@ -58,7 +58,7 @@ class Meter(TorchDispatchMode):
         sent_bytes: per kind, this rank's bytes on the wire by the textbook ring algorithm of the operation.
         sent_by_group: the same bytes per kind and name of the process group (of a mesh's axis:
             `mesh.get_group(axis).group_name`).
-        num_messages: per kind, how many operations were issued.
+        num_messages: per kind, number of operations issued.
         smallest_counted_bytes: operations with a smaller payload (the token count of a step) are left out.
         not_counted: names of operations that send something but have no rule in the meter, with their number.
     """

@@ -147,7 +147,7 @@ class Ring(ABC):
         here.
         """
         self.fresh = list(fresh)
-        # What is left here is of a step that broke off: nobody uses its gradients.
+        # Left over from a step that broke off, whose gradients are not used.
         self._deferred = []
 
     @abstractmethod

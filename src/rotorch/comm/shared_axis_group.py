@@ -8,7 +8,7 @@ number of its readers, and no message is taken apart and put together.
     Blocks and parts go through lanes, each with a file of its own: whole tensors for everybody (`blocks`, sums over all
     ranks), and parts for one rank each (`sums`). All ranks make the same calls in the same order, so they all know the
     number of a lane's next operation, and how large it is. A rank's slot in a lane is used again when its readers are
-    past the operation that it was used for; each rank announces how far it is. A lane that is too small is made
+    past the operation that it was used for; each rank announces its progress. A lane that is too small is made
     anew, by all ranks in the same operation; readers keep the old one as long as they need it.
 
 [Note: homes]

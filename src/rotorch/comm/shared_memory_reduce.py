@@ -1,6 +1,6 @@
 """Small all-reduces of ranks that share a host, through memory that all of them map.
 
-A step has a few numbers that all ranks wait for: how many targets there are, its loss, gradients of norms. As messages
+A step has a few numbers that all ranks wait for: the number of targets, its loss, gradients of norms. As messages
 over gloo each of these costs milliseconds on a busy host (a thread must be woken on every rank, and then the one that
 waits for it), which is much of a step of few tokens. Here every rank writes its part and reads the others'.
 

@@ -181,7 +181,7 @@ class StageMessages:
                 leaves = self._lines.send(payload, to=to, tag=_tag(tag, _TENSOR))
                 self._under_way[to, tag].append((leaves, payload))
         if state == _OTHERWISE and tensor is not None and tensor.numel():
-            # As a header, since tagged: over NCCL it would be taken by the receive of the next tensor.
+            # Tagged, like a header: as an untagged tensor it would meet the receive of the next tensor.
             on_cpu = tensor.cpu().contiguous()
             leaves = self._lines.send_header(on_cpu, to=to, tag=_tag(tag, _BEHIND))
             self._under_way[to, tag].append((leaves, on_cpu))

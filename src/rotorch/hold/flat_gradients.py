@@ -63,6 +63,7 @@ class FlatGradients(Memory):
         """Sums each buffer over its ranks. A weight that no pass has used counts as zeros."""
         for (axis_groups, _), flat in self._flat.items():
             for axis_group in axis_groups:
+                # One after another: together the sums over single axes are the sum over all their ranks.
                 axis_group.all_reduce(flat)
         return super().complete(weights)
 

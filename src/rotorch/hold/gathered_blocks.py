@@ -143,6 +143,7 @@ class GatheredBlocks(Memory):
         for message in self._scatters:
             found |= self._scatter(message)
         for name, leaf in self._leaves.items():
+            # Scalars are whole on all layers: they travel in no message and are summed one by one.
             if not leaf.shape and leaf.requires_grad:
                 found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
                 for axis_group in self._axis_groups[name]:

@@ -58,6 +58,7 @@ class GridHolding(ShardsHolding):
         self.grid = Grid(make(DOWN), make(ACROSS))
         self._rank = 0
         for axis_group in self._all_axis_groups():
+            # A number of its own for each rank of the grid, which makes its random numbers its own (`unsharded`).
             self._rank = self._rank * axis_group.size + axis_group.position
         parameters = dict(setup.module.named_parameters())
         self._sizes = {"size": self.grid.down.size, "row": self.grid.down.position, "column": self.grid.across.position}

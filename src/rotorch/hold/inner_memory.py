@@ -42,6 +42,7 @@ class InnerMemory(Memory):
         """Hands gradients that the user has not cleared to the inner holding, which starts next."""
         for name, inner in self._inner.items():
             held = weights[name]
+            # The user sees, and may have frozen, the outer parameter only.
             inner.parameter.requires_grad_(held.parameter.requires_grad)
             before = held.local_grad if name in self._owned else None  # a borrowed weight's is of this step only
             if before is None:

@@ -188,7 +188,7 @@ class PipelineStep:
         with self._staged.stage(stage, received=received):
             try:
                 output = self._run(self._micro_batches[number])
-            # The model's code ends here: layers of later stages are not on this rank.
+            # Raised behind the stage's last layer: the rest of the model's code belongs to later stages.
             except StageOutput as end:
                 output = end.hidden_states
                 # Detached: a next stage on this rank must not reach into this stage's graph.

@@ -81,6 +81,7 @@ class RingMemory(Memory):
             name: self._gradients[name]
             for item, names in self._units.items()
             for name in names
+            # Still fresh: no backward has come to this item, so its buffer holds nothing of this step.
             if not self._ring.fresh[item] and weights[name].parameter.requires_grad
         }
         return {**super().complete(weights), **home}

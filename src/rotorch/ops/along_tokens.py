@@ -18,7 +18,7 @@ and behind the last one activations are whole, so masks and positions are made f
     Dropout between modules differs from stretch to stretch; dropout inside of a module that all ranks compute whole
     must be equal. So a rank's generator is seeded with a number that all ranks share, plus its position, and anew
     behind every such module. The shared number is read back from the generator: a layer that is recomputed in backward
-    (`torch.utils.checkpoint`) finds there what it found in forward, whatever has run in between.
+    (`torch.utils.checkpoint`) finds the number of its forward there, even if other layers ran in between.
 
 Shapes: B sequences, T tokens, S tokens of this rank, D features.
 """

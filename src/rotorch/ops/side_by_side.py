@@ -38,7 +38,7 @@ def linear_side_by_side(unit: RotatingUnit, x: Tensor, *, bias: RotatingUnit | T
     Returns `[.., O]`. Differentiable in `x`, a plain `bias` and, through the ring, the weights.
     """
     unit.ring.status.now = unit.forward_place
-    unit.ring.flush_ready()  # other ranks may be waiting for what this one has deferred
+    unit.ring.flush_ready()  # other ranks may be waiting for additions that this one has deferred
     cut_bias, plain = (bias, None) if isinstance(bias, RotatingUnit) else (None, bias)
     if not torch.is_grad_enabled() or not (unit.trained or any(t is not None and t.requires_grad for t in (x, plain))):
         return F.linear(x, _whole(unit), plain if cut_bias is None else _whole(cut_bias))

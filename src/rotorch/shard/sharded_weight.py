@@ -291,7 +291,7 @@ class ShardedWeight:
 
 
 class WayBack:
-    """From a parameter to what this rank holds of its weight. Copies and pickles of a parameter have no such way."""
+    """The way from a parameter to its weight on this rank. Copies and pickles of a parameter have no such way."""
 
     def __init__(self, held: ShardedWeight | None = None) -> None:
         self.held = held

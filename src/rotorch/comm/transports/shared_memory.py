@@ -12,7 +12,7 @@ rank allocates its own extents (`comm/shared_file.py`).
     rank, and so does the visit of its own slice. A converted copy at each home would take memory all the time.
 
 [Note: turns]
-    Gradients are added in the owner's memory. A slice's turn counter says how many visits it has had in this step;
+    Gradients are added in the owner's memory. A slice's turn counter counts its visits in this step;
     the rank whose turn it is adds and increments. Each step has its own base, written by the owner once its optimizer
     is done with the last gradient, so a step that was abandoned half-way leaves nothing to clean up.
 

@@ -7,9 +7,9 @@ Has not run on a GPU yet: its order of events is held by tests over `rotorch.tes
     lane of its own, while the slice before it is computed with; also across units (see passes.py). No rank is asked or
     told: weights are read-only from the barrier in `start`, which comes after every rank's optimizer, to the end of the
     step. A slot is filled again when the compute that was queued before the fetch has finished with it. A rank's own
-    slice is used where it lies. Where slices visit in another precision than they have at home,
-    a kernel converts them on the way instead (own slices too), so no second copy of the weights stays; what crosses
-    the link is then the larger of the two.
+    slice is used where it lies. Where slices visit in another precision than they have at home, a kernel converts them
+    on the way instead (own slices too), so no second copy of the weights stays; the link then carries the slice as it
+    is at home, the larger of the two forms.
 
 [Note: hops]
     A rank makes its part of a slice's gradient in a buffer of its own, at once and without adding. The sum of the ranks
@@ -25,13 +25,13 @@ Has not run on a GPU yet: its order of events is held by tests over `rotorch.tes
     it is passed on. The part of one's own slice is made in the home gradient, to which the inbox is added.
 
 [Note: waits lead to earlier visits]
-    In visit j a rank waits for the sum that the rank before it sent in visit j-1, and for the next rank to have taken
-    in its visit j what it was sent in visit j-1. All waits lead to earlier visits: however far ranks are apart, and
-    wherever a host stops (to load a kernel, say), nothing waits in a circle.
+    In visit j a rank waits for the sum that the rank before it sent in visit j-1, and for the next rank to have taken,
+    in its visit j, the sum that it was sent in visit j-1. All waits lead to earlier visits: at any distance between
+    ranks, and wherever a host stops (to load a kernel, say), there is no circular wait.
 
 [Note: abandoned steps]
-    A step that all ranks leave halfway may leave signals behind that nobody takes. Every second step uses the same
-    channels, and a rank takes what is left on them before the barrier of `start`, after which others may signal again.
+    A step that all ranks leave halfway may leave signals behind that no rank takes. Every second step uses the same
+    channels, and a rank clears its signals on them before the barrier of `start`, after which others may signal again.
 
 A neighbour that never signals would keep this rank's GPU waiting for ever; the host notices at the next `start`.
 """

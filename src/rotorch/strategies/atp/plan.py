@@ -99,7 +99,7 @@ class ATP(Strategy):
         d1: ranks of the first axis.
         d2: ranks of the second.
         order: over which axis interiors are cut: "column_first" over the first, "row_first" over the second.
-        chunks: in how many parts of the tokens a product is computed whose sum over the features' axis follows.
+        chunks: number of parts of the tokens in a product whose sum over the features' axis follows.
     """
 
     kind: ClassVar[str] = "atp"

@@ -2,8 +2,8 @@
 
 Idea
     Every rank holds the columns of the first and the rows of the second of two products in a row, computes its heads or
-    MLP columns for the whole batch, and the outputs sum. Source: Megatron-LM (Shoeybi et al., arXiv 1909.08053); what
-    is exchanged, not how its kernels are written.
+    MLP columns for the whole batch, and the outputs are summed. Source: Megatron-LM (Shoeybi et al., arXiv 1909.08053):
+    its communication, not its kernels.
 
 Picture (4 ranks, one attention or MLP over time; A = all-reduce of an activation)
               forward                backward

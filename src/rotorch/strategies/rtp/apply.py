@@ -99,7 +99,7 @@ class RTPHolding(ShardsHolding, StageHolding):
         return gather_weights(alone[name])[0] if name in alone else self.shards.leaves[name]
 
     def borrowed_ready(self) -> None:
-        barrier(mesh=self._mesh)  # in shared memory one rank reads what another one has received
+        barrier(mesh=self._mesh)  # in shared memory a rank reads values that another one has received
 
     def computed_backward(self, stage: int) -> None:
         self.ring.flush()

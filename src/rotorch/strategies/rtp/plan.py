@@ -197,7 +197,7 @@ class RTP(Strategy):
         n, uses, reads, total = self.size, unit.uses, self._reads_in_backward(unit), sum(sizes)
         if not self._in_place:  # its own, to all others
             return (n - 1) * sizes[position] * uses, (n - 1) * sizes[position] * reads
-        # In place it sends what it holds. Forward ends, and backward begins, with the next rank's slice.
+        # In place it sends the slice that it has. Forward ends, and backward begins, with the next rank's slice.
         next_one, previous = sizes[(position + 1) % n], sizes[(position - 1) % n]
         if copies:  # one's own is there without a hop
             return uses * (total - next_one), reads * (total - previous)

@@ -14,8 +14,8 @@
 
 [Note: pending weight gradients]
     Where forwards are always ready, weight gradients only wait. With no limit, the memory kept for them grows with
-    every unit (P = 4, V = 1, U = 7: 10 micro-batches after 4 units, 38 after 32). So a unit's forwards also wait
-    until weight gradients of at most `pending_units` whole units are open, which bounds what is in flight by so many
+    every unit (P = 4, V = 1, U = 7: 10 micro-batches after 4 units, 38 after 32). So a unit's forwards also wait until
+    weight gradients of at most `pending_units` whole units are open, which bounds micro-batches in flight by so many
     units and one. If U >= 2P - 1 and M is a multiple of U, none need be pending: a unit's own gaps take all of them,
     and the bubble is the same. Else those of one unit are kept for the next one's gaps. A short unit at the end still
     finds fewer than it has gaps, and the bubble is larger.
