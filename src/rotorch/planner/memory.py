@@ -1,20 +1,20 @@
-"""Peak bytes of a rank: what lies there at rest, by the Layouts, and what passes take, by traced layers.
+"""Peak bytes of a rank: memory at rest, by the Layouts, and memory of passes, by traced layers.
 
 [Note: what is traced]
-    No formula says what autograd saves: `bench/traced_memory.py` runs a shallow copy of the model without any memory,
-    and counts. For each class of equal layers it tells apart tensors as wide as the residual stream and those of a
-    layer's interior, which tensor parallelism cuts; what a layer is given; and what lies around the layers. Each is a
-    part that does not depend on the batch (weights cast for autocast) and a part per row.
+    No formula gives the bytes that autograd saves: `bench/traced_memory.py` runs a shallow copy of the model on fake
+    tensors, and counts them. For each class of equal layers it separates tensors as wide as the residual stream,
+    tensors of a layer's interior, which tensor parallelism cuts, inputs of a layer, and tensors around the layers. Each
+    has a part that does not depend on the batch (weights cast for autocast) and a part per row.
 
 [Note: moments]
-    Where the loss begins its way back all that is kept is alive, and logits with their gradient. In the first backward
-    of a layer temporaries are alive beside it, and all of its interior where that is computed again. At the end nothing
-    is kept any more, but all gradients are there. The highest of the three counts. Before the first backward of a step
-    gradients exist only where they have memory of their own (`ddp`'s buckets, `rtp`'s home slices).
+    At the start of backward all saved tensors are alive, and logits with their gradient. In the first backward
+    of a layer temporaries are alive beside them, and all of its interior if that is recomputed. At the end no tensor
+    is saved any more, but all gradients exist. The highest of the three counts. Before the first backward of a step
+    gradients exist only if they have permanent memory (`ddp`'s buckets, `rtp`'s home slices).
 
 [Note: gathered]
-    `fully_shard` has whole: what lies around the layers, from beginning to end, and while a layer goes back that layer,
-    the one fetched ahead, the gradient of each and the message they leave in, beside the head's gradient.
+    `fully_shard` has whole: the weights around the layers, from beginning to end; and during a layer's backward this
+    layer, the layer fetched ahead, the gradient of each and the message that sends it, beside the head's gradient.
 """
 
 from __future__ import annotations

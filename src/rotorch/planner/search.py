@@ -1,4 +1,4 @@
-"""Layouts of a cluster, by what they hold and how long a step takes: the best one, and why the others are not.
+"""Search for the best layout of a cluster, by memory and step time, with reasons against the others.
 
 [Note: stages of a search]
     First the compositions: every way to write the number of ranks as replicas x stages x ranks of an innermost
@@ -7,7 +7,8 @@
     recurrence of their table. The best are tried again with other schedules.
 
 [Note: reasons]
-    What does not fit says what takes most. What is slower says what it spends more time on than the chosen plan.
+    A plan that does not fit names its largest category of memory. A slower plan names the part of a step on which it
+    spends more time than the chosen plan.
 """
 
 from __future__ import annotations

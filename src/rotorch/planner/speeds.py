@@ -3,15 +3,15 @@
 [Note: operators]
     A matrix product takes flops / (peak x efficiency), or the bytes of its operands / bandwidth if that is more, and
     the launch of a kernel. The efficiency of a shape [m, k] x [k, n] is that of large products divided by
-    1 + half_size (1/m + 1/k + 1/n): tiles at the edges are not full, and each pays for its beginning and end. What is
-    no product takes its bytes. Where rows of an operand do not begin at multiples of 16 bytes, as with 50,257 words in
-    half precision, GPUs fall to kernels that reach a part of that only (`unaligned`). The host takes a
+    1 + half_size (1/m + 1/k + 1/n): tiles at the edges are not full, and each pays for its beginning and end. All other
+    operators take the time of their bytes. If rows of an operand do not begin at multiples of 16 bytes, as with 50,257
+    words in half precision, GPUs use slower kernels, which reach only a part of that (`unaligned`). The host takes a
     time of its own for each operator that it issues.
 
 [Note: messages]
     A transfer takes its messages times (latency + hop log2 of the group's size), and its bytes over the bandwidth of
-    the slowest link that the group needs. Where several ranks of a group lie behind one link each, a ring goes over all
-    of those links at once, so the group has their sum, up to what the links inside give.
+    the slowest link that the group needs. If several ranks of a group have a link each, a ring uses all of these links
+    at once, so the group has their sum, up to the bandwidth of the links inside.
 """
 
 from __future__ import annotations

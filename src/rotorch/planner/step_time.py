@@ -1,14 +1,14 @@
 """Seconds of a training step under a layout: operators and transfers of one rank, scheduled on its lanes.
 
 [Note: where transfers go]
-    A Layout says what a unit sends, by kind and phase; that decides what waits for what.
+    A Layout lists the transfers of a unit, by kind and phase; these decide the order of waits.
     All-gathers of weights come one layer ahead of their use, and so do slices and blocks from other ranks, one part
-    ahead of the computation with it. Activations hold up the next computation. Gradients leave behind it:
+    ahead of the computation with it. Activations hold up the next computation. Gradients leave after the computation:
     reduce-scatters in every micro-batch, slices' gradients hop by hop, sums over replicas at the end of a step, or,
     where DDP does them, layer by layer in its last backward.
 
 [Note: extrapolation]
-    From the third layer of a class on each takes as long as the one before, so at most three of each are scheduled.
+    From the third layer of a class on, each takes as long as the one before, so at most three of a class are scheduled.
 """
 
 from __future__ import annotations
