@@ -1,18 +1,18 @@
-"""A device that is not there: products take FLOPs / rate on its clock, while messages take the time that they take.
+"""A simulated device: products take FLOPs / rate on its clock, while messages take their real time.
 
 On a machine with two cores ranks that compute compete with each other and with the threads that carry their messages,
 so a step says little of overlap. Here the clock of a rank's device says when its products would be done, and the rank
 sleeps until then, which leaves the cores to messages. Bubbles and overlap of as many hosts as one likes show.
 
 [Note: ahead of the device]
-    As with a GPU, a rank runs ahead of its device: an operation is entered into the clock and the rank goes on. It
-    waits for the device where it has to: before it hands anything to torch.distributed (what is sent must be there, and
-    what is received into must have been read), where it reads a value, and at the end of a step. What is not a product
-    costs the device nothing; the rank does it in the meantime.
+    As with a GPU, a rank runs ahead of its device: an operation is entered into the clock and the rank continues. It
+    waits for the device if it must: before any call of torch.distributed (data to send must be complete, and
+    buffers to receive into must have been read), when it reads a value, and at the end of a step. Operations other than
+    products cost the device nothing; the rank runs them in the meantime.
 
 [Note: products are made]
-    The products are computed as well, so losses are right and can be held against one process. The rate must be so low
-    that this, and all else that ranks do on the cores they have, takes much less time than the clock says.
+    The products are computed as well, so losses are right and can be compared with one process. The rate must be so low
+    that this, and all other work of ranks on their cores, takes much less time than on the clock.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Process settings of `parallelize` on CPU, for the ranks of every row: so that only layouts differ.
 
 [Note: equal processes]
-    `parallelize` makes two settings of a process that are no part of any layout: what a step frees stays with the
-    process (`process/host_memory.py`), and gloo's threads wait for their turn (`process/gloo_threads.py`). Any library
+    `parallelize` makes two settings of a process that are no part of any layout: the allocator keeps memory that a step
+    frees (`process/host_memory.py`), and gloo's threads yield to computation (`process/gloo_threads.py`). Any library
     gains by them, so a comparison in which only one side has them compares processes. The bench's ranks make them for
-    every row, the limit and other libraries included. Peers "as torch leaves them" do without: beside their twins they
-    show what the settings are worth.
+    every row, the limit and other libraries included. Peers "as torch leaves them" run without: beside the same peers
+    with these settings they show their value.
 """
 
 from __future__ import annotations

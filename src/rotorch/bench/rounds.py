@@ -1,17 +1,17 @@
-"""Layouts side by side: who runs when, and what a fair comparison of their times is.
+"""Turns of layouts that run side by side, and the fair comparison of their times.
 
 [Note: method]
-    All rows are alive at the same time and take turns, a few steps each (A B C, B C A, ...: who begins changes from
-    round to round). A machine that slows down for seconds then slows all of them, and a ratio is taken within a round,
-    where that cancels out; what is reported is the median of the rounds' ratios. All ranks of a row wait for each other
-    before each step. A step lasts from when the first rank starts until the last one has finished its optimizer. The
+    All rows are alive at the same time and take turns, a few steps each (A B C, B C A, ...: the first row changes from
+    round to round). A machine that slows down for seconds then slows all of them, and cancels out of ratios within a
+    round; the reported figure is the median of the rounds' ratios. All ranks of a row wait for each other
+    before each step. A step lasts from the start of the first rank until the last one has finished its optimizer. The
     first `WARM_UP_STEPS` steps of a row do not count, nor does the first of every turn: caches are cold then, and ranks
-    give memory that they do not need back to the system when their turn ends, so that all rows fit into it.
+    return unused memory to the system when their turn ends, so that all rows fit into it.
 
 [Note: limit]
     The limit is as many ranks, each with a replica of the whole model in plain torch, its own share of the data and its
-    own optimizer, and nothing sent. The ranks share cores, caches and memory bandwidth as those of the other rows do,
-    so this is what a layout would reach whose communication cost nothing.
+    own optimizer, without communication. The ranks share cores, caches and memory bandwidth as those of the other rows
+    do, so the limit is the speed of a layout with free communication.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""A suite: many cases of a bench in one TOML file, and which of them are measured already. No torch.
+"""A suite: many cases of a bench in one TOML file, and the results that exist already. No torch.
 
 [Note: measured already]
-    A case's result carries a key: a digest of what it depends on, the package's source, the run's file, the rows, the
-    number of rounds and steps, and the versions of the libraries. Where a result with the same key lies, nothing would
-    come out differently but for the machine, so the case is skipped. A suite that was broken off goes on where it was.
+    A case's result carries a key: a digest of its inputs, that is, the package's source, the run's file, the rows, the
+    number of rounds and steps, and the versions of the libraries. A case with a result of the same key is skipped:
+    only the machine could change it. So an interrupted suite continues at the first missing case.
 """
 
 from __future__ import annotations

@@ -1,26 +1,25 @@
-"""Exact bytes of the tensors of one rank: at rest, and at the highest moment of a step, by what they are for.
+"""Exact bytes of the tensors of one rank: at rest, and at the peak of a step, by category.
 
 [Note: live storages]
     A dispatch mode sees every operation below autograd, in forward, backward and optimizer. A storage counts from the
-    operation that returns it until it dies (a weak reference tells), and what Python knows before the step counts from
-    the start. A storage that
-    an operation reads and none has made belongs to a library: if it outlives the step it was there all along (the
-    buckets of DDP), else it counts from then on (gloo's copies). Memory that a kernel takes and gives back inside one
-    operation is not seen; the process's own figures have it.
+    operation that returns it until it dies (a weak reference tells), and storages that Python knows before the step
+    count from the start. A storage that an operation reads and no operation has made belongs to a library: if it
+    outlives the step it existed all along (the buckets of DDP), else it counts from then on (gloo's copies). Memory
+    that a kernel allocates and frees inside one operation is not seen; the process's own figures have it.
 
 [Note: mapped storages]
-    A storage in memory shared with other ranks counts only where this rank's own weights and gradients lie in it: each
-    rank counts what it is home to, so ranks together count every byte once. Slices read from other ranks' memory cost
-    nothing.
+    A storage in memory shared with other ranks counts only if this rank's own weights and gradients lie in it: each
+    rank counts the bytes that it owns, so ranks together count every byte once. Slices read from other ranks' memory
+    cost nothing.
 
 [Note: categories]
     weights, gradients, optimizer, slots: what the contender says they are, with the whole of a storage that they
         share. Slots are the buffers that slices of a ring pass through.
     logits: made by the model's head (its output, or what is made within `LOGITS_BLOCK`), and what an
         operation makes of those with as many columns: casts, soft-maxes, gradients.
-    activations: of the rest, made by a forward pass and still alive when its backward begins: what autograd keeps.
+    activations: other tensors made by a forward pass and still alive when its backward begins: saved by autograd.
     other: all else: gathered weights, gradients of activations, temporaries, buffers of the module, the batch.
-        `TensorMemory.other` says which operations made it.
+        `TensorMemory.other` names the operations that made them.
 """
 
 from __future__ import annotations

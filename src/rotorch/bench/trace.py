@@ -1,13 +1,13 @@
-"""A few steps of a row as spans of time: what each rank computes with, what it waits for, what is under way.
+"""A few steps of a row as spans of time: computations, waits and transfers of each rank.
 
 [Note: phases]
-    Forward is the model's own forward, loss included; backward is `Tensor.backward`; both are told by hooks, whatever
-    library runs them. What a ring and torch.distributed wait for is told by `comm/observe.py`. torch's DDP waits for
+    Forward is the model's own forward, loss included; backward is `Tensor.backward`; hooks record both, whatever
+    library runs them. `comm/observe.py` records waits of rings and of torch.distributed. torch's DDP waits for
     its all-reduces in C++, at the end of backward: there all time after the last gradient counts as a collective.
 
 [Note: shares]
-    Where spans lie over one another the more telling one counts: waiting for a slice or a gradient, then collectives,
-    the optimizer, and computing (forward and backward, what is left of them). "other" is the rest of the step: making
+    If spans overlap, one counts, by this order: waiting for a slice or a gradient, collectives, the optimizer, and
+    computing (the rest of forward and backward). "other" is the rest of the step: making
     the batch, and waiting for ranks that have not started or not finished yet.
 """
 

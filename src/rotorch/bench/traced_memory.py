@@ -1,9 +1,9 @@
 """Memory that a model's passes keep and allocate, counted on fake tensors on a shallow copy of the model.
 
 [Note: fake tensors]
-    Fake tensors on the CPU take the way of real ones through every operator, attention's kernel included, so what is
-    saved has the bytes of a real run. (On the meta device attention falls to another kernel.) A model of a few layers
-    tells of all: layers are equal within a class.
+    Fake tensors on the CPU pass the same operators as real ones, attention's kernel included, so saved tensors have the
+    bytes of a real run. (On the meta device attention uses another kernel.) A model of a few layers is enough, since
+    layers are equal within a class.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Bytes that a row really puts on the wire, by the counter of the interface that its messages take.
+"""Bytes that a row puts on the wire, by the counter of the network interface of its messages.
 
 [Note: textbook and wire]
-    The meter (`comm/meter.py`) counts operations as they are issued, at what a ring algorithm sends: that is what a
-    layout asks for, whatever carries it out. The interface counts what the backend made of it. Over gloo the two
+    The meter (`comm/meter.py`) counts operations as they are issued, at the bytes of a ring algorithm: the traffic of a
+    layout on any backend. The interface counts the bytes that the backend really sends. Over gloo the two
     differ: its reduce-scatter is an all-reduce of a copy, which sends up to twice as much. NCCL has a reduce-scatter of
     its own, so a forecast for GPUs is the meter's figure, not the wire's.
 
 [Note: a network of its own]
     All ranks are on one host, so their messages take the loopback interface. Where the system allows it, the ranks of
     a row are forked into a network namespace, whose loopback carries nothing else; the counter is theirs alone. Else
-    the host's counter is read, which anybody else's messages are in, too, and the record says so. A namespace is a
+    the host's counter is read, which also counts messages of other programs, and the record says so. A namespace is a
     thread's own on Linux: the bench's thread goes there, forks the ranks, and comes back.
 """
 
