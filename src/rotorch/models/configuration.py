@@ -1,7 +1,7 @@
-"""A model's configuration is held against its class: keys that it has, sizes that can be, a model that can be built.
+"""Checks of a model's configuration against its class: known keys, possible sizes, a model that can be built.
 
 [Note: keys]
-    transformers takes any key: one that a class does not know becomes an attribute that nobody reads, so a misspelt
+    transformers takes any key: an unknown key becomes an attribute that no code reads, so a misspelt
     size is silently the default. A class knows its fields, their aliases (`attribute_map`), and the keys that its
     constructor consumes or sets (older spellings such as `rope_theta`). Any other key is refused in a run's own table.
     Published files, and tables within a configuration, carry notes of other programs: there a key is refused only if

@@ -4,7 +4,7 @@ Checkpoints are older than the code that reads them: a family's modules get new 
 the prefix it has in a task's model, experts that are stored one by one are one tensor in the model. transformers keeps
 these rules as data (`conversion_mapping.py`): renamings, and conversions of several tensors into one or one into
 several. Here the same rules name the tensors of a file without reading them. Experts are stacked and matrices joined
-box by box, so a rank reads only its own; the other, rarer conversions make their tensor whole first.
+box by box, so a rank reads only its own boxes; other, rarer conversions read their whole tensor first.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 [Note: what is decayed]
     The number of dims does not tell: GPT-OSS has its experts' biases in matrices, Cohere a norm's scales per head. A
     weight is decayed if it is a matrix, a stack of them (experts), the kernel of a convolution, or a table of
-    embeddings (of tokens or positions, learnt queries too). Not decayed are what adds or scales element by element:
+    embeddings (of tokens or positions, learnt queries too). Not decayed are weights that add or scale by element:
 
-    - what a norm holds (a module whose class is called `*Norm*`),
+    - weights of a norm (a module whose class is called `*Norm*`),
     - biases and scales by their names (`bias`, `down_proj_bias`, `bias_k`, `scale`), also a table of biases for
       relative positions (`relative_attention_bias.weight`),
     - vectors, however many dims of length 1 they have (RWKV's `time_mix_key`, gates, sinks, a class token), unless a

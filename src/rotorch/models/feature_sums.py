@@ -1,8 +1,8 @@
 """Norms on activations that are cut along their features: a module's own forward, its sums over features completed.
 
-A norm reduces over the last dim of its input: a mean, a sum, a variance, a length, or one of torch's fused norms. Where
-a rank has a part of the features only, `complete_sums` answers these functions with the sum over all ranks; whatever
-else the forward does treats every feature alike, or the result is wrong, which `models/features.py` finds out.
+A norm reduces over the last dim of its input: a mean, a sum, a variance, a length, or one of torch's fused norms. If
+a rank has only a part of the features, `complete_sums` answers these functions with the sum over all ranks; all other
+operations of the forward must treat every feature alike, which `models/features.py` checks.
 """
 
 from __future__ import annotations

@@ -5,21 +5,21 @@
     stream, of heads, of the columns of an MLP. A linear layer takes parts of its inputs and gives parts of its outputs,
     whatever its role (`ops/summa.py`); the role says how parts of its interior must be made: by whole heads, by halves
     that are fused. Attentions and MLPs that run on slices of their weights (`models/trial/slices.py`) therefore run on
-    their part of the interior. Norms have their sums over features completed (`models/feature_sums.py`). What adds,
-    scales or drops single features needs nothing.
+    their part of the interior. Norms have their sums over features completed (`models/feature_sums.py`). Operations
+    that add, scale or drop single features need no change.
 
-    Tokens come in through tables, images through convolutions whose output channels are the features; a linear layer
-    that is given whole patches takes its part of them. What comes out is a language model's head, whose logits are cut
-    for the loss, or the last linear layer of a pass (a classifier), whose outputs are made whole on every rank.
+    Tokens enter through tables, images through convolutions whose output channels are the features; a linear layer
+    on whole patches takes its part of them. The output is a language model's head, whose logits are cut
+    for the loss, or the last linear layer of a pass (a classifier), whose outputs are gathered on every rank.
 
 [Note: without a plan]
     Models of Hugging Face that declare no plan have linear layers without a role, all of which are cut evenly along
-    inputs and outputs: where heads divide, between heads. Whether that is how their forward takes them apart, only the
-    trial says (`models/trial/features.py`).
+    inputs and outputs: where heads divide, between heads. Only the trial shows that their forward splits them in the
+    same way (`models/trial/features.py`).
 
 [Note: what is not known is refused]
-    A model is refused by the name of its first part for which there is no rule: a matrix that no linear layer,
-    embedding or head uses, a vector of another size than the features it could belong to. Of a norm, the module itself
+    A model is refused by the name of its first part without a rule: a matrix that no linear layer,
+    embedding or head uses, a vector of another size than the features it could belong to. For a norm, the module itself
     is tried: on random numbers, in two parts, against its own output.
 """
 

@@ -1,14 +1,12 @@
 """GGUF, the file format of llama.cpp: weights, configuration and tokenizer in one file. Needs the package `gguf`.
 
-transformers knows how GGUF's names, metadata and orders of rows map to its own for the families that it reads; that
-knowledge is used here as it is, but tensor by tensor: each rank makes numbers of the rows that it holds, not of the
-model. What was rounded when the file was made stays rounded: weights of a quantised file are not those of the model
-that it was made from.
+transformers maps GGUF's names, metadata and orders of rows to its own for the families that it reads. The same rules
+are used here, but tensor by tensor: each rank dequantises only the rows that it holds.
+Rounding stays: weights of a quantised file differ from those of the model that it was made from.
 
 [Note: rows in another order] llama.cpp pairs the halves of rotary heads otherwise, so rows of q and k are stored in
-another order, and a family's processor in transformers puts them back. It is asked, once per tensor, what it does to
-row numbers: if it only moves rows, a rank reads the rows of its slice; if it does anything else, the tensor is made
-whole.
+another order, and a family's processor in transformers puts them back. The processor is applied to row numbers, once
+per tensor: if it only moves rows, a rank reads the rows of its slice; otherwise the whole tensor is read.
 
 [Note: experts] A file keeps the gates, the ups and the downs of a layer's experts apart, each as one tensor
 (`blk.0.ffn_gate_exps`); older files keep every expert's by itself (`blk.0.ffn_gate.3`). Where the model has

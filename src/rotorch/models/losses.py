@@ -2,10 +2,10 @@
 
 [Note: shares]
     Losses of all micro-batches and ranks are summed, so each must be a sum divided by the global number of targets.
-    A causal language model of Hugging Face takes that number (`num_items_in_batch`). What it adds to the loss beyond
-    (a router's auxiliary loss) knows nothing of it, and would count once per micro-batch of each rank: it is weighted
+    A causal language model of Hugging Face takes that number (`num_items_in_batch`). Terms that it adds to the loss
+    (a router's auxiliary loss) ignore it, and would count once per micro-batch of each rank: they are weighted
     with the micro-batch's share of the targets, so that all shares together count once. Other models that return a
-    loss return a mean over the targets of what they are given; weighted with the shares, means make the global mean.
+    loss return a mean over the targets of their batch; weighted with the shares, these means make the global mean.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Conversion of a model's own tensors to those of a published checkpoint: the rules of loading, in reverse.
 
-What transformers does with names and experts when it loads a checkpoint (`models/conversions.py`) it undoes when it
-saves a model, with the whole model in memory. Here the same reversed rules say, on shapes alone, which tensors a
-checkpoint has and which tensors of the model each is made of, so that they can be written one after another.
+When transformers saves a model it reverses its conversions of names and experts (`models/conversions.py`), with the
+whole model in memory. Here the same reversed rules map, on shapes alone, each tensor of a checkpoint to the model's
+tensors that it is made of, so that tensors can be written one after another.
 """
 
 from __future__ import annotations

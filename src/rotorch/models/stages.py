@@ -1,12 +1,12 @@
-"""Pipeline stages of an unmodified Hugging Face model: some of its layers run, the others are passed over.
+"""Pipeline stages of an unmodified Hugging Face model: some of its layers run, the others are skipped.
 
 [Note: stages]
-    A model says by its pipeline plan (`base_model_pp_plan`) which list of layers its hidden states pass, and what lies
+    A model's pipeline plan (`base_model_pp_plan`) names the list of layers that its hidden states pass, and the modules
     before and after. A stage runs the model's own forward, so masks and rotary embeddings are made as ever, from
-    `inputs_embeds` of the shape of what the stage received. Layers keep their numbers: those before the stage do
-    nothing, the first of its own finds what was received in place of its argument, and where the next stage begins
-    the forward ends (`StageOutput`), so norm, head and loss run in the last stage only. Layers are passed over by other
-    entries in the module list, for the time of one forward; names and modules stay.
+    `inputs_embeds` of the shape of the received tensor. Layers keep their numbers: layers before the stage do
+    nothing, the first layer of the stage gets the received tensor in place of its argument, and the forward ends at the
+    beginning of the next stage (`StageOutput`), so norm, head and loss run in the last stage only. Layers are skipped
+    by other entries in the module list, for the time of one forward; names and modules stay.
 """
 
 from __future__ import annotations

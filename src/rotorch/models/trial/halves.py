@@ -1,6 +1,6 @@
 """A tiny model of some kind, run twice at once, each time on one half of something: trials of cuts of activations.
 
-Where code needs the other half, the two threads exchange theirs.
+If code needs the other half, the two threads exchange theirs.
 """
 
 from __future__ import annotations

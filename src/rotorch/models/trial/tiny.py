@@ -1,14 +1,14 @@
 """A tiny model of any Hugging Face architecture, made from its configuration class by rules over field names.
 
 [Note: rules]
-    What a field means is read off its name (`num_*_heads`, `*intermediate_size`, `*sliding_window`) and never off the
-    architecture's. Widths become as small as four heads allow, windows and chunks shorter than the sequences that
+    The meaning of a field is read off its name (`num_*_heads`, `*intermediate_size`, `*sliding_window`) and never off
+    the architecture's. Widths become as small as four heads allow, windows and chunks shorter than the sequences that
     tests use, optional features (grouped heads, biases, norms of queries and keys) are switched on. Lists with an
     entry per layer keep one layer of each kind. Nested configurations are shrunk alike.
 
     Some architectures do not allow all features at once. `shrunk` offers variants from rich to plain, and the first
-    that runs is taken. What a configuration leaves to its checkpoints (`layer_types = None`, no rotary parameters) is
-    filled in by the later ones.
+    that runs is taken. Later variants fill in fields that a configuration leaves to its checkpoints
+    (`layer_types = None`, no rotary parameters).
 """
 
 from __future__ import annotations
