@@ -2,13 +2,13 @@
 
 [Note: shared pages]
     RSS counts a page in every process that maps it; PSS gives each of n processes 1/n. The kernel keeps a highest mark
-    of RSS (`VmHWM`) but none of PSS. So the peak here is the highest RSS, less what RSS counts too much at rest (RSS -
-    PSS): exact as long as the shared pages stay mapped throughout, which mapped weights and libraries do.
+    of RSS (`VmHWM`) but none of PSS. So the peak here is the highest RSS, less the excess of RSS at rest (RSS -
+    PSS): exact as long as the shared pages stay mapped throughout, as mapped weights and libraries do.
 
 [Note: allocator]
     By default glibc keeps freed memory and hands each thread an arena of its own, so that strategies cannot be told
     apart by RSS. `MALLOC_ENVIRONMENT` makes it return memory at once. It is read when a process starts: ranks that are
-    measured are started afresh, not forked, and nobody times them.
+    measured are started afresh, not forked, and their times do not count.
 """
 
 from __future__ import annotations

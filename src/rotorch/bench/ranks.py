@@ -1,8 +1,8 @@
 """The ranks of one row as the bench sees them: started together, asked together, ended together.
 
-Ranks that are timed are forked: what the bench has imported is there at once. Ranks whose process memory is measured
-are started afresh, since the allocator's settings are read when a process starts; so are those of a process that ranks
-cannot be forked from (`process/forking.py`).
+Timed ranks are forked: modules that the bench has imported are loaded at once. Ranks whose process memory is measured
+are started afresh, since the allocator's settings are read when a process starts; so are ranks of a process that cannot
+fork them (`process/forking.py`).
 """
 
 from __future__ import annotations

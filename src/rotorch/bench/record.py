@@ -1,4 +1,4 @@
-"""The `--json` file: what was run, on what, and every figure of every row.
+"""The `--json` file: the task, the machine, and every figure of every row.
 
 Fields that other tools rely on: `machine`, `model`, `tokens_per_step`, `rows` and `limit`, whose entries have
 `parallel`, `nproc`, `tokens_per_s`, `step_s_median`, `step_s_all`, `peak_bytes_per_rank`, `resident_bytes_per_rank`,

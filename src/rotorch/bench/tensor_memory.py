@@ -13,10 +13,10 @@
     cost nothing.
 
 [Note: categories]
-    weights, gradients, optimizer, slots: what the contender says they are, with the whole of a storage that they
+    weights, gradients, optimizer, slots: tensors that the contender names, with the whole of a storage that they
         share. Slots are the buffers that slices of a ring pass through.
-    logits: made by the model's head (its output, or what is made within `LOGITS_BLOCK`), and what an
-        operation makes of those with as many columns: casts, soft-maxes, gradients.
+    logits: outputs of the model's head (or tensors made within `LOGITS_BLOCK`), and tensors that an
+        operation makes of these with as many columns: casts, soft-maxes, gradients.
     activations: other tensors made by a forward pass and still alive when its backward begins: saved by autograd.
     other: all else: gathered weights, gradients of activations, temporaries, buffers of the module, the batch.
         `TensorMemory.other` names the operations that made them.

@@ -1,9 +1,9 @@
-"""Clusters as TOML files: figures of devices and links by their datasheets, how much of each is reached, and sources.
+"""Clusters as TOML files: figures of devices and links by their datasheets, the reached share of each, and sources.
 
 [Note: figures]
     A figure has `value` from the datasheet, with `source` and `date`, and `efficiency`, the share of it that programs
-    reach, with `efficiency_source`; measuring changes the latter two only. What is in no datasheet (the time that the
-    smallest kernel takes, a link's latency) is a measured value and has no efficiency.
+    reach, with `efficiency_source`; measuring changes the latter two only. A figure that no datasheet has (the time of
+    the smallest kernel, a link's latency) is a measured value and has no efficiency.
 
 [Note: links]
     A link joins `devices` consecutive ranks: 8 GPUs of a node by NVLink, 1,024 of 128 nodes by the network. Links are

@@ -1,9 +1,9 @@
-"""A list schedule over lanes: what one rank does at the same time.
+"""List schedule over lanes: the concurrent work of one rank.
 
 [Note: lanes]
     The host issues operators one after another and runs ahead of the device. The device computes in that order.
     Collectives, fetches of weights, and hops of gradients each have a lane of their own beside it: a task begins when
-    its lane is free and what it waits for is done. A computation ends no earlier than the host has issued its last
+    its lane is free and all its predecessors are done. A computation ends no earlier than the host has issued its last
     operator.
 """
 

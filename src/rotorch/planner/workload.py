@@ -2,12 +2,12 @@
 
 [Note: classes]
     Layers whose units have the same weights, cuts and roles are one class, so 2 and 1,000 layers cost a plan the same.
-    A class is told by one of its layers; all others differ from it in their number only.
+    One layer represents its class; all others differ from it in their number only.
 
 [Note: what is no product]
     Between products a model reads and writes activations: norms and residual sums at both sides of an attention and an
     MLP, biases and activation functions behind each matrix. Each is counted as an operator with the bytes that it reads
-    and writes. Attention is one operator whose scores never reach memory, or, where it is not fused, two batched
+    and writes. Attention is one operator whose scores never reach memory, or, if it is not fused, two batched
     products with a softmax and a dropout of scores between them.
 """
 

@@ -1,7 +1,7 @@
 """Invariants of every layout, whatever its strategy: one function each, run on every rank of a real model.
 
-An invariant is a function of an `Examination` that yields what is wrong, in sentences. `examine` runs all of
-`INVARIANTS` on the ranks of one layout. An author of a strategy gets these tests by adding it to `STRATEGIES`; nothing
+An invariant is a function of an `Examination` that yields errors, in sentences. `examine` runs all of
+`INVARIANTS` on the ranks of one layout. A strategy in `STRATEGIES` gets these tests; no code
 here knows any strategy by name. The model's numbers come from a `Case`, made once per model on one process.
 """
 

@@ -1,19 +1,18 @@
 """Peer memory without GPUs: windows in mapped files, and lanes that run late, early, or at random, and watch the order.
 
-A ring over symmetric memory is right if its lanes are held back by the marks and signals that it gives, and by nothing
-else. So this stand-in for CUDA does with a lane's work whatever marks and signals allow: it runs it at once ("early"),
-only when something else needs it ("late"), or in between ("random"). Whoever forgets a mark computes with what is not
-there yet, or no longer.
+A ring over symmetric memory is right if only its own marks and signals hold its lanes back. So this stand-in for CUDA
+runs a lane's work at any time that marks and signals allow: at once ("early"), only when other work needs it ("late"),
+or in between ("random"). A ring that forgets a mark computes with values that are not there yet, or overwritten.
 
 [Note: clocks]
-    Lucky timing hides nothing either. Everything that a lane is given has a place in that lane's sequence, and a lane
-    knows how far it has seen of the others: through marks. Of two accesses to the same memory, one of which writes, one
-    must have seen the other, or `OutOfOrder` is raised, whenever they really ran. The compute lane is the process
-    itself: `watched()` sees what it reads and writes.
+    Lucky timing hides no error either. Every work item has a place in its lane's sequence, and marks tell a lane how
+    far the others have come. Of two accesses to the same memory, one of which writes, one
+    must have seen the other, or `OutOfOrder` is raised, at whatever time they ran. The compute lane is the process
+    itself: `watched()` sees its reads and writes.
 
 [Note: windows]
-    What comes from other ranks is checked by what it is: a copy into a peer's window marks what it wrote as unread, an
-    addition from one's own window marks it as read. Writing what is unread and reading what is read raise.
+    Data of other ranks is checked by a flag: a copy into a peer's window marks its range as unread, an
+    addition from one's own window marks it as read. Writing an unread range and reading a read one raise.
 """
 
 from __future__ import annotations

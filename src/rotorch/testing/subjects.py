@@ -1,10 +1,10 @@
 """Subjects of a comparison with one process: how to build a model, its training data, and its loss.
 
 [Note: any architecture]
-    A `TinySubject` is made from a configuration class alone. The model class is found by what its modeling module
-    defines for the configuration; one with a loss of its own is preferred. What its forward asks for by name is made
-    up: token ids, images, patches with their grid, embeddings. Without a loss of its own, the loss is a fixed function
-    of its first output. Weights that the model's own code leaves as memory happened to be get small random values.
+    A `TinySubject` is made from a configuration class alone. The model class is found among the classes that the
+    modeling module defines for the configuration; one with a loss of its own is preferred. Arguments of its forward are
+    made up by name: token ids, images, patches with their grid, embeddings. Without a loss of its own, the loss is a
+    fixed function of its first output. Weights that the model's own code leaves uninitialised get small random values.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 [Note: what compares]
     A module compares when it ran as often as in the reference and its outputs have the reference's shape for this
     rank's rows. Inside a unit that runs on slices neither holds (a projection runs once per slice, on fewer columns),
-    so there the unit's own module is the first that compares: how a unit computes inside is its own business, what
-    comes out is not. Where ranks compute different features or tokens, the reference's are cut alike. Modules are
+    so there the unit's own module is the first that compares: only the output of a unit must agree. If ranks compute
+    different features or tokens, the reference's are cut alike. Modules are
     recorded while the outermost module's forward runs, so that recomputation in backward does not count.
 """
 

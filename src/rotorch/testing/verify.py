@@ -1,18 +1,18 @@
 """`rotorch verify`: a model under a layout against the same model on one process, in float64, over a few steps.
 
 [Note: where it begins]
-    A mistake spoils all that is computed after it, so the place to look at is the first in the order of computation.
+    An error spoils all later results, so the first difference in the order of computation is reported.
     Initial weights come first; then in every step the outputs of modules in the order in which forward completes
-    them, the loss, gradients, and the weights after the optimizer. Backward runs the other way: it is the LAST module
-    in forward order with a wrong gradient where it went wrong first. A module of a unit that runs on slices counts
+    them, the loss, gradients, and the weights after the optimizer. Backward runs the other way: its first error is in
+    the LAST module in forward order with a wrong gradient. A module of a unit that runs on slices counts
     only if the unit's own output is wrong too.
 
 [Note: weights after a step]
     AdamW divides a gradient by its own size. Where the true gradient is 0 (the bias of keys without rotary embeddings)
-    rounding is all there is, and the two runs walk apart at random. So an element is set aside while its reference
-    gradient has been, in every step, 0 or below `_NOISE` of the model's largest one, and not 0 in all of them. How many
-    there are is told, and the verdict depends on the rest. Errors are measured against a weight's largest element, or
-    one full step (the learning rate) where that is larger: a bias that begins at 0 has no scale of its own.
+    only rounding is left, and the two runs diverge at random. So an element is set aside while its reference
+    gradient has been, in every step, 0 or below `_NOISE` of the model's largest one, and not 0 in all of them. The
+    report counts these elements, and the verdict depends on the others. Errors are measured against a weight's largest
+    element, or one full step (the learning rate) if that is larger: a bias that begins at 0 has no scale of its own.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 [Note: one model, one child]
     Each model is built and verified in a forked child with limits on time and memory, so that one that hangs or takes
-    all memory costs its own row and nothing else. The parent has imported what is large once.
+    all memory costs its own row and nothing else. The parent has imported the large packages once.
 
 [Note: resuming]
-    A result is kept under what it depends on: the configuration class, the layout, the versions of torch and
-    transformers and the text of rotorch's sources. A run that was broken off goes on where it was.
+    The key of a result is the configuration class, the layout, the versions of torch and
+    transformers and the text of rotorch's sources. So an interrupted run continues at the first missing result.
 """
 
 from __future__ import annotations
