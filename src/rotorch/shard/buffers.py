@@ -6,6 +6,11 @@
     all ranks at its end. For running means that equals one process with all the data; running variances
     are the mean of variances within micro-batches. Integers (counters) stay each rank's own, since every rank makes the
     same number of passes; so do buffers that are not saved, which belong to the rank alone.
+
+    In a loop of the user's own the mean is taken before the backward. Torch's batch norms write their statistics
+    without raising the version of the tensor, since their backward does not read them; the mean of such a buffer is
+    written in the same way. Any other buffer has its version raised, so that torch refuses a backward that would read
+    the mean in place of the rank's own values.
 """
 
 from __future__ import annotations
@@ -34,11 +39,13 @@ class WrittenBuffers:
             if buffer is not None and buffer.is_floating_point() and name not in holder._non_persistent_buffers_set
         ]
         self._before: list[Tensor] = []
+        self._versions: list[int] = []
 
     def start(self) -> None:
         """Keeps the buffers' values before a step's first forward."""
         # Copies, since torch's own batch norm writes without raising a tensor's version.
         self._before = [buffer.clone() for buffer in self._now()]
+        self._versions = [_version(buffer) for buffer in self._now()]
 
     def written(self) -> Tensor:
         """Returns, after a step's last backward, 1 per buffer that this rank has written, else 0: float64 [buffers]."""
@@ -55,7 +62,9 @@ class WrittenBuffers:
             num_writers: the sum of `written` over all ranks. If it is zero nothing is sent.
             mesh: of all ranks.
         """
-        written = zip(self._now(), self.written().tolist(), num_writers.tolist(), strict=True)
+        # `.data` has a version of its own: see [Note: running statistics].
+        quiet = [b.data if _version(b) == before else b for b, before in zip(self._now(), self._versions, strict=True)]
+        written = zip(quiet, self.written().tolist(), num_writers.tolist(), strict=True)
         buffers = [(buffer, mine, writers) for buffer, mine, writers in written if writers > 0]
         for dtype in sorted({buffer.dtype for buffer, *_ in buffers}, key=str):
             same = [found for found in buffers if found[0].dtype is dtype]
@@ -67,6 +76,10 @@ class WrittenBuffers:
 
     def _now(self) -> Sequence[Tensor]:
         return [holder._buffers[name] for holder, name in self._places]  # type: ignore[misc]
+
+
+def _version(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
+from rotorch.core.errors import ConfigError
 from rotorch.hold.gathered_stages import StageShards
 from rotorch.hold.holding import Holding
 from rotorch.hold.setup import Setup
@@ -49,13 +51,29 @@ class FSDPHolding(Holding):
     def unsharded(self) -> Iterator[nn.Module]:
         try:
             yield self._module
-        except BaseException:
+        except BaseException as error:
+            part = self._called_while_sharded(error)
             self._recover()
+            if part:
+                raise ConfigError(
+                    f"fsdp: the model calls {part!r} outside of the block that it belongs to, and weights of a block "
+                    "are gathered for its own forward alone. Write rtp, or ddp"
+                ) from error
             raise
         finally:
             for child in self._module.modules():  # a pass without backward, or one that raised, leaves blocks gathered
                 if isinstance(child, FSDPModule):
                     child.reshard()
+
+    def _called_while_sharded(self, error: BaseException) -> str:
+        """The name of the innermost module that was running, if it failed because its weights were not gathered."""
+        if not isinstance(error, RuntimeError) or "DTensor" not in str(error):
+            return ""
+        running = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+        names = {module: name for name, module in self._module.named_modules()}
+        innermost = next((m for m in reversed(running) if isinstance(m, nn.Module) and m in names), self._module)
+        weights = innermost.parameters(recurse=False)
+        return names[innermost] if any(isinstance(p, DTensor) for p in weights) else ""
 
     def _recover(self) -> None:
         """Resets torch's state after an exception in the middle of a pass, since it still expects the rest of it."""

@@ -1,0 +1,108 @@
+"""Models that nobody here wrote, in a plain loop on two ranks: as on one process, or refused before the first step."""
+
+import traceback
+
+import pytest
+import torch
+from foreign_models import FOREIGN
+
+import rotorch
+from rotorch.core.errors import ConfigError
+from rotorch.parallelize import load_step_code
+from rotorch.testing.arithmetic import exact_arithmetic, widen
+from rotorch.testing.compare import gradient_errors, relative_error, value_errors
+from rotorch.testing.ranks import run_ranks
+
+LAYOUTS = ("fsdp=2", "rtp=2", "rtp=2[transport=send_receive]")
+NUM_RANKS, NUM_STEPS, BAR = 2, 2, 1e-10
+REFUSED = {
+    ("a_block_whose_part_is_used_outside", "fsdp=2"): "the model calls 'blocks.0.condition' outside of the block",
+    ("diffusers_dit", "fsdp=2"): "outside of the block that it belongs to",
+}
+INSTALLED = [name for name, model in FOREIGN.items() if model.is_installed]
+
+
+def built(name):
+    """The model in float64; nothing in it is 0, so that a value has something to be measured against."""
+    torch.manual_seed(0)
+    module = widen(FOREIGN[name].build()).train()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, dtype=torch.float64)
+    return module
+
+
+def loss_of(name, module, *, step, share):
+    model = FOREIGN[name]
+    args, kwargs = model.batch(torch.Generator().manual_seed(10 * step + share))
+    return model.loss(module(*args, **kwargs))
+
+
+def optimizer_of(module):
+    return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
+
+
+def on_one_process(name):
+    """Losses by step and share, gradients of each step, values in the end; gradients are means over shares."""
+    module = built(name)
+    optimizer, losses, gradients = optimizer_of(module), [], []
+    with exact_arithmetic():
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            shares = [loss_of(name, module, step=step, share=share) for share in range(NUM_RANKS)]
+            (sum(shares) / NUM_RANKS).backward()
+            losses.append([loss.detach() for loss in shares])
+            gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()})
+            optimizer.step()
+    return losses, gradients, {n: p.detach() for n, p in module.named_parameters()}
+
+
+def problems_of(name, layout, expected):
+    """What is wrong on this rank, in lines; a refusal is one line that begins so."""
+    losses, gradients, values = expected
+    found, step = [], 0
+    try:
+        model = rotorch.parallelize(built(name), layout, device="cpu")
+        optimizer = optimizer_of(model)
+        with exact_arithmetic():
+            for step in range(NUM_STEPS):
+                optimizer.zero_grad()
+                loss = loss_of(name, model, step=step, share=model.batch_rank)
+                loss.backward()
+                if not relative_error(loss.detach(), losses[step][model.batch_rank]) <= BAR:
+                    found.append(f"step {step}: loss {float(loss)}, not {float(losses[step][model.batch_rank])}")
+                for weight, error in gradient_errors(model.weights, gradients[step]).items():
+                    if not error <= BAR:
+                        found.append(f"step {step}: gradient of {weight} is off by {error:.1e}")
+                optimizer.step()
+        errors = value_errors(model.weights, values)
+        found += [f"{weight} is off by {error:.1e} in the end" for weight, error in errors.items() if not error <= BAR]
+        model.close()
+    except ConfigError as error:
+        found.append(f"step {step}: refused: {error}" if step else f"refused: {error}")
+    except Exception:
+        found.append(traceback.format_exc())
+    return found
+
+
+def everything(expected):
+    return {(name, layout): problems_of(name, layout, expected[name]) for name in expected for layout in LAYOUTS}
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    load_step_code(["fsdp", "rtp"])
+    return run_ranks(everything, {name: on_one_process(name) for name in INSTALLED}, num_ranks=NUM_RANKS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_model_that_others_wrote_learns_as_on_one_process(ranks, name, layout):
+    if not FOREIGN[name].is_installed:
+        pytest.skip(f"needs {FOREIGN[name].package}")
+    for rank, found in enumerate(problems[name, layout] for problems in ranks):
+        if (name, layout) in REFUSED:
+            assert len(found) == 1 and found[0].startswith("refused: ") and REFUSED[name, layout] in found[0]
+            assert "\n" not in found[0]
+            continue
+        assert not found, f"rank {rank}: " + "\n".join(found[:3])
