@@ -8,6 +8,7 @@ pytest.importorskip("peft")
 import scripts
 from transformers import Trainer, TrainingArguments
 
+import rotorch
 from rotorch.core.errors import ConfigError
 from rotorch.hf import TrainerMixin
 
@@ -47,3 +48,18 @@ def test_layouts_that_cannot_be_right(tmp_path):
         made(tmp_path, layout="spam=2")
     with pytest.raises(ConfigError, match="Write model=model_init"):
         OnRanks(model_init=scripts.model, layout="rtp=2")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_models_that_cannot_be_right(tmp_path):
+    with rotorch.on_meta():
+        model = scripts.model()
+    with pytest.raises(ConfigError, match="lies on meta"):
+        made(tmp_path, model=model, layout="single")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_accelerate_was_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    with pytest.raises(ConfigError, match="accelerate launch was given --dynamo_backend"):
+        made(tmp_path, layout="single")

@@ -34,7 +34,7 @@ AFTERWARDS = dict(zip(LAYOUTS, ("fsdp=2", "megatron=2", MESSAGES, "rtp=2", "ddp=
 RESUMED = ("trainer", "sft with adapters")
 FILES = "config.json generation_config.json model.safetensors optimizer rng_state_0.pth rng_state_1.pth scheduler.pt"
 FILES = [*FILES.split(), "trainer_state.json", "training_args.bin"]
-QUICK = {(layout, name) for layout in ("rtp=2", MESSAGES) for name in SCRIPTS} | {
+QUICK = {(MESSAGES, name) for name in SCRIPTS} | {
     (layout, name) for layout in LAYOUTS for name in ("trainer", "sft with adapters")
 }
 
@@ -89,10 +89,17 @@ def test_trainers_do_as_on_one_process(alone, alone_in, tmp_path, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS[2:])
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != MESSAGES])
 def test_the_rest_of_them_too(alone, tmp_path, layout):
     names = [name for name in SCRIPTS if (layout, name) not in QUICK]
     for found in run_ranks(run_all, work_of(layout, tmp_path, names), num_ranks=2):
+        hold_to(alone, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp=2,megatron=2", "ddp=2,rtp=2"])
+def test_four_ranks_too(alone, tmp_path, layout):
+    for found in run_ranks(run_all, work_of(layout, tmp_path, RESUMED), num_ranks=4):
         hold_to(alone, found)
 
 

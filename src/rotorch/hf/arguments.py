@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
+from torch import nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.parallel_model import ParallelModel
@@ -44,13 +47,43 @@ def check_arguments(arguments: Any) -> None:
         )
 
 
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raises `ConfigError` for what `accelerate launch` has been told that cannot be right on a parallel model."""
+    state = accelerator.state
+    asked = {
+        "--use_fsdp": getattr(state, "fsdp_plugin", None) is not None,
+        "--use_deepspeed": getattr(state, "deepspeed_plugin", None) is not None,
+        "--mixed_precision fp16": accelerator.mixed_precision == "fp16",
+        "--dynamo_backend": state.dynamo_plugin.backend not in (None, DynamoBackend.NO),
+        "a parallelism config": getattr(accelerator, "parallelism_config", None) is not None,
+    }
+    for what in (what for what, is_asked in asked.items() if is_asked):
+        raise ConfigError(f"TrainerMixin: accelerate launch was given {what}. Leave it out, or start by torchrun")
+
+
+def check_values(model: nn.Module) -> None:
+    """Raises `ConfigError` for a model whose weights have no values, and would get none."""
+    lacking = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if lacking is not None:
+        raise ConfigError(
+            f"TrainerMixin: {lacking!r} lies on meta. Write rotorch.parallelize(model, 'rtp=8').load(directory), and "
+            "give the trainer that without layout="
+        )
+
+
 def check_model(model: ParallelModel, *, arguments: Any) -> None:
     """Raises `ConfigError` for a layout or a model that a trainer's loop cannot be right with."""
+    config = getattr(model.module, "config", None)
     if model.holding.no_plain_call is not None:
         kinds = ",".join(strategy.kind for strategy in model.strategies)
         raise ConfigError(
             f"TrainerMixin: a trainer calls the model, of which each rank of a pipeline has a part ({kinds}). Write "
             "rtp, fsdp, megatron or ddp, or train by rotorch train"
+        )
+    if getattr(arguments, "predict_with_generate", False) and getattr(config, "is_encoder_decoder", False):
+        raise ConfigError(
+            "TrainerMixin: predict_with_generate=True calls the encoder by itself, which has no weights then. Leave it "
+            "out, and generate from what was saved"
         )
     if torch.float16 in {held.local.dtype for held in model.weights.values() if held.parameter.requires_grad}:
         raise ConfigError("TrainerMixin: small gradients of float16 weights would become 0. Load them as bfloat16")

@@ -24,7 +24,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.drop_in.whole import full_state_dict
 from rotorch.drop_in.whole_head import show_whole_head
 from rotorch.hf.accelerator import of_shares
-from rotorch.hf.arguments import check_arguments, check_model
+from rotorch.hf.arguments import check_accelerator, check_arguments, check_model, check_values
 from rotorch.hf.optimizer_files import load_optimizer, save_optimizer
 from rotorch.models.lora import is_wrapped, saved_names
 from rotorch.parallel_model import ParallelModel
@@ -92,6 +92,7 @@ class TrainerMixin(_Trainer):
         """As ever; then the model is spread, and the accelerator counts shares of a batch."""
         check_arguments(self.args)
         super().create_accelerator_and_postprocess()
+        check_accelerator(self.accelerator)
         self._spread(self.model)
         check_model(self.parallel, arguments=self.args)
         of_shares(self.accelerator, self.parallel, spread=self._spread)
@@ -102,6 +103,7 @@ class TrainerMixin(_Trainer):
 
     def _spread(self, model: nn.Module) -> None:
         if not hasattr(model, "parallel"):
+            check_values(model)
             layout = self.layout if self.layout is not None else self.parallel.strategies
             parallelize(model, layout, device=self.args.device.type)
         show_whole_head(model, model.parallel)
