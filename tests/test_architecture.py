@@ -70,12 +70,12 @@ BAD_CLASSES = re.compile(r"(Engine|Manager|Context|Factory|Registry)$")
 MAX_LINES = 600
 RIDDLES = re.compile(r"(What|Whether|Which|How|Who(ever)?|Where|When|That|Those)\b")
 OPEN_WITH_A_SUBJECT = {
-    *("bench", "planner", "models", "testing", "train", "cli"),
+    *("bench", "planner", "models", "testing", "train", "cli", "drop_in", "hf"),
     *("comm", "ops", "hold", "shard", "core", "strategies", "pipelining", "process"),
     *("__main__", "_torch_private", "mesh", "parallel_model", "parallelize", "run_config", "source"),
 }
 """Parts of the package whose docstrings open with a noun or a verb."""
-OPEN_OTHERWISE = {"bench.contender", "models.lora", "models.traps", "train.optim"}
+OPEN_OTHERWISE = {"train.optim"}
 
 
 def entry_of(module: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Who takes part in a bench: a model under a layout, under another library (`peers/`), or replicas that work alone."""
+"""Contenders of a bench: a model under a layout, under another library (`peers/`), or replicas that work alone."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Contender(ABC):
 
     @property
     def transport(self) -> str | None:
-        """What carries slices from rank to rank, where there is a choice."""
+        """Transport of slices from rank to rank, if there is a choice."""
         return None
 
     def slots(self) -> list[Tensor]:
@@ -79,7 +79,7 @@ class Contender(ABC):
         return []
 
     def observed(self, observer: Observer) -> AbstractContextManager[None]:
-        """Tells `observer` what only the contender knows (a ring's visits and waits), within the block."""
+        """Reports events that only the contender knows (a ring's visits and waits) to `observer`, within the block."""
         return nullcontext()
 
     def optimizer_state(self) -> list[Tensor]:
@@ -88,7 +88,7 @@ class Contender(ABC):
         return [local_part(value) for value in values if isinstance(value, Tensor)]
 
     def close(self) -> None:
-        """Frees what it shares with other ranks. All ranks."""
+        """Frees resources shared with other ranks. All ranks."""
         return None
 
     @staticmethod
@@ -144,7 +144,7 @@ class UnderLayout(Contender):
 
 
 class WithoutLayout(Contender):
-    """What leaves a rank's weights and gradients in `module` itself: whole, or as the DTensors of other libraries."""
+    """Contender with weights and gradients in `module` itself: whole, or as the DTensors of other libraries."""
 
     def weights(self) -> list[Tensor]:
         return [local_part(parameter.detach()) for parameter in self.module.parameters()]
@@ -159,9 +159,9 @@ class PlainLoop(WithoutLayout):
     Args:
         task: what to train.
         module: the model; the optimizer gets its parameters.
-        shares: which of `num_shares` equal shares of a global batch this rank trains on.
-        num_shares: how many there are; by default one per rank.
-        callee: what to call in place of `module`.
+        shares: numbers of the equal shares, of `num_shares`, of a global batch that this rank trains on.
+        num_shares: number of equal shares; by default one per rank.
+        callee: callable in place of `module`.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class PlainLoop(WithoutLayout):
         self.optimizer = adamw(module, settings=task.optimizer)
 
     def forward_backward(self, step: int) -> float:
-        """As `Contender` says, but returns the loss per target token of this rank's shares: ranks do not add up."""
+        """Works as in `Contender`, but returns the loss per target token of this rank's shares only."""
         batches = self._batches(step)
         num_targets = sum(count_targets(batch) for batch in batches)
         total = 0.0
@@ -203,7 +203,7 @@ class PlainLoop(WithoutLayout):
         return _on([batch for share in shares for batch in share], device=self._device)
 
     def _micro_batch(self, *, last: bool) -> AbstractContextManager[object]:
-        """Around the forward and backward of a micro-batch."""
+        """Wraps the forward and backward of a micro-batch."""
         return nullcontext()
 
     def _pass(self, batch: dict[str, Tensor], *, num_targets: int) -> float:
@@ -215,7 +215,7 @@ class PlainLoop(WithoutLayout):
         return float(loss.detach())
 
     def _backward(self, loss: Tensor) -> None:
-        """Leaves what the loss adds to the gradients."""
+        """Accumulates the gradients of the loss."""
         loss.backward()
 
 
@@ -265,7 +265,7 @@ def whole_model(task: Task) -> nn.Module:
 
 
 def adamw(module: nn.Module, *, settings: OptimizerSection) -> torch.optim.AdamW:
-    """What `make_optimizer` makes for a `ParallelModel`, over plain parameters."""
+    """Makes the optimizer of `make_optimizer`, over plain parameters."""
     decayed, others = [], []
     for name, parameter in module.named_parameters():
         (decayed if is_decayed(module, name, shape=parameter.shape) else others).append(parameter)

@@ -1,1 +1,1 @@
-"""The user's own module in a loop of the user's own: what `parallelize` returns, its calls, its state."""
+"""The user's own module in a loop of the user's own: the result of `parallelize`, its calls, its state."""

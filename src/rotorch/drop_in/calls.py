@@ -1,17 +1,17 @@
 """Calls of a parallel module in a loop of the user's own: forward and backward passes.
 
 [Note: nothing stays open]
-    A call of the model is one pass: ranks meet, the module has what passes compute with, its forward runs, the module
-    has its parameters again, ranks meet. Between that and `loss.backward()` nothing is open but autograd's graph, so a
-    forward that no backward follows, an exception, or another model in the same loss need nothing to be undone.
-    Whatever leaves the forward passes an exit. The first exit that a backward comes by opens the second pass, and when
-    that backward has ended, gradients are complete; what was there before was set aside, and is added. See
+    A call of the model is one pass: a barrier, `unsharded`, the module's forward, the DTensors again, a barrier.
+    Between the pass and `loss.backward()` nothing is open but autograd's graph, so a forward without a backward, an
+    exception, or another model in the same loss leave nothing to undo.
+    Every tensor that leaves the forward passes an exit. The first exit that a backward reaches opens the second pass.
+    When this backward has ended, gradients are complete; earlier gradients were set aside, and are added. See
     docs/decisions/0035-a-call-is-a-pass.md.
 
 [Note: means]
-    Strategies sum gradients over ranks, as `forward_backward` wants them; a loop of the user's own wants means over
-    ranks that have different batches. So exits scale what flows back by a constant, and entrances scale what leaves on
-    the other side by its reciprocal: gradients of inputs are the user's own.
+    Strategies sum gradients over ranks, as `forward_backward` needs them; a loop of the user's own expects means over
+    ranks that have different batches. So exits scale gradients by a constant, and entrances scale the gradients of
+    inputs by its reciprocal: these are the user's own.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PlainCalls:
         self._backward: _Backward | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the module's forward on this rank's own input; returns what it returns."""
+        """Runs the module's forward on this rank's own input; returns its output."""
         if self.model.holding.no_plain_call is not None:
             raise ConfigError(self.model.holding.no_plain_call)
         args, kwargs = self._entered((args, kwargs))
@@ -78,7 +78,7 @@ class PlainCalls:
         return output
 
     def settle(self) -> None:
-        """After a backward that broke off: the module has its parameters again. Nothing otherwise."""
+        """Gives the module its parameters back after an interrupted backward. Does nothing otherwise."""
         if self._backward is not None and self._backward.task != graph_task():
             broken, self._backward = self._backward, None
             broken.break_off()
@@ -91,7 +91,7 @@ class PlainCalls:
         return _mapped(given, lambda t: _Entrance.apply(t, 1.0 / self.scale) if t.requires_grad else t)
 
     def _left(self, output: Any) -> Any:
-        """What the module returned, as the user gets it."""
+        """Output of the module, as the user gets it."""
         known: dict[int, Tensor] = {}
 
         def leave(tensor: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class PlainCalls:
     # ---------------------------------------------------------------- backward
 
     def begin_backward(self) -> None:
-        """What the first exit that a backward comes by does, on all ranks."""
+        """Opens the backward pass at the first exit that a backward reaches, on all ranks."""
         self.settle()
         if self._backward is None:
             self.model.meet(Doing.BACKWARD)
@@ -123,7 +123,7 @@ class PlainCalls:
 
 
 class _Backward:
-    """One backward pass that is under way.
+    """One backward pass in progress.
 
     Args:
         model: whose.
@@ -166,7 +166,7 @@ class _Backward:
                 held.local_grad.copy_(before)
 
     def break_off(self) -> None:
-        """As after an exception in it."""
+        """Ends the backward pass as after an exception in it."""
         error = RuntimeError("a backward pass broke off")
         with suppress(RuntimeError):  # what undoes a pass raises what broke it off
             self._unsharded.__exit__(RuntimeError, error, None)
@@ -177,7 +177,7 @@ def _kept_gradients(model: ParallelModel) -> dict[str, Tensor]:
 
 
 class _Exit(torch.autograd.Function):
-    """The tensor itself. What flows back opens the backward pass and is scaled (see [Note: means])."""
+    """Identity in forward; in backward it opens the backward pass and scales the gradient (see [Note: means])."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, calls: PlainCalls) -> Tensor:
@@ -197,7 +197,7 @@ class _Exit(torch.autograd.Function):
 
 
 class _Entrance(torch.autograd.Function):
-    """The tensor itself; what flows back is scaled (see [Note: means])."""
+    """Identity in forward; in backward it scales the gradient (see [Note: means])."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, scale: float) -> Tensor:
@@ -210,7 +210,7 @@ class _Entrance(torch.autograd.Function):
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with its tensors changed, wherever they are: in what torch's pytree knows, and in dataclasses."""
+    """Returns `value` with its tensors mapped, inside of containers of torch's pytree and of dataclasses."""
     leaves, tree = tree_flatten(value)
     changed = [_mapped_leaf(leaf, change) for leaf in leaves]
     if all(new is old for new, old in zip(changed, leaves, strict=True)):

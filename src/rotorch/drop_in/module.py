@@ -1,4 +1,4 @@
-"""The user's own module, parallel in place: what `parallelize` returns."""
+"""The user's own module, parallel in place: the result of `parallelize`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _KEPT = "_rotorch"
 
 
 class ParallelModule(nn.Module):
-    """What a module that `parallelize` returns has beside what its own class has; a class made on the fly has both.
+    """Members of a parallel module beside those of its own class; a class made on the fly inherits from both.
 
     All public names of `ParallelModel` are there too (`forward_backward`, `evaluate`, `weights`, ...), but those that
     the module's own class has; `parallel` has all of them.
@@ -59,12 +59,12 @@ class ParallelModule(nn.Module):
         return calls(args, kwargs)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of every module; at rest also after a backward that broke off."""
+        """Works as in every module; parameters are at rest also after an interrupted backward."""
         calls_of(self).settle()
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As of every module; weights in the form that `torch.distributed.checkpoint` saves, and loads in place."""
+        """Works as in every module; weights have the form that `torch.distributed.checkpoint` saves and loads."""
         calls = calls_of(self)
         calls.settle()
         found = super().state_dict(*args, **kwargs)
@@ -76,7 +76,7 @@ class ParallelModule(nn.Module):
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As of every module; all ranks. Weights may be whole ones (of a plain module) or what `state_dict()` gave.
+        """Works as in every module; all ranks. Weights are whole (of a plain module), or the result of `state_dict()`.
 
         Raises:
             ConfigError: `assign`, or a part of a weight that is not the one that this rank has.
@@ -90,7 +90,7 @@ class ParallelModule(nn.Module):
         return result
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
-        """Whole weights and buffers on CPU, as the module on one process has them. All ranks call it.
+        """Gathers whole weights and buffers on CPU, as the module on one process has them. All ranks call it.
 
         Args:
             all_ranks: every rank gets them; by default the first one does, and the others get an empty dict.
@@ -107,7 +107,7 @@ class ParallelModule(nn.Module):
         )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Does nothing where nothing would change (`.to(device)`), and raises where it would (`.half()`)."""
+        """Does nothing if nothing would change (`.to(device)`), and raises otherwise (`.half()`)."""
         for parameter in self.parameters():
             sample = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             changed = fn(sample)
@@ -160,7 +160,7 @@ def calls_of(module: ParallelModule) -> PlainCalls:
 
 
 def _passed_on(name: str) -> Any:
-    """A name of `ParallelModel` for the class of a module; what returns the model returns the module."""
+    """Passes a name of `ParallelModel` on to a module's class; methods that return the model return the module."""
     its = inspect.getattr_static(ParallelModel, name, None)
     if not callable(its):
         return property(lambda self: getattr(self.parallel, name), doc=inspect.getdoc(its))
@@ -189,7 +189,7 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """As of every model; ranks whose sequences are shorter go on until all are done, as each of them has slices."""
+    """Works as in every model; ranks with shorter sequences continue until all are done, since each holds slices."""
     if kwargs.get("synced_gpus") is None and self.parallel.mesh.size() > 1:
         kwargs["synced_gpus"] = True
     if "generation_config" not in kwargs and all(s.kind in _CACHE_FITS for s in self.parallel.strategies):

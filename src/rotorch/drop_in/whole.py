@@ -15,14 +15,14 @@ from rotorch.shard.sharded_weight import ChunkedTensor, ShardedWeight
 
 
 def weights_by_name(module: nn.Module, model: ParallelModel) -> dict[str, str]:
-    """Every name of a weight in the module, to its name in `model`; tied ones have several."""
+    """Maps every name of a weight in the module to its name in `model`; tied weights have several."""
     of_parameter = {id(held.parameter): name for name, held in model.weights.items()}
     named = nn.Module.named_parameters(module, remove_duplicate=False)
     return {name: of_parameter[id(parameter)] for name, parameter in named}
 
 
 def chunks_by_name(module: nn.Module, model: ParallelModel) -> dict[str, ChunkedTensor]:
-    """This rank's part of each weight, under all its names."""
+    """Returns this rank's chunks of each weight, under all its names."""
     chunks = model.chunks()
     return {name: chunks[weight] for name, weight in weights_by_name(module, model).items()}
 
@@ -31,7 +31,7 @@ def chunks_by_name(module: nn.Module, model: ParallelModel) -> dict[str, Chunked
 def full_state_dict(
     module: nn.Module, model: ParallelModel, *, all_ranks: bool, only: Callable[[str], bool] = lambda name: True
 ) -> dict[str, Tensor]:
-    """What `module` on one process would have as its state, on CPU; one weight at a time is gathered. All ranks.
+    """Returns the state of `module` as on one process, on CPU; gathers one weight at a time. All ranks.
 
     Args:
         module: of which.
@@ -58,7 +58,7 @@ def full_state_dict(
 
 @torch.no_grad()
 def copy_into(module: nn.Module, model: ParallelModel, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies weights into this rank's parts; returns what `nn.Module.load_state_dict` has to do and to say.
+    """Copies weights into this rank's chunks; returns the entries left for `nn.Module.load_state_dict`.
 
     Nothing is copied if a weight has another shape: torch then says which.
 
@@ -96,7 +96,7 @@ def copy_into(module: nn.Module, model: ParallelModel, given: Mapping[str, Any])
 
 
 def _is_part_of(value: DTensor, held: ShardedWeight) -> bool:
-    """Whether a DTensor that torch has cut, as peft does with adapters, is this rank's part of a weight."""
+    """True if a DTensor that torch has cut, as peft does with adapters, is this rank's part of a weight."""
     ours = held.parameter.data
     if not isinstance(ours, DTensor) or value.device_mesh != ours.device_mesh or value.placements != ours.placements:
         return False

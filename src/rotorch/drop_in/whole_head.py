@@ -1,4 +1,4 @@
-"""A head whose weight other code multiplies with by itself: whole for that time, and its gradient goes home as ever."""
+"""Head whose weight other code multiplies with: whole during this time; its gradient goes to its owners as ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rotorch.parallel_model import ParallelModel
 
 @dataclass(frozen=True)
 class WholeHead:
-    """What a fused loss reads of a head within a pass.
+    """Attributes of a head that a fused loss reads within a pass.
 
     Attributes:
         weight: [vocabulary, features], whole and differentiable.
@@ -26,7 +26,7 @@ class WholeHead:
 
 
 def show_whole_head(module: nn.Module, model: ParallelModel) -> None:
-    """From now on `get_output_embeddings()` gives, within a pass, a head with whole weights. All ranks ask alike.
+    """Makes `get_output_embeddings()` return a head with whole weights within a pass. All ranks must call it alike.
 
     Losses that never make logits (TRL's) read the head's weight in the model's forward, past the layer that knows how
     to compute with what this rank has. The weight is whole on every rank for as long as autograd needs it.

@@ -21,7 +21,7 @@ from rotorch.parallel_model import ParallelModel
 
 
 class SharesAccelerator(Accelerator):
-    """What `Trainer` has made, from `of_shares` on (see [Note: shares and processes])."""
+    """Accelerator of a `Trainer` that counts shares from `of_shares` on (see [Note: shares and processes])."""
 
     _of: ParallelModel
     _first_of_shares: list[int] | None
@@ -29,12 +29,12 @@ class SharesAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """How many shares a global batch has."""
+        """Number of shares of a global batch."""
         return self._of.num_batch_ranks
 
     @property
     def process_index(self) -> int:
-        """Which share this rank reads."""
+        """Number of the share that this rank reads."""
         return self._of.batch_rank
 
     def prepare_model(

@@ -1,4 +1,4 @@
-"""What of a trainer's arguments cannot be right on a parallel model, refused in one line before anything is made."""
+"""Arguments of trainers that cannot be right on a parallel model: refused in one line before anything is made."""
 
 from __future__ import annotations
 

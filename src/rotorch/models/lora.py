@@ -91,12 +91,12 @@ def add_lora(
 
 
 def alpha_of(alpha: float | None, *, rank: int) -> float:
-    """`alpha`, or what it is by default: adapters add twice their product."""
+    """Returns `alpha`, or its default: adapters add twice their product."""
     return 2 * rank if alpha is None else alpha
 
 
 def _chosen(targets: Sequence[str] | None, *, module: nn.Module, layers: Mapping[str, nn.Module]) -> list[str]:
-    """Names of the layers that get adapters: all but the head, or those that `targets` end."""
+    """Names of the layers that get adapters: all but the head, or layers whose names end in `targets`."""
     if targets is None:
         head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
         return [name for name, layer in layers.items() if layer is not head]
@@ -141,12 +141,12 @@ def base_of(module: nn.Module) -> tuple[str, nn.Module]:
 
 
 def is_wrapped(module: nn.Module) -> bool:
-    """Whether `peft` has wrapped a model in a module of its own."""
+    """True if `peft` has wrapped a model in a module of its own."""
     return any(cls.__module__.startswith("peft.") for cls in type(module).__mro__)
 
 
 def saved_names(module: nn.Module, *, save_embedding_layers: bool | str = "auto", **_: Any) -> Callable[[str], bool]:
-    """Whether a weight may go into what `module.save_pretrained` writes: of a wrapped model, not the frozen ones.
+    """True if `module.save_pretrained` may write a weight: of a wrapped model, not the frozen ones.
 
     Args:
         module: the model.
@@ -164,7 +164,7 @@ def saved_names(module: nn.Module, *, save_embedding_layers: bool | str = "auto"
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a weight is an adapter's."""
+    """True if a weight is an adapter's."""
     return ".lora_A." in name or ".lora_B." in name
 
 
@@ -174,14 +174,14 @@ def without_adapters(name: str) -> str:
 
 
 def with_base_layers(plan: Mapping[str, str], module: nn.Module) -> dict[str, str]:
-    """A plan that names the frozen layers, too, where adapters stand in their places."""
+    """Returns a plan that also names the frozen layers inside of adapted ones."""
     if not any(f"{_BASE}." in name for name, _ in module.named_parameters()):
         return dict(plan)
     return {**plan, **{pattern + _BASE: role for pattern, role in plan.items()}}
 
 
 def adapter_config(module: nn.Module) -> dict[str, Any] | None:
-    """What `peft` writes to `adapter_config.json`, as plain JSON; None for a module without adapters."""
+    """Returns the contents of peft's `adapter_config.json`, as plain JSON; None for a module without adapters."""
     configs = getattr(module, "peft_config", None)
     if not isinstance(configs, Mapping) or _NAME not in configs:
         return None
@@ -190,7 +190,7 @@ def adapter_config(module: nn.Module) -> dict[str, Any] | None:
 
 
 def adapter_scale(config: Mapping[str, Any]) -> float:
-    """What adapters' output is multiplied with, from what `adapter_config` returned."""
+    """Factor of the adapters' output, by the result of `adapter_config`."""
     return float(config["lora_alpha"] / config["r"])
 
 
@@ -210,7 +210,7 @@ def adapters_of(name: str) -> tuple[str, str] | None:
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, *, config: Mapping[str, Any]) -> Tensor:
-    """A layer's weight with what its adapter adds, as `peft` computes it; to the bit the weight where that is nothing.
+    """Returns a layer's weight merged with its adapter, as `peft` computes it; unchanged to the bit if that adds 0.
 
     Args:
         weight: [out, in], or [in, out] of layers that keep their inputs first.

@@ -1,7 +1,7 @@
-"""What models remember from one forward to the next, and what must not be: made harmless, or refused by name.
+"""State that models keep from one forward to the next: made harmless, or refused by name.
 
 A forward may run more often than once per micro-batch (on every slice, or again in backward), and on every rank with
-other data. What it leaves behind then counts too often, or differs between ranks.
+other data. State that it leaves behind then counts too often, or differs between ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rotorch.models.lora import is_wrapped
 
 
 def make_stateless(module: nn.Module, *, num_ranks: int, device_type: str) -> None:
-    """Switches off caches that training has no use for; refuses what cannot be trained as it is. In place.
+    """Switches off caches that training does not use; refuses modules that cannot be trained as they are. In place.
 
     Args:
         module: the model.
@@ -44,7 +44,7 @@ def make_stateless(module: nn.Module, *, num_ranks: int, device_type: str) -> No
 
 
 def refuse_wrapped(module: nn.Module) -> None:
-    """Raises `ConfigError` for a model that is parallel already, or in a wrapper of which little is known."""
+    """Raises `ConfigError` for a model that is already parallel, or in an unknown wrapper."""
     if hasattr(module, "forward_backward") and hasattr(module, "parallel"):
         raise ConfigError(f"parallelize: this {type(module).__name__} is parallel already. Give each model once")
     if not is_wrapped(module):
@@ -64,7 +64,7 @@ def _adapter_configs(module: nn.Module) -> list[object]:
 
 
 def refuse_float16(dtypes: Collection[torch.dtype | None]) -> None:
-    """Raises `ConfigError` if what a step computes gradients with has float16 in it, and nothing scales the loss."""
+    """Raises `ConfigError` if a step computes gradients in float16 without scaling the loss."""
     if torch.float16 in dtypes:
         raise ConfigError(
             "float16: small gradients would become 0, and forward_backward scales no loss. Use bfloat16, or call "

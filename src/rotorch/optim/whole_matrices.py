@@ -37,7 +37,7 @@ Take = Callable[[ShardedWeight, Tensor], None]
 
 @dataclass(frozen=True)
 class _Part:
-    """What one rank holds of a matrix: the shape of its tensor, and where the parts of that sit in the whole."""
+    """One rank's part of a matrix: the shape of its tensor, and the chunks of the whole that it consists of."""
 
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
@@ -189,7 +189,7 @@ def _sources(parts: tuple[_Part, ...], *, owner: int, of: ShardedWeight) -> froz
 
 
 def _rounds(matrices: Sequence[_Matrix]) -> list[dict[int, _Matrix]]:
-    """Which matrix each owner computes in each round: the largest ones of all owners together."""
+    """Matrix of each owner in each round: the largest ones of all owners together."""
     owned: dict[int, list[_Matrix]] = {}
     for matrix in sorted(matrices, key=lambda m: -m.held.weight.numel):
         owned.setdefault(matrix.owner, []).append(matrix)
