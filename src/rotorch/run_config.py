@@ -153,6 +153,10 @@ class TrainSection(_Section):
         max_restarts: number of restarts from the last checkpoint after a rank failed.
         elastic: "least:most" ranks for a restart; by default as many as the layout has.
         tensorboard: also write TensorBoard files.
+        loggers: also log to "wandb" or "mlflow" (packages of their own, set up by their environment variables).
+        callbacks: import paths of what is told of every step on the first rank: each is called with a
+            `rotorch.train.loggers.RunInfo`, and what it returns has any of `on_step(record)`, `on_note(text)`,
+            `on_rolled_back(step)` and `close()`.
     """
 
     steps: Annotated[PositiveInt, Field(le=_MOST_STEPS)]
@@ -177,6 +181,8 @@ class TrainSection(_Section):
     max_restarts: NonNegativeInt = 0
     elastic: str | None = None
     tensorboard: bool = True
+    loggers: Annotated[tuple[Literal["wandb", "mlflow"], ...], Field(strict=False)] = ()
+    callbacks: Annotated[tuple[Word, ...], Field(strict=False)] = ()
 
     @field_validator("elastic")
     @classmethod
@@ -200,12 +206,34 @@ class TrainSection(_Section):
         return int(least), int(most)
 
 
-class OptimizerSection(_Section):
-    """[optimizer]: AdamW, its schedule and clipping.
+class OptimizerGroup(_Section):
+    """[[optimizer.groups]]: weights that are trained in another way, by their names; the first group that fits counts.
 
     Attributes:
+        match: pattern of names, e.g. "*.embed_tokens.weight"; `*` stands for anything.
+        lr: peak learning rate of these; that of all by default.
+        weight_decay: on all of these; by default what they would have without the group.
+        use_muon: with name = "muon", whether these are Muon's or AdamW's; by default Muon's are the matrices between
+            embedding and head.
+    """
+
+    match: Word
+    lr: Annotated[PositiveFloat, Field(le=1e3)] | None = None
+    weight_decay: NonNegativeFloat | None = None
+    use_muon: bool | None = None
+
+
+class OptimizerSection(_Section):
+    """[optimizer]: the optimizer, its schedule and clipping.
+
+    Attributes:
+        name: "adamw", "sgd", "adafactor", "lion", "muon" (AdamW for embeddings, head and vectors), or the import path
+            of a class: "torch.optim.NAdam", "my_package.MyOptimizer".
+        arguments: further arguments of its class, as a table: `momentum = 0.9`. Muon gets
+            `adjust_lr_fn = "match_rms_adamw"` unless it is written there, so that one `lr` fits all weights.
+        groups: see `OptimizerGroup`.
         lr: peak learning rate.
-        betas: decay rates of the two moments.
+        betas: decay rates of the two moments; of Lion's update and moment.
         eps: added to the denominator.
         weight_decay: on matrices, experts, convolutions and embeddings (also of positions); never on norms, biases,
             scales and other vectors, nor on a state space's rates (`A_log`, `D`). See `models/decay.py`.
@@ -215,6 +243,9 @@ class OptimizerSection(_Section):
         min_lr_ratio: see `schedule`.
     """
 
+    name: Word = "adamw"
+    arguments: dict[str, Any] = {}
+    groups: Annotated[tuple[OptimizerGroup, ...], Field(strict=False)] = ()
     lr: Annotated[PositiveFloat, Field(le=1e3)] = 1e-3
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
     eps: Annotated[float, Field(ge=1e-30, le=1.0)] = 1e-8  # a smaller one is 0 in float32
@@ -348,11 +379,14 @@ def _check_schedule(config: RunConfig, *, path: Path) -> None:
             f"{path}: optimizer.warmup_steps = {optimizer.warmup_steps} is longer than the run, train.steps = {steps}. "
             f"Write optimizer.warmup_steps={steps // 10}, for example, or more steps"
         )
-    if optimizer.lr * optimizer.weight_decay >= 1.0:
-        raise ConfigError(
-            f"{path}: optimizer.lr = {optimizer.lr:g} times optimizer.weight_decay = {optimizer.weight_decay:g} is 1 "
-            "or more: each step would decay the weights to zero or past it. Write a smaller one of the two"
-        )
+    for where, group in (("optimizer", optimizer), *((f"optimizer.groups {g.match!r}", g) for g in optimizer.groups)):
+        lr = optimizer.lr if group.lr is None else group.lr
+        decay = optimizer.weight_decay if group.weight_decay is None else group.weight_decay
+        if lr * decay >= 1.0:
+            raise ConfigError(
+                f"{path}: {where}.lr = {lr:g} times {where}.weight_decay = {decay:g} is 1 "
+                "or more: each step would decay the weights to zero or past it. Write a smaller one of the two"
+            )
 
 
 def _complete_model(raw: dict[str, Any]) -> None:
@@ -471,7 +505,7 @@ def _is_section(annotation: Any) -> bool:
 
 def _suggest(where: Sequence[str]) -> str:
     """Suggests a known key for an unknown one: the same word in another section, else the nearest one in its own."""
-    known = _known_keys()
+    known = sorted(_known_keys(), key=lambda key: key.count("."))  # a section's own keys before those of its tables
     homes = [key for key in known if key.rpartition(".")[2] == where[-1]]
     if homes:
         return f" (did you mean {homes[0]!r}?)"

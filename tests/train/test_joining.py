@@ -153,14 +153,17 @@ def changed(value):
         case str():
             return value + "x"
         case list() | tuple():
-            return [*value, value[0]]
+            return [*value, *(value[:1] or ["something"])]
         case dict():
             return {**value, "rope_theta": 1.0}
         case None:
             return "something"
 
 
-@pytest.mark.parametrize("key", [key for key in _known_keys() if not key.startswith("lora.")])
+KEYS = dict.fromkeys(".".join(key.split(".")[:2]) for key in _known_keys())
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if not key.startswith("lora.")])
 def test_any_one_key_of_a_run_is_named(tmp_path, key):
     config = load_run_config(write_run(tmp_path))
     dumped = config.model_dump(mode="json")

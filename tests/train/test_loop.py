@@ -7,11 +7,12 @@ import pytest
 import torch
 from commands import rotorch, write_run
 
+from rotorch.optim import AdamW
 from rotorch.parallelize import parallelize
 from rotorch.run_config import OptimizerSection
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.metrics import read_metrics
-from rotorch.train.optim import AdamW, clip_gradients, learning_rate, make_optimizer, squared_norm_share
+from rotorch.train.optim import clip_gradients, learning_rate, make_optimizer, squared_norm_share
 
 
 @pytest.fixture

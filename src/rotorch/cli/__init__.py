@@ -35,7 +35,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_mar
 
 Parallel = Annotated[str, typer.Option("--parallel", help="Layout, outermost first: ddp=2,rtp=4")]
 Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks to start; by default what the layout needs")]
-Overrides = Annotated[list[str] | None, typer.Argument(help="section.key=value, e.g. train.steps=100")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value, e.g. train.steps=9 optimizer.name=muon")
+]
 _CHECKPOINT = "A checkpoint, or a run (then its latest): a directory, or a URL like s3://bucket/my_run"
 Compile = Annotated[bool, typer.Option("--compile", help="Run blocks by torch.compile; the first step takes long")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to FILE, too")]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.errors import ConfigError
 from rotorch.models.decay import is_decayed
 from rotorch.models.hf import head_weights
 from rotorch.optim.adamw import AdamW
+from rotorch.optim.members import Member, of_models, with_gradients
 from rotorch.optim.whole_matrices import WholeMatrices
 from rotorch.shard.sharded_weight import ShardedWeight, weight_of
 
@@ -111,17 +110,12 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        muon = [(p, group) for group in self.param_groups if group["use_muon"] for p in group["params"]]
-        of_models: dict[int, list[_Member]] = {}
-        for parameter, group in muon:
-            held = weight_of(parameter)
-            if held is not None:
-                of_models.setdefault(id(held.mesh), []).append(_Member(parameter, held, group))
-            elif parameter.grad is not None:
-                grad = parameter.grad
+        models, plain = of_models(group for group in self.param_groups if group["use_muon"])
+        for parameter, group in plain:
+            if (grad := parameter.grad) is not None:
                 update = _orthogonal(_nesterov(grad, self._momentum(parameter, group, grad), group), group)
                 _subtract(parameter, update, group, shape=tuple(parameter.shape))
-        for members in of_models.values():
+        for members in models:
             self._step_of(members)
         others = [group for group in self.param_groups if not group["use_muon"]]
         if others:
@@ -129,17 +123,12 @@ class Muon(torch.optim.Optimizer):
             self._adamw.step()
         return loss
 
-    def _step_of(self, members: list[_Member]) -> None:
+    def _step_of(self, members: list[Member]) -> None:
         """Updates the matrices of one parallel model."""
-        mesh = members[0].held.mesh
-        assert mesh is not None, "weight_of gives weights of parallel models"
-        learns = torch.tensor([float(m.held.local_grad is not None) for m in members], dtype=torch.float64)
-        all_reduce_sum(learns, mesh=mesh)  # a rank without a gradient takes part where others have one
-        meant = {m.held.name: m for m, n in zip(members, learns.tolist(), strict=True) if n}
+        meant = {member.held.name: member for member in with_gradients(members)}
         updates: dict[str, Callable[[], Tensor]] = {}
         for name, member in meant.items():
-            grad = member.held.local_grad
-            grad = torch.zeros_like(member.held.local) if grad is None else grad
+            grad = member.grad
             updates[name] = partial(_nesterov, grad, self._momentum(member.parameter, member.group, grad), member.group)
         self._whole_matrices(members).update(
             lambda held: updates[held.name](),
@@ -149,7 +138,7 @@ class Muon(torch.optim.Optimizer):
             names=meant.keys(),
         )
 
-    def _whole_matrices(self, members: list[_Member]) -> WholeMatrices:
+    def _whole_matrices(self, members: list[Member]) -> WholeMatrices:
         key = tuple(id(member.parameter) for member in members)
         if key not in self._wholes:
             steps = members[0].group["ns_steps"]
@@ -164,15 +153,6 @@ class Muon(torch.optim.Optimizer):
         buffer = state["momentum_buffer"]
         local: Tensor = buffer.to_local() if isinstance(buffer, DTensor) else buffer
         return local.lerp_(grad, 1 - group["momentum"])
-
-
-@dataclass(frozen=True)
-class _Member:
-    """A parameter of a parallel model, what this rank holds of it, and its group."""
-
-    parameter: nn.Parameter
-    held: ShardedWeight
-    group: dict[str, Any]
 
 
 def muon_groups(model: Any, **others: Any) -> list[dict[str, Any]]:

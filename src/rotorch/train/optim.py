@@ -1,4 +1,4 @@
-"""AdamW with its schedule, and clipping of gradients that are spread over ranks.
+"""The optimizer of a run with its schedule, and clipping of gradients that are spread over ranks.
 
 [Note: one fused update]
     At rest parameters are DTensors, and torch's fused AdamW takes them: on CPU (torch 2.13, 4.8 M parameters in 54
@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 from typing import Any
 
@@ -20,27 +21,56 @@ import torch
 from torch import Tensor
 
 from rotorch.models.decay import is_decayed
-from rotorch.optim.adamw import AdamW
+from rotorch.optim.muon import is_hidden_matrix
 from rotorch.parallel_model import ParallelModel
 from rotorch.run_config import OptimizerSection
+from rotorch.train.choose_optimizer import ChosenOptimizer, choose_optimizer
 
 
-def make_optimizer(model: ParallelModel, *, settings: OptimizerSection) -> AdamW:
-    """Makes AdamW over the model's parameters, with decay on what `is_decayed` says. Every rank alone."""
-    decayed: list[Tensor] = []
-    others: list[Tensor] = []
+def make_optimizer(model: ParallelModel, *, settings: OptimizerSection) -> torch.optim.Optimizer:
+    """Makes the optimizer of a run over the model's parameters, with decay on what `is_decayed` says. Every rank alone.
+
+    Raises:
+        ConfigError: as `check_optimizer` does.
+    """
+    chosen = choose_optimizer(settings)
+    by_use: dict[tuple[bool, int, bool], list[Tensor]] = {}
     for held in model.weights.values():
         if held.parameter.requires_grad:
-            belongs = decayed if is_decayed(model.module, held.name, shape=held.weight.shape) else others
-            belongs.append(held.local_parameter)
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.lr,
-        betas=settings.betas,
-        eps=settings.eps,
-        fused=True,  # see [Note: one fused update]
-    )
+            number = _group_of(held.name, settings)
+            decays = is_decayed(model.module, held.name, shape=held.weight.shape)
+            muon = settings.groups[number].use_muon if number < len(settings.groups) else None
+            is_muon = chosen.has_muon and (is_hidden_matrix(model.module, held) if muon is None else muon)
+            parameter = held.local_parameter if chosen.takes_parts else held.parameter
+            by_use.setdefault((not is_muon, -number, not decays), []).append(parameter)
+    groups = [
+        {"params": members, **_group_settings(settings, chosen, number=-minus, muon=not other, decays=not plain)}
+        for (other, minus, plain), members in sorted(by_use.items(), key=lambda pair: pair[0])
+    ]
+    return chosen.make(groups)
+
+
+def _group_of(name: str, settings: OptimizerSection) -> int:
+    """The number of the first group whose pattern fits a name; the number of groups if there is none."""
+    fits = (number for number, group in enumerate(settings.groups) if fnmatch.fnmatchcase(name, group.match))
+    return next(fits, len(settings.groups))
+
+
+def _group_settings(
+    settings: OptimizerSection, chosen: ChosenOptimizer, *, number: int, muon: bool, decays: bool
+) -> dict[str, Any]:
+    """What the optimizer is told of a group of its parameters."""
+    group = settings.groups[number] if number < len(settings.groups) else None
+    found: dict[str, Any] = dict(chosen.of_muon if muon else chosen.of_adamw) if chosen.has_muon else {}
+    if chosen.has_muon:
+        found["use_muon"] = muon
+    if chosen.decays:
+        found["weight_decay"] = settings.weight_decay if decays else 0.0
+        if group is not None and group.weight_decay is not None:
+            found["weight_decay"] = group.weight_decay
+    if group is not None and group.lr is not None:
+        found.update(lr=group.lr, lr_ratio=group.lr / settings.lr)
+    return found
 
 
 def learning_rate(step: int, *, settings: OptimizerSection, steps: int) -> float:
@@ -56,9 +86,9 @@ def learning_rate(step: int, *, settings: OptimizerSection, steps: int) -> float
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, *, lr: float) -> None:
-    """Gives all parameter groups the learning rate `lr`."""
+    """Gives all parameter groups the learning rate `lr`, or the share of it that is theirs."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group.get("lr_ratio", 1.0)
 
 
 def schedule_numbers(settings: OptimizerSection, *, steps: int) -> dict[str, Any]:

@@ -60,6 +60,7 @@ from rotorch.train.launch.restart import ELASTIC_RUN, as_started, launch_again
 from rotorch.train.launch.run_lock import check_not_in_use, contents, directories_of, lock_directories
 from rotorch.train.launch.status import Phase, StatusBoard
 from rotorch.train.launch.watchdog import BACKSTOP_S
+from rotorch.train.loggers import RunInfo, make_listeners
 from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard, set_aside
 from rotorch.train.module import make_module
@@ -435,6 +436,10 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
         if run.config.train.tensorboard:
             listeners.append(TensorBoard(run.out, after_step=state.step))
             stack.callback(listeners[-1].close)
+        about_run = RunInfo(run.out, about["config"], after_step=state.step)
+        for listener in make_listeners(run.config.train, about_run):
+            listeners.append(listener)
+            stack.callback(listener.close)
         display = make_display(Console(), first_step=state.step + 1, steps=run.config.train.steps)
         stack.callback(display.close)
         yield (*listeners, display)

@@ -9,7 +9,7 @@
 [Note: kinds of optimizer state]
     Per key, e.g. of AdamW: `exp_avg` is a "weight" (cut like its weight), `step` a "tensor" (small, the same on all
     ranks); a Python number is a "number". State of another shape (a row of a factored second moment) cannot be cut
-    like its weight and is refused.
+    like its weight: it is a "tensor" if the class says that it is whole on all ranks (`whole_state`), else refused.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from rotorch.shard.sites import persistent_buffers
 from rotorch.train.checkpoint.manifest import (
     BUFFER,
     MODEL,
+    OBJECT,
     OPTIMIZER,
     RNG,
     ModelEntry,
@@ -73,6 +74,9 @@ class TrainState:
         companions: further files to take along, by the name that each gets (see `tokenizer_files.py`).
         damaged: steps of the run's checkpoints that were found damaged when they were to be loaded; `checkpoint` keeps
             it, so that none of them is kept in place of a whole one.
+        objects: further tensors of bytes to take along, by their whole name; loading puts those of `wanted` there, by
+            the name of the object.
+        wanted: names of objects to load.
     """
 
     model: ParallelModel
@@ -86,6 +90,8 @@ class TrainState:
     tokenizer_file: Path | None = None
     companions: dict[str, Path] = field(default_factory=dict)
     damaged: set[int] = field(default_factory=set)
+    objects: dict[str, Tensor] = field(default_factory=dict)
+    wanted: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -210,7 +216,7 @@ def _kind(optimizer: Any, held: ShardedWeight, key: str, value: Any) -> str:
     if isinstance(value, (bool, int, float)):
         return NUMBER
     if isinstance(value, Tensor):
-        if not isinstance(value, DTensor) and value.dim() == 0:
+        if key in _whole_keys(optimizer) or (not isinstance(value, DTensor) and value.dim() == 0):
             return TENSOR
         same_type = isinstance(value, DTensor) == isinstance(_stepped(optimizer)(held), DTensor)
         if same_type and _local(value).shape == held.local.shape:
@@ -223,6 +229,11 @@ def _kind(optimizer: Any, held: ShardedWeight, key: str, value: Any) -> str:
         f"{list(held.weight.shape)}, which cannot be cut like its weight. "
         "Use an optimizer whose state has its weights' shapes, e.g. AdamW"
     )
+
+
+def _whole_keys(optimizer: Any) -> frozenset[str]:
+    """Keys of state that is whole, and the same on all ranks, as its class says."""
+    return getattr(optimizer, "whole_state", frozenset())
 
 
 def _merge_kind(optimizer: Any, key: str, before: str | None, now: str) -> str:
@@ -346,7 +357,7 @@ def attach_optimizer_state(state: TrainState, made: dict[str, dict[str, Any]], *
         for key, value in of_weight.items():
             if kinds[key] == NUMBER:
                 of_weight[key] = value.item()
-            elif kinds[key] == TENSOR and on_device:
+            elif kinds[key] == TENSOR and (on_device or key in _whole_keys(state.optimizer)):
                 of_weight[key] = value.to(parameter.device)
         state.optimizer.state[parameter] = of_weight
 
@@ -384,6 +395,11 @@ def derive_rng(*, seed: int, step: int, rank: int) -> None:
     random.seed(derived)
     np.random.seed(derived % 2**32)
     torch.manual_seed(derived % 2**63)
+
+
+def object_name(name: str, *, share: int | None = None) -> str:
+    """The name in a checkpoint of an object's state: of one share of the data, or of all ranks."""
+    return f"{OBJECT}{name}/{'all' if share is None else f'{share:05d}'}"
 
 
 def rng_name(rank: int) -> str:

@@ -31,7 +31,7 @@ from rotorch.train.checkpoint.store import Place
 FORMAT = "rotorch checkpoint"
 VERSION = 1
 MANIFEST = "manifest.json"
-MODEL, BUFFER, OPTIMIZER, RNG = "model/", "buffer/", "optimizer/", "rng/"
+MODEL, BUFFER, OPTIMIZER, RNG, OBJECT = "model/", "buffer/", "optimizer/", "rng/", "object/"
 
 ITEM_BYTES = {
     **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8},

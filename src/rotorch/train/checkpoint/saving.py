@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import all_reduce_max, all_reduce_min
 from rotorch.comm.one_error import one_error
-from rotorch.core.errors import ConfigError, HeardFailure, RankFailure, RotorchError
+from rotorch.core.errors import ConfigError, HeardFailure, RankFailure, RotorchError, nearest
 from rotorch.models.lora import adapter_config, adapter_scale
 from rotorch.shard.sharded_weight import ChunkedTensor
 from rotorch.strategies import format_parallel
@@ -52,6 +52,7 @@ from rotorch.train.checkpoint.directories import (
 from rotorch.train.checkpoint.manifest import (
     BUFFER,
     MODEL,
+    OBJECT,
     OPTIMIZER,
     DamagedCheckpoint,
     Manifest,
@@ -84,6 +85,7 @@ from rotorch.train.state import (
     model_entry,
     model_tensors,
     moved_between_groups,
+    object_name,
     optimizer_entry,
     optimizer_tensors,
     restore_groups,
@@ -137,7 +139,7 @@ def take(run_dir: Place | str, state: TrainState, *, keep: int) -> Snapshot:
     """Collects what `save` writes, copying nothing. All ranks; errors as of `save`."""
     if keep < 1:
         raise ConfigError(f"checkpoint: keep={keep}: write at least 1")
-    with _agreed(state.model.mesh):
+    with agreed(state.model.mesh):
         manifest = _manifest(state)
         tensors = _all_tensors(state)
     copies = {**state.companions, **({TOKENIZER_FILES[0]: state.tokenizer_file} if state.tokenizer_file else {})}
@@ -198,11 +200,12 @@ def load(path: Place | str, state: TrainState) -> Manifest:
         RankFailure: if reading failed after that; values are then partly overwritten.
     """
     path, mesh = as_place(path), state.model.mesh
-    with _agreed(mesh):
+    with agreed(mesh):
         manifest = read_manifest(path)
         values = StoredValues(path, manifest, names=_trained_on(manifest, state))
         check_contents(path, manifest, share=state.rank, num_shares=state.num_ranks, look=values.look)
         _check_same_model(path, manifest, state)
+        objects = _find_objects(path, manifest, state)
         values.check()
     number = float(int(manifest.digest[:12], 16))
     if all_reduce_max(number, mesh=mesh) != all_reduce_min(number, mesh=mesh):
@@ -218,6 +221,8 @@ def load(path: Place | str, state: TrainState) -> Manifest:
     if same_num_ranks:
         own = rng_name(state.rank)
         tensors[own] = torch.zeros(manifest.tensors[own].shape, dtype=torch.uint8)
+    found = {name: torch.zeros(manifest.tensors[where].shape, dtype=torch.uint8) for name, where in objects.items()}
+    tensors.update((objects[name], tensor) for name, tensor in found.items())
     try:
         with torch.no_grad(), without_dcp_notices():
             dcp.load(
@@ -235,7 +240,7 @@ def load(path: Place | str, state: TrainState) -> Manifest:
         notes += moved_between_groups(state, manifest.optimizer)
         attach_optimizer_state(state, made, kinds=manifest.optimizer.kinds)
     state.step, state.tokens, state.seed = manifest.step, manifest.tokens, manifest.seed
-    state.data = dict(manifest.data)
+    state.data, state.objects = dict(manifest.data), found
     if same_num_ranks:
         random_states = tensors[rng_name(state.rank)]
         assert isinstance(random_states, Tensor), "made above"
@@ -321,7 +326,12 @@ def _manifest(state: TrainState) -> Manifest:
 
 
 def _all_tensors(state: TrainState) -> dict[str, ChunkedTensor | Tensor]:
-    tensors = {**model_tensors(state.model), **optimizer_tensors(state), rng_name(state.rank): rng_tensor()}
+    tensors = {
+        **model_tensors(state.model),
+        **optimizer_tensors(state),
+        rng_name(state.rank): rng_tensor(),
+        **state.objects,
+    }
     for name, tensor in tensors.items():
         dtype = tensor.local.dtype if isinstance(tensor, ChunkedTensor) else tensor.dtype
         if dtype not in DTYPE_NAMES:
@@ -411,6 +421,29 @@ def _check_same_optimizer(where: str, manifest: Manifest, state: TrainState) -> 
                 )
 
 
+def _find_objects(path: Place, manifest: Manifest, state: TrainState) -> dict[str, str]:
+    """Under which name the checkpoint has the state of each object that is wanted."""
+    saved, found = manifest.names(OBJECT), {}
+    for name in state.wanted:
+        shares = sorted(each for each in saved if each.startswith(f"{name}/"))
+        if not shares:
+            there = sorted({each.partition("/")[0] for each in saved})
+            raise ConfigError(
+                f"checkpoint: {path}: has no state of {name!r}{nearest(name, known=there)}. It has "
+                f"{', '.join(there) or 'no objects beside model and optimizer'}"
+            )
+        own = object_name(name, share=state.model.batch_rank)
+        if shares == [f"{name}/all"]:
+            own = object_name(name)
+        elif len(shares) != state.model.num_batch_ranks:
+            raise ConfigError(
+                f"checkpoint: {path}: the state of {name!r} is that of {len(shares)} shares of the data, and here are "
+                f"{state.model.num_batch_ranks}. Load without {name}, and place it by the step"
+            )
+        found[name] = own
+    return found
+
+
 def _some(what: str, names: set[str]) -> str | None:
     if not names:
         return None
@@ -430,7 +463,7 @@ def _schedule_changes(*, saved: dict[str, Any], ours: dict[str, Any]) -> list[st
 
 
 @contextmanager
-def _agreed(mesh: DeviceMesh) -> Iterator[None]:
+def agreed(mesh: DeviceMesh) -> Iterator[None]:
     """Raises an error of any rank as the same error on every rank (that of the first such rank). All ranks."""
     with one_error(mesh, kinds=(DamagedCheckpoint, ConfigError, RankFailure)):
         try:

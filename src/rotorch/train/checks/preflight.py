@@ -33,6 +33,7 @@ from rotorch.train.checks.capacity import (
 from rotorch.train.data.batches import BYTES, CheckedSource, check_source, default_cache_dir
 from rotorch.train.launch.failure_report import REPORT
 from rotorch.train.launch.run_lock import LOCK
+from rotorch.train.loggers import check_listeners
 from rotorch.train.metrics import METRICS, read_metrics
 
 RUN_FILE = "run.json"
@@ -101,6 +102,7 @@ def check_run(
     strategies = parse_parallel(config.parallel.layout)
     check_ranks(strategies, nproc=nproc)
     check_restarts(config, strategies=strategies)
+    check_listeners(config.train)
     sizes = batch_sizes(config.train, batch_ranks=batch_ranks(strategies))
     for strategy in strategies:
         strategy.check_micro_batches(sizes.accumulation)
@@ -129,6 +131,7 @@ def check_run(
         batch=micro_batch_of(config),
         num_micro_batches=sizes.accumulation,
     )
+    _check_optimizer(config, spec)
     if on_this_machine:
         check_weights_fit(spec)
     going_on = (
@@ -430,6 +433,12 @@ def check_model(
                 may_have=found.ignored,
             )
     return strategies, spec
+
+
+def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
+    from rotorch.train.choose_optimizer import check_optimizer
+
+    check_optimizer(config.optimizer, spec)
 
 
 def find_resume(
