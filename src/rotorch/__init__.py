@@ -22,6 +22,8 @@ _LAZY = {
     "Single": "rotorch.strategies",
     "ConfigError": "rotorch.core.errors",
     "RankFailure": "rotorch.core.errors",
+    "save": "rotorch.train.own_loop",
+    "load": "rotorch.train.own_loop",
 }
 
 _PARTS = {"optim"}
@@ -36,9 +38,11 @@ __all__ = [
     "RankFailure",
     "Single",
     "__version__",
+    "load",
     "on_meta",
     "optim",
     "parallelize",
+    "save",
 ]
 
 if TYPE_CHECKING:
@@ -48,6 +52,7 @@ if TYPE_CHECKING:
     from rotorch.parallelize import parallelize
     from rotorch.shard.materialize import on_meta
     from rotorch.strategies import DDP, FSDP, RTP, Single
+    from rotorch.train.own_loop import load, save
 
 
 def __getattr__(name: str) -> object:

@@ -379,9 +379,12 @@ def _check_schedule(config: RunConfig, *, path: Path) -> None:
             f"{path}: optimizer.warmup_steps = {optimizer.warmup_steps} is longer than the run, train.steps = {steps}. "
             f"Write optimizer.warmup_steps={steps // 10}, for example, or more steps"
         )
-    for where, group in (("optimizer", optimizer), *((f"optimizer.groups {g.match!r}", g) for g in optimizer.groups)):
+    rates = [("optimizer", optimizer.lr, optimizer.weight_decay)]
+    for group in optimizer.groups:
         lr = optimizer.lr if group.lr is None else group.lr
         decay = optimizer.weight_decay if group.weight_decay is None else group.weight_decay
+        rates.append((f"optimizer.groups {group.match!r}", lr, decay))
+    for where, lr, decay in rates:
         if lr * decay >= 1.0:
             raise ConfigError(
                 f"{path}: {where}.lr = {lr:g} times {where}.weight_decay = {decay:g} is 1 "

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
 from rotorch.drop_in.calls import PlainCalls
+from rotorch.drop_in.published_tensors import published_tensors
 from rotorch.drop_in.whole import chunks_by_name, copy_into, full_state_dict
 from rotorch.models.lora import base_of, saved_names
 from rotorch.parallel_model import ParallelModel
@@ -98,6 +99,19 @@ class ParallelModule(nn.Module):
         calls = calls_of(self)
         calls.settle()
         return full_state_dict(self, calls.model, all_ranks=all_ranks)
+
+    def iter_full_tensors(self, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Whole weights and buffers, one after another, on every rank; for an inference server. All ranks, to the end.
+
+        Names and shapes are those that the model's family publishes (experts one by one), tied weights come once, and
+        adapters are merged into their layers. One weight at a time is gathered; let go of it before the next.
+
+        Args:
+            dtype: of floating-point tensors; by default their own.
+        """
+        calls = calls_of(self)
+        calls.settle()
+        return published_tensors(self, calls.model, dtype=dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """Raises: memory that ranks share, and messages between them, cannot be copied."""
