@@ -123,7 +123,7 @@ class AxisGroup:
         return _Reductions(self)
 
     def start(self) -> None:
-        """Begins a step; called after a meeting of all ranks."""
+        """Begins a step; called after a barrier of all ranks."""
         return None
 
     def close(self) -> None:

@@ -334,7 +334,7 @@ class ChunkedTensor(SavedInChunks):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise TypeError(f"Pieces are for saving and loading; {func} needs the tensor itself: use .local")
+        raise TypeError(f"A ChunkedTensor is for saving and loading; {func} needs the tensor itself: use .local")
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise ConfigError(
