@@ -26,12 +26,14 @@ class ForeignModel:
         batch: makes positional and named arguments of its forward from a generator.
         loss: of what its forward returns.
         package: what it is from.
+        slow: one of those that repeat on more models what others prove.
     """
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], tuple[tuple[Any, ...], dict[str, Any]]]
     loss: Callable[[Any], Tensor]
     package: str
+    slow: bool
 
     @property
     def is_installed(self) -> bool:
@@ -41,9 +43,9 @@ class ForeignModel:
 FOREIGN: dict[str, ForeignModel] = {}
 
 
-def foreign(batch: Any, loss: Any, package: str = "transformers") -> Any:
+def foreign(batch: Any, loss: Any, package: str = "transformers", *, slow: bool = False) -> Any:
     def enter(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-        FOREIGN[build.__name__] = ForeignModel(build, batch, loss, package)
+        FOREIGN[build.__name__] = ForeignModel(build, batch, loss, package, slow)
         return build
 
     return enter
@@ -88,6 +90,11 @@ def image_and_text(generator: torch.Generator) -> Any:
     ids[:, 1:5] = VOCAB_SIZE - 1  # an image of 2 by 2 patches
     pixels = normal(NUM_ROWS, 3, 16, 16, generator=generator)
     return (), {"input_ids": ids, "pixel_values": pixels, "labels": ids.clone(), "attention_mask": ids.ge(0).long()}
+
+
+def image_beside_text(generator: torch.Generator) -> Any:
+    ids, pixels = tokens(generator)[1]["input_ids"], normal(NUM_ROWS, 3, 16, 16, generator=generator)
+    return (), {"input_ids": ids, "attention_mask": ids.ge(0).long(), "pixel_values": pixels, "return_loss": True}
 
 
 def noise_and_time(generator: torch.Generator) -> Any:
@@ -267,6 +274,19 @@ def llava() -> nn.Module:
     return LlavaForConditionalGeneration(
         LlavaConfig(vision_config=seen, text_config=read, image_token_id=VOCAB_SIZE - 1)
     )
+
+
+@foreign(image_beside_text, own_loss)
+def clip() -> nn.Module:
+    from transformers import CLIPConfig, CLIPModel
+
+    shared = {"num_hidden_layers": 2, "num_attention_heads": 4, "projection_dim": 12}
+    read = {"vocab_size": VOCAB_SIZE, "hidden_size": 24, "intermediate_size": 40, "max_position_embeddings": 16}
+    seen = {"hidden_size": 16, "intermediate_size": 24, "image_size": 16, "patch_size": 8}
+    config = CLIPConfig(
+        text_config={**read, **shared, "eos_token_id": 1}, vision_config={**seen, **shared}, projection_dim=12
+    )
+    return CLIPModel(config)
 
 
 @foreign(tokens, own_loss)

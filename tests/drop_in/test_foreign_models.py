@@ -9,17 +9,23 @@ from foreign_models import FOREIGN
 import rotorch
 from rotorch.core.errors import ConfigError
 from rotorch.parallelize import load_step_code
+from rotorch.strategies import batch_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.compare import gradient_errors, relative_error, value_errors
 from rotorch.testing.ranks import run_ranks
 
-LAYOUTS = ("fsdp=2", "rtp=2", "rtp=2[transport=send_receive]")
+LAYOUTS = ("fsdp=2", "rtp=2", "rtp=2[transport=send_receive]", "megatron=2")
 NUM_RANKS, NUM_STEPS, BAR = 2, 2, 1e-10
 REFUSED = {
+    ("clip", "fsdp=2"): "fsdp: 'logit_scale' is a scalar",
     ("a_block_whose_part_is_used_outside", "fsdp=2"): "the model calls 'blocks.0.condition' outside of the block",
     ("diffusers_dit", "fsdp=2"): "outside of the block that it belongs to",
 }
 INSTALLED = [name for name, model in FOREIGN.items() if model.is_installed]
+
+
+def shares_of(layout):
+    return batch_ranks(parse_parallel(layout))
 
 
 def built(name):
@@ -42,15 +48,19 @@ def optimizer_of(module):
     return torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
 
 
-def on_one_process(name):
+def on_one_process(name, *, num_shares):
     """Losses by step and share, gradients of each step, values in the end; gradients are means over shares."""
     module = built(name)
     optimizer, losses, gradients = optimizer_of(module), [], []
     with exact_arithmetic():
         for step in range(NUM_STEPS):
             optimizer.zero_grad()
-            shares = [loss_of(name, module, step=step, share=share) for share in range(NUM_RANKS)]
-            (sum(shares) / NUM_RANKS).backward()
+            buffers, shares = [buffer.clone() for buffer in module.buffers()], []
+            for share in range(num_shares):
+                for buffer, before in zip(module.buffers(), buffers, strict=True):
+                    buffer.data.copy_(before)  # a forward writes them; each rank begins with the same ones
+                shares.append(loss_of(name, module, step=step, share=share))
+            (sum(shares) / num_shares).backward()
             losses.append([loss.detach() for loss in shares])
             gradients.append({n: None if p.grad is None else p.grad.clone() for n, p in module.named_parameters()})
             optimizer.step()
@@ -86,13 +96,19 @@ def problems_of(name, layout, expected):
 
 
 def everything(expected):
-    return {(name, layout): problems_of(name, layout, expected[name]) for name in expected for layout in LAYOUTS}
+    return {
+        (name, layout): problems_of(name, layout, expected[name, shares_of(layout)])
+        for name in INSTALLED
+        for layout in LAYOUTS
+    }
 
 
 @pytest.fixture(scope="module")
 def ranks():
-    load_step_code(["fsdp", "rtp"])
-    return run_ranks(everything, {name: on_one_process(name) for name in INSTALLED}, num_ranks=NUM_RANKS)
+    load_step_code(["fsdp", "rtp", "megatron"])
+    cells = {(name, shares_of(layout)) for name in INSTALLED for layout in LAYOUTS}
+    expected = {(name, shares): on_one_process(name, num_shares=shares) for name, shares in cells}
+    return run_ranks(everything, expected, num_ranks=NUM_RANKS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -26,9 +26,10 @@ from typing import ClassVar, Literal
 
 from pydantic import PositiveInt
 
+from rotorch.core.errors import ConfigError
 from rotorch.core.gathered import gathered_layout
 from rotorch.core.layout import Layout
-from rotorch.core.spec import Unit
+from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import Phase
 
@@ -61,6 +62,15 @@ class FSDP(Strategy):
     @property
     def recomputes_layers(self) -> bool:
         return self.recompute == "block"
+
+    def check(self, spec: ModelSpec) -> None:
+        """Raises `ConfigError` for a weight without a first dimension."""
+        scalars = [weight.name for weight in spec.weights if not weight.shape]
+        if scalars:
+            raise ConfigError(
+                f"fsdp: {scalars[0]!r} is a scalar, and weights are cut along their first dim. Give it the shape [1], "
+                "or write rtp or ddp"
+            )
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         gathers = [Phase.FORWARD, Phase.BACKWARD] if self.reshard else [Phase.FORWARD]
