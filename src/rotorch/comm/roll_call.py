@@ -33,6 +33,8 @@ class Doing(IntEnum):
     PREDICTION = 9
     NEXT_TOKEN = 10
     CLOSE = 11
+    LOGITS = 12
+    LOGITS_DONE = 13
 
 
 _TEXTS = {
@@ -47,6 +49,8 @@ _TEXTS = {
     Doing.PREDICTION: "calls predict",
     Doing.NEXT_TOKEN: "asks for the logits of the next token",
     Doing.CLOSE: "closes the model",
+    Doing.LOGITS: "reads logits beside a loss",
+    Doing.LOGITS_DONE: "reads logits beside a loss",
 }
 
 

@@ -30,7 +30,8 @@ from rotorch._torch_private import graph_task, tree_flatten, tree_unflatten, whe
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.roll_call import Doing
 from rotorch.core.errors import ConfigError
-from rotorch.ops.deferred_logits import with_real_logits
+from rotorch.models.hf import head_weights
+from rotorch.ops.deferred_logits import DeferredLogits, Later, with_real_logits
 from rotorch.parallel_model import ParallelModel
 
 
@@ -51,6 +52,8 @@ class PlainCalls:
         """What every exit has in its graph: a backward comes by it if it asks for the gradients of weights."""
         self._end = get_gradient_edge(self.anchor).node
         self._backward: _Backward | None = None
+        heads = head_weights(model.module)
+        self._of_head = [held for name, held in model.weights.items() if heads & {name, *held.weight.aliases}]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module's forward on this rank's own input; returns its output."""
@@ -61,18 +64,20 @@ class PlainCalls:
         def run(callee: nn.Module) -> Any:
             return self._left(callee(*args, **kwargs))
 
-        return self._pass(run)
+        learns = torch.is_grad_enabled()
+        self.model.meet(Doing.FORWARD if learns else Doing.LOOK)
+        return self._pass(run, done=Doing.FORWARD_DONE if learns else Doing.LOOK_DONE)
 
-    def _pass(self, run: Callable[[nn.Module], Any]) -> Any:
-        model, learns = self.model, torch.is_grad_enabled()
-        model.meet(Doing.FORWARD if learns else Doing.LOOK)
+    def _pass(self, run: Callable[[nn.Module], Any], *, done: Doing) -> Any:
+        """Runs part of the model between two meetings of all ranks, of which the first has been."""
+        model = self.model
         model.written_buffers.start()
         with model.unsharded(for_calls=True) as callee, model.forward_pass():
             with torch.no_grad():  # gradients are the backward's affair
                 model.holding.start()
             output = run(callee)
         written = model.written_buffers.written()
-        model.meet(Doing.FORWARD_DONE if learns else Doing.LOOK_DONE)  # weights may change from here on
+        model.meet(done)  # weights may change from here on
         if written.numel():
             model.written_buffers.even_out(all_reduce_sum(written, mesh=model.mesh), mesh=model.mesh)
         return output
@@ -102,8 +107,36 @@ class PlainCalls:
         return _mapped(output, leave)
 
     def _leave(self, tensor: Tensor) -> Tensor:
+        if isinstance(tensor, DeferredLogits) and tensor.origin.has_loss and tensor.made is None:
+            tensor.origin.later = self._later()
+            return tensor
         tensor = with_real_logits(tensor)
         return _Exit.apply(tensor, self.anchor, self) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+
+    def _later(self) -> Later:
+        """Returns the pass in which logits are made that nobody has asked for yet (see ops/deferred_logits.py)."""
+        before = self._norms_of_head()
+
+        def make_later(make: Callable[[], Tensor], *, learns: bool) -> Tensor:
+            if self.model.in_pass:
+                return make()
+            self.settle()
+            changed = any(now != then for now, then in zip(self._norms_of_head(), before, strict=True))
+            # Sums of the flag: a slice that has not changed may be one of a head that has.
+            if self.model.meet(Doing.LOGITS, num_targets=int(changed)):
+                raise ConfigError(
+                    "logits beside a loss are computed when they are first read, and the head's weights have changed "
+                    "since the model was called. Read them before optimizer.step(), or call the model without labels"
+                )
+            with torch.set_grad_enabled(learns):
+                return self._pass(lambda _: self._leave(make()), done=Doing.LOGITS_DONE)
+
+        return make_later
+
+    @torch.no_grad()
+    def _norms_of_head(self) -> list[Tensor]:
+        """Returns what tells this rank's part of the head from another one: an optimizer's step changes the norm."""
+        return [torch.linalg.vector_norm(held.local, dtype=torch.float64) for held in self._of_head]
 
     # ---------------------------------------------------------------- backward
 

@@ -4,6 +4,10 @@
 shifting) are recorded, and replayed on the parts of the vocabulary that a strategy's head makes, one after another or
 one per rank; `cross_entropy` on them is that head's own; any other function makes them real, once, and goes on.
 
+[Note: after the pass]
+    A model that was given labels returns a loss and its logits. Most training loops use the loss alone, so these logits
+    stay deferred when the pass is over. Making them takes the weights again, and all ranks: `later` opens another pass.
+
 Shapes: B tokens, D hidden, V vocabulary.
 """
 
@@ -12,7 +16,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +42,12 @@ _ELEMENTWISE = {
 }  # fmt: skip
 _RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.flatten, torch.flatten}
 _AS_IS = {Tensor.contiguous}
-_OF_AUTOGRAD = {Tensor.requires_grad.__get__, Tensor.grad_fn.__get__, Tensor.grad.__get__, Tensor.is_leaf.__get__}  # type: ignore[attr-defined]
+_OF_VALUES = {
+    getattr(Tensor, name).__get__
+    for name in ("requires_grad", "grad_fn", "grad", "is_leaf", "data", "T", "mT", "H", "mH", "real")
+}
+"""Properties that the proxy cannot have: it is a tensor without a graph, and without values."""
+
 _FLOAT: Elementwise = (Tensor.float, (), {})
 
 
@@ -58,6 +68,25 @@ class Head(ABC):
         """Per-token cross-entropy [B] of `replay(logits, chain)`, differentiable; 0 for targets of `ignore_index`."""
 
 
+class Later(Protocol):
+    """Runs `make` in a pass of its own, for a gradient if it `learns`. All ranks."""
+
+    def __call__(self, make: Callable[[], Tensor], *, learns: bool) -> Tensor: ...
+
+
+@dataclass
+class Origin:
+    """State that logits share with all logits that were made of them.
+
+    Attributes:
+        has_loss: a loss has been computed without them.
+        later: makes them after the pass; None within it (see [Note: after the pass]).
+    """
+
+    has_loss: bool = False
+    later: Later | None = None
+
+
 class DeferredLogits(TensorProxy):
     """Logits `[.., V]` that are not computed yet: `elementwise(hidden @ weight.T + bias)`.
 
@@ -67,23 +96,36 @@ class DeferredLogits(TensorProxy):
     hidden: Tensor
     head: Head
     chain: tuple[Elementwise, ...]
+    origin: Origin
     made: Tensor | None
 
     @staticmethod
-    def __new__(cls, hidden: Tensor, head: Head, *, chain: tuple[Elementwise, ...] = ()) -> DeferredLogits:
+    def __new__(
+        cls, hidden: Tensor, head: Head, *, chain: tuple[Elementwise, ...] = (), origin: Origin | None = None
+    ) -> DeferredLogits:
         """Makes logits of `hidden [.., D]`; `D` may be this rank's part of the features."""
         shape = (*hidden.shape[:-1], head.vocab_size)
         # An empty tensor that went through the chain has the dtype of the logits to come.
         self = wrapper_tensor(cls, shape, like=replay(hidden.new_empty(0), chain))
         self.hidden, self.head, self.chain, self.made = hidden, head, chain, None
+        self.origin = origin or Origin()
         return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Asked of the proxy these would be answered for a tensor without a graph.
-        if func in _OF_AUTOGRAD:
+        if func in _OF_VALUES:
             return func(args[0].real_logits(), *args[1:])
         return super().__torch_function__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # C++ code has unpacked the proxy, above which autograd has seen no graph: right if none is wanted.
+        leaves, tree = tree_flatten((tuple(args), kwargs or {}))
+        proxies = [leaf for leaf in leaves if isinstance(leaf, DeferredLogits)]
+        if torch.is_grad_enabled() and any(proxy.hidden.requires_grad for proxy in proxies):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        real_args, real_kwargs = tree_unflatten([with_real_logits(leaf) for leaf in leaves], tree)
+        return func(*real_args, **real_kwargs)
 
     @classmethod
     def answer(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -104,18 +146,20 @@ class DeferredLogits(TensorProxy):
                 if logits._is_as_it_was(func, args[1:], kwargs):
                     return logits
                 return logits._with(logits.hidden, (*logits.chain, (func, tuple(args[1:]), kwargs)))
-            if func in _RESHAPES and (hidden := _reshaped(logits, func, args[1:], kwargs)) is not None:
+            if logits.origin.later is not None:
+                pass  # made once, whatever parts of them are asked for
+            elif func in _RESHAPES and (hidden := _reshaped(logits, func, args[1:], kwargs)) is not None:
                 return logits._with(hidden, logits.chain)
-            if func is Tensor.__getitem__ and _keeps_last_dim(args[1], logits.dim()):
+            elif func is Tensor.__getitem__ and _keeps_last_dim(args[1], logits.dim()):
                 return logits._with(logits.hidden[args[1]], logits.chain)
-            if func is F.cross_entropy and _is_plain(args, kwargs):
+            elif func is F.cross_entropy and _is_plain(args, kwargs):
                 return _cross_entropy(logits, *args[1:], **kwargs)
         leaves, tree = tree_flatten((tuple(args), kwargs))  # `torch.cat` and others take lists
         real_args, real_kwargs = tree_unflatten([with_real_logits(leaf) for leaf in leaves], tree)
         return func(*real_args, **real_kwargs)
 
     def _with(self, hidden: Tensor, chain: tuple[Elementwise, ...]) -> DeferredLogits:
-        return DeferredLogits(hidden, self.head, chain=chain)
+        return DeferredLogits(hidden, self.head, chain=chain, origin=self.origin)
 
     def _is_as_it_was(self, func: Any, args: Any, kwargs: Any) -> bool:
         """True if a function does nothing, as a cast to the dtype that logits have already (HF's losses cast)."""
@@ -123,11 +167,15 @@ class DeferredLogits(TensorProxy):
         return func(sample, *args, **kwargs) is sample
 
     def real_logits(self) -> Tensor:
-        """Computes the logits, whole, once."""
+        """Computes the logits, whole, once. After the pass all ranks call it."""
         if self.made is None:
-            with record_function(LOGITS_BLOCK):
-                self.made = replay(self.head.logits(self.hidden), self.chain)
+            later = self.origin.later
+            self.made = self._make() if later is None else later(self._make, learns=self.hidden.requires_grad)
         return self.made
+
+    def _make(self) -> Tensor:
+        with record_function(LOGITS_BLOCK):
+            return replay(self.head.logits(self.hidden), self.chain)
 
 
 def with_real_logits(value: Any) -> Any:
@@ -210,6 +258,7 @@ def _cross_entropy(
     if autocast or of_half:  # torch, too, computes their losses in float32
         chain = (*chain, _FLOAT)
     # Per token: the reduction below is the same for every head.
+    logits.origin.has_loss = True
     loss = logits.head.loss(logits.hidden, target, chain=chain, ignore_index=ignore_index)
     if reduction != "none":
         loss = loss.sum()
