@@ -112,9 +112,13 @@ class UnderLayout(Contender):
         self.optimizer = make_optimizer(self.model, settings=task.optimizer)
 
     def forward_backward(self, step: int) -> float:
+        return float(self.model.forward_backward(self.batches(step)))
+
+    def batches(self, step: int) -> list[dict[str, Tensor]]:
+        """This rank's micro-batches, on its device."""
         model = self.model
         batches = self._task.batches(step, share=model.batch_rank, num_shares=model.num_batch_ranks)
-        return float(model.forward_backward(_on(batches, device=model.device)))
+        return _on(batches, device=model.device)
 
     def weights(self) -> list[Tensor]:
         return [held.local for held in self.model.weights.values()]

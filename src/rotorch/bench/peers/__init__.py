@@ -124,6 +124,15 @@ PEERS: dict[str, Peer] = {
         contender="pipeline_fsdp2:PipelineFSDP2",
         options={"keep": True},
     ),
+    "rtp-own-loop": Peer(
+        about="rtp=N called as model(**batch) with loss.backward(), in place of forward_backward",
+        contender="own_loop:OwnLoop",
+    ),
+    "rtp-own-loop-messages": Peer(
+        about="rtp-own-loop over messages",
+        contender="own_loop:OwnLoop",
+        options={"transport": "send_receive"},
+    ),
     "hf-fsdp2": Peer(
         about="transformers' DistributedConfig(fsdp_size=N): fully_shard by the model's plan",
         contender="hugging_face:HuggingFace",
