@@ -2,6 +2,7 @@
 
 import traceback
 
+import more_foreign_models  # noqa: F401  # enters its models
 import pytest
 import torch
 from foreign_models import FOREIGN
@@ -21,7 +22,7 @@ REFUSED = {
     ("a_block_whose_part_is_used_outside", "fsdp=2"): "the model calls 'blocks.0.condition' outside of the block",
     ("diffusers_dit", "fsdp=2"): "outside of the block that it belongs to",
 }
-INSTALLED = [name for name, model in FOREIGN.items() if model.is_installed]
+QUICK, SLOW = ([name for name, model in FOREIGN.items() if model.slow == slow] for slow in (False, True))
 
 
 def shares_of(layout):
@@ -95,30 +96,52 @@ def problems_of(name, layout, expected):
     return found
 
 
-def everything(expected):
+def everything(names, expected):
     return {
         (name, layout): problems_of(name, layout, expected[name, shares_of(layout)])
-        for name in INSTALLED
+        for name in names
         for layout in LAYOUTS
     }
 
 
+def on_ranks(names):
+    """Problems by name and layout, of each rank, for models whose packages are there."""
+    load_step_code(["fsdp", "rtp", "megatron"])
+    names = [name for name in names if FOREIGN[name].is_installed]
+    cells = {(name, shares_of(layout)) for name in names for layout in LAYOUTS}
+    expected = {(name, shares): on_one_process(name, num_shares=shares) for name, shares in cells}
+    return run_ranks(everything, names, expected, num_ranks=NUM_RANKS)
+
+
 @pytest.fixture(scope="module")
 def ranks():
-    load_step_code(["fsdp", "rtp", "megatron"])
-    cells = {(name, shares_of(layout)) for name in INSTALLED for layout in LAYOUTS}
-    expected = {(name, shares): on_one_process(name, num_shares=shares) for name, shares in cells}
-    return run_ranks(everything, expected, num_ranks=NUM_RANKS)
+    return on_ranks(QUICK)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_model_that_others_wrote_learns_as_on_one_process(ranks, name, layout):
+@pytest.fixture(scope="module")
+def more_ranks():
+    return on_ranks(SLOW)
+
+
+def check(ranks, name, layout):
     if not FOREIGN[name].is_installed:
         pytest.skip(f"needs {FOREIGN[name].package}")
     for rank, found in enumerate(problems[name, layout] for problems in ranks):
         if (name, layout) in REFUSED:
             assert len(found) == 1 and found[0].startswith("refused: ") and REFUSED[name, layout] in found[0]
             assert "\n" not in found[0]
-            continue
-        assert not found, f"rank {rank}: " + "\n".join(found[:3])
+        else:
+            assert not found, f"rank {rank}: " + "\n".join(found[:3])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", QUICK)
+def test_a_model_that_others_wrote_learns_as_on_one_process(ranks, name, layout):
+    check(ranks, name, layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SLOW)
+def test_more_models_that_others_wrote_learn_as_on_one_process(more_ranks, name, layout):
+    check(more_ranks, name, layout)
