@@ -22,6 +22,7 @@ from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barri
 from rotorch.comm.one_error import one_error
 from rotorch.comm.roll_call import Doing, RollCall
 from rotorch.comm.status_word import Operation, StatusWord, at
+from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.hold.holding import Holding
@@ -230,13 +231,17 @@ class ParallelModel:
         names = self._holding.write_status_to(status)
         return names or (mark_blocks(self.module, status) if blocks else [])
 
-    def forward_backward(self, batch: Batch | Sequence[Batch], *, loss: LossFn | None = None) -> Any:
+    def forward_backward(
+        self, batch: Batch | Sequence[Batch], *, loss: LossFn | None = None, accumulate: bool = False
+    ) -> Any:
         """Computes gradients of one optimizer step; they are complete in every parameter's `.grad` when it returns.
 
         Args:
             batch: this rank's micro-batch, or all its micro-batches of this step; every rank gives equally many.
             loss: function from a batch to its loss, the same on all ranks; by default that of `parallelize`. It
                 may return a pair, the loss and further results (logits, metrics).
+            accumulate: add to gradients that are there. Each call gives the gradients of its own mean, and their sum
+                is not that of a mean over the micro-batches of all calls.
 
         Returns:
             The loss per target token over the whole global batch, 0-dim, the same on all ranks. Buffers that the
@@ -245,13 +250,14 @@ class ParallelModel:
             a pipeline the rank of the last stage has them).
 
         Raises:
-            ConfigError: ranks have different numbers of micro-batches, or one of them does something else; float16,
-                whose gradients would vanish.
+            ConfigError: ranks have different numbers of micro-batches, or one of them does something else; gradients
+                of an earlier call are there, without `accumulate`; float16, whose gradients would vanish.
         """
         trained = {held.local.dtype for held in self.weights.values() if held.parameter.requires_grad}
         refuse_float16({*trained, self._autocast_dtype})
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
-        num_targets = self._meet_with(micro_batches, doing=Doing.STEP, loss=loss)
+        doing = Doing.STEP_MORE if accumulate else Doing.STEP
+        num_targets = self._meet_with(micro_batches, doing=doing, loss=loss)
         holding, beside = self._holding, list[Any]()
         self.written_buffers.start()
         with self._noting_lost_gradients(), self.hooks.called_after(), self.unsharded() as callee, torch.enable_grad():
@@ -369,10 +375,23 @@ class ParallelModel:
         """Waits for all ranks; returns the number of targets of all. Weights may be written afterwards.
 
         Raises:
-            ConfigError: ranks are about to do different things, or weights of the module are not its own any more.
+            ConfigError: ranks are about to do different things, or weights of the module are not its own any more, or
+                a step would add its mean to gradients of another one. On all ranks.
         """
         self._at_rest.check()
-        return self._roll_call.meet(doing, num_micro_batches=num_micro_batches, num_targets=num_targets)
+        total, num_left = self._roll_call.meet(
+            doing,
+            num_micro_batches=num_micro_batches,
+            num_targets=num_targets,
+            num_left=int(doing is Doing.STEP and self._gradients_are_left()),
+        )
+        if num_left:
+            raise ConfigError(
+                "forward_backward: gradients of an earlier call are still there, and this call's, of another mean, "
+                "would be added. Give all micro-batches of a step to one call, clear gradients between steps "
+                "(optimizer.zero_grad()), or write accumulate=True if the sum of means is what you want"
+            )
+        return total
 
     @contextmanager
     def unsharded(self, *, for_calls: bool = False) -> Iterator[nn.Module]:
@@ -383,6 +402,11 @@ class ParallelModel:
                 yield callee
             finally:
                 self.in_pass = False
+
+    def _gradients_are_left(self) -> bool:
+        """True if this rank has gradients that are not 0: those zeroed in place count as none."""
+        gradients = (h.local_grad for h in self.weights.values() if h.parameter.grad is not None)
+        return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
     def _meet_with(self, micro_batches: Sequence[Batch], *, doing: Doing, loss: LossFn | None = None) -> int:
         """Returns the number of targets of all ranks' micro-batches, of which each has equally many."""

@@ -67,6 +67,21 @@ def a_gradient_of_a_gradient(loop):
     torch.autograd.grad(loop.model(inputs_embeds=given).logits.sum(), [given], create_graph=True)
 
 
+def means_that_add_up(loop):
+    for part in range(2):
+        loop.model.forward_backward(loop.batch(0, part))
+
+
+def a_mean_that_adds_to_other_gradients(loop):
+    loop.model(**loop.batch(0)).loss.backward()
+    loop.model.forward_backward(loop.batch(0, 1))
+
+
+def one_rank_that_accumulates(loop):
+    loop.model.forward_backward(loop.batch(0))
+    loop.model.forward_backward(loop.batch(0, 1), accumulate=torch.distributed.get_rank() == 1)
+
+
 def spread_twice(loop):
     rotorch.parallelize(loop.model, "ddp=2", device="cpu")
 
@@ -76,6 +91,9 @@ DANGERS = {
     a_weight_that_is_replaced: "was replaced by another object after parallelize",
     a_hook_inside_of_what_is_cut: "would see a slice of its output. Hook 'model.layers.0.mlp'",
     a_gradient_of_a_gradient: "create_graph=True",
+    means_that_add_up: "gradients of an earlier call are still there",
+    a_mean_that_adds_to_other_gradients: "or write accumulate=True",
+    one_rank_that_accumulates: "rank 0 calls forward_backward, rank 1 calls forward_backward(accumulate=True)",
     spread_twice: "is parallel already",
 }
 
@@ -88,7 +106,10 @@ def everything(config):
             loop = Loop(model, None, model.batch_rank, config.vocab_size)
             told[layout, danger.__name__] = refusal(partial(danger, loop))
         told[layout, "pairs"] = pairs(config, layout)
+        told[layout, "added"] = added(config, layout)
         told[layout, "scaled"] = scaled(config, layout)
+    model = rotorch.parallelize(build(config, seed=1), "pp=2", device="cpu")
+    told["pp", "means"] = refusal(lambda: [model.forward_backward(Loop(None, None, 0, 90).batch(0)) for _ in range(2)])
     model = rotorch.parallelize(build(config, seed=1), "pp=2", device="cpu")
     told["pp"] = refusal(lambda: model(input_ids=torch.ones(1, 4, dtype=torch.int64)))
     half = rotorch.parallelize(build(config, seed=1).half(), "ddp=2", device="cpu")
@@ -116,6 +137,22 @@ def scaled(config, layout):
     kept = all(bool((p == b).to_local().all()) for p, b in zip(model.parameters(), before, strict=True))
     model.close()
     return off, kept
+
+
+def added(config, layout):
+    """How far the sum of two calls that may accumulate is off that of each alone, the second one over zeros."""
+    model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
+    batches = [Loop(model, None, model.batch_rank, config.vocab_size).batch(0, part) for part in range(2)]
+    alone = []
+    for batch in batches:
+        model.forward_backward(batch)
+        alone.append([p.grad.to_local().clone() for p in model.parameters()])
+        model.zero_grad(set_to_none=False)
+    for batch in batches:
+        model.forward_backward(batch, accumulate=True)
+    both = [p.grad.to_local() for p in model.parameters()]
+    model.close()
+    return max(float((g - a - b).abs().max()) for g, a, b in zip(both, *alone, strict=True))
 
 
 def pairs(config, layout):
@@ -158,6 +195,12 @@ def test_a_loss_per_call_may_give_more_than_the_loss(ranks, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_means_of_several_calls_add_up_if_that_is_asked_for(ranks, layout):
+    for told in ranks:
+        assert told[layout, "added"] < 1e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_scaled_loss_gives_the_same_gradients_and_no_rank_steps_where_one_overflows(ranks, layout):
     for told in ranks:
         off, kept = told[layout, "scaled"]
@@ -167,4 +210,5 @@ def test_a_scaled_loss_gives_the_same_gradients_and_no_rank_steps_where_one_over
 def test_pipelines_and_float16_are_refused_in_one_line(ranks):
     for told in ranks:
         assert "write model.forward_backward(micro_batches, loss=...)" in told["pp"]
+        assert DANGERS[means_that_add_up] in told["pp", "means"]
         assert "torch.amp.GradScaler" in told["float16"]

@@ -10,7 +10,21 @@ from rotorch.core.errors import ConfigError
 from rotorch.models.hf import load_config
 from rotorch.testing.ranks import run_ranks
 
-LAYOUTS = ("ddp=2", "rtp=2", "rtp=2[transport=send_receive]")
+LAYOUTS = {
+    2: (
+        "ddp=2",
+        "fsdp=2",
+        "rtp=2",
+        "rtp=2[recompute=slice]",
+        "rtp=2[transport=send_receive]",
+        "rtp=2[transport=send_receive,buffering=in_place]",
+        "megatron=2",
+        "megatron=2[sequence_parallel=true]",
+        "atp=1x2",
+    ),
+    4: ("summa=2x2", "tesseract=2x2x1", "ddp=2,rtp=2"),
+}
+"""By the number of ranks: those of one line share a group of ranks, forked once."""
 
 
 def one_batch_more(loop, rank):
@@ -33,7 +47,7 @@ def a_backward_that_one_leaves_out(loop, rank):
 
 
 def one_micro_batch_less(loop, rank):
-    loop.model.forward_backward([loop.batch(0, part) for part in range(3 - rank)])
+    loop.model.forward_backward([loop.batch(0, part) for part in range(3 if rank == 0 else 2)])
 
 
 def another_model(loop, rank):
@@ -49,34 +63,44 @@ def one_closes(loop, rank):
 
 
 EXPECTED = {
-    one_batch_more: "rank 0 calls the model, rank 1 calls evaluate",
-    one_forward_more: "rank 0 calls the model, rank 1 calls backward",
-    a_backward_that_one_leaves_out: "rank 0 calls backward, rank 1 calls the model",
-    one_micro_batch_less: "ranks have different numbers of micro-batches: rank 0 3, rank 1 2",
+    one_batch_more: "rank 0 calls the model, {others} calls evaluate",
+    one_forward_more: "rank 0 calls the model, {others} calls backward",
+    a_backward_that_one_leaves_out: "rank 0 calls backward, {others} calls the model",
+    one_micro_batch_less: "ranks have different numbers of micro-batches: rank 0 3, {others} 2",
     another_model: "calls the model that is not the others'",
-    one_closes: "rank 0 closes the model, rank 1 calls the model",
+    one_closes: "rank 0 closes the model, {others} calls the model",
 }
 
 
-def all_messages(config, layout):
-    messages = {}
-    for what in EXPECTED:
-
-        def make(seed):
-            return rotorch.parallelize(build(config, seed=seed), layout, device="cpu")
-
-        model = make(1)
-        loop = Loop(model, make, model.batch_rank, config.vocab_size)
-        try:
-            what(loop, torch.distributed.get_rank())
-            messages[what.__name__] = "nothing was said"
-        except ConfigError as error:
-            messages[what.__name__] = str(error)
-    return messages
+def all_messages(config, layouts):
+    """What this rank was told, by layout and mistake."""
+    return {(layout, what.__name__): message_of(what, config, layout) for layout in layouts for what in EXPECTED}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_what_each_does_is_said_on_all_ranks(tiny, warm, layout):
-    for messages in run_ranks(all_messages, load_config(tiny("llama")), layout, num_ranks=2, timeout_s=120):
+def message_of(what, config, layout):
+    def make(seed):
+        return rotorch.parallelize(build(config, seed=seed), layout, device="cpu")
+
+    model = make(1)
+    loop = Loop(model, make, model.batch_rank, config.vocab_size)
+    try:
+        what(loop, torch.distributed.get_rank())
+    except ConfigError as error:
+        return str(error)
+    return "nothing was said"
+
+
+@pytest.fixture(scope="module")
+def told(tiny, warm):
+    """What each rank was told, by the number of ranks."""
+    config = load_config(tiny("llama"))
+    config.num_hidden_layers, config.vocab_size = 1, 90
+    return {n: run_ranks(all_messages, config, layouts, num_ranks=n, timeout_s=300) for n, layouts in LAYOUTS.items()}
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(n, layout) for n, layouts in LAYOUTS.items() for layout in layouts])
+def test_what_each_does_is_said_on_all_ranks(told, num_ranks, layout):
+    for messages in told[num_ranks]:
         for what, text in EXPECTED.items():
-            assert text in messages[what.__name__], (what.__name__, messages[what.__name__])
+            expected = text.format(others="rank 1" if num_ranks == 2 else f"ranks 1-{num_ranks - 1}")
+            assert expected in messages[layout, what.__name__], (what.__name__, messages[layout, what.__name__])

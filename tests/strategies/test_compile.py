@@ -52,7 +52,7 @@ def step(layout, compile, accumulation=1, autocast=None):
     ids = torch.randint(64, (6, 12), generator=torch.Generator().manual_seed(1))
     share = ids.chunk(model.num_batch_ranks)[model.batch_rank]
     batch = [{"input_ids": rows, "labels": rows} for rows in share.chunk(accumulation)]
-    losses = [float(model.forward_backward(batch)) for _ in range(2)]  # gradients add up
+    losses = [float(model.forward_backward(batch, accumulate=True)) for _ in range(2)]  # gradients add up
     grads = {name: model.full_tensor(name, grad=True) for name in model.weights}
     model.close()
     return losses, grads, counters["stats"]["unique_graphs"], dict(counters["graph_break"])

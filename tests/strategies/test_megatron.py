@@ -150,7 +150,7 @@ def classified(layout, dropout=0.0, num_steps=1):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for _ in range(num_steps):
-        losses.append(float(model.forward_backward(images())))
+        losses.append(float(model.forward_backward(images(), accumulate=True)))
         optimizer.step()
     grads = {name: model.full_tensor(name, grad=True) for name in model.weights}
     whole = {n: h.local.clone() for n, h in model.weights.items() if h.num_holders > 1}
@@ -275,7 +275,7 @@ def losses_along(config, layout, scale):
                 chunk.of_local(held.local).copy_(chunk.of_local(local) + sign * scale * chunk.of_whole(whole))
         model.values_changed()
         with exact_arithmetic():
-            found.append(float(model.forward_backward(batch)))
+            found.append(float(model.forward_backward(batch, accumulate=True)))
     model.close()
     return loss, slope, (found[0] - found[1]) / (2 * scale)
 

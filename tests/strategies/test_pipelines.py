@@ -124,7 +124,7 @@ def step(path, parallel):
     theirs = {name: p.grad for name, p in reference.named_parameters()}
     error = max(gradient_errors(model.weights, theirs).values())
     with Meter() as meter:
-        model.forward_backward(micro_batches)
+        model.forward_backward(micro_batches, accumulate=True)
     logits = model.next_token_logits(batch["input_ids"][:1])
     with torch.no_grad():
         expected = reference.eval()(input_ids=batch["input_ids"][:1]).logits[:, -1]
@@ -256,10 +256,10 @@ def breaks_off_beside_a_gather(path):
 
     handle = model.module.model.layers[0].register_forward_pre_hook(hook)
     with suppress(Broken):
-        model.forward_backward(batches)
+        model.forward_backward(batches, accumulate=True)
     assert len(calls) == 3
     handle.remove()
-    again = float(model.forward_backward(batches))
+    again = float(model.forward_backward(batches, accumulate=True))
     model.close()
     return good, again
 

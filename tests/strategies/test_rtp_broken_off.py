@@ -185,7 +185,7 @@ def gradients_from_before(path, layout, in_backward):
     assert all(held.local_grad is not None for held in model.weights.values())
     handle = plant(model.module.model.layers[1].mlp.down_proj, in_backward=in_backward)
     with pytest.raises((Planted, HeardFailure)) as raised:
-        model.forward_backward(rows())
+        model.forward_backward(rows(), accumulate=True)
     handle.remove()
     assert any("are gone too: it was adding to them" in note for note in raised.value.__notes__)
     assert all(held.local_grad is None for held in model.weights.values())
@@ -257,7 +257,7 @@ def different_places(path):
     blocks = model.module.model.layers
     plant(blocks[1].self_attn if dist.get_rank() == 1 else blocks[1].input_layernorm, in_backward=False)
     try:
-        model.forward_backward(rows())
+        model.forward_backward(rows(), accumulate=True)
     except Exception as error:
         return type(error).__name__, getattr(error, "__notes__", [])
 

@@ -188,7 +188,7 @@ def copies(path, layout):
     model.forward_backward(batch)
     with Copies(forward_only=True) as mode:
         model.evaluate(batch)
-        model.forward_backward(batch)
+        model.forward_backward(batch, accumulate=True)
     slices = [held.local.numel() for held in model.weights.values() if held.num_holders == 1 and held.local.dim() == 2]
     model.close()
     return max(mode.numels), min(slices)
@@ -231,7 +231,7 @@ def sent(path, layout):
     problems = []
     for _ in range(2):
         with Meter() as meter:
-            model.forward_backward(rows_of(model.batch_rank))
+            model.forward_backward(rows_of(model.batch_rank), accumulate=True)
         problems += list(traffic_problems(model, meter))
     model.close()
     return problems, meter.sent_bytes[Kind.SEND]

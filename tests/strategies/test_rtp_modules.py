@@ -447,7 +447,7 @@ def used_then_not(model, micro_batches):
     value = float(model.forward_backward(micro_batches))
     grads = {name: model.full_tensor(name, grad=True) for name in model.weights}
     model.module.all_layers = False
-    model.forward_backward(micro_batches)
+    model.forward_backward(micro_batches, accumulate=True)
     for name in model.weights:
         same = torch.equal(model.full_tensor(name, grad=True), grads[name])
         assert same == name.startswith("layers.0"), name
@@ -498,7 +498,7 @@ def between_evaluations(model, micro_batches):
     before = model.evaluate(held_out)
     halves = []
     for micro_batch in micro_batches:
-        halves.append(float(model.forward_backward(micro_batch)) / len(micro_batches))
+        halves.append(float(model.forward_backward(micro_batch, accumulate=True)) / len(micro_batches))
         assert model.evaluate(held_out).loss_sum == pytest.approx(before.loss_sum, rel=1e-12)
     count = len(micro_batches)
     return sum(halves), {name: model.full_tensor(name, grad=True) / count for name in model.weights}

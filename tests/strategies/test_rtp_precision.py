@@ -50,9 +50,11 @@ def account(path, layout, autocast):
     model = parallel_model(path, layout, autocast, num_hidden_layers=1)
     mine, sent = rows(dist.get_rank(), num_tokens=8), []
     for accumulation in (3, 1):
-        model.forward_backward([mine] * accumulation)  # the first fetches of a new order of passes are guessed wrong
+        model.forward_backward(
+            [mine] * accumulation, accumulate=True
+        )  # the first fetches of a new order of passes are guessed wrong
         with Meter() as meter:
-            model.forward_backward([mine] * accumulation)
+            model.forward_backward([mine] * accumulation, accumulate=True)
         sent.append(meter.sent_bytes[Kind.SEND])
     problems = list(traffic_problems(model, meter))
     if sent[0] != 3 * sent[1]:
@@ -137,10 +139,10 @@ def largest_made(path, layout, autocast, backward):
     model = parallel_model(path, layout, autocast)
     batch = rows(model.batch_rank, num_rows=1, num_tokens=4)
     for _ in range(2):  # what exists once is there, and the order of a step is known
-        model.forward_backward(batch)
+        model.forward_backward(batch, accumulate=True)
     with Made() as made:
         if backward:
-            model.forward_backward(batch)
+            model.forward_backward(batch, accumulate=True)
         else:
             model.evaluate(batch)
             model.holding.start()
@@ -233,7 +235,7 @@ def unfrozen(path, layout, name):
     assert model.weights[name].local_grad is None
     model.module.get_parameter(name).requires_grad_(True)
     try:
-        model.forward_backward(rows(0))
+        model.forward_backward(rows(0), accumulate=True)
     except ConfigError as error:
         return str(error)
 
@@ -259,7 +261,7 @@ def frozen_sends(path, *layouts):
         model = rotorch.parallelize(module, layout, device="cpu")
         for _ in range(2):
             with Meter() as meter:
-                model.forward_backward(rows(dist.get_rank()))
+                model.forward_backward(rows(dist.get_rank()), accumulate=True)
         problems += traffic_problems(model, meter)
         model.close()
     return problems

@@ -220,7 +220,7 @@ def where_it_began(parallel):
         model.weights["2.weight"].local.zero_()
         model.weights["2.bias"].local.zero_()
     model.values_changed()
-    model.forward_backward(batch(model))
+    model.forward_backward(batch(model), accumulate=True)
     told.append(first_nonfinite(model, [batch(model)]))
     model.close()
     return told
@@ -285,7 +285,7 @@ def compare(parallel, what, name, over):
         if over == "ranks":
             check_replicas(state)
         else:
-            model.forward_backward(batch(model))
+            model.forward_backward(batch(model), accumulate=True)
             check_unchanged(state, sums)
     except RankFailure as error:
         return str(error)

@@ -35,6 +35,7 @@ class Doing(IntEnum):
     CLOSE = 11
     LOGITS = 12
     LOGITS_DONE = 13
+    STEP_MORE = 14
 
 
 _TEXTS = {
@@ -51,7 +52,12 @@ _TEXTS = {
     Doing.CLOSE: "closes the model",
     Doing.LOGITS: "reads logits beside a loss",
     Doing.LOGITS_DONE: "reads logits beside a loss",
+    Doing.STEP_MORE: "calls forward_backward(accumulate=True)",
 }
+
+
+_TARGETS = 2**48
+"""More target tokens than a step has: two small numbers are summed as one, and a message stays below 64 bytes."""
 
 
 class RollCall:
@@ -59,9 +65,9 @@ class RollCall:
 
     [Note: seven numbers]
         For any number of ranks n, seven integers are summed: of each of three numbers x that must be equal on all
-        ranks, the sums of x and of its square, and the number of targets. n times the sum of squares is the square of
-        the sum if all x are equal, and larger if they are not (Cauchy-Schwarz). Only then do ranks send each other
-        their numbers.
+        ranks, the sums of x and of its square, and one for both the targets and the ranks with gradients left. n times
+        the sum of squares is the square of the sum if all x are equal, and larger if they are not (Cauchy-Schwarz).
+        Only then do ranks send each other their numbers.
 
     Args:
         mesh: the ranks.
@@ -75,20 +81,23 @@ class RollCall:
         drawn = int.from_bytes(os.urandom(3)) if self._mine == 0 else 0  # its square is summed in 64 bits
         self._model = int(all_reduce_sum(torch.tensor([drawn]), mesh=mesh))
 
-    def meet(self, doing: Doing, *, num_micro_batches: int = 0, num_targets: int = 0) -> int:
-        """Waits for all ranks and returns the sum of their numbers of targets.
+    def meet(
+        self, doing: Doing, *, num_micro_batches: int = 0, num_targets: int = 0, num_left: int = 0
+    ) -> tuple[int, int]:
+        """Waits for all ranks and returns the sums of their `num_targets` and of their `num_left`.
 
         Raises:
             ConfigError: on all ranks: some are about to do something else, or have another number of micro-batches.
         """
         alike = (int(doing), self._model, num_micro_batches)
-        sums = torch.tensor([*alike, *(x * x for x in alike), num_targets])
+        sums = torch.tensor([*alike, *(x * x for x in alike), num_left * _TARGETS + num_targets])
         *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
         n, half = len(self._ranks), len(alike)
         is_alone = sums[0] == doing  # the other ranks are faked
         if not is_alone and any(n * square != x * x for x, square in zip(sums[:half], sums[half:], strict=True)):
             self._refuse(alike)
-        return int(total)
+        left, targets = divmod(int(total), _TARGETS)
+        return targets, left
 
     def _refuse(self, alike: tuple[int, ...]) -> None:
         table = torch.zeros(len(self._ranks), len(alike), dtype=torch.int64)

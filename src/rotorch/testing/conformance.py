@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from rotorch.comm.meter import Meter
-from rotorch.core.errors import RankFailure
+from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.spec import UnitKind
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm
@@ -260,7 +260,7 @@ def any_optimizer_and_clipping_work(e: Examination) -> Iterator[str]:
 
 
 def gradients_add_up_until_cleared(e: Examination) -> Iterator[str]:
-    """Like plain autograd: without `zero_grad` gradients add up, also over an evaluation; zeroed ones start again."""
+    """As a caller asks for it gradients add up, also over an evaluation; zeroed ones start again without a word."""
     e.model.forward_backward(e.micro_batches)
     kept = {name: held.local_grad.clone() for name, held in e.model.weights.items() if held.local_grad is not None}
     e.model.evaluate(e.micro_batches)
@@ -269,7 +269,12 @@ def gradients_add_up_until_cleared(e: Examination) -> Iterator[str]:
             yield f"evaluation: gradient of {name} appeared or vanished"
         elif name in kept and not torch.equal(held.local_grad, kept[name]):
             yield f"evaluation changed the gradient of {name}"
-    e.model.forward_backward(e.micro_batches)
+    try:
+        e.model.forward_backward(e.micro_batches)
+        yield "gradients of two means were added without a word"
+    except ConfigError:
+        pass
+    e.model.forward_backward(e.micro_batches, accumulate=True)
     yield from e.gradient_problems("not cleared", times=2.0)
     for parameter in e.model.parameters():
         parameter.grad.zero_()
@@ -282,7 +287,7 @@ def gradients_add_up_until_cleared(e: Examination) -> Iterator[str]:
     yield from e.gradient_problems("some cleared, some zeroed")
     for parameter in e.model.parameters():
         parameter.grad = parameter.grad * 0.5  # as one that clips or scales out of place
-    e.model.forward_backward(e.micro_batches)
+    e.model.forward_backward(e.micro_batches, accumulate=True)
     yield from e.gradient_problems("others in their place", times=1.5)
 
 
@@ -428,9 +433,9 @@ def resident_bytes_are_the_layouts(e: Examination) -> Iterator[str]:
 def sent_bytes_are_the_layouts(e: Examination) -> Iterator[str]:
     """Bytes on the wire of one micro-batch equal the sum over the Layouts."""
     for _ in range(2):  # what a library exchanges once is no part of a step
-        e.model.forward_backward(e.micro_batches[:1])
+        e.model.forward_backward(e.micro_batches[:1], accumulate=True)
     with Meter() as measured:
-        e.model.forward_backward(e.micro_batches[:1])
+        e.model.forward_backward(e.micro_batches[:1], accumulate=True)
     yield from traffic_problems(e.model, measured, batch=micro_batch_of(e.model, e.micro_batches[0]))
 
 
