@@ -21,7 +21,7 @@ from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
 from rotorch.models.losses import LossFn, loss_of
-from rotorch.models.traps import make_stateless, refuse_wrapped
+from rotorch.models.traps import make_stateless, refuse_layerdrop, refuse_wrapped
 from rotorch.parallel_model import ParallelModel
 from rotorch.process.forking import start_autograd
 from rotorch.process.gloo_threads import let_computing_go_first
@@ -80,6 +80,8 @@ def parallelize(
     strategies = parse_parallel(parallel) if isinstance(parallel, str) else written_out(parallel)
     check_composition(strategies)
     refuse_wrapped(module)
+    if any(strategy.cuts_weights for strategy in strategies):
+        refuse_layerdrop(module)
     spec = describe(module, plan=plan, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
     autocast = None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch.")
     strategies = tuple(strategy.at_precision(autocast) for strategy in strategies)

@@ -290,6 +290,35 @@ def test_a_table_that_renormalises_itself_is_refused_on_several_ranks():
             assert "'0' has max_norm=1.0: its forward rewrites the rows" in message
 
 
+def opt(**options):
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = OPTConfig(max_position_embeddings=32, word_embed_proj_dim=16, dropout=0.0, **sizes, **options)
+    return OPTForCausalLM(config).double()
+
+
+def wav2vec2():
+    """Its layers ask the configuration."""
+    from transformers import Wav2Vec2Config, Wav2Vec2Model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    heard = {"conv_dim": (8,), "conv_stride": (5,), "conv_kernel": (10,), "num_conv_pos_embeddings": 8}
+    return Wav2Vec2Model(Wav2Vec2Config(num_conv_pos_embedding_groups=4, **sizes, **heard))
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2", "rtp=2", "megatron=2"])
+@pytest.mark.parametrize(("build", "said"), [(lambda: opt(layerdrop=0.25), "=0.25"), (wav2vec2, "=0.1")])
+def test_layers_that_each_rank_leaves_out_by_chance_are_refused(build, said, layout):
+    with pytest.raises(ConfigError, match=f"layerdrop{said}.*each rank would leave out other layers"):
+        rotorch.parallelize(build(), layout, device="cpu")
+
+
+def test_layers_may_be_left_out_where_ranks_have_whole_weights():
+    rotorch.parallelize(opt(layerdrop=0.25), "single", device="cpu").close()
+    rotorch.parallelize(opt(layerdrop=0.0), "single", device="cpu").close()
+
+
 # ---------------------------------------------------------------- losses
 
 

@@ -43,6 +43,30 @@ def make_stateless(module: nn.Module, *, num_ranks: int, device_type: str) -> No
             )
 
 
+def refuse_layerdrop(module: nn.Module) -> None:
+    """Raises `ConfigError` for a model whose ranks would leave out different layers: they exchange weights by layers.
+
+    Layers are left out by chance in training. Ranks that draw different layers would use each other's weights for the
+    wrong layer, or wait for ever.
+    """
+    for name, child in module.named_modules():
+        found = {key: value for key, value in vars(child).items() if key.endswith("layerdrop")}
+        for config in _configs(child):
+            of_config = {key: value for key, value in vars(config).items() if key.endswith("layerdrop")}
+            # Modules have copied these, if they have the layers.
+            found |= {key: value for key, value in of_config.items() if key not in _COPIED}
+        for key, value in found.items():
+            if isinstance(value, (int, float)) and value > 0:
+                at = f" of {name!r}" if name else ""
+                raise ConfigError(
+                    f"{type(module).__name__}: {key}={value}{at}: each rank would leave out other layers, and ranks "
+                    f"exchange weights layer by layer. Write {key}=0.0 in its configuration, or use ddp"
+                )
+
+
+_COPIED = {"encoder_layerdrop", "decoder_layerdrop"}
+
+
 def refuse_wrapped(module: nn.Module) -> None:
     """Raises `ConfigError` for a model that is already parallel, or in an unknown wrapper."""
     if hasattr(module, "forward_backward") and hasattr(module, "parallel"):
