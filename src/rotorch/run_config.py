@@ -255,6 +255,13 @@ class OptimizerSection(_Section):
     schedule: Literal["cosine", "constant"] = "cosine"
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
 
+    @property
+    def least_moments(self) -> int:
+        """Numbers beside each element of a trained weight that the optimizer keeps at the least."""
+        if self.name == "sgd":
+            return 1 if self.arguments.get("momentum") else 0
+        return {"adamw": 2, "lion": 1, "muon": 1}.get(self.name, 0)
+
 
 class LoraSection(_Section):
     """[lora]: small trained matrices beside frozen layers of `model.init` (arXiv 2106.09685); needs the package peft.

@@ -52,7 +52,7 @@ def configs(tiny):
     return {name: config_of(tiny(paths[name]), **changes) for name, changes in CONFIGS.items()}
 
 
-@pytest.fixture(scope="module", params=[5, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=[3, pytest.param(20, marks=pytest.mark.slow)])
 def found(configs, request):
     """What every rank found after so many steps, by layout and model."""
     num_steps = request.param

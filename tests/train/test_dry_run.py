@@ -97,3 +97,17 @@ def test_a_limit_of_memory_says_how_layers_are_shared_out(run_toml, tmp_path):
     no_cut = re.escape("pp=1[rank_memory=1KiB]: no cut of 1 layers into 1 stages keeps each within 1.00 KiB")
     with pytest.raises(ConfigError, match=no_cut):
         check_run(too_little, only_plan=True)
+
+
+def test_state_of_other_optimizers_is_counted_by_what_they_keep(run_toml, tmp_path):
+    said, counted = tmp_path / "said.json", {}
+    for name in ("adamw", "lion", "sgd", "muon"):
+        settings = ["--dry-run", "--json", said, f"optimizer.name={name}"]
+        done = rotorch(tmp_path / "log", "train", run_toml, *settings)
+        assert (done.code, done.stderr) == (0, "")
+        told = json.loads(said.read_text())
+        counted[name] = told["ranks"][0]["optimizer_bytes"]
+        assert ("optimizer: at least so much" in done.stdout) == told["optimizer_at_least"] == (name == "muon")
+        gradients = told["ranks"][0]["gradients_bytes"]
+    assert counted["adamw"] > 2 * gradients
+    assert counted == {**counted, "lion": gradients, "sgd": 0, "muon": gradients}

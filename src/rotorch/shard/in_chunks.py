@@ -206,6 +206,6 @@ def _refusal(name: str, tensor: CutInName, *, other: Tensor | None = None) -> Co
     what = "" if other is None else f" with a {type(other).__name__} of shape {list(other.shape)}"
     return ConfigError(
         f"{name} on a weight of shape {list(tensor.shape)}{what}: its parts are uneven or fused, and torch would put "
-        "them together wrongly. Write rotorch.optim.Muon, rotorch.optim.WholeMatrices for another optimizer that needs "
-        "whole matrices, or `.full_tensor()`"
+        "them together wrongly. Write rotorch.optim.Muon or Adafactor, rotorch.optim.WholeMatrices for another "
+        "optimizer that needs whole matrices, or `.full_tensor()`"
     )

@@ -15,13 +15,12 @@ from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.process.host_memory import most_bytes
-from rotorch.run_config import BatchSizes, RunConfig
+from rotorch.run_config import BatchSizes, OptimizerSection, RunConfig
 from rotorch.strategies import batch_ranks, num_ranks
 from rotorch.train.data.batches import CheckedSource
 
 _RANK_BYTES = 8 << 20  # of a forked rank that shares all it can: page tables, its heap, buffers of messages
 _TOKEN_BYTES = 2 * 8  # its id and its label, int64
-_OPTIMIZER_STATES = 2  # AdamW: two moments, each as large as the weights
 _MOST_READINGS = 10
 
 
@@ -35,12 +34,13 @@ def check_number_of_ranks(strategies: Sequence[Strategy]) -> None:
         )
 
 
-def check_weights_fit(spec: ModelSpec) -> None:
+def check_weights_fit(spec: ModelSpec, *, optimizer: OptimizerSection) -> None:
     """Checks that all ranks together can hold weights, gradients and the optimizer's state at least once."""
-    needed, has = spec.num_bytes + (1 + _OPTIMIZER_STATES) * spec.trained_bytes, most_bytes()
+    needed, has = spec.num_bytes + (1 + optimizer.least_moments) * spec.trained_bytes, most_bytes()
     if needed > has:
+        name = "AdamW" if optimizer.name == "adamw" else optimizer.name
         raise ConfigError(
-            f"model: weights, gradients and AdamW's state of its {spec.num_parameters} parameters take "
+            f"model: weights, gradients and {name}'s state of its {spec.num_parameters} parameters take "
             f"{format_bytes(needed)}, and this machine has {format_bytes(has)}. Write a smaller model, or start ranks "
             "on several machines with torchrun"
         )

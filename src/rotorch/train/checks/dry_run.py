@@ -64,6 +64,10 @@ class RankPlan:
         return self.needed_bytes + self.copies_bytes
 
 
+_EXACT = {"adamw", "lion", "sgd"}
+"""Names of optimizers whose state has a formula."""
+
+
 def dry_run(run: CheckedRun) -> dict[str, Any]:
     """Works out what the ranks of a checked run would read and hold; returns plain JSON values."""
     ranks = [_plan(run, rank=rank) for rank in range(run.num_ranks)]
@@ -90,6 +94,7 @@ def dry_run(run: CheckedRun) -> dict[str, Any]:
         "stages": _stages(run),
         "ranks": [{**asdict(plan), "needed_bytes": plan.needed_bytes, "host_bytes": plan.host_bytes} for plan in ranks],
         "limits": [{"of": what, "needed_bytes": needed, "available_bytes": there} for what, needed, there in limits],
+        "optimizer_at_least": run.config.optimizer.name not in _EXACT,
         "fits": all(needed <= there for _, needed, there in limits),
     }
 
@@ -109,7 +114,10 @@ def _stages(run: CheckedRun) -> dict[str, Any] | None:
 
 def _plan(run: CheckedRun, *, rank: int) -> RankPlan:
     found = predict(run.spec, strategies=run.strategies, rank=rank)
-    ledger = found.ledger
+    ledger, settings = found.ledger, run.config.optimizer
+    optimizer_bytes = ledger["optimizer"] or 0  # AdamW's
+    if settings.name != "adamw":
+        optimizer_bytes = settings.least_moments * found.trained_bytes
     checks, reads = (0, 0) if run.resume is None else _reading(run, found, run.resume.manifest, rank=rank)
     return RankPlan(
         rank=rank,
@@ -117,9 +125,9 @@ def _plan(run: CheckedRun, *, rank: int) -> RankPlan:
         reads_bytes=reads,
         weights_bytes=ledger["weights"] or 0,
         gradients_bytes=ledger["gradients"] or 0,
-        optimizer_bytes=ledger["optimizer"] or 0,
+        optimizer_bytes=optimizer_bytes,
         passes_bytes=found.transient_bytes,
-        copies_bytes=(ledger["weights"] or 0) + (ledger["optimizer"] or 0) if run.config.train.async_save else 0,
+        copies_bytes=(ledger["weights"] or 0) + optimizer_bytes if run.config.train.async_save else 0,
     )
 
 
@@ -173,5 +181,7 @@ def show_dry_run(found: dict[str, Any], *, console: Console) -> None:
         console.print(
             f"stages: layers={stages['layers']}, by operations {parts} of a step", markup=False, highlight=False
         )
+    if found["optimizer_at_least"]:
+        console.print("optimizer: at least so much; there is a formula for adamw, lion and sgd only")
     console.print("not counted: activations and temporaries, for which there is no formula")
     console.print("nothing was started")

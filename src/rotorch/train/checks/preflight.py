@@ -19,7 +19,7 @@ from rotorch.core.small_files import read_small
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
-from rotorch.run_config import BatchSizes, LoraSection, RunConfig, batch_sizes
+from rotorch.run_config import BatchSizes, LoraSection, OptimizerSection, RunConfig, batch_sizes
 from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, for_batch, num_ranks, parse_parallel
 from rotorch.train.checkpoint.directories import candidates, check, checkpoints_of, latest
 from rotorch.train.checkpoint.manifest import MODEL, Manifest, check_sizes, read_manifest
@@ -40,7 +40,6 @@ RUN_FILE = "run.json"
 """Marks a directory as a run's, and says which."""
 
 _MOST_BYTES = 1 << 24
-_OPTIMIZER_STATES = 2  # AdamW: two moments, each as large as the weights
 
 
 @dataclass(frozen=True)
@@ -133,11 +132,11 @@ def check_run(
     )
     _check_optimizer(config, spec)
     if on_this_machine:
-        check_weights_fit(spec)
+        check_weights_fit(spec, optimizer=config.optimizer)
     going_on = (
         find_resume(saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec) if resume else None
     )
-    check_room(saves_in, spec=spec, keep=config.train.keep)
+    check_room(saves_in, spec=spec, keep=config.train.keep, optimizer=config.optimizer)
     return CheckedRun(config, strategies, sizes, model_config, spec, source, out, saves_in, going_on, command)
 
 
@@ -526,11 +525,11 @@ def data_position(config: RunConfig, *, sizes: BatchSizes) -> dict[str, Any]:
     }
 
 
-def check_room(out: Place, *, spec: ModelSpec, keep: int) -> None:
+def check_room(out: Place, *, spec: ModelSpec, keep: int, optimizer: OptimizerSection) -> None:
     """The disk has room for the checkpoints that are kept, and for one more while it is written. Stores do not tell."""
     if isinstance(out, StorePath):
         return
-    each = spec.num_bytes + _OPTIMIZER_STATES * spec.trained_bytes
+    each = spec.num_bytes + optimizer.least_moments * spec.trained_bytes
     existing = len(list(checkpoints_of(out).glob("step-*")))
     needed = each * max(1, keep + 1 - existing)
     place = next(parent for parent in (out, *out.parents) if parent.exists())
