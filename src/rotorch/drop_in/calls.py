@@ -30,6 +30,7 @@ from rotorch._torch_private import graph_task, tree_flatten, tree_unflatten, whe
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.roll_call import Doing
 from rotorch.core.errors import ConfigError
+from rotorch.drop_in.cut_outputs import refuse_cut_outputs, refuse_cut_request
 from rotorch.models.hf import head_weights
 from rotorch.ops.deferred_logits import DeferredLogits, Later, with_real_logits
 from rotorch.parallel_model import ParallelModel
@@ -53,16 +54,20 @@ class PlainCalls:
         self._end = get_gradient_edge(self.anchor).node
         self._backward: _Backward | None = None
         heads = head_weights(model.module)
+        self._to_note: list[list[Tensor]] = []
         self._of_head = [held for name, held in model.weights.items() if heads & {name, *held.weight.aliases}]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the module's forward on this rank's own input; returns its output."""
         if self.model.holding.no_plain_call is not None:
             raise ConfigError(self.model.holding.no_plain_call)
+        refuse_cut_request(self.model, kwargs)
         args, kwargs = self._entered((args, kwargs))
 
         def run(callee: nn.Module) -> Any:
-            return self._left(callee(*args, **kwargs))
+            output = callee(*args, **kwargs)
+            refuse_cut_outputs(self.model, kwargs, output)
+            return self._left(output)
 
         learns = torch.is_grad_enabled()
         self.model.meet(Doing.FORWARD if learns else Doing.LOOK)
@@ -76,6 +81,9 @@ class PlainCalls:
             with torch.no_grad():  # gradients are the backward's affair
                 model.holding.start()
             output = run(callee)
+        # Not within the pass: where slices replace each other, this rank's place holds another one's until the end.
+        while self._to_note:
+            self._to_note.pop().extend(self._norms_of_head())
         written = model.written_buffers.written()
         model.meet(done)  # weights may change from here on
         if written.numel():
@@ -115,7 +123,8 @@ class PlainCalls:
 
     def _later(self) -> Later:
         """Returns the pass in which logits are made that nobody has asked for yet (see ops/deferred_logits.py)."""
-        before = self._norms_of_head()
+        before: list[Tensor] = []
+        self._to_note.append(before)
 
         def make_later(make: Callable[[], Tensor], *, learns: bool) -> Tensor:
             if self.model.in_pass:

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from rotorch.core.errors import ConfigError
+
 Sum = Callable[[Tensor], Tensor]
 """The sum over all ranks of what each has of its own features, differentiable."""
 
@@ -67,6 +69,12 @@ def complete_sums(norm: nn.Module, *, mine: int, total: int, sum_over: Sum) -> N
 
 
 def _with_sums(forward: Any, mine: int, total: int, sum_over: Sum, /, *args: Any, **kwargs: Any) -> Any:
+    if args and isinstance(args[0], Tensor) and args[0].shape[-1:] == (total,) and total != mine:
+        raise ConfigError(
+            f"a norm got all {total} features where this rank has {mine}: this layout cuts activations along them, and "
+            "what is given past the embedding (inputs_embeds) is whole. Give input_ids, or write ddp, fsdp, rtp or "
+            "megatron"
+        )
     with CompletedSums(mine=mine, total=total, sum_over=sum_over):
         return forward(*args, **kwargs)
 

@@ -162,25 +162,27 @@ class StretchBoundary(Boundary):
         stretch = self._stretch
         if not stretch.is_cut:
             return super().enter_all(inputs)
-        self._again, entered = [], []
+        self._again, entered, has_tokens = [], [], False
         for x in inputs:
             if stretch.is_own(x):
                 whole = _Gather.apply(x, stretch.lengths, self.axis_group)
-                # Detached: the record must not hold the graph before the module.
-                self._again.append(_GatheredAgain(x.detach(), whole, stretch.lengths, self.axis_group))
+                has_tokens = True
+                if torch.is_grad_enabled():
+                    # Detached: the record must not hold the graph before the module.
+                    self._again.append(_GatheredAgain(x.detach(), whole, stretch.lengths, self.axis_group))
                 entered.append(whole)
             else:
                 entered.append(
                     copy_to_region(x, axis_group=self.axis_group) if isinstance(x, Tensor) and x.requires_grad else x
                 )
-        if not self._again:
+        if not has_tokens:
             raise _no_tokens(self._name)
         return entered
 
     def inside(self) -> AbstractContextManager[object]:
         # Taken once: the records belong to this call, and the module's next call makes its own.
         again, self._again = self._again, []
-        return _saved_as_stretches(again) if torch.is_grad_enabled() else nullcontext()
+        return _saved_as_stretches(again) if again else nullcontext()
 
     def leave(self, x: Tensor) -> Tensor:
         """This rank's stretch of the sum over ranks of `x [B, T, D]`; the gradient is gathered."""

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
 from rotorch.comm.ring import Visit
+from rotorch.core.errors import ConfigError
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
 from rotorch.ops.ids_in_slice import ids_in_slice, pick, put
@@ -190,7 +191,10 @@ class _KeptCrossEntropy(torch.autograd.Function):
         unit: RotatingUnit = ctx.unit
         kept, ctx.kept = ctx.kept, None
         if kept is None:
-            raise RuntimeError(f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed")
+            raise ConfigError(
+                f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed: slices are not "
+                "kept by retain_graph=True. Add the losses and call backward once, or write transport=shared_memory"
+            )
         # Only gradients rotate: the logits are kept, and the hidden state's gradient was made in forward.
         for visit in unit.visits(backward=True, fetch=False):
             piece: _KeptSlice = kept.pop(visit.index)

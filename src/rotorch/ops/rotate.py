@@ -29,6 +29,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from rotorch._torch_private import storage_key
 from rotorch.comm.ring import Ring, Visit
 from rotorch.comm.status_word import Operation, at
+from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Unit
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.ids_in_slice import add_rows
@@ -295,7 +296,10 @@ class _RotateModule(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: RotatingUnit = ctx.unit
         if ctx.run is None:
-            raise RuntimeError(f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed")
+            raise ConfigError(
+                f"rtp: {unit.unit.name!r}: a second backward through a graph that the first has freed: slices are not "
+                "kept by retain_graph=True. Add the losses and call backward once, or write transport=shared_memory"
+            )
         leaves = _leaves(_inputs_again(ctx), ctx.needs_input_grad[3:]) if unit.recompute else ctx.leaves
         wanted = [x for x in leaves if x.requires_grad]
         sums = [_Sum() for _ in wanted]
