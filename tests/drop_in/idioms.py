@@ -482,3 +482,14 @@ def weights_that_are_frozen_later(loop):
         yield
     for parameter in loop.model.parameters():
         parameter.requires_grad_(True)
+
+
+@idiom
+def a_phase_in_which_nothing_learns_but_the_head(loop):
+    """As of a head that is warmed up: all else is frozen, and then not any more."""
+    head = {id(p) for p in loop.model.get_output_embeddings().parameters()}
+    for step in range(MORE_STEPS):
+        for parameter in loop.model.parameters():
+            parameter.requires_grad_(step == 1 or id(parameter) in head)
+        loop.model(**loop.batch(step)).loss.backward()
+        yield

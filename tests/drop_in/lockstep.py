@@ -6,17 +6,20 @@ import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
+import idioms_of_calls  # noqa: F401, it adds to IDIOMS
 import torch
 from idioms import IDIOMS, LEARNING_RATE, Loop
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import rotorch
+from rotorch.core.errors import ConfigError
 from rotorch.models.hf import causal_lm
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.compare import gradient_errors, relative_error, value_errors
 
 BAR = 1e-10
+REFUSED = "refused: "
 
 
 @dataclass
@@ -127,9 +130,11 @@ class Models:
 
 
 def problems_of(name: str, config: Any, expected: Expected, *, models: Models) -> list[str]:
-    """Runs an idiom on this rank; says what differs."""
+    """Runs an idiom on this rank; says what differs, or that it is refused."""
     try:
         found = list(_problems(name, config, expected, models=models))
+    except ConfigError as error:
+        found = [REFUSED + str(error)]
     except BaseException:
         found = [traceback.format_exc()]
     models.give_back(well=not found)

@@ -12,6 +12,7 @@ import rotorch
 from rotorch.core.errors import ConfigError
 from rotorch.models.hf import load_config
 from rotorch.parallelize import load_step_code
+from rotorch.testing.compare import gradient_errors
 from rotorch.testing.ranks import run_ranks
 
 MESSAGES = "rtp=2[transport=send_receive]"
@@ -106,6 +107,7 @@ def everything(config):
             loop = Loop(model, None, model.batch_rank, config.vocab_size)
             told[layout, danger.__name__] = refusal(partial(danger, loop))
         told[layout, "pairs"] = pairs(config, layout)
+        told[layout, "autocast"] = autocast(config, layout)
         told[layout, "added"] = added(config, layout)
         told[layout, "scaled"] = scaled(config, layout)
     model = rotorch.parallelize(build(config, seed=1), "pp=2", device="cpu")
@@ -155,6 +157,25 @@ def added(config, layout):
     return max(float((g - a - b).abs().max()) for g, a, b in zip(both, *alone, strict=True))
 
 
+def autocast(config, layout):
+    """How far gradients of a call under autocast are off those of one process, and the dtype of its logits."""
+    model, plain = (
+        rotorch.parallelize(build(config, seed=1).float(), layout, device="cpu"),
+        build(config, seed=1).float(),
+    )
+    for share in range(model.num_batch_ranks):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = plain(**Loop(plain, None, share, config.vocab_size).batch(0)).loss
+        (loss / model.num_batch_ranks).backward()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = model(**Loop(model, None, model.batch_rank, config.vocab_size).batch(0))
+    output.loss.backward()
+    errors = gradient_errors(model.weights, {name: p.grad for name, p in plain.named_parameters()})
+    dtype = output.logits.dtype
+    model.close()
+    return max(errors.values()), dtype
+
+
 def pairs(config, layout):
     """A loss per call, on logits in lists, which gives logits beside it."""
 
@@ -192,6 +213,14 @@ def test_a_loss_per_call_may_give_more_than_the_loss(ranks, layout):
         loss, gradients, shapes = told[layout, "pairs"]
         assert loss < 1e-6 and gradients < 1e-6  # norms and losses in float32, as the model asks for it
         assert shapes == [(2, 10, 91)] * 2
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_autocast_around_a_call_is_that_of_one_process(ranks, layout):
+    """To bfloat16's rounding, which differs with the order of sums; without autocast logits would be float32."""
+    for told in ranks:
+        off, dtype = told[layout, "autocast"]
+        assert off < 0.05 and dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
