@@ -32,6 +32,7 @@ from rotorch.comm.roll_call import Doing
 from rotorch.core.errors import ConfigError
 from rotorch.drop_in.cut_outputs import refuse_cut_outputs, refuse_cut_request
 from rotorch.models.hf import head_weights
+from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.deferred_logits import DeferredLogits, Later, with_real_logits
 from rotorch.parallel_model import ParallelModel
 
@@ -125,6 +126,7 @@ class PlainCalls:
         """Returns the pass in which logits are made that nobody has asked for yet (see ops/deferred_logits.py)."""
         before: list[Tensor] = []
         self._to_note.append(before)
+        autocast = AutocastState.now(self.model.device.type)  # that of the call, wherever logits are read
 
         def make_later(make: Callable[[], Tensor], *, learns: bool) -> Tensor:
             if self.model.in_pass:
@@ -137,7 +139,8 @@ class PlainCalls:
                     "logits beside a loss are computed when they are first read, and the head's weights have changed "
                     "since the model was called. Read them before optimizer.step(), or call the model without labels"
                 )
-            with torch.set_grad_enabled(learns):
+            as_called = torch.autocast(autocast.device_type, dtype=autocast.dtype, enabled=autocast.dtype is not None)
+            with torch.set_grad_enabled(learns), as_called:
                 return self._pass(lambda _: self._leave(make()), done=Doing.LOGITS_DONE)
 
         return make_later
