@@ -3,7 +3,7 @@
 start                      once: in the launcher, or in every rank that torchrun started
   run_lock.check_not_in_use  no other run writes here now
   joining.JobRank            torchrun's ranks compare their settings, and later their files
-  preflight.check_run        all checks of inputs, before anything is written
+  preflight.check_run        all checks of inputs, before anything is written (choose_optimizer.check_optimizer, ...)
   dry_run.dry_run            with --dry-run: the bytes that each rank would read and hold, and no more
   run_lock.lock_directories  no other run writes here from now on
   data.prepare_corpus        text -> tokens, cached
@@ -11,6 +11,7 @@ start                      once: in the launcher, or in every rank that torchrun
   launch.launch              ranks, from their start to their ends
     train                  in every rank
       build                  the model, spread over the ranks, with its first values or a checkpoint's
+      loggers.make_listeners   wandb, mlflow and callbacks, on the first rank
       loop.run_loop            step.train_step, loop.evaluate, checkpoint.save
       sample.write_sample
       summarise              the last lines
