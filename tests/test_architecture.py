@@ -39,6 +39,8 @@ LAYERS = {
     "testing": 6.5,  # public, for tests and `rotorch verify`; IMPORTED_ONLY_BY keeps layer 7 out of it
     "train": 7,
     "bench": 7,
+    "accelerate": 7.25,
+    "lightning": 7.25,
     "hf": 7.5,
     "cli": 8,
     "__main__": 8,

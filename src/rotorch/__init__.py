@@ -26,7 +26,7 @@ _LAZY = {
     "load": "rotorch.train.own_loop",
 }
 
-_PARTS = {"optim"}
+_PARTS = {"accelerate", "hf", "lightning", "optim"}
 """Packages that `rotorch.<name>` loads when first used."""
 
 __all__ = [

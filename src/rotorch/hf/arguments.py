@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import DynamoBackend
 from torch import nn
 
 from rotorch.core.errors import ConfigError
+from rotorch.drop_in.plain_loops import check_plain_loop
 from rotorch.parallel_model import ParallelModel
 
 _REFUSED = {
@@ -74,19 +74,12 @@ def check_values(model: nn.Module) -> None:
 def check_model(model: ParallelModel, *, arguments: Any) -> None:
     """Raises `ConfigError` for a layout or a model that a trainer's loop cannot be right with."""
     config = getattr(model.module, "config", None)
-    if model.holding.no_plain_call is not None:
-        kinds = ",".join(strategy.kind for strategy in model.strategies)
-        raise ConfigError(
-            f"TrainerMixin: a trainer calls the model, of which each rank of a pipeline has a part ({kinds}). Write "
-            "rtp, fsdp, megatron or ddp, or train by rotorch train"
-        )
+    check_plain_loop(model.strategies, model.module, who="TrainerMixin")
     if getattr(arguments, "predict_with_generate", False) and getattr(config, "is_encoder_decoder", False):
         raise ConfigError(
             "TrainerMixin: predict_with_generate=True calls the encoder by itself, which has no weights then. Leave it "
             "out, and generate from what was saved"
         )
-    if torch.float16 in {held.local.dtype for held in model.weights.values() if held.parameter.requires_grad}:
-        raise ConfigError("TrainerMixin: small gradients of float16 weights would become 0. Load them as bfloat16")
     if model.num_batch_ranks == model.mesh.size():
         return
     if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":

@@ -2,8 +2,8 @@
 
 [Note: what a trainer must be told]
     Its loop is one of a user's own, and exact as such (`drop_in/`). What differs is around it: Accelerate must neither
-    wrap nor cut the model and counts shares of a batch (`accelerator.py`); all ranks save, the first one writes; the
-    optimizer's state is in parts (`optimizer_files.py`).
+    wrap nor cut the model and counts shares of a batch (`accelerate/shares.py`); all ranks save, the first one writes;
+    the optimizer's state is in parts (`train/checkpoint/optimizer_files.py`).
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from rotorch.accelerate.shares import of_shares
 from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.drop_in.whole import full_state_dict
 from rotorch.drop_in.whole_head import show_whole_head
-from rotorch.hf.accelerator import of_shares
 from rotorch.hf.arguments import check_accelerator, check_arguments, check_model, check_values
-from rotorch.hf.optimizer_files import load_optimizer, save_optimizer
 from rotorch.models.lora import is_wrapped, saved_names
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
 from rotorch.strategies import parse_parallel
+from rotorch.train.checkpoint.optimizer_files import load_optimizer, save_optimizer
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import logging
 import platform
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ from rotorch.train.state import (
     rng_tensor,
 )
 
-__all__ = ["check", "inspect_checkpoint", "latest", "load", "load_newest", "save", "take", "write"]
+__all__ = ["check", "inspect_checkpoint", "latest", "load", "load_newest", "save", "save_as", "take", "write"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -119,6 +120,15 @@ def save(run_dir: Place | str, state: TrainState, *, keep: int) -> Place:
             nothing failed), but one whose memory has run out raises that.
     """
     return write(take(run_dir, state, keep=keep))
+
+
+def save_as(directory: Place | str, state: TrainState) -> Place:
+    """Saves to `directory` itself, which `load` reads: for loops that name and count checkpoints themselves.
+
+    As `save` otherwise; what was there is replaced once all of it is on the disk.
+    """
+    path = as_place(directory)
+    return write(replace(take(path.parent, state, keep=sys.maxsize), path=path))
 
 
 @dataclass(frozen=True)
@@ -178,7 +188,7 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
     return path
 
 
-def load(path: Place | str, state: TrainState) -> Manifest:
+def load(path: Place | str, state: TrainState, *, random_states: bool = True) -> Manifest:
     """Puts a checkpoint's values into `state`: model, optimizer, counters, data position, random states. All ranks.
 
     On as many ranks as wrote it, every rank gets its own random states back, and training goes on bit for bit on the
@@ -189,6 +199,7 @@ def load(path: Place | str, state: TrainState) -> Manifest:
     Args:
         path: a checkpoint's directory.
         state: the model, materialised (its values are overwritten), and its optimizer (or None).
+        random_states: load or derive them; if not, they stay as they are.
 
     Returns:
         What the checkpoint says of itself.
@@ -218,7 +229,7 @@ def load(path: Place | str, state: TrainState) -> Manifest:
         made = empty_optimizer_state(state, entry=manifest.optimizer, tensors=manifest.tensors)
         tensors.update(loading_tensors(state, made, kinds=manifest.optimizer.kinds))
     same_num_ranks = manifest.num_ranks == state.num_ranks and rng_name(state.rank) in manifest.tensors
-    if same_num_ranks:
+    if random_states and same_num_ranks:
         own = rng_name(state.rank)
         tensors[own] = torch.zeros(manifest.tensors[own].shape, dtype=torch.uint8)
     found = {name: torch.zeros(manifest.tensors[where].shape, dtype=torch.uint8) for name, where in objects.items()}
@@ -241,11 +252,11 @@ def load(path: Place | str, state: TrainState) -> Manifest:
         attach_optimizer_state(state, made, kinds=manifest.optimizer.kinds)
     state.step, state.tokens, state.seed = manifest.step, manifest.tokens, manifest.seed
     state.data, state.objects = dict(manifest.data), found
-    if same_num_ranks:
-        random_states = tensors[rng_name(state.rank)]
-        assert isinstance(random_states, Tensor), "made above"
-        restore_rng(random_states)
-    else:
+    if random_states and same_num_ranks:
+        rng = tensors[rng_name(state.rank)]
+        assert isinstance(rng, Tensor), "made above"
+        restore_rng(rng)
+    elif random_states:
         derive_rng(seed=manifest.seed, step=manifest.step, rank=state.rank)
         notes.append(
             f"written by {manifest.num_ranks} ranks, read by {state.num_ranks}: random states are derived from "

@@ -1,7 +1,6 @@
-"""The optimizer's state beside the model in a trainer's checkpoint: whole tensors by name, for any layout to load.
+"""The optimizer's state in a directory of its own, as checkpoints of other trainers have it: for any layout to load.
 
-The format is that of the checkpoints of `rotorch train` (`train/checkpoint/`), without the weights, which
-`save_pretrained` has written.
+The format is that of the checkpoints of `rotorch train`, without the weights.
 """
 
 from __future__ import annotations
