@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, disable_progress_bars
+from datasets import Dataset, IterableDataset, disable_progress_bars
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.nn.functional import cross_entropy
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -23,6 +24,7 @@ from transformers import (
 )
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
+import rotorch
 from rotorch.hf import TrainerMixin
 from rotorch.strategies import batch_ranks, parse_parallel
 
@@ -147,16 +149,39 @@ def preferences(num_rows: int) -> dict[str, list[str]]:
     return {k: [text(generator) for _ in range(num_rows)] for k in ("prompt", "chosen", "rejected")}
 
 
-def dpo(layout: str | None, directory: Path, *, lora: bool = False) -> Run:
-    """With a reference model of other values; with adapters the model without them is the reference."""
-    trainer = trainer_class(DPOTrainer, layout)(
+def of_a_stream(layout: str | None, directory: Path) -> Run:
+    """Rows of which nobody knows how many there are."""
+    rows = rows_of_ids(24, seed=1).with_format("torch")
+    trainer = trainer_class(Trainer, layout)(
         model=model(),
+        args=arguments(TrainingArguments, directory, layout),
+        train_dataset=IterableDataset.from_generator(lambda: iter(rows)),
+        compute_loss_func=lambda outputs, labels, num_items_in_batch: (
+            cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+            / num_items_in_batch
+        ),
+    )
+    trainer.train()
+    return finish(trainer, layout)
+
+
+def dpo(layout: str | None, directory: Path, *, lora: bool = False, given: bool = False) -> Run:
+    """With a reference model of other values; with adapters the model without them is the reference.
+
+    With `given`, the trainer gets a model that is parallel, and a reference that is not.
+    """
+    made, kind = model(), trainer_class(DPOTrainer, layout)
+    if given and layout is not None:
+        made, kind.layout = rotorch.parallelize(made, layout, device="cpu"), None
+    trainer = kind(
+        model=made,
         ref_model=None if lora else model(seed=1),
         args=arguments(DPOConfig, directory, layout, rows=4, gradient_checkpointing=False),
         train_dataset=Dataset.from_dict({k: [" " + t for t in v] for k, v in preferences(16).items()}),
         processing_class=tokenizer(),
         peft_config=LoraConfig(r=2, target_modules=["q_proj", "down_proj"]) if lora else None,
     )
+    assert layout is None or lora or hasattr(trainer.ref_model, "parallel")
     trainer.train()
     return finish(trainer, layout)
 

@@ -27,7 +27,9 @@ SCRIPTS = {
     "sft that computes layers again": (scripts.sft, {"gradient_checkpointing": True}),
     "dpo": (scripts.dpo, {}),
     "dpo with adapters": (scripts.dpo, {"lora": True}),
+    "dpo of a model that is parallel": (scripts.dpo, {"given": True}),
     "reward": (scripts.reward, {}),
+    "stream": (scripts.of_a_stream, {}),
 }
 AFTERWARDS = dict(zip(LAYOUTS, ("fsdp=2", "megatron=2", MESSAGES, "rtp=2", "ddp=2"), strict=True))
 """Under which layout a run that was begun under another one is resumed."""
@@ -37,6 +39,7 @@ FILES = [*FILES.split(), "trainer_state.json", "training_args.bin"]
 QUICK = {(MESSAGES, name) for name in SCRIPTS} | {
     (layout, name) for layout in LAYOUTS for name in ("trainer", "sft with adapters")
 }
+QUICK |= {("megatron=2", "stream"), ("fsdp=2", "dpo")}
 
 
 def work_of(layout, directory, names):
@@ -75,7 +78,9 @@ def hold_to(alone, found):
     assert not said, "\n".join(said)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", ["rtp=2", MESSAGES, "fsdp=2", pytest.param("ddp=2", marks=pytest.mark.slow), "megatron=2"]
+)
 def test_trainers_do_as_on_one_process(alone, alone_in, tmp_path, layout):
     names = [name for name in SCRIPTS if (layout, name) in QUICK]
     work = work_of(layout, tmp_path, names) + work_resumed(AFTERWARDS[layout], tmp_path)

@@ -204,6 +204,11 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Works as in every model; ranks with shorter sequences continue until all are done, since each holds slices."""
+    if self.parallel.mesh.size() > 1 and getattr(self.config, "is_encoder_decoder", False):
+        raise ConfigError(
+            f"generate: of a {type(self).__name__} the encoder is called by itself, and its weights are there within "
+            "calls of the model only. Write model.save_pretrained(directory), and generate from that on one process"
+        )
     if kwargs.get("synced_gpus") is None and self.parallel.mesh.size() > 1:
         kwargs["synced_gpus"] = True
     if "generation_config" not in kwargs and all(s.kind in _CACHE_FITS for s in self.parallel.strategies):
