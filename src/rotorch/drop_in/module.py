@@ -204,7 +204,7 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Works as in every model; ranks with shorter sequences continue until all are done, since each holds slices."""
-    if self.parallel.mesh.size() > 1 and getattr(self.config, "is_encoder_decoder", False):
+    if self.parallel.mesh.size() > 1 and getattr(getattr(self, "config", None), "is_encoder_decoder", False):
         raise ConfigError(
             f"generate: of a {type(self).__name__} the encoder is called by itself, and its weights are there within "
             "calls of the model only. Write model.save_pretrained(directory), and generate from that on one process"

@@ -22,6 +22,7 @@ from rotorch.accelerate.shares import of_shares
 from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
+from rotorch.drop_in.module import ParallelModule
 from rotorch.drop_in.whole import full_state_dict
 from rotorch.drop_in.whole_head import show_whole_head
 from rotorch.hf.arguments import check_accelerator, check_arguments, check_model, check_values
@@ -62,7 +63,7 @@ class TrainerMixin(_Trainer):
         """
         self.layout = self.layout if layout is None else layout
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        is_parallel = hasattr(given.get("model"), "parallel")
+        is_parallel = isinstance(given.get("model"), ParallelModule)
         if (self.layout is None) is not is_parallel:
             raise ConfigError(
                 "TrainerMixin: the model is parallel already, and layout= would spread it again. Leave layout out"
@@ -102,7 +103,7 @@ class TrainerMixin(_Trainer):
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.parallel.num_batch_ranks)
 
     def _spread(self, model: nn.Module) -> None:
-        if not hasattr(model, "parallel"):
+        if not isinstance(model, ParallelModule):
             check_values(model)
             layout = self.layout if self.layout is not None else self.parallel.strategies
             parallelize(model, layout, device=self.args.device.type)
