@@ -70,14 +70,13 @@ ONLY_THERE = {
 BAD_FILES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 BAD_CLASSES = re.compile(r"(Engine|Manager|Context|Factory|Registry)$")
 MAX_LINES = 600
-RIDDLES = re.compile(r"(What|Whether|Which|How|Who(ever)?|Where|When|That|Those)\b")
+RIDDLES = re.compile(r"(What|Whether|Which|How|Who(ever|se)?|Where|When|That|Those)\b")
 OPEN_WITH_A_SUBJECT = {
-    *("bench", "planner", "models", "testing", "train", "cli", "drop_in", "hf"),
+    *("bench", "planner", "models", "testing", "train", "cli", "drop_in", "hf", "optim"),
     *("comm", "ops", "hold", "shard", "core", "strategies", "pipelining", "process"),
     *("__main__", "_torch_private", "mesh", "parallel_model", "parallelize", "run_config", "source"),
 }
 """Parts of the package whose docstrings open with a noun or a verb."""
-OPEN_OTHERWISE = {"train.optim"}
 
 
 def entry_of(module: str) -> str | None:
@@ -203,7 +202,7 @@ def is_container(value: ast.expr | None) -> bool:
 
 
 def docstrings_open_with_a_subject(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    if module.split(".")[0] in OPEN_WITH_A_SUBJECT and module not in OPEN_OTHERWISE:
+    if module.split(".")[0] in OPEN_WITH_A_SUBJECT:
         for node in ast.walk(tree):
             documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
             if documented and RIDDLES.match(said := ast.get_docstring(node) or ""):

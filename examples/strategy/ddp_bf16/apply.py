@@ -1,4 +1,4 @@
-"""How `ddp_bf16` holds a model: replicas, and one sum of their gradients at the end of a step."""
+"""Holding of `ddp_bf16`: replicas, and one sum of their gradients at the end of a step."""
 
 from __future__ import annotations
 

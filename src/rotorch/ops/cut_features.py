@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import Range
-from rotorch.ops.ids_in_slice import add_rows, ids_in_slice, look_up, pick, put
+from rotorch.ops.ids_in_slice import add_rows, ids_in_slice, look_up, pick, put, without_padding
 from rotorch.ops.summa import Grid
 
 
@@ -58,8 +58,7 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (all_ids_B,) = ctx.saved_tensors
         all_grads_BD = ctx.axis_group.all_gather(grad.reshape(-1, grad.shape[-1]).contiguous())
-        if ctx.padding_idx is not None:
-            all_grads_BD = all_grads_BD.masked_fill((all_ids_B == ctx.padding_idx).unsqueeze(1), 0.0)
+        all_grads_BD = without_padding(all_grads_BD, all_ids_B, padding_idx=ctx.padding_idx)
         d_table = all_grads_BD.new_zeros(ctx.shape)
         add_rows(d_table, all_ids_B, all_grads_BD, rows=ctx.rows)
         return None, None, None, None, d_table

@@ -67,6 +67,19 @@ def look_up(ids: Tensor, slice_RD: Tensor, *, rows: Range, padding_idx: int | No
     return F.embedding(local, slice_RD, own_padding).masked_fill(~inside.unsqueeze(-1), 0.0)
 
 
+def look_up_into(y_BD: Tensor, ids_B: Tensor, slice_RD: Tensor, *, rows: Range) -> None:
+    """Writes the rows of a slice that int64 `ids_B` of the whole table name; leaves other ids' rows of `y_BD` alone."""
+    inside, local = ids_in_slice(ids_B, rows)
+    found_BD = slice_RD.index_select(0, local).to(y_BD.dtype)
+    # A where, not a product with the mask: other ids' rows may hold infinities.
+    torch.where(inside.unsqueeze(1), found_BD, y_BD, out=y_BD)
+
+
+def without_padding(grad_BD: Tensor, ids_B: Tensor, *, padding_idx: int | None) -> Tensor:
+    """Gradients of looked-up ids, zeros for the row of the whole table that gets none."""
+    return grad_BD if padding_idx is None else grad_BD.masked_fill((ids_B == padding_idx).unsqueeze(1), 0.0)
+
+
 def add_rows(slice_RD: Tensor, ids_B: Tensor, grad_BD: Tensor, *, rows: Range) -> None:
     """Adds the gradients of looked-up ids to the gradient of the slice that has `rows`, in place."""
     if rows.length:

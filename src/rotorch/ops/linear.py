@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from rotorch.comm.ring import Visit
 from rotorch.core.spec import Range
 from rotorch.ops.autocast_state import AutocastState
-from rotorch.ops.ids_in_slice import check_ids, ids_in_slice
+from rotorch.ops.ids_in_slice import check_ids, look_up_into, without_padding
 from rotorch.ops.rotate import RotatingUnit, SliceGradient
 
 
@@ -122,10 +122,7 @@ def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
     y = home.new_zeros(*ids.shape, width)  # see _linear_forward
     y_BD = y.view(-1, width)
     for visit in unit.visits(backward=False):
-        inside, local = ids_in_slice(ids_B, slice_rows(unit, visit.index))
-        found_BD = unit.weights(visit)[0].detach().index_select(0, local).to(y_BD.dtype)
-        # A where, not a product with the mask: other ids' rows may hold infinities.
-        torch.where(inside.unsqueeze(1), found_BD, y_BD, out=y_BD)
+        look_up_into(y_BD, ids_B, unit.weights(visit)[0].detach(), rows=slice_rows(unit, visit.index))
     return y
 
 
@@ -141,9 +138,7 @@ class _RotateEmbedding(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: RotatingUnit = ctx.unit
         ids_B = ctx.saved_tensors[0].reshape(-1)
-        grad_BD = grad.reshape(-1, grad.shape[-1])
-        if ctx.padding_idx is not None:
-            grad_BD = grad_BD.masked_fill((ids_B == ctx.padding_idx).unsqueeze(1), 0.0)
+        grad_BD = without_padding(grad.reshape(-1, grad.shape[-1]), ids_B, padding_idx=ctx.padding_idx)
         for visit in unit.visits(backward=True, fetch=False):  # the gradient of a lookup needs no weights
             if unit.trained:
                 receiver = SliceGradient(unit, visit, wait=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rotorch.core.spec import Range
-from rotorch.ops.ids_in_slice import add_rows
+from rotorch.ops.ids_in_slice import add_rows, without_padding
 from rotorch.ops.rotate import RotatingUnit
 
 _LAYERS_APART = 6  # about one block of a transformer: deferred additions keep its activations and their gradients
@@ -100,9 +100,8 @@ class _EmbeddingSideBySide(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        ids_B, grad_BD = ctx.saved_tensors[0].reshape(-1), grad.reshape(-1, grad.shape[-1])
-        if ctx.padding_idx is not None:
-            grad_BD = grad_BD.masked_fill((ids_B == ctx.padding_idx).unsqueeze(1), 0.0)
+        ids_B = ctx.saved_tensors[0].reshape(-1)
+        grad_BD = without_padding(grad.reshape(-1, grad.shape[-1]), ids_B, padding_idx=ctx.padding_idx)
 
         def add(slice_RD: Tensor, fresh: bool, rows: Range) -> None:
             if fresh:

@@ -111,7 +111,7 @@ class Adafactor(torch.optim.Optimizer):
             moment.lerp_(mean.to(moment.device), weight)
 
     def _updates(self, member: Member) -> Iterator[tuple[Tensor, Chunk]]:
-        """What is subtracted, unscaled, of each box that this rank has."""
+        """Yields the update of each box that this rank has, before the learning rate, and the box."""
         held, state = member.held, self.state[member.parameter]
         grad, eps = member.grad, member.group["eps"][0]
         eps = torch.finfo(held.local.dtype).eps if eps is None else eps
@@ -164,7 +164,7 @@ def _squares(member: Member) -> Tensor:
 
 
 def _box(tensor: Tensor, chunk: Chunk) -> Tensor:
-    """What belongs to a box of the weight, of a tensor that has one element along some dims."""
+    """Returns the part of a tensor that belongs to a box of the weight; dims of one element stay whole."""
     for dim, (start, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
         if tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, start, length)

@@ -51,7 +51,7 @@ def of_models(groups: Iterable[dict[str, Any]]) -> tuple[list[list[Member]], lis
 
 
 def with_gradients(members: list[Member]) -> list[Member]:
-    """Those of which any rank has a gradient. All ranks of the model; a rank without one takes part all the same."""
+    """Returns the members of which any rank has a gradient. All ranks of the model call it."""
     learns = torch.tensor([float(m.held.local_grad is not None) for m in members], dtype=torch.float64)
     all_reduce_sum(learns, mesh=mesh_of(members))
     return [member for member, number in zip(members, learns.tolist(), strict=True) if number]

@@ -198,7 +198,7 @@ def _operations(shape: tuple[int, ...], *, steps: int) -> float:
 
 
 def _nesterov(grad: Tensor, momentum: Tensor, group: dict[str, Any]) -> Tensor:
-    """What is orthogonalised, in bfloat16; a block of rows at a time, so that there is no second one in full."""
+    """Returns the matrix to orthogonalise, in bfloat16, made by blocks of rows: no second one exists in full."""
     update = torch.empty(grad.shape, dtype=torch.bfloat16, device=grad.device)
     rows = max(1, _BLOCK_NUMEL // max(1, grad.shape[1]))
     for of_update, of_grad, of_momentum in zip(*(t.split(rows) for t in (update, grad, momentum)), strict=True):

@@ -259,7 +259,7 @@ def _about(spec: ModelSpec, *, parallel: str) -> dict[str, Any]:
 
 
 def _why_not_built(config_class: type, said: str) -> str:
-    """Whose part it is that no tiny model runs: theirs if there is no model of it.
+    """Returns whose fault it is that no tiny model runs: theirs if there is no model of it.
 
     Defaults that make no model say what a rule of `models/trial/tiny.py` would have to fill in.
     """

@@ -59,7 +59,7 @@ def _group_of(name: str, settings: OptimizerSection) -> int:
 def _group_settings(
     settings: OptimizerSection, chosen: ChosenOptimizer, *, number: int, muon: bool, decays: bool
 ) -> dict[str, Any]:
-    """What the optimizer is told of a group of its parameters."""
+    """Returns the settings of one group of parameters."""
     group = settings.groups[number] if number < len(settings.groups) else None
     found: dict[str, Any] = dict(chosen.of_muon if muon else chosen.of_adamw) if chosen.has_muon else {}
     if chosen.has_muon:

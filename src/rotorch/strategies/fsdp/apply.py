@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
 
@@ -81,9 +81,6 @@ class FSDPHolding(Holding):
             if not isinstance(parameter, DTensor):
                 parameter.grad = None  # gathered, its gradient not reduced: it would count in the next step
         self._module.reset_iter_state()
-
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 def _return_no_views(_: nn.Module, __: Any, output: Any) -> Any:

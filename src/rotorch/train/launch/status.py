@@ -74,7 +74,7 @@ _COMPILES_AGAIN = {Phase.SAMPLING, Phase.EXAMINING}  # other lengths, and hooks
 
 
 class FailureKind(IntEnum):
-    """Whose fault a rank's exception is."""
+    """Party at fault for a rank's exception."""
 
     NONE = 0
     INPUT = 1  # a ConfigError: the user's
