@@ -171,7 +171,7 @@ def autocast(config, layout):
         output = model(**Loop(model, None, model.batch_rank, config.vocab_size).batch(0))
     output.loss.backward()
     errors = gradient_errors(model.weights, {name: p.grad for name, p in plain.named_parameters()})
-    dtype = output.logits.dtype
+    dtype = output.logits.detach().dtype  # now they are made
     model.close()
     return max(errors.values()), dtype
 
