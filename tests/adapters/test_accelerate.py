@@ -10,7 +10,7 @@ pytest.importorskip("accelerate")
 import accelerate_loops
 import torch
 from accelerate import Accelerator
-from adapter_loops import AFTERWARDS, LAYOUTS, difference, model, run_all
+from adapter_loops import AFTERWARDS, BEGUN, difference, model, run_all
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
@@ -46,7 +46,7 @@ def hold_to(alone, found):
     assert not said, "\n".join(said)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", BEGUN)
 def test_a_loop_does_as_on_one_process(alone, alone_in, tmp_path, layout):
     work = work_of(layout, tmp_path) + work_of(AFTERWARDS[layout], tmp_path, resume=True)
     for found in run_ranks(run_all, work, num_ranks=2):

@@ -6,7 +6,7 @@ pytest.importorskip("lightning")
 
 import lightning_loops
 import torch
-from adapter_loops import AFTERWARDS, LAYOUTS, difference, model, run_all
+from adapter_loops import AFTERWARDS, BEGUN, difference, model, run_all
 from lightning import Fabric, LightningModule, Trainer
 
 import rotorch.lightning
@@ -42,13 +42,14 @@ def hold_to(alone, found):
     assert not said, "\n".join(said)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", BEGUN)
 def test_loops_do_as_on_one_process(alone, tmp_path, layout):
     work = work_of(layout, tmp_path) + work_of(AFTERWARDS[layout], tmp_path, resume=True)
     for found in run_ranks(run_all, work, num_ranks=2):
         hold_to(alone, found)
 
 
+@pytest.mark.slow
 def test_loops_of_one_rank_go_on_on_two(alone, tmp_path):
     run_ranks(run_all, work_of("single", tmp_path, loops=["fabric"]), num_ranks=1)
     for found in run_ranks(run_all, work_of("rtp=2", tmp_path, resume=True, loops=["fabric"]), num_ranks=2):
