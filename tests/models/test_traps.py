@@ -278,7 +278,7 @@ def refused_plan():
 
 def test_statistics_inside_of_a_unit_that_runs_on_slices_are_refused():
     for message in run_ranks(refused_plan, num_ranks=2):
-        assert "'unit' writes its buffers in forward (running statistics), once per slice" in message
+        assert "'unit' writes its buffers in forward (running statistics): it would do so once per slice" in message
 
 
 def test_a_table_that_renormalises_itself_is_refused_on_several_ranks():
