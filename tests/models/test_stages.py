@@ -90,7 +90,7 @@ def test_what_cannot_be_cut_is_refused(tiny):
     with rotorch.on_meta():
         routed = causal_lm(config)
     assert "the loss of its routers needs those of all layers" in refusal("pp=2", routed)
-    with pytest.raises(ConfigError, match=r"around rtp=2: what is computed again .* Write pp=2,rtp=..\[recompute"):
+    with pytest.raises(ConfigError, match=r"the strategy that holds the stages decides .*\[recompute=...\]"):
         parse_parallel("pp=2[recompute=block],rtp=2")
     with pytest.raises(ConfigError, match="a unit of 4 micro-batches, but a step has 2"):
         parse_parallel("pp=2[unit=4]")[0].table(2)

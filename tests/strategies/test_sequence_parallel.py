@@ -243,7 +243,7 @@ def test_models_that_treat_every_token_alike_are_known(tiny, family):
     ("layout", "words"),
     [
         ("megatron=5[sequence_parallel=true]", "q_proj.weight' has 4 groups (heads) for 5 ranks"),
-        ("megatron=2[sequence_parallel=true,sync_fraction=0.5]", "Write sync_fraction or sequence_parallel"),
+        ("megatron=2[sequence_parallel=true,sync_fraction=0.5]", "sums only some channels. Write one of the two"),
         ("pp=2,megatron=2[sequence_parallel=true]", "not of a stage. Leave sequence_parallel out"),
     ],
 )

@@ -250,4 +250,5 @@ def test_no_file_is_unpickled_and_no_model_s_own_code_runs():
     unpickling = re.compile(rf"{calls}|allow_pickle=True|trust_remote_code=True")
     found = [p.relative_to(source).as_posix() for p in source.rglob("*.py") if unpickling.search(p.read_text())]
     # What a rank of the same run has sent, and what a process has sent to one that it has started.
-    assert sorted(found) == ["comm/stage_messages.py", "process/new_interpreter.py"]
+    # Whoever calls Fabric's `load` may write weights_only=False there, as without rotorch.
+    assert sorted(found) == ["comm/stage_messages.py", "process/new_interpreter.py", "train/checkpoint/parts.py"]

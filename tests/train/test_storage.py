@@ -75,7 +75,7 @@ def test_no_manifest_is_written_that_could_not_be_read_again(tmp_path, monkeypat
     num_bytes = (path / "manifest.json").stat().st_size
     state.step = 1
     monkeypatch.setattr(manifest, "_MOST_BYTES", num_bytes - 1)
-    with pytest.raises(FinalFailure, match=r"would have .* for \d+ tensors in \d+ pieces, .* over fewer ranks$"):
+    with pytest.raises(FinalFailure, match=r"would have .* for \d+ tensors in \d+ chunks, .* over fewer ranks$"):
         save(tmp_path, state, keep=1)
     monkeypatch.setattr(manifest, "_MOST_BYTES", num_bytes)
     assert latest(tmp_path) == path and not leftovers(path.parent)

@@ -147,7 +147,9 @@ class FabricStrategy(LayoutRanks, ParallelStrategy):
         if isinstance(state, nn.Module | torch.optim.Optimizer):
             raise ConfigError(f"{_WHO}: {path} is a directory. Write fabric.load(path, {{'model': model}})")
         models, optimizers, rest = self._sorted(state or {})
-        found = load_parts(path, models=models, optimizers=optimizers, mesh=self.mesh, weights_only=weights_only)
+        found = load_parts(
+            path, models=models, optimizers=optimizers, mesh=self.mesh, weights_only=weights_only is not False
+        )
         if strict and (lacking := [key for key in rest if key not in found]):
             raise ConfigError(f"{_WHO}: {path} has no {', '.join(map(repr, lacking))}. Or write strict=False")
         for key in [key for key in rest if key in found]:

@@ -151,7 +151,7 @@ class Strategy(LayoutRanks, ParallelStrategy):
             models=self._models(),
             optimizers=self._optimizers_by_name() if fits else {},
             mesh=self.mesh,
-            weights_only=weights_only,
+            weights_only=weights_only is not False,
         )
         return rest
 

@@ -60,7 +60,7 @@ def load_parts(
     models: Mapping[str, ParallelModel],
     optimizers: Optimizers,
     mesh: DeviceMesh,
-    weights_only: bool | None = None,
+    weights_only: bool = True,
 ) -> Any:
     """Reads a checkpoint that any layout has written; each rank its parts. Returns the rest. All ranks.
 
