@@ -241,7 +241,7 @@ def colossalai(shape: Shape, mesh: DeviceMesh, *, sums_over_depth: bool) -> Row:
 def megatron_core(shape: Shape, mesh: DeviceMesh, *, sequence_parallel: bool) -> Row:
     """Megatron's MLP by its own linear layers: columns, then rows, of tokens in front, `[tokens, 1, features]`.
 
-    With `sequence_parallel` each rank begins and ends with a stretch of the tokens.
+    With `sequence_parallel` each rank begins and ends with a shard of the tokens.
     """
     from megatron.core import parallel_state
     from megatron.core.model_parallel_config import ModelParallelConfig

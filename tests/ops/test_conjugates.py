@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rotorch.ops.conjugates import PartlySynced
+from rotorch.ops.conjugates import PartlySyncedRegion
 
 
 @dataclass
@@ -20,10 +20,10 @@ class AsIfAllWereAlike:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
 def test_own_channels_are_as_large_as_a_sum_of_independent_parts(size):
-    boundary = PartlySynced(AsIfAllWereAlike(size), num_synced=lambda features: features - 2)
+    region = PartlySyncedRegion(AsIfAllWereAlike(size), num_synced=lambda features: features - 2)
     x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     factor = torch.tensor([size] * 3 + [size**0.5] * 2, dtype=torch.float64)
-    y = boundary.leave(boundary.enter(x))
+    y = region.leave(region.enter(x))
     torch.testing.assert_close(y, x * factor)
     weights = torch.randn(3, 5, dtype=torch.float64)
     (y * weights).sum().backward()

@@ -12,7 +12,7 @@ from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict, load_config
-from rotorch.models.trial.sequence import why_not_in_stretches
+from rotorch.models.trial.sequence import why_not_along_tokens
 from rotorch.strategies import parse_parallel
 from rotorch.testing.batches import global_batch
 from rotorch.testing.fake import as_rank
@@ -57,7 +57,7 @@ def metered(config, parallel, num_tokens=8):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "olmo2"])
 @pytest.mark.parametrize(("num_ranks", "num_tokens"), [(2, 8), (4, 10)])
 def test_bytes_are_the_formulas_to_the_byte(tiny, family, num_ranks, num_tokens):
-    """Also where stretches are not equally long. One process as one of the ranks: who it is does not matter."""
+    """Also where shards are not equally long. One process as one of the ranks: who it is does not matter."""
     config = load_config(tiny(family))
     with as_rank(1, num_ranks=num_ranks):
         sent, expected = metered(config, f"megatron={num_ranks}[sequence_parallel=true]", num_tokens)
@@ -165,7 +165,7 @@ def drawn(config, parallel, num_steps):
     return losses, whole, between[0]
 
 
-def test_stretches_drop_apart_and_ranks_go_on_alike(tiny):
+def test_shards_drop_apart_and_ranks_go_on_alike(tiny):
     config = load_config(tiny("gpt_neox"))
     config.hidden_dropout, config.attention_dropout, config.num_hidden_layers = 0.5, 0.2, 2
     first, second = run_ranks(drawn, config, "megatron=2[sequence_parallel=true]", 3, num_ranks=2)
@@ -227,7 +227,7 @@ def test_layers_that_mix_tokens_are_refused_by_trial(tiny):
     config = load_config(tiny("llama"))
     with rotorch.on_meta():
         plain, shifted = causal_lm(config), shifted_llama(config)
-    assert why_not_in_stretches(plain) == ""
+    assert why_not_along_tokens(plain) == ""
     with pytest.raises(ConfigError, match="its layers do more there than treat every token alike") as caught:
         rotorch.parallelize(shifted, "megatron=2[sequence_parallel=true]", device="cpu")
     assert "ShiftedLlama" in str(caught.value) and "\n" not in str(caught.value)
@@ -236,7 +236,7 @@ def test_layers_that_mix_tokens_are_refused_by_trial(tiny):
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt_neox", "olmo2", "mixtral"])
 def test_models_that_treat_every_token_alike_are_known(tiny, family):
     with rotorch.on_meta():
-        assert why_not_in_stretches(causal_lm(load_config(tiny(family)))) == ""
+        assert why_not_along_tokens(causal_lm(load_config(tiny(family)))) == ""
 
 
 @pytest.mark.parametrize(

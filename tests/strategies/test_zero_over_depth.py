@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
-        ("tesseract=1x1x3[zero=true]", "gpt_neox"),  # fused blocks in uneven stretches
+        ("tesseract=1x1x3[zero=true]", "gpt_neox"),  # fused blocks in uneven shards
         ("tesseract=2x2x2[zero=true]", "llama"),
         ("ddp=2,tesseract=1x1x2[zero=true]", "qwen3"),
         pytest.param("tesseract=2x2x2[zero=true,transport=messages]", "olmo2", marks=pytest.mark.slow),
@@ -44,7 +44,7 @@ def test_bytes_are_the_layouts_to_the_byte(tiny, parallel):
         assert found == said, rank
 
 
-def test_stretches_send_what_whole_gradients_do(tiny):
+def test_shards_send_what_whole_gradients_do(tiny):
     """A sum is a reduce-scatter and an all-gather; here of gradients and then of weights."""
     module = partial(llama, tiny, num_key_value_heads=8, vocab_size=328)
     whole, _ = sent(module(), "tesseract=2x2x2", rank=0)
@@ -79,7 +79,7 @@ def held(config, parallel):
 
 
 @pytest.mark.parametrize("parallel", ["tesseract=1x1x3[zero=true,transport=shared_memory]"])
-def test_a_rank_holds_its_stretch_at_rest_and_nothing_else(tiny, parallel):
+def test_a_rank_holds_its_shard_at_rest_and_nothing_else(tiny, parallel):
     config = load_config(tiny("llama"))
     config.num_hidden_layers = 2
     total = 0

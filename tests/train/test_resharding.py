@@ -31,7 +31,7 @@ LAYOUTS = (
     "tesseract=2x2x2",
 )
 FEW = ("rtp=3", "tesseract=2x2x1", "tesseract=1x1x2[zero=true]", "zeropp=2x2")
-"""Uneven slices; blocks of two dims; stretches of blocks; stages in shards. Between them, every way to cut a weight."""
+"""Uneven slices; blocks of two dims; shards of blocks; stages in shards. Between them, every way to cut a weight."""
 
 
 @pytest.mark.parametrize(

@@ -164,14 +164,14 @@ class SharedAxisGroup(AxisGroup):
             if self.size == 2 or chunk.nbytes < _SMALL_BYTES:
                 self._combined(chunk, into, out=chunk, start=0)
                 continue
-            stretches = chunk.tensor_split(self.size)
-            start = sum(stretch.numel() for stretch in stretches[: self.position])
-            mine = stretches[self.position]
+            shards = chunk.tensor_split(self.size)
+            start = sum(shard.numel() for shard in shards[: self.position])
+            mine = shards[self.position]
             self._combined(chunk, into, out=mine, start=start)
-            shapes = [tuple(stretch.shape) for stretch in stretches]
-            for stretch, theirs in zip(stretches, self.blocks(mine, shapes=shapes), strict=True):
-                if stretch is not mine:
-                    stretch.copy_(theirs)
+            shapes = [tuple(shard.shape) for shard in shards]
+            for shard, theirs in zip(shards, self.blocks(mine, shapes=shapes), strict=True):
+                if shard is not mine:
+                    shard.copy_(theirs)
         return tensor
 
     def _combined(self, chunk: Tensor, into: Combine, *, out: Tensor, start: int) -> None:

@@ -32,15 +32,15 @@ ID_ITEMSIZE = 8
 
 def shard_of(rows: int, *, layer: int, depth: int) -> Range:
     """The rows of a block that one layer of the grid holds, where the layers share them."""
-    (stretch,) = Cut(0, rows).ranges(rows, num_slices=depth, index=layer) if rows else (Range(0, 0),)
-    return stretch
+    (shard,) = Cut(0, rows).ranges(rows, num_slices=depth, index=layer) if rows else (Range(0, 0),)
+    return shard
 
 
 @dataclass(frozen=True)
 class GridPlace:
     """One rank's position on a grid: layer `layer` of `depth`, row and column of `size`.
 
-    With `in_shards` each layer holds a stretch of every block at rest, along its first dim.
+    With `in_shards` each layer holds a shard of every block at rest, along its first dim.
     """
 
     size: int
@@ -73,8 +73,8 @@ class GridPlace:
         if not self.is_in_shards(weight):
             return self.block_bytes(weight)
         rows, *rest = self.block_shape(weight)
-        stretch = shard_of(rows, layer=self.layer if layer is None else layer, depth=self.depth)
-        return stretch.length * math.prod(rest) * weight.itemsize
+        shard = shard_of(rows, layer=self.layer if layer is None else layer, depth=self.depth)
+        return shard.length * math.prod(rest) * weight.itemsize
 
     def layout(self, unit: Unit) -> Layout:
         """Layout of a unit on this rank: bytes held, and the traffic of its weights in a step."""
@@ -104,7 +104,7 @@ class GridPlace:
             yield all_reduce(num_bytes, axis=ACROSS, size=self.size)
         if cut.rows is None:
             yield all_reduce(num_bytes, axis=DOWN, size=self.size)
-        if self.is_in_shards(weight):  # as large as the largest stretch, which is the first layer's
+        if self.is_in_shards(weight):  # as large as the largest shard, which is the first layer's
             whole = self.depth * self.held_bytes(weight, layer=0)
             yield reduce_scatter(whole, axis=DEPTH, size=self.depth, phase=Phase.BACKWARD)
         else:

@@ -33,7 +33,7 @@ from rotorch.models.lora import base_of
 from rotorch.models.rules import cut_what_is_left, large_and_left, spec_by_rule
 from rotorch.models.stages import layer_order
 from rotorch.models.trial.features import is_from_config, last_linear, why_not_in_halves
-from rotorch.models.trial.sequence import why_not_in_stretches
+from rotorch.models.trial.sequence import why_not_along_tokens
 from rotorch.models.trial.slices import Trial, try_tiny
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
         order = replace(order, refused=order.refused or trial.not_in_stages)
     spec = replace(_marked(spec, module), order=order)
     if tokens and spec.order.layers:
-        spec = replace(spec, tokens_stay_whole=why_not_in_stretches(module))
+        spec = replace(spec, tokens_stay_whole=why_not_along_tokens(module))
     return _with_features(spec, module, roles=roles) if features else spec
 
 

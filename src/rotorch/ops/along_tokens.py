@@ -1,21 +1,21 @@
 """Activations cut along the sequence inside of a model's layers, over ranks that share a batch.
 
 Sequence parallelism (Korthikanti et al., arXiv 2205.05198): the operations between a layer's attention and its MLP work
-on every token alone, so each rank does them for a stretch of the tokens, and keeps only that. All tokens are gathered
+on every token alone, so each rank does them for a shard of the tokens, and keeps only that. All tokens are gathered
 at the input of a module that needs them; partial sums are reduce-scattered along the sequence. Before the first layer
 and behind the last one activations are whole, so masks and positions are made for all tokens.
 
-[Note: gradients of stretches]
+[Note: gradients of token shards]
     Outside of the layers, and in modules that every rank computes whole, activations and gradients are equal on all
-    ranks. Inside, a rank's stretch and its gradient are its own, and weights that are used there (norms, biases that
+    ranks. Inside, a rank's shard and its gradient are its own, and weights that are used there (norms, biases that
     are added behind a sum) get partial gradients. See `ops/conjugates.py` for the other convention.
 
 [Note: gathered again]
     A linear layer keeps its input for its weight's gradient: here that would be all tokens. So where autograd saves a
-    view of the gathered tensor, the rank's own stretch is kept in its place, and backward gathers it once more.
+    view of the gathered tensor, the rank's own shard is kept in its place, and backward gathers it once more.
 
 [Note: random numbers]
-    Dropout between modules differs from stretch to stretch; dropout inside of a module that all ranks compute whole
+    Dropout between modules differs from shard to shard; dropout inside of a module that all ranks compute whole
     must be equal. So a rank's generator is seeded with a number that all ranks share, plus its position, and anew
     behind every such module. The shared number is read back from the generator: a layer that is recomputed in backward
     (`torch.utils.checkpoint`) finds the number of its forward there, even if other layers ran in between.
@@ -39,12 +39,12 @@ from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut
 from rotorch.ops.conjugates import (
-    Boundary,
+    ParallelRegion,
+    all_gather_along,
     copy_to_region,
     gather_from_region,
-    gathered_along,
+    reduce_scatter_along,
     scatter_to_region,
-    summed_stretch,
 )
 from rotorch.ops.random_state import RandomState, drawn_alike
 
@@ -52,7 +52,7 @@ _DIM = 1
 """The dim of tokens in hidden states `[B, T, D]`."""
 
 
-class TokenStretch:
+class TokenShard:
     """This rank's tokens in a pass, shared by all layers of one model.
 
     Attributes:
@@ -84,11 +84,11 @@ class TokenStretch:
         return self.rows, sum(self.lengths)
 
     def own(self, x_BTD: Tensor) -> Tensor:
-        """This rank's stretch of an equal tensor; the gradient is gathered."""
+        """This rank's shard of an equal tensor; the gradient is gathered."""
         return scatter_to_region(x_BTD, dim=_DIM, lengths=self.lengths, axis_group=self.axis_group)
 
     def whole(self, x_BSD: Tensor) -> Tensor:
-        """All tokens, equal on all ranks; each rank takes its stretch of the gradient."""
+        """All tokens, equal on all ranks; each rank takes its shard of the gradient."""
         return gather_from_region(x_BSD, dim=_DIM, lengths=self.lengths, axis_group=self.axis_group)
 
     @contextmanager
@@ -105,7 +105,7 @@ class TokenStretch:
         torch.manual_seed(shared + 1 + self.axis_group.position)
 
     def run_in(self, layers: Sequence[nn.Module]) -> None:
-        """Makes a row of layers run on stretches, by permanent hooks on the first and the last one."""
+        """Makes a row of layers run on shards of the tokens, by permanent hooks on the first and the last one."""
         self._layers = layers
         layers[0].register_forward_pre_hook(self._begin, with_kwargs=True)
         layers[-1].register_forward_hook(self._end)
@@ -113,11 +113,11 @@ class TokenStretch:
     def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         hidden = args[0] if args else kwargs["hidden_states"]
         self.rows, tokens = hidden.shape[:2]
-        pieces = (
+        shards = (
             Cut(_DIM, tokens).ranges(tokens, num_slices=self.axis_group.size, index=k)
             for k in range(self.axis_group.size)
         )
-        self.lengths = tuple(piece.length for (piece,) in pieces)
+        self.lengths = tuple(shard.length for (shard,) in shards)
         self.is_cut = min(self.lengths) > 0
         self._before = None  # a recomputed first layer has left one, and no last layer ran behind it
         if not self.is_cut:
@@ -145,31 +145,31 @@ class TokenStretch:
         return (self.whole(output[0]), *output[1:]) if isinstance(output, tuple) else self.whole(output)
 
 
-class StretchBoundary(Boundary):
-    """Boundary of a module on slices: all tokens go in, this rank's stretch of the sum of parts comes out.
+class SequenceParallelRegion(ParallelRegion):
+    """Region of a module on slices: all tokens go in, this rank's shard of the sum of parts comes out.
 
     Args:
-        stretch: this rank's tokens.
+        tokens: this rank's tokens.
         name: of the module, for errors.
     """
 
-    def __init__(self, stretch: TokenStretch, *, name: str) -> None:
-        super().__init__(stretch.axis_group)
-        self._stretch, self._name = stretch, name
+    def __init__(self, tokens: TokenShard, *, name: str) -> None:
+        super().__init__(tokens.axis_group)
+        self._tokens, self._name = tokens, name
         self._again: list[_GatheredAgain] = []
 
     def enter_all(self, inputs: Sequence[Any]) -> list[Any]:
-        stretch = self._stretch
-        if not stretch.is_cut:
+        tokens = self._tokens
+        if not tokens.is_cut:
             return super().enter_all(inputs)
         self._again, entered, has_tokens = [], [], False
         for x in inputs:
-            if stretch.is_own(x):
-                whole = _Gather.apply(x, stretch.lengths, self.axis_group)
+            if tokens.is_own(x):
+                whole = _Gather.apply(x, tokens.lengths, self.axis_group)
                 has_tokens = True
                 if torch.is_grad_enabled():
                     # Detached: the record must not hold the graph before the module.
-                    self._again.append(_GatheredAgain(x.detach(), whole, stretch.lengths, self.axis_group))
+                    self._again.append(_GatheredAgain(x.detach(), whole, tokens.lengths, self.axis_group))
                 entered.append(whole)
             else:
                 entered.append(
@@ -182,15 +182,15 @@ class StretchBoundary(Boundary):
     def inside(self) -> AbstractContextManager[object]:
         # Taken once: the records belong to this call, and the module's next call makes its own.
         again, self._again = self._again, []
-        return _saved_as_stretches(again) if again else nullcontext()
+        return _saved_as_shards(again) if again else nullcontext()
 
     def leave(self, x: Tensor) -> Tensor:
-        """This rank's stretch of the sum over ranks of `x [B, T, D]`; the gradient is gathered."""
-        if not self._stretch.is_cut:
+        """This rank's shard of the sum over ranks of `x [B, T, D]`; the gradient is gathered."""
+        if not self._tokens.is_cut:
             return super().leave(x)
-        if not self._stretch.is_whole(x):
+        if not self._tokens.is_whole(x):
             raise _no_tokens(self._name)
-        return _ScatterSum.apply(x, self._stretch.lengths, self.axis_group)
+        return _ScatterSum.apply(x, self._tokens.lengths, self.axis_group)
 
 
 class OnAllTokens:
@@ -199,33 +199,33 @@ class OnAllTokens:
     Args:
         module: a child of a layer.
         name: its name, for errors.
-        stretch: this rank's tokens.
+        tokens: this rank's tokens.
     """
 
-    def __init__(self, module: nn.Module, *, name: str, stretch: TokenStretch) -> None:
-        self._module, self._name, self._stretch = module, name, stretch
+    def __init__(self, module: nn.Module, *, name: str, tokens: TokenShard) -> None:
+        self._module, self._name, self._tokens = module, name, tokens
         self._forward = module.forward
         module.forward = self.forward  # type: ignore[method-assign]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward on all tokens."""
-        stretch = self._stretch
-        if not stretch.is_cut:
+        tokens = self._tokens
+        if not tokens.is_cut:
             return self._forward(*args, **kwargs)
         leaves, tree = tree_flatten((args, kwargs))
-        if not any(map(stretch.is_own, leaves)):
+        if not any(map(tokens.is_own, leaves)):
             raise _no_tokens(self._name)
-        args, kwargs = tree_unflatten([stretch.whole(x) if stretch.is_own(x) else x for x in leaves], tree)
+        args, kwargs = tree_unflatten([tokens.whole(x) if tokens.is_own(x) else x for x in leaves], tree)
         # All ranks compute the same here: dropout must drop the same, or equal outputs would differ.
-        with stretch.drawn_alike() if self._module.training else nullcontext():
+        with tokens.drawn_alike() if self._module.training else nullcontext():
             output = self._forward(*args, **kwargs)
         leaves, tree = tree_flatten(output)
         # Only hidden states are cut again: attention maps and the like stay whole.
-        return tree_unflatten([stretch.own(x) if stretch.is_whole(x) else x for x in leaves], tree)
+        return tree_unflatten([tokens.own(x) if tokens.is_whole(x) else x for x in leaves], tree)
 
 
 def refuse_hidden_states(module: nn.Module) -> None:
-    """Makes a model refuse, by a permanent hook, to return hidden states between layers, which are stretches."""
+    """Makes a model refuse, by a permanent hook, to return hidden states between layers, which are token shards."""
 
     def hook(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
         asked = kwargs.get("output_hidden_states")
@@ -246,17 +246,17 @@ def _no_tokens(name: str) -> ConfigError:
 
 
 class _Gather(Function):
-    """All-gather of stretches; backward reduce-scatters the gradients, which are parts of a sum."""
+    """All-gather of token shards; backward reduce-scatters the gradients, which are parts of a sum."""
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> Tensor:
         ctx.lengths, ctx.axis_group = lengths, axis_group
-        return gathered_along(x_BSD, _DIM, lengths, axis_group)
+        return all_gather_along(x_BSD, _DIM, lengths, axis_group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return summed_stretch(grad_BTD, _DIM, ctx.lengths, ctx.axis_group), None, None
+        return reduce_scatter_along(grad_BTD, _DIM, ctx.lengths, ctx.axis_group), None, None
 
 
 class _ScatterSum(Function):
@@ -265,12 +265,12 @@ class _ScatterSum(Function):
     @staticmethod
     def forward(ctx: Any, x_BTD: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> Tensor:
         ctx.lengths, ctx.axis_group = lengths, axis_group
-        return summed_stretch(x_BTD, _DIM, lengths, axis_group)
+        return reduce_scatter_along(x_BTD, _DIM, lengths, axis_group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return gathered_along(grad_BSD, _DIM, ctx.lengths, ctx.axis_group), None, None
+        return all_gather_along(grad_BSD, _DIM, ctx.lengths, ctx.axis_group), None, None
 
 
 class _GatheredAgain:
@@ -297,7 +297,7 @@ class _GatheredAgain:
         """Returns the view again. All ranks, equally often and in one order."""
         # The first of several saved views gathers for all of them; the last one frees it.
         if self._made is None:
-            self._made = gathered_along(self._own, *self._place)
+            self._made = all_gather_along(self._own, *self._place)
         made = self._made.as_strided(view.shape, view.stride, view.offset)
         self._num_left -= 1
         if not self._num_left:
@@ -314,7 +314,7 @@ class _View:
 
 
 @contextmanager
-def _saved_as_stretches(gathered: Sequence[_GatheredAgain]) -> Iterator[None]:
+def _saved_as_shards(gathered: Sequence[_GatheredAgain]) -> Iterator[None]:
     """Keeps autograd from saving some gathered tensors inside the block (see [Note: gathered again])."""
 
     def pack(tensor: Tensor) -> Tensor | _View:

@@ -37,17 +37,17 @@ def reduce_from_region(x: Tensor, *, axis_group: AxisGroup) -> Tensor:
 
 
 def gather_from_region(x: Tensor, *, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
-    """Gathers the ranks' stretches along `dim` to an equal tensor; each rank takes its stretch of the gradient."""
-    return x if axis_group.size == 1 else _Along.apply(x, gathered_along, _own, dim, tuple(lengths), axis_group)
+    """Gathers the ranks' shards along `dim` to an equal tensor; each rank takes its shard of the gradient."""
+    return x if axis_group.size == 1 else _Along.apply(x, all_gather_along, _own, dim, tuple(lengths), axis_group)
 
 
 def scatter_to_region(x: Tensor, *, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
-    """Takes this rank's stretch of an equal tensor along `dim`; the gradient is gathered."""
-    return x if axis_group.size == 1 else _Along.apply(x, _own, gathered_along, dim, tuple(lengths), axis_group)
+    """Takes this rank's shard of an equal tensor along `dim`; the gradient is gathered."""
+    return x if axis_group.size == 1 else _Along.apply(x, _own, all_gather_along, dim, tuple(lengths), axis_group)
 
 
-class Boundary:
-    """The operations at inputs and outputs of a module that is cut: activations are equal on both sides.
+class ParallelRegion:
+    """The operations at inputs and outputs of a module that is cut: activations are equal before and behind it.
 
     Attributes:
         axis_group: the ranks over which it is cut.
@@ -73,8 +73,8 @@ class Boundary:
         return reduce_from_region(x, axis_group=self.axis_group)
 
 
-class PartlySynced(Boundary):
-    """Boundary that sums only the first channels of outputs; the others stay each rank's own, so activations differ.
+class PartlySyncedRegion(ParallelRegion):
+    """Region that sums only the first channels of outputs; the others stay each rank's own, so activations differ.
 
     CAAT-Net (arXiv 2506.19645). The other channels are scaled by the square root of the number of ranks, to be as large
     as a sum of independent parts. Activations are no longer equal, so each rank's gradients are parts of sums
@@ -100,7 +100,7 @@ class PartlySynced(Boundary):
 
 
 def sum_of_parts(x: Tensor, *, axis_group: AxisGroup) -> Tensor:
-    """Sums over `axis_group`, its gradient too: ranks use the sum in different computations (see `PartlySynced`)."""
+    """Sums over `axis_group`, the gradient too: ranks use the sum in different computations (`PartlySyncedRegion`)."""
     return x if axis_group.size == 1 else _SumOfParts.apply(x, axis_group)
 
 
@@ -113,18 +113,18 @@ def _own(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> 
     return x.split(list(lengths), dim=dim)[axis_group.position].contiguous()
 
 
-def gathered_along(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
-    """All ranks' stretches of `lengths` along `dim`, side by side. Not differentiable."""
+def all_gather_along(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
+    """Concatenates all ranks' shards of `lengths` along `dim`. Not differentiable."""
     longest = max(lengths)
     parts = axis_group.all_gather(_padded(x.movedim(dim, 0), longest)).split(longest)
     return torch.cat([p[:n] for p, n in zip(parts, lengths, strict=True)]).movedim(0, dim).contiguous()
 
 
-def summed_stretch(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
-    """This rank's stretch of `lengths` along `dim` of the sum of `x` over ranks. Not differentiable."""
+def reduce_scatter_along(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
+    """Sums `x` over ranks; returns this rank's shard of `lengths` along `dim`. Not differentiable."""
     # The cut dim first, so that each rank's part is one contiguous message.
     longest, moved = max(lengths), x.movedim(dim, 0)
-    # reduce_scatter takes parts of one size: shorter stretches are padded, and the padding is cut off below.
+    # reduce_scatter takes parts of one size: shorter shards are padded, and the padding is cut off below.
     if min(lengths) < longest:
         moved = torch.cat([_padded(part, longest) for part in moved.split(list(lengths))])
     mine = axis_group.reduce_scatter(moved.contiguous())[: lengths[axis_group.position]]

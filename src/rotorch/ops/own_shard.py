@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from rotorch.core.spec import Unit
-from rotorch.ops.conjugates import Boundary
+from rotorch.ops.conjugates import ParallelRegion
 from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
 from rotorch.ops.random_state import drawn_apart
 
@@ -24,7 +24,7 @@ class OwnShard(ModuleSlices):
         module: the unit's.
         unit: its description.
         shards: this rank's part of each weight by name.
-        boundary: the operations at the module's inputs and outputs.
+        region: the operations at the module's inputs and outputs.
         strategy: kind of the strategy, for errors.
 
     [Note: nothing on this rank]
@@ -34,29 +34,29 @@ class OwnShard(ModuleSlices):
     """
 
     def __init__(
-        self, module: nn.Module, unit: Unit, *, shards: Mapping[str, Tensor], boundary: Boundary, strategy: str
+        self, module: nn.Module, unit: Unit, *, shards: Mapping[str, Tensor], region: ParallelRegion, strategy: str
     ) -> None:
-        self.strategy, self.num_slices = strategy, boundary.axis_group.size
-        self._module, self._unit, self._shards, self._boundary = module, unit, shards, boundary
+        self.strategy, self.num_slices = strategy, region.axis_group.size
+        self._module, self._unit, self._shards, self._region = module, unit, shards, region
         # Such a rank takes part in every sum all the same, or the others would wait for it.
         self._is_empty = not any(shards[w.name].numel() for w in unit.weights)
 
     @property
     def index(self) -> int:
-        return 0 if self._is_empty else self._boundary.axis_group.position
+        return 0 if self._is_empty else self._region.axis_group.position
 
     def own(self) -> list[Tensor] | None:
         return None if self._is_empty else [self._shards[w.name].detach() for w in self._unit.weights]
 
     def total(self, run: RunOnSlice, leaves: list[Any], prove: Prove) -> list[Tensor]:
         """Runs the module once and sums over ranks."""
-        boundary, active = self._boundary, self._module.training
-        entered = boundary.enter_all(leaves)
+        region, active = self._region, self._module.training
+        entered = region.enter_all(leaves)
         weights = self._zeros() if self._is_empty else None  # the pass has put the shards there
-        with drawn_apart(boundary.axis_group.position, like=leaves, active=active), boundary.inside():
+        with drawn_apart(region.axis_group.position, like=leaves, active=active), region.inside():
             parts = run(weights, entered)
         # Before the proof, which may raise on one rank only: the others wait in these sums.
-        sums = [boundary.leave(part) for part in parts]
+        sums = [region.leave(part) for part in parts]
         prove(lambda weights: run(weights, entered)[0])
         return sums
 

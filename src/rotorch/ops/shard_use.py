@@ -42,7 +42,7 @@ class ShardUse(WeightUse):
         head: True if products with it are logits.
         by_plan: True if the user's own plan says that it is cut; then no function gets it whole.
         equal: True if activations are the same on all ranks, as are their gradients; else each rank's gradients are
-            parts of sums (`ops/conjugates.py`, PartlySynced).
+            parts of sums (`ops/conjugates.py`, PartlySyncedRegion).
     """
 
     weight: Weight

@@ -24,7 +24,7 @@ from rotorch.models.trial.halves import Exchange, differ, first_tensor, in_two_t
 _known: dict[str, str] = {}
 
 
-def why_not_in_stretches(module: nn.Module) -> str:
+def why_not_along_tokens(module: nn.Module) -> str:
     """Returns the reason why activations in a model's layers cannot be cut along the sequence; "" if they can.
 
     See [Note: token probe]. Deterministic, the same on all ranks; draws from no random generator of the caller's.
@@ -43,12 +43,12 @@ def why_not_in_stretches(module: nn.Module) -> str:
 def _try(tiny: nn.Module, inputs: dict[str, Any], expected: Tensor) -> str:
     def run(mine: int, exchange: Exchange) -> Tensor:
         model = copy.deepcopy(tiny)
-        _Stretch(model, mine=mine, exchange=exchange)
+        _TokenShard(model, mine=mine, exchange=exchange)
         return first_tensor(model(**copy.deepcopy(inputs)))
 
     outputs = in_two_threads(run)
     if isinstance(outputs, Exception):
-        return f"a tiny one does not run on stretches of its tokens ({' '.join(str(outputs).split())[:200]})"
+        return f"a tiny one does not run on shards of its tokens ({' '.join(str(outputs).split())[:200]})"
     if any(differ(found, expected) for found in outputs):
         return (
             "a tiny one gives something else with its tokens cut between attentions and MLPs: its layers do more there "
@@ -57,7 +57,7 @@ def _try(tiny: nn.Module, inputs: dict[str, Any], expected: Tensor) -> str:
     return ""
 
 
-class _Stretch:
+class _TokenShard:
     """Runs the layers of a model on a chunk of the tokens.
 
     Args:

@@ -21,7 +21,7 @@ from rotorch.hold.holding import Holding, ShardsHolding
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.feature_sums import complete_sums
-from rotorch.ops.conjugates import Boundary, sum_of_parts
+from rotorch.ops.conjugates import ParallelRegion, sum_of_parts
 from rotorch.ops.own_shard import OwnShard
 from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.plane_use import Plane, PlaneUse, Role
@@ -60,7 +60,7 @@ class ATPHolding(ShardsHolding):
                 shards.replace(weight.name, self._proxy(weight, unit))
             if unit.kind is UnitKind.MODULE:
                 part, leaves = module.get_submodule(unit.name), shards.leaves
-                slices = OwnShard(part, unit, shards=leaves, boundary=Boundary(interior), strategy=strategy.kind)
+                slices = OwnShard(part, unit, shards=leaves, region=ParallelRegion(interior), strategy=strategy.kind)
                 once = leaves.__getitem__
                 PartialModule(part, unit=unit, slices=slices, sites=sites, once=once, proven=True, compiled=False)
         for weight in spec.weights:

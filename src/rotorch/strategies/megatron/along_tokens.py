@@ -20,7 +20,7 @@ class TokensCut:
     """A note about a unit where activations between modules are cut along the sequence.
 
     Attributes:
-        around: True if, around the unit, each rank that holds a slice has a stretch of the tokens.
+        around: True if, around the unit, each rank that holds a slice has a shard of the tokens.
         gathers: pairs of features of hidden states that are gathered along the sequence: in forward, and, of a
             gradient, in backward. Set for the first unit that needs it.
     """
@@ -39,7 +39,7 @@ class Children:
     """The children of layers that have matrices.
 
     Attributes:
-        on_slices: children whose own forward runs on slices of their weights: all tokens go in, and each rank's stretch
+        on_slices: children whose own forward runs on slices of their weights: all tokens go in, and each rank's shard
             of the sum comes out.
         whole: the others: all ranks compute them, with whole activations in and out.
     """
@@ -67,7 +67,7 @@ def children(spec: ModelSpec) -> Children:
 
 
 def with_tokens_cut(spec: ModelSpec) -> ModelSpec:
-    """The same units, with notes of stretches around them, of gathers, and of weights whose gradients are parts."""
+    """The same units, with notes of token shards around them, of gathers, and of weights whose gradients are parts."""
     layers, found = spec.order.layers, children(spec)
     whole = {f"{child}." for child in found.whole}
     gathered: dict[str, list[tuple[int, int]]] = {}  # by the first weight that wants it
@@ -124,26 +124,26 @@ def check_tokens(spec: ModelSpec, *, strategy: str, num_ranks: int) -> None:
                 raise ConfigError(f"{strategy}: {weight.name!r} is also {names[1]!r}, and layers share it. {without}")
             if not cut and len({_on_own_tokens(name, spec, found) for name in names}) > 1:
                 raise ConfigError(
-                    f"{strategy}: {weight.name!r} is also {names[1]!r}, and only one of them is used on stretches of "
+                    f"{strategy}: {weight.name!r} is also {names[1]!r}, and only one of them is used on shards of the "
                     f"tokens. {without}"
                 )
             groups = weight.cut.groups if weight.cut is not None else num_ranks
             if unit.name in found.on_slices and groups < num_ranks:
                 raise ConfigError(
                     f"{strategy}: {weight.name!r} has {groups} groups (heads) for {num_ranks} ranks, and a rank that "
-                    f"holds none cannot take part in its stretches of tokens. Write megatron={groups} or less"
+                    f"holds none cannot take part in its shards of the tokens. Write megatron={groups} or less"
                 )
 
 
 def longest(batch: MicroBatch, num_ranks: int) -> int:
-    """Tokens of the longest stretch, over all sequences."""
+    """Tokens of the longest shard, over all sequences."""
     return batch.num_rows * Cut(1, batch.num_tokens).ranges(batch.num_tokens, num_slices=num_ranks, index=0)[0].length
 
 
-def stretches_sent(
+def token_shards_sent(
     unit: Unit, *, batch: MicroBatch, axis: str, size: int, width_in: int, width_out: int
 ) -> Iterator[Transfer]:
-    """Transfers of one micro-batch for a unit that has stretches of the tokens around it, and for its gathers.
+    """Transfers of one micro-batch for a unit that has shards of the tokens around it, and for its gathers.
 
     Args:
         unit: as `with_tokens_cut` describes it.
@@ -170,5 +170,5 @@ def stretches_sent(
         yield scatter(width_out, Phase.FORWARD)
         yield gather(width_out, Phase.BACKWARD)
         if any(w.trained for w in unit.weights):
-            yield gather(width_in, Phase.BACKWARD)  # again: forward keeps no more than a stretch
+            yield gather(width_in, Phase.BACKWARD)  # again: forward keeps no more than a shard
         yield scatter(width_in, Phase.BACKWARD)

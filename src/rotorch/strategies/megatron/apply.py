@@ -21,8 +21,8 @@ from rotorch.hold.holding import Holding, ShardsHolding, StageHolding
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.describe import module_declares
-from rotorch.ops.along_tokens import OnAllTokens, StretchBoundary, TokenStretch, refuse_hidden_states
-from rotorch.ops.conjugates import Boundary, PartlySynced
+from rotorch.ops.along_tokens import OnAllTokens, SequenceParallelRegion, TokenShard, refuse_hidden_states
+from rotorch.ops.conjugates import ParallelRegion, PartlySyncedRegion
 from rotorch.ops.own_shard import OwnShard
 from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.random_state import drawn_alike
@@ -56,8 +56,8 @@ class MegatronHolding(ShardsHolding, StageHolding):
         self._axis_group = axis_group = make_axis_group(
             mesh, "megatron", transport=strategy.transport, device=setup.device
         )
-        boundary = Boundary(axis_group) if equal else PartlySynced(axis_group, num_synced=strategy.num_synced)
-        stretch = TokenStretch(axis_group) if strategy.token_axes else None
+        region = ParallelRegion(axis_group) if equal else PartlySyncedRegion(axis_group, num_synced=strategy.num_synced)
+        tokens = TokenShard(axis_group) if strategy.token_axes else None
         if equal:
             _refuse_shared(spec, partial=self._partial)
         else:
@@ -65,11 +65,13 @@ class MegatronHolding(ShardsHolding, StageHolding):
         for unit in spec.cut_units:
             if unit.kind is UnitKind.MODULE:
                 part, leaves = module.get_submodule(unit.name), shards.leaves
-                around = StretchBoundary(stretch, name=unit.name) if stretch and tokens_cut(unit).around else boundary
+                around = (
+                    SequenceParallelRegion(tokens, name=unit.name) if tokens and tokens_cut(unit).around else region
+                )
                 PartialModule(
                     part,
                     unit=unit,
-                    slices=OwnShard(part, unit, shards=leaves, boundary=around, strategy=strategy.kind),
+                    slices=OwnShard(part, unit, shards=leaves, region=around, strategy=strategy.kind),
                     sites=sites,
                     once=leaves.__getitem__,
                     proven=module_declares(module),
@@ -82,8 +84,8 @@ class MegatronHolding(ShardsHolding, StageHolding):
                         weight, shard, axis_group, strategy.kind, head=unit.logits, by_plan=spec.by_plan, equal=equal
                     )
                     shards.replace(weight.name, WeightProxy(use, like=shard))
-        if stretch is not None:
-            _cut_along_tokens(module, spec=spec, stretch=stretch)
+        if tokens is not None:
+            _cut_along_tokens(module, spec=spec, tokens=tokens)
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
@@ -127,11 +129,11 @@ def _tell(spec: ModelSpec, *, strategy: Megatron) -> None:
             return
 
 
-def _cut_along_tokens(module: nn.Module, *, spec: ModelSpec, stretch: TokenStretch) -> None:
-    """Gives each rank a stretch of the tokens inside of the layers, except in modules that all ranks compute whole."""
+def _cut_along_tokens(module: nn.Module, *, spec: ModelSpec, tokens: TokenShard) -> None:
+    """Gives each rank a shard of the tokens inside of the layers, except in modules that all ranks compute whole."""
     for name in children(spec).whole:
-        OnAllTokens(module.get_submodule(name), name=name, stretch=stretch)
-    stretch.run_in([module.get_submodule(name) for name in spec.order.layers])
+        OnAllTokens(module.get_submodule(name), name=name, tokens=tokens)
+    tokens.run_in([module.get_submodule(name) for name in spec.order.layers])
     refuse_hidden_states(module)
 
 

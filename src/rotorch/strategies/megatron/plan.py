@@ -58,7 +58,7 @@ from rotorch.core.messages import SUM_CHUNK_BYTES, lane_bytes
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_gather, all_reduce
-from rotorch.strategies.megatron.along_tokens import check_tokens, stretches_sent, tokens_cut, with_tokens_cut
+from rotorch.strategies.megatron.along_tokens import check_tokens, token_shards_sent, tokens_cut, with_tokens_cut
 
 _AXIS = "megatron"
 
@@ -70,7 +70,7 @@ class Megatron(Strategy):
         size: number of ranks.
         sync_fraction: fraction of the channels of a row-wise output that is summed over ranks. Below 1 it changes the
             model.
-        sequence_parallel: between the attentions and MLPs of its layers a rank has a stretch of the tokens only.
+        sequence_parallel: between the attentions and MLPs of its layers a rank has a shard of the tokens only.
         transport: of sums of activations: by "messages", or over "shared_memory" of one host, where nothing is
             sent; "auto" takes that on CPU where it can be had.
     """
@@ -149,8 +149,8 @@ class Megatron(Strategy):
         if self.size == 1:
             return ()
         widths = {"width_in": input_width(unit), "width_out": output_width(unit)}
-        stretches = stretches_sent(unit, batch=batch, axis=_AXIS, size=self.size, **widths)
-        return (*stretches, *self._whole_sums(unit, batch))
+        gathers_and_sums = token_shards_sent(unit, batch=batch, axis=_AXIS, size=self.size, **widths)
+        return (*gathers_and_sums, *self._whole_sums(unit, batch))
 
     def _whole_sums(self, unit: Unit, batch: MicroBatch) -> tuple[Transfer, ...]:
         """Transfers of a unit around which all ranks have all tokens."""
