@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rotorch import cli
 from rotorch.models.gguf import open_gguf, read_gguf_metadata
 from rotorch.models.hf import causal_lm, load_config
-from rotorch.train.checkpoint.tokenizer_files import COMPANIONS
+from rotorch.train.checkpoint.auxiliary_files import AUXILIARY_FILES
 
 HERE = Path(__file__).parent
 PROMPT = "Go on with this State of the Union address ({year}, {name}): {start}"
@@ -95,7 +95,7 @@ def shorten(gguf: Path, layers: int, directory: Path) -> Path:
         for name, parameter in module.named_parameters():
             stored[name].read(stored[name].whole, out=parameter)
     module.save_pretrained(directory)
-    for name in COMPANIONS:
+    for name in AUXILIARY_FILES:
         if (described / name).is_file():
             shutil.copyfile(described / name, directory / name)
     return directory

@@ -13,9 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 import rotorch
 from rotorch import cli
 from rotorch.testing.ranks import run_ranks
+from rotorch.train.checkpoint.auxiliary_files import auxiliary_files
 from rotorch.train.checkpoint.export import export_checkpoint
 from rotorch.train.checkpoint.saving import save
-from rotorch.train.checkpoint.tokenizer_files import companions
 from rotorch.train.state import TrainState
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -56,8 +56,8 @@ def load_and_save(published, run, parallel):
     with rotorch.on_meta():
         module = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(published))
     model = rotorch.parallelize(module, parallel).load(str(published))
-    along = companions(tokenizer=published, pretrained=published)
-    save(run, TrainState(model=model, step=1, companions=along), keep=1)
+    along = auxiliary_files(tokenizer=published, pretrained=published)
+    save(run, TrainState(model=model, step=1, auxiliary_files=along), keep=1)
     model.close()
 
 

@@ -224,7 +224,7 @@ def save_steps_of_ranks(url):
     save_steps(url, 2)
 
 
-def companions_of(url, *, text):
+def auxiliary_files_of(url, *, text):
     """A file to take along, of what one save or another is given."""
     file = Path(url.removeprefix("objects://")).parent / f"given-{len(text)}.json"
     file.write_text(text)
@@ -234,7 +234,7 @@ def companions_of(url, *, text):
 def save_first(url):
     state = make()
     step(state)
-    state.companions = companions_of(url, text="{}")
+    state.auxiliary_files = auxiliary_files_of(url, text="{}")
     save(url, state, keep=2)
 
 
@@ -245,7 +245,7 @@ def save_second(url, at, again):
     step(state)
     state.step = 1 if again else 2
     state.tokens = 7
-    state.companions = companions_of(url, text='{"of": "the second"}')
+    state.auxiliary_files = auxiliary_files_of(url, text='{"of": "the second"}')
     Objects.kill_at, Objects.count = at, 0
     save(url, state, keep=2)
     return Objects.count

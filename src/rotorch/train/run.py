@@ -47,9 +47,9 @@ from rotorch.process.parent_death import die_with_torchrun
 from rotorch.run_config import RunConfig
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel
+from rotorch.train.checkpoint.auxiliary_files import auxiliary_files
 from rotorch.train.checkpoint.directories import checkpoints_of, make_directory
 from rotorch.train.checkpoint.saving import load_newest
-from rotorch.train.checkpoint.tokenizer_files import companions
 from rotorch.train.checks.dry_run import dry_run, show_dry_run
 from rotorch.train.checks.out_of_memory import Running, Share, explained_out_of_memory
 from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run, data_position
@@ -329,7 +329,7 @@ def build(run: CheckedRun, *, store: dist.Store | None = None) -> TrainState:
         seed=config.train.seed,
         schedule=schedule_numbers(config.optimizer, steps=config.train.steps),
         run=config.model_dump(mode="json"),
-        companions=_companions(config),
+        auxiliary_files=_auxiliary_files(config),
     )
     derive_rng(seed=config.train.seed, step=0, rank=state.rank)
     return state
@@ -446,11 +446,11 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
         yield (*listeners, display)
 
 
-def _companions(config: RunConfig) -> dict[str, Path]:
+def _auxiliary_files(config: RunConfig) -> dict[str, Path]:
     tokenizer = None if config.data.tokenizer == BYTES else Path(config.data.tokenizer)
     published = config.model.config if isinstance(config.model.config, str) else config.model.init
     starts_there = config.model.init != "random" and Path(published).is_dir()
-    return companions(tokenizer=tokenizer, pretrained=Path(published) if starts_there else None)
+    return auxiliary_files(tokenizer=tokenizer, pretrained=Path(published) if starts_there else None)
 
 
 def _uses_cuda(config: RunConfig) -> bool:

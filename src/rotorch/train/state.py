@@ -71,7 +71,7 @@ class TrainState:
         data: data position (plain JSON): all values that make the next batch a pure function of it.
         run: the run's configuration (plain JSON), for the record.
         tokenizer_file: a `tokenizer.json` to take along, for `export_checkpoint`.
-        companions: further files to take along, by the name that each gets (see `tokenizer_files.py`).
+        auxiliary_files: further files to keep, by the name that each gets (see `auxiliary_files.py`).
         damaged: steps of the run's checkpoints that were found damaged when they were to be loaded; `checkpoint` keeps
             it, so that none of them is kept in place of a whole one.
         objects: further tensors of bytes to take along, by their whole name; loading puts those of `wanted` there, by
@@ -88,7 +88,7 @@ class TrainState:
     data: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
     tokenizer_file: Path | None = None
-    companions: dict[str, Path] = field(default_factory=dict)
+    auxiliary_files: dict[str, Path] = field(default_factory=dict)
     damaged: set[int] = field(default_factory=set)
     objects: dict[str, Tensor] = field(default_factory=dict)
     wanted: tuple[str, ...] = ()

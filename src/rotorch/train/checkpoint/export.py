@@ -32,6 +32,7 @@ from rotorch.models.lora import (
 )
 from rotorch.models.published import Published, as_published
 from rotorch.shard.materialize import on_meta
+from rotorch.train.checkpoint.auxiliary_files import AUXILIARY_FILES
 from rotorch.train.checkpoint.directories import check, find_checkpoint, fsync, make_directory
 from rotorch.train.checkpoint.manifest import BUFFER, MODEL, Manifest
 from rotorch.train.checkpoint.storage import (
@@ -43,7 +44,6 @@ from rotorch.train.checkpoint.storage import (
     write_safetensors,
 )
 from rotorch.train.checkpoint.store import Place, creating
-from rotorch.train.checkpoint.tokenizer_files import COMPANIONS
 
 _CONFIG_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -228,7 +228,7 @@ def _write(
         index = {"metadata": {"total_size": needed}, "weight_map": dict(sorted(weight_map.items()))}
         _write_json(directory / "model.safetensors.index.json", index)
     _write_json(directory / "config.json", _config(manifest, entries))
-    for name in COMPANIONS:
+    for name in AUXILIARY_FILES:
         if (lies_as := manifest.file_of(name)) is not None:
             with (checkpoint / lies_as).open("rb") as source, creating(directory / name) as copy:
                 shutil.copyfileobj(source, copy)

@@ -40,6 +40,7 @@ from rotorch.core.errors import ConfigError, HeardFailure, RankFailure, RotorchE
 from rotorch.models.lora import adapter_config, adapter_scale
 from rotorch.shard.sharded_weight import ChunkedTensor
 from rotorch.strategies import format_parallel
+from rotorch.train.checkpoint.auxiliary_files import TOKENIZER_FILES
 from rotorch.train.checkpoint.directories import (
     check,
     checkpoints_of,
@@ -73,7 +74,6 @@ from rotorch.train.checkpoint.storage import (
 )
 from rotorch.train.checkpoint.store import Place, as_place
 from rotorch.train.checkpoint.stored_values import StoredValues
-from rotorch.train.checkpoint.tokenizer_files import TOKENIZER_FILES
 from rotorch.train.checks.out_of_memory import is_out_of_memory
 from rotorch.train.state import (
     WEIGHT,
@@ -152,7 +152,7 @@ def take(run_dir: Place | str, state: TrainState, *, keep: int) -> Snapshot:
     with agreed(state.model.mesh):
         manifest = _manifest(state)
         tensors = _all_tensors(state)
-    copies = {**state.companions, **({TOKENIZER_FILES[0]: state.tokenizer_file} if state.tokenizer_file else {})}
+    copies = {**state.auxiliary_files, **({TOKENIZER_FILES[0]: state.tokenizer_file} if state.tokenizer_file else {})}
     path = checkpoints_of(run_dir) / step_name(state.step)
     state.damaged.discard(state.step)  # this one takes its place
     return Snapshot(path, tensors, manifest, copies, keep, frozenset(state.damaged), state.rank, state.num_ranks)

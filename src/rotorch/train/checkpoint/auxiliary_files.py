@@ -1,4 +1,4 @@
-"""The files that belong to a published model beside its weights, and travel with checkpoints to what is exported."""
+"""Auxiliary files of a published model, beside its weights: checkpoints keep them, and exports get them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""What a Hugging Face tokenizer consists of; the first is all that is needed to tokenise."""
+"""Files of a Hugging Face tokenizer; the first is enough to tokenise."""
 
 GENERATION_CONFIG = "generation_config.json"
-COMPANIONS = (*TOKENIZER_FILES, GENERATION_CONFIG)
+AUXILIARY_FILES = (*TOKENIZER_FILES, GENERATION_CONFIG)
 
 
-def companions(*, tokenizer: Path | None, pretrained: Path | None) -> dict[str, Path]:
+def auxiliary_files(*, tokenizer: Path | None, pretrained: Path | None) -> dict[str, Path]:
     """Returns the files to take along, by the name that each gets.
 
     Args:
