@@ -33,8 +33,8 @@ from rotorch.train.checkpoint.store import Place, StorePath
 _LOG = logging.getLogger(__name__)
 
 
-class Landing(Protocol):
-    """Destination of one checkpoint's files until it is whole. Used by rank 0."""
+class Commit(Protocol):
+    """Commit of one checkpoint: its files become a checkpoint all at once. Used by rank 0."""
 
     def begin(self, needed_bytes: int) -> Place:
         """Makes room; returns the directory that all ranks write to.
@@ -49,17 +49,17 @@ class Landing(Protocol):
     def finish(self) -> None:
         """Makes this the checkpoint; called once the manifest is written."""
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Removes the files of a checkpoint after a failure."""
 
 
-def landing(directory: Place) -> Landing:
-    """Returns the `Landing` for a checkpoint in `directory`."""
+def commit_to(directory: Place) -> Commit:
+    """Returns the `Commit` of a checkpoint to `directory`."""
     return _InStore(directory) if isinstance(directory, StorePath) else _OnDisk(directory)
 
 
 class _OnDisk:
-    """Beside its final name, which it gets when all of it is on the disk."""
+    """Commit by renaming: files lie in a temporary directory, which gets its final name when all are on the disk."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -88,14 +88,14 @@ class _OnDisk:
         replace_directory(self._temporary, self._directory)
         self._temporary = None
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
 
 
 class _InStore:
-    """Under its final name; the manifest makes it whole (see [Note: whole in a store])."""
+    """Commit by the manifest: files have their final names (see [Note: whole in a store])."""
 
     def __init__(self, directory: StorePath) -> None:
         self._directory = directory
@@ -125,7 +125,7 @@ class _InStore:
                 error.strerror or error,
             )
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         if self._suffix is None:
             return
         self._suffix = None

@@ -38,8 +38,8 @@ from rotorch.train.checkpoint.manifest import BUFFER, MODEL, Manifest
 from rotorch.train.checkpoint.storage import (
     DTYPES,
     CheckpointReader,
+    ChunksLoadPlanner,
     Entry,
-    PiecesLoadPlanner,
     without_dcp_notices,
     write_safetensors,
 )
@@ -143,7 +143,7 @@ def _entries(reader: CheckpointReader, manifest: Manifest, *, dtype: str | None,
     def read(name: str) -> Tensor:
         tensor = torch.empty(stored[name][1].shape, dtype=DTYPES[stored[name][1].dtype])
         with without_dcp_notices():
-            dcp.load({stored[name][0]: tensor}, storage_reader=reader, planner=PiecesLoadPlanner(), no_dist=True)
+            dcp.load({stored[name][0]: tensor}, storage_reader=reader, planner=ChunksLoadPlanner(), no_dist=True)
         return tensor
 
     def value(name: str) -> Tensor:

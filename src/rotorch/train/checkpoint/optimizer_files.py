@@ -21,8 +21,8 @@ from rotorch.train.checkpoint.manifest import Manifest, check_contents, read_man
 from rotorch.train.checkpoint.storage import (
     CheckpointReader,
     CheckpointWriter,
+    ChunksLoadPlanner,
     ChunksSavePlanner,
-    PiecesLoadPlanner,
     without_dcp_notices,
 )
 from rotorch.train.state import (
@@ -65,7 +65,7 @@ def save_optimizer(directory: Path, *, model: ParallelModel, optimizer: torch.op
         with _as_ours(f"saving {directory}"), without_dcp_notices():
             dcp.save(tensors, storage_writer=writer, planner=ChunksSavePlanner(), no_dist=state.num_ranks == 1)
     finally:
-        writer.give_up()
+        writer.abort()
 
 
 def load_optimizer(directory: Path, *, model: ParallelModel, optimizer: torch.optim.Optimizer) -> None:
@@ -92,7 +92,7 @@ def load_optimizer(directory: Path, *, model: ParallelModel, optimizer: torch.op
         tensors = loading_tensors(state, made, kinds=entry.kinds)
     with _as_ours(f"loading {directory}"), torch.no_grad(), without_dcp_notices():
         reader = CheckpointReader(directory, manifest=manifest)
-        dcp.load(tensors, storage_reader=reader, planner=PiecesLoadPlanner(), no_dist=state.num_ranks == 1)
+        dcp.load(tensors, storage_reader=reader, planner=ChunksLoadPlanner(), no_dist=state.num_ranks == 1)
     restore_groups(optimizer, entry)
     attach_optimizer_state(state, made, kinds=entry.kinds)
 

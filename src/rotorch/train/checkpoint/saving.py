@@ -68,8 +68,8 @@ from rotorch.train.checkpoint.storage import (
     DTYPE_NAMES,
     CheckpointReader,
     CheckpointWriter,
+    ChunksLoadPlanner,
     ChunksSavePlanner,
-    PiecesLoadPlanner,
     without_dcp_notices,
 )
 from rotorch.train.checkpoint.store import Place, as_place
@@ -182,7 +182,7 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
         what = f"saving {path}"
         raise _as_ours(error, rank=snapshot.rank, what=what, after="; earlier checkpoints are untouched") from None
     finally:
-        writer.give_up()
+        writer.abort()
     if snapshot.rank == 0:
         prune(path.parent, keep=snapshot.keep, just_written=path, damaged=snapshot.damaged)
     return path
@@ -239,7 +239,7 @@ def load(path: Place | str, state: TrainState, *, random_states: bool = True) ->
             dcp.load(
                 tensors,
                 storage_reader=CheckpointReader(path, manifest=manifest),
-                planner=PiecesLoadPlanner(),
+                planner=ChunksLoadPlanner(),
                 no_dist=state.num_ranks == 1,
             )
     except CheckpointException as error:

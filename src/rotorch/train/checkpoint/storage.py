@@ -48,7 +48,7 @@ from torch.futures import Future
 
 from rotorch.core.errors import ConfigError
 from rotorch.shard.sharded_weight import ChunkedTensor
-from rotorch.train.checkpoint.commit import landing
+from rotorch.train.checkpoint.commit import commit_to
 from rotorch.train.checkpoint.manifest import (
     ITEM_BYTES,
     MANIFEST,
@@ -208,7 +208,7 @@ class ChunksSavePlanner(DefaultSavePlanner):
         return found.__get_tensor_shard__(index) if isinstance(found, ChunkedTensor) else super().lookup_object(index)
 
 
-class PiecesLoadPlanner(LoadPlanner):
+class ChunksLoadPlanner(LoadPlanner):
     """Fills a flat dict of `ChunkedTensor` and plain tensors in place.
 
     `DefaultLoadPlanner` would do, but it first walks the dict and puts None for every value that is not a tensor.
@@ -274,7 +274,7 @@ class CheckpointWriter(StorageWriter):
     """
 
     def __init__(self, directory: Place, *, manifest: Manifest, copies: dict[str, Path]) -> None:
-        self._landing = landing(directory)
+        self._commit = commit_to(directory)
         self._writes_to: Place = directory
         self._manifest = manifest
         self._copies = copies
@@ -293,8 +293,8 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        self._writes_to = self._landing.begin(sum(_num_bytes(item) for plan in plans for item in plan.items))
-        suffix = self._landing.file_suffix()
+        self._writes_to = self._commit.begin(sum(_num_bytes(item) for plan in plans for item in plan.items))
+        suffix = self._commit.file_suffix()
         names = [f"rank-{rank:05d}{suffix}.safetensors" for rank in range(len(plans))]
         return [
             replace(plan, storage_data=_Told(self._writes_to / name)) for plan, name in zip(plans, names, strict=True)
@@ -330,7 +330,7 @@ class CheckpointWriter(StorageWriter):
             chunks.setdefault(result.index.fqn, []).append(stored.chunk)
             kinds[result.index.fqn] = stored.entry
             files[stored.chunk.file] = stored.file
-        suffix = self._landing.file_suffix()
+        suffix = self._commit.file_suffix()
         renamed: dict[str, str] = {}
         for name, source in self._copies.items():
             stem, ending = os.path.splitext(name)
@@ -348,11 +348,11 @@ class CheckpointWriter(StorageWriter):
         content = manifest.to_bytes()
         with creating(self._writes_to / MANIFEST) as stream:
             stream.write(content)
-        self._landing.finish()
+        self._commit.finish()
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Rank 0, after a failed save: removes what was written of it."""
-        self._landing.give_up()
+        self._commit.abort()
 
 
 def _copied(source: Path, copy: Place) -> FileEntry:
