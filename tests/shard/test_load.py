@@ -52,7 +52,7 @@ def write(directory, tensors=STORED, *, shards=1):
 
 @pytest.mark.parametrize("shards", [1, 3])
 @pytest.mark.parametrize("num_slices", [1, 2, 4])
-def test_every_rank_gets_its_pieces(tmp_path, shards, num_slices):
+def test_every_rank_gets_its_chunks(tmp_path, shards, num_slices):
     directory = write(tmp_path / "model", shards=shards)
     for index in range(num_slices):
         weights = held(num_slices, index)

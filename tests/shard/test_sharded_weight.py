@@ -1,4 +1,4 @@
-"""Pieces: what one rank holds of a whole, and torch's own checkpoints of it."""
+"""Chunks that one rank holds of a whole weight, and torch's own checkpoints of them."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from rotorch.shard.sharded_weight import Chunk, ChunkedTensor, cut_chunks
     dim=st.integers(0, 2), groups=st.integers(1, 6), blocks=st.integers(1, 3), group_size=st.integers(1, 3),
     num_slices=st.integers(1, 8),
 )  # fmt: skip
-def test_pieces_of_all_slices_cover_the_whole_once(dim, groups, blocks, group_size, num_slices):
+def test_chunks_of_all_slices_cover_the_whole_once(dim, groups, blocks, group_size, num_slices):
     shape = tuple(groups * blocks * group_size if d == dim else 2 for d in range(3))
     weight = Weight("w", shape, 4, Cut(dim, groups, blocks))
     seen = torch.zeros(shape)

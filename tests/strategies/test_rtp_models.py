@@ -135,7 +135,7 @@ def test_defect_4_a_row_wise_bias_takes_one_step_of_its_own_size(tiny):
     run_ranks(compare, tiny("llama"), OVER_MESSAGES, bias_after_a_step, num_ranks=3)
 
 
-def groups_and_pieces(model, dense):
+def groups_and_chunks(model, dense):
     ring = model.holding._inner.ring
     assert ring.size == 2 and dist.get_world_size() == 4
     for name, parameter in dense.named_parameters():
@@ -147,15 +147,15 @@ def groups_and_pieces(model, dense):
     all_gradients(model, dense)
 
 
-def uneven_pieces(model, dense):
+def uneven_chunks(model, dense):
     held = model.weights["model.layers.0.self_attn.k_proj.weight"]
     assert held.local.shape[0] == (32, 16, 16)[model.holding.ring.position]  # 4 key/value heads over 3 ranks
     all_gradients(model, dense)
 
 
 def test_defect_5_rings_inside_a_larger_job_whole_state_and_uneven_cuts(tiny):
-    run_ranks(compare, tiny("llama"), "ddp=2,rtp=2", groups_and_pieces, num_ranks=4)
-    run_ranks(compare, tiny("llama"), "rtp=3", uneven_pieces, num_ranks=3)
+    run_ranks(compare, tiny("llama"), "ddp=2,rtp=2", groups_and_chunks, num_ranks=4)
+    run_ranks(compare, tiny("llama"), "rtp=3", uneven_chunks, num_ranks=3)
 
 
 class Copies(TorchDispatchMode):

@@ -39,7 +39,7 @@ def held(weight, whole, *, num_slices, index, grad=None):
     return ShardedWeight(weight, local, chunks, parameter)
 
 
-def test_every_rank_compares_its_pieces_on_the_scale_of_the_whole():
+def test_every_rank_compares_its_shards_on_the_scale_of_the_whole():
     weight = Weight("w", (8, 2), 8, Cut(0, 4, blocks=2))
     whole = torch.arange(16, dtype=torch.float64).view(8, 2)
     wrong = whole.clone()

@@ -164,7 +164,7 @@ def _read(layouts: Sequence[str], written: dict[str, Written], whole: dict[str, 
 
 
 def _compare(state: TrainState, whole: dict[str, Tensor]) -> tuple[list[str], dict[str, set[tuple[int, ...]]]]:
-    """Which of this rank's pieces are not to the bit those of whole tensors; and which boxes it holds."""
+    """Chunks of this rank that differ by a bit from those of whole tensors, and the boxes that it holds."""
     wrong, boxes = [], {}
     assert state.optimizer is not None
     for name, held in state.model.weights.items():

@@ -37,8 +37,8 @@ def _gather(unit: RotatingUnit) -> list[Tensor]:
     whole = [home.new_empty(weight.shape) for weight in unit.slices.weights]
     for visit in unit.visits(backward=False):
         for weight, part, target in zip(unit.slices.weights, unit.weights(visit), whole, strict=True):
-            for piece in cut_chunks(weight, num_slices=unit.slices.num_slices, index=visit.index):
-                piece.of_whole(target).copy_(piece.of_local(part.detach()))
+            for chunk in cut_chunks(weight, num_slices=unit.slices.num_slices, index=visit.index):
+                chunk.of_whole(target).copy_(chunk.of_local(part.detach()))
     return whole
 
 
@@ -73,8 +73,8 @@ def _add(unit: RotatingUnit, gradient: Tensor, fresh: bool, part: Range, whole: 
 def _add_slice(unit: RotatingUnit, visit: Visit, grads: tuple[Tensor, ...]) -> None:
     receiver = SliceGradient(unit, visit, wait=True)
     for number, (weight, grad) in enumerate(zip(unit.slices.weights, grads, strict=True)):
-        pieces = cut_chunks(weight, num_slices=unit.slices.num_slices, index=visit.index)
-        parts = [piece.of_whole(grad) for piece in pieces]
+        chunks = cut_chunks(weight, num_slices=unit.slices.num_slices, index=visit.index)
+        parts = [chunk.of_whole(grad) for chunk in chunks]
         # A fused weight has one part in each of its blocks; the slice has them side by side.
-        receiver.add(number, parts[0] if len(parts) == 1 else torch.cat(parts, dim=pieces[0].dim))
+        receiver.add(number, parts[0] if len(parts) == 1 else torch.cat(parts, dim=chunks[0].dim))
     receiver.pass_on()

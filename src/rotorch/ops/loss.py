@@ -156,16 +156,16 @@ class _KeptCrossEntropy(torch.autograd.Function):
             for visit in unit.visits(backward=False):
                 inside, local = ids_in_slice(target_B, slice_rows(unit, visit.index))
                 weights = _weights(unit, visit, dtype)
-                part_B, picked_B, piece = _keep_slice(_slice_logits(weights, x_BD), chain, inside, local)
+                part_B, picked_B, kept_slice = _keep_slice(_slice_logits(weights, x_BD), chain, inside, local)
                 others.add(part_B, inside=inside, picked_B=picked_B)
                 if target_rows_BD is not None:
-                    dx.add(torch.mm(piece.d_raw_BR, weights[0]), base_B=piece.base_B)
-                    rows_BD = (weights[0].index_select(0, local) * piece.slopes_B.unsqueeze(1)).to(dtype)
+                    dx.add(torch.mm(kept_slice.d_raw_BR, weights[0]), base_B=kept_slice.base_B)
+                    rows_BD = (weights[0].index_select(0, local) * kept_slice.slopes_B.unsqueeze(1)).to(dtype)
                     torch.where(inside.unsqueeze(1), rows_BD, target_rows_BD, out=target_rows_BD)
                 if unit.trained:
-                    kept[visit.index] = piece
+                    kept[visit.index] = kept_slice
                 # Before the next slice's logits are made, or two slices' would exist at once.
-                del weights, piece
+                del weights, kept_slice
         valid_B, lse_B, dx_BD = target_B != ignore_index, torch.logaddexp(others.lse_B, others.picked_B), None
         share_B = torch.where(valid_B, (others.lse_B - lse_B).exp_().neg_(), 0.0)
         if target_rows_BD is not None:
@@ -197,16 +197,16 @@ class _KeptCrossEntropy(torch.autograd.Function):
             )
         # Only gradients rotate: the logits are kept, and the hidden state's gradient was made in forward.
         for visit in unit.visits(backward=True, fetch=False):
-            piece: _KeptSlice = kept.pop(visit.index)
-            softmax_B, of_target_B = _softmax_factor(piece.base_B, lse_B), share_B * piece.slopes_B
-            factor_B1, d_raw_BR = softmax_B.unsqueeze(1) * scale_B1, piece.d_raw_BR
+            kept_slice: _KeptSlice = kept.pop(visit.index)
+            softmax_B, of_target_B = _softmax_factor(kept_slice.base_B, lse_B), share_B * kept_slice.slopes_B
+            factor_B1, d_raw_BR = softmax_B.unsqueeze(1) * scale_B1, kept_slice.d_raw_BR
             # A slice's logits may stay until its turn comes; the next layer need not wait.
             if ctx.has_chain:  # of another precision, perhaps, in which only the whole product is a number
                 d_raw_BR.mul_(factor_B1)
-                put(d_raw_BR, piece.local, of_target_B * scale_B1.squeeze(1), where=piece.inside)
+                put(d_raw_BR, kept_slice.local, of_target_B * scale_B1.squeeze(1), where=kept_slice.inside)
                 add_linear_gradient(unit, visit, d_raw_BR, x_BD, wait=False)
             else:  # see [Note: passes over logits]
-                put(d_raw_BR, piece.local, of_target_B / softmax_B, where=piece.inside)
+                put(d_raw_BR, kept_slice.local, of_target_B / softmax_B, where=kept_slice.inside)
                 add_linear_gradient(
                     unit, visit, d_raw_BR, x_BD * factor_B1, row_scale_B=factor_B1.squeeze(1), wait=False
                 )

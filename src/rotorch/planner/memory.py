@@ -148,11 +148,11 @@ def at_rest(model: FoldedModel, *, strategies: Sequence[Strategy], parts: Sequen
     around = tuple(s for s in strategies if s is not stages) or (Single(),)
     if stages is not None and stages.gathers_weights and stages.ranks_per_stage > 1:
         around = (*(s for s in around if s.kind != "single"), FSDP(size=stages.ranks_per_stage))
-    pieces = _Pieces(model, around)
+    held_bytes = _HeldBytes(model, around)
     if stages is None:
-        everything = pieces.of([range(model.num_layers)], first=True, last=True, borrows=False)
-        gathered = pieces.gathered if around[-1].gathers_weights else Gathered()
-        return (AtRest(everything, pieces.around_bytes, gathered, (), 0),)
+        everything = held_bytes.of([range(model.num_layers)], first=True, last=True, borrows=False)
+        gathered = held_bytes.gathered if around[-1].gathers_weights else Gathered()
+        return (AtRest(everything, held_bytes.around_bytes, gathered, (), 0),)
     inside = 1
     for strategy in strategies[strategies.index(stages) + 1 :]:
         inside *= strategy.num_ranks
@@ -161,18 +161,18 @@ def at_rest(model: FoldedModel, *, strategies: Sequence[Strategy], parts: Sequen
     for position in range(stages.stages):
         mine = tuple(number for number in range(stages.num_stages) if stages.rank_of(number) == position)
         first, last = 0 in mine, stages.num_stages - 1 in mine
-        held = pieces.of([parts[n] for n in mine], first=first, last=last, borrows=last and not first)
+        held = held_bytes.of([parts[n] for n in mine], first=first, last=last, borrows=last and not first)
         gathered = Gathered()
         if at_once:  # a stage is whole, and its gradients
-            whole = _Pieces(model, (Single(),))
+            whole = _HeldBytes(model, (Single(),))
             each = [whole.of([parts[n]], first=n == 0, last=n == stages.num_stages - 1, borrows=False) for n in mine]
             gathered = Gathered(stage=max(bytes_of["weights"] + bytes_of["gradients"] for bytes_of in each))
-        outside = pieces.around_bytes if first or last else 0.0
+        outside = held_bytes.around_bytes if first or last else 0.0
         found.append(AtRest(held, outside, gathered, mine, position * stages.ranks_per_stage * inside))
     return tuple(found)
 
 
-class _Pieces:
+class _HeldBytes:
     """Bytes that ranks hold of each class of layers, and of the weights around the layers."""
 
     def __init__(self, model: FoldedModel, strategies: Sequence[Strategy]) -> None:
@@ -205,13 +205,13 @@ class _Pieces:
 
     def of(self, parts: Sequence[range], *, first: bool, last: bool, borrows: bool) -> dict[str, float]:
         """Bytes by category of some layers, and of what lies before and behind them."""
-        pieces = [(self._layers[n], count) for part in parts for n, count in self.model.counts_of(part).items()]
-        pieces += [(self._before, 1)] * first + [(self._after, 1)] * last
+        predictions = [(self._layers[n], count) for part in parts for n, count in self.model.counts_of(part).items()]
+        predictions += [(self._before, 1)] * first + [(self._after, 1)] * last
         held = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0, "slots": 0.0}
-        for piece, count in pieces:
+        for prediction, count in predictions:
             for category in ("weights", "gradients", "optimizer"):
-                held[category] += count * (piece.ledger[category] or 0)
-            held["slots"] = max(held["slots"], 0 if self._gathers else piece.transient_bytes)
+                held[category] += count * (prediction.ledger[category] or 0)
+            held["slots"] = max(held["slots"], 0 if self._gathers else prediction.transient_bytes)
         if borrows and not any(unit.logits for unit in self.model.after):  # a head that the first stage is home to
             held["weights"] += self._before.weights_bytes
             held["gradients"] += self._before.trained_bytes

@@ -47,7 +47,7 @@ def value_errors(
     """
     aside = set_aside or {}
     return {
-        name: _piece_error(held, held.local, theirs[name], floor=floor, set_aside=aside.get(name))
+        name: _shard_error(held, held.local, theirs[name], floor=floor, set_aside=aside.get(name))
         for name, held in weights.items()
     }
 
@@ -56,7 +56,7 @@ def gradient_errors(weights: Mapping[str, ShardedWeight], theirs: Mapping[str, T
     """Relative error of this rank's chunks of every gradient against whole ones (see [Note: errors]); None is zero."""
     largest = max((float(g.abs().max()) for g in theirs.values() if g is not None), default=0.0)
     return {
-        name: _piece_error(held, ours, whole, floor=_GRADIENT_FLOOR * largest)
+        name: _shard_error(held, ours, whole, floor=_GRADIENT_FLOOR * largest)
         for name, held in weights.items()
         for ours, whole in [_gradients(held, theirs.get(name))]
     }
@@ -79,7 +79,7 @@ def _gradients(held: ShardedWeight, whole: Tensor | None) -> tuple[Tensor, Tenso
     return ours, ours.new_zeros(held.weight.shape) if whole is None else whole
 
 
-def _piece_error(
+def _shard_error(
     held: ShardedWeight, ours: Tensor, theirs: Tensor, *, floor: float = 0.0, set_aside: Tensor | None = None
 ) -> float:
     """Error of this rank's chunks, relative to the whole weight's largest element, so that all ranks measure alike."""

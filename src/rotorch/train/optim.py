@@ -8,7 +8,7 @@
 
 [Note: the global norm]
     The norm is that of the whole model's gradient. Each rank sums the squares of what it holds, divides by the number
-    of ranks that hold the same pieces, and the sum over all ranks is the square of the norm, whatever the mesh.
+    of ranks that hold the same chunks, and the sum over all ranks is the square of the norm, whatever the mesh.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ class _Half(TorchFunctionMode):
         whole = half.new_empty(*half.shape[:-1], size)
         for index, part in enumerate(self._exchange.both(self._mine, half)):
             ranges = cut.ranges(size, num_slices=2, index=index)
-            for r, piece in zip(ranges, part.split([r.length for r in ranges], -1), strict=True):
-                whole.narrow(-1, r.start, r.length).copy_(piece)
+            for r, block in zip(ranges, part.split([r.length for r in ranges], -1), strict=True):
+                whole.narrow(-1, r.start, r.length).copy_(block)
         return whole
 
     def _sum_over(self, part: Tensor) -> Tensor:

@@ -230,10 +230,10 @@ def _adds_up(module: nn.Module, unit: Unit, sites: Any, args: Any, kwargs: Any, 
                 site.put(None)
         for index in range(_NUM_SLICES):
             for weight in unit.weights:
-                pieces = cut_chunks(weight, num_slices=_NUM_SLICES, index=index)
-                if not pieces:
+                chunks = cut_chunks(weight, num_slices=_NUM_SLICES, index=index)
+                if not chunks:
                     continue
-                part = torch.cat([piece.of_whole(whole[weight.name]) for piece in pieces], dim=pieces[0].dim)
+                part = torch.cat([chunk.of_whole(whole[weight.name]) for chunk in chunks], dim=chunks[0].dim)
                 for site in sites[weight.name]:
                     site.put(nn.Parameter(part))
             again, kwargs_again = _copied((args, kwargs))
