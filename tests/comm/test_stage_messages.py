@@ -295,7 +295,7 @@ def test_a_step_that_was_left_in_the_middle_is_the_last():
 
 
 def with_a_result_left_behind():
-    """What a guest gets on a rank that has broken off a forward, whose result was not to come."""
+    """Values of a borrowed weight, received by a rank that has broken off a forward and awaits no result."""
     mesh = init_device_mesh("cpu", (2,))
     messages = StageMessages(mesh, device=torch.device("cpu"))
     value = torch.arange(1.0, 8.0, dtype=torch.float64)  # as many bytes as a header
@@ -311,7 +311,7 @@ def with_a_result_left_behind():
     return value.tolist()
 
 
-def test_a_result_that_was_left_behind_takes_no_values_of_guests():
+def test_a_result_that_was_left_behind_takes_no_values_of_borrowed_weights():
     assert run_ranks(with_a_result_left_behind, num_ranks=2) == [[1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]] * 2
 
 

@@ -290,7 +290,7 @@ TIED = "model.embed_tokens.weight"
 
 
 def held_of_a_tied_weight(path, parallel):
-    """Bytes of it before a step and after, and whether it has a gradient."""
+    """Bytes of the tied weight before a step and after, and True if it has a gradient."""
     model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
     held = model.holding._inner.weights[TIED]
     before = held.local.untyped_storage().nbytes()
@@ -302,13 +302,13 @@ def held_of_a_tied_weight(path, parallel):
 
 @pytest.mark.parametrize("parallel", ["pp=2", "zeropp=2x1", "pp=2,megatron=1"])
 def test_a_tied_head_is_borrowed_for_a_step(tiny, parallel):
-    home, guest = run_ranks(held_of_a_tied_weight, tiny("qwen3"), parallel, num_ranks=2)
-    assert home[0] == home[1] > 0 and home[2]
-    assert guest == (0, 0, False)
+    owner, borrower = run_ranks(held_of_a_tied_weight, tiny("qwen3"), parallel, num_ranks=2)
+    assert owner[0] == owner[1] > 0 and owner[2]
+    assert borrower == (0, 0, False)
 
 
-def losses_with_a_late_guest(path, parallel):
-    """Of three steps; the last rank gets late what is lent to it."""
+def losses_with_a_late_borrower(path, parallel):
+    """Losses of three steps in which the last rank receives its borrowed weight late."""
     model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
     if model.mesh.size() > 1 and model.mesh.get_rank() == model.mesh.size() - 1:
         messages = model.holding._messages
@@ -326,9 +326,9 @@ def losses_with_a_late_guest(path, parallel):
     return losses
 
 
-def test_no_rank_of_a_ring_reads_a_lent_weight_before_all_of_them_have_it(tiny):
-    (alone,) = run_ranks(losses_with_a_late_guest, tiny("qwen3"), "single", num_ranks=1)
-    for losses in run_ranks(losses_with_a_late_guest, tiny("qwen3"), "pp=2,rtp=2", num_ranks=4):
+def test_no_rank_of_a_ring_reads_a_borrowed_weight_before_all_of_them_have_it(tiny):
+    (alone,) = run_ranks(losses_with_a_late_borrower, tiny("qwen3"), "single", num_ranks=1)
+    for losses in run_ranks(losses_with_a_late_borrower, tiny("qwen3"), "pp=2,rtp=2", num_ranks=4):
         assert losses == pytest.approx(alone, rel=1e-6)
 
 

@@ -231,8 +231,8 @@ class StageMessages:
         self.check_whole()
         group = self._mesh.get_group() if self._mesh.size() > 1 else None
         # Receives first, or gloo carries the two directions of a pair one after the other.
-        ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=k, tag=_GUEST) for k, t in incoming if t.numel()]
-        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=to, tag=_GUEST) for to, t in outgoing if t.numel()]
+        ops = [dist.P2POp(dist.irecv, t, group=group, group_peer=k, tag=_BORROWED) for k, t in incoming if t.numel()]
+        ops += [dist.P2POp(dist.isend, t, group=group, group_peer=to, tag=_BORROWED) for to, t in outgoing if t.numel()]
         for work in dist.batch_isend_irecv(ops) if ops else ():
             work.wait()
 
@@ -310,8 +310,8 @@ class StageMessages:
         return [self._lines.send_header(tensor, to=to, tag=tag) for to in others]
 
 
-_RESULT, _GUEST = 0, 2
-"""The first two tags are for a pipeline's result (header and content), the third for `exchange`.
+_RESULT, _BORROWED = 0, 2
+"""The first two tags are for a pipeline's result (header and content), the third for `exchange` of borrowed weights.
 
 A rank that breaks off leaves a receive for a result behind, which must take nothing else.
 """

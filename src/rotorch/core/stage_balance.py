@@ -32,7 +32,7 @@ NOMINAL = MicroBatch(num_rows=1, num_tokens=1024)
 
 _STATES = 4
 """Weights, gradients and two states of AdamW, each as large."""
-_STATES_OF_GUEST = 2
+_STATES_OF_BORROWED = 2
 """For a weight that another stage owns: its values and its gradient."""
 
 
@@ -81,7 +81,7 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
         home, *others = dict.fromkeys(min(max(place, 0), last) for place in places)
         state[home] += (_STATES if weight.trained else 1) * weight.num_bytes
         for layer in others:
-            state[layer] += (_STATES_OF_GUEST if weight.trained else 1) * weight.num_bytes
+            state[layer] += (_STATES_OF_BORROWED if weight.trained else 1) * weight.num_bytes
         for layer in (home, *others):
             gathered[layer] += (2 if weight.trained else 1) * weight.num_bytes
         for place in places:

@@ -114,11 +114,11 @@ def stage_layout(unit: Unit, *, position: int, rank_of: Callable[[int], int], ax
     A unit of stages on two ranks, an embedding tied to a head, is owned by the first; the other borrows its values and
     returns gradients.
     """
-    home, *guests = dict.fromkeys(rank_of(stage) for stage in unit.stages or (0,))
-    if position == home:
-        values = [Transfer(Kind.SEND, axis, Phase.FORWARD, unit.num_bytes, unit.num_bytes) for _ in guests]
+    owner, *borrowers = dict.fromkeys(rank_of(stage) for stage in unit.stages or (0,))
+    if position == owner:
+        values = [Transfer(Kind.SEND, axis, Phase.FORWARD, unit.num_bytes, unit.num_bytes) for _ in borrowers]
         return Layout(resident_bytes=unit.num_bytes, transfers=tuple(values))
-    if position not in guests:
+    if position not in borrowers:
         return Layout(resident_bytes=0)
     gradient = Transfer(Kind.SEND, axis, Phase.BACKWARD, unit.trained_bytes, unit.trained_bytes)
     return Layout(resident_bytes=0, transient_bytes=unit.num_bytes, transfers=(gradient,))
