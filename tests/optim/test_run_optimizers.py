@@ -26,7 +26,7 @@ SETTINGS = {
     "lion": OptimizerSection(name="lion", lr=0.001, betas=(0.9, 0.99), weight_decay=0.3),
     "muon": OptimizerSection(name="muon", lr=0.01, groups=(OptimizerGroup(match="*v_proj*", use_muon=False),)),
     "by path": OptimizerSection(name="torch.optim.NAdam", lr=0.01, arguments={"momentum_decay": 0.01}),
-    "somebody else's": OptimizerSection(name="else_optimizer.Scaled", lr=0.01, weight_decay=0.0),
+    "of another library": OptimizerSection(name="foreign_optimizer.Scaled", lr=0.01, weight_decay=0.0),
 }
 LAYOUTS = {2: ("rtp=2", "fsdp=2"), 3: ("rtp=3",)}
 CELLS = [(layout, name) for layouts in LAYOUTS.values() for layout in layouts for name in SETTINGS]
@@ -53,7 +53,7 @@ def on_one_process(config, name):
         "lion": lambda: rotorch.optim.Lion(groups, betas=(0.9, 0.99)),
         "muon": lambda: rotorch.optim.Muon(groups),  # held to torch's elsewhere
         "by path": lambda: torch.optim.NAdam(groups, betas=(0.9, 0.95), momentum_decay=0.01),
-        "somebody else's": lambda: choose_scaled()([g["params"][0] for g in groups], lr=0.01),
+        "of another library": lambda: choose_scaled()([g["params"][0] for g in groups], lr=0.01),
     }[name]()
     with exact_arithmetic():
         for step in range(NUM_STEPS):
@@ -64,7 +64,7 @@ def on_one_process(config, name):
 
 
 def choose_scaled():
-    from else_optimizer import Scaled
+    from foreign_optimizer import Scaled
 
     return Scaled
 

@@ -7,9 +7,9 @@ import sys
 import threading
 
 import pytest
-from by_hand import make, read_back, step, steps_of
 from commands import rotorch, write_run
 from failures import seen
+from three_weights import make, read_back, step, steps_of
 
 from rotorch.core.errors import RankFailure
 from rotorch.testing.ranks import run_ranks

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_hand import WEIGHTS, Config, make, read_back, step, steps_of
 from failures import seen
 from forked import result_of
+from three_weights import WEIGHTS, Config, make, read_back, step, steps_of
 from torch import nn
 
 from rotorch.core.errors import ConfigError, RankFailure

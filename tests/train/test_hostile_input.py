@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-from by_hand import make, step
 from hostile import FEW, JSON, MANY, is_one_line, spoilt
 from hypothesis import given
 from hypothesis import strategies as st
+from three_weights import make, step
 
 from rotorch import cli
 from rotorch.core.errors import ConfigError, RotorchError

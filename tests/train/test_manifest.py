@@ -1,7 +1,7 @@
 """Files of a checkpoint that cannot be read are named, with the reason."""
 
 import pytest
-from by_hand import make
+from three_weights import make
 
 from rotorch.core.errors import ConfigError
 from rotorch.train.checkpoint.manifest import DamagedCheckpoint

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from by_hand import make, read_back, step
 from commands import rotorch, write_run
+from three_weights import make, read_back, step
 
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.checkpoint.directories import candidates, checkpoints_of

@@ -9,9 +9,9 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from by_hand import make
 from commands import rotorch, write_run
 from failures import seen
+from three_weights import make
 
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight

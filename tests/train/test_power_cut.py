@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from by_hand import make, step
 from disk import Disk
+from three_weights import make, step
 
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.checkpoint.saving import save

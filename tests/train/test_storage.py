@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from by_hand import make
+from three_weights import make
 
 from rotorch.core.errors import FinalFailure
 from rotorch.train.checkpoint import manifest, storage

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from by_hand import make, step
+from three_weights import make, step
 
 from rotorch.core.errors import ConfigError
 from rotorch.testing.ranks import run_ranks

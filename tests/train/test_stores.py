@@ -8,11 +8,11 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from by_hand import make, read_back, step
 from commands import rotorch, write_run
 from forked import result_of
 from fsspec.registry import known_implementations
 from stores import Objects, url_of
+from three_weights import make, read_back, step
 
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.testing.ranks import run_ranks

@@ -1,4 +1,4 @@
-"""A model of three weights cut by hand, which takes steps without computing: for checkpoints and what befalls them."""
+"""A model of three weights, cut by hand, whose steps compute nothing: for tests of checkpoints."""
 
 import json
 import os
@@ -36,7 +36,7 @@ class Config:
     """As much of a Hugging Face config as a checkpoint looks at."""
 
     def __init__(self, **entries):
-        self.entries = {"model_type": "by_hand", "rope_theta": 1e4, **entries}
+        self.entries = {"model_type": "three_weights", "rope_theta": 1e4, **entries}
 
     def to_json_string(self, *, use_diff):
         return json.dumps(self.entries)

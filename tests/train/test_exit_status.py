@@ -1,4 +1,4 @@
-"""Which of several failing ranks a message names."""
+"""Failing ranks: the one that a message names."""
 
 import multiprocessing
 import os

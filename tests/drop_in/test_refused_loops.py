@@ -1,4 +1,4 @@
-"""What would be silently wrong in a loop of one's own is refused in one line, on all ranks; and losses per call."""
+"""Refusals, in one line on all ranks, of loops that would be silently wrong; and losses per call."""
 
 from functools import partial
 

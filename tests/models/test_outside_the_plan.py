@@ -1,4 +1,4 @@
-"""What a declared plan leaves out is cut by rules, if a tiny model shows that all ranks use it alike."""
+"""Weights outside of a declared plan: cut by rules, if a tiny model shows that all ranks use them alike."""
 
 import json
 

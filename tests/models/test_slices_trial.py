@@ -1,4 +1,4 @@
-"""Which modules run on slices is tried, so that what a plan says and the code cannot do is found before training."""
+"""Trial of modules on slices: a plan that the model's code does not allow is found before training."""
 
 import os
 import subprocess

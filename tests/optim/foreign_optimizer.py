@@ -1,4 +1,4 @@
-"""An optimizer of somebody else's, which knows nothing of ranks: each weight's gradient is scaled by its norm."""
+"""An optimizer of another library, which knows nothing of ranks: it scales each gradient by its norm."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Which functions are given a weight in a pass, and whether that depends on the data."""
+"""Trial of the uses of a weight: the functions that get it in a pass, and their dependence on the data."""
 
 import pytest
 import torch

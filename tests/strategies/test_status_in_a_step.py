@@ -1,4 +1,4 @@
-"""What ranks write down of where they are in a step, under each way of holding a model."""
+"""Status words that ranks write during a step, under each strategy."""
 
 import pytest
 import torch
