@@ -27,7 +27,7 @@ from rotorch.comm import shared_file
 from rotorch.train.checkpoint import storage
 from rotorch.train.checkpoint.directories import latest, one_before
 from rotorch.train.launch import restart
-from rotorch.train.launch.status import Phase, StatusBoard
+from rotorch.train.launch.status import RankPhase, StatusBoard
 
 TOLD = "a fault of this test"
 """What a rank says that raises."""
@@ -61,7 +61,7 @@ class Fault:
         """A command that is forked within the block has ranks to which it happens."""
         plan, doing, open_file, check_run = self.plan, StatusBoard.doing, shared_file._open, restart.check_run
 
-        def doing_and_watched(board: StatusBoard, phase: Phase, *, step: int | None = None) -> None:
+        def doing_and_watched(board: StatusBoard, phase: RankPhase, *, step: int | None = None) -> None:
             doing(board, phase, step=step)
             is_it = phase.name == plan.phase and board.own_rank == plan.victim and not plan.unlinks
             if is_it and board.read(board.own_rank).step == plan.step and self._claim():

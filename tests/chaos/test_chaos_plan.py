@@ -7,7 +7,7 @@ from chaos_plan import EVERY, LAYOUTS, OTHER_LAYOUTS, STEPS, Harm, describe, mak
 from rotorch.strategies import num_ranks as ranks_of
 from rotorch.strategies import parse_parallel
 from rotorch.strategies.resize import resized
-from rotorch.train.launch.status import Phase
+from rotorch.train.launch.status import RankPhase
 
 
 def test_a_seed_says_it_all():
@@ -38,7 +38,7 @@ def test_a_few_seeds_have_every_harm_on_two_ranks():
 
 def test_moments_come():
     for plan in map(make_plan, range(300)):
-        assert plan.phase in Phase.__members__
+        assert plan.phase in RankPhase.__members__
         assert (plan.step < STEPS - 1 or plan.phase == "EVALUATING") and plan.victim < num_ranks(plan.layout)
         assert plan.phase != "SAVING" or plan.step % EVERY == 0
         assert num_ranks(plan.layout) == ranks_of(parse_parallel(plan.layout)) <= 4

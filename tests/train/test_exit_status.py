@@ -8,18 +8,18 @@ import pytest
 
 from rotorch.core.errors import ConfigError, FinalFailure, HeardFailure, RankFailure
 from rotorch.train.launch.elastic import _kind_of
-from rotorch.train.launch.exit_status import Watch, explain
-from rotorch.train.launch.status import FailureKind, Phase, RankStatus, StatusBoard
+from rotorch.train.launch.exit_status import RankMonitor, explain
+from rotorch.train.launch.status import FailureKind, RankPhase, RankStatus, StatusBoard
 
 
 def failed(rank, *, kind, at_s, message):
-    return RankStatus(rank, 100 + rank, 3, Phase.FORWARD_BACKWARD, kind, at_s, 0.0, message, "")
+    return RankStatus(rank, 100 + rank, 3, RankPhase.FORWARD_BACKWARD, kind, at_s, 0.0, message, "")
 
 
 def test_a_rank_that_only_heard_of_a_failure_is_not_the_first():
     heard = failed(0, kind=FailureKind.HEARD, at_s=1.0, message="another stage raised")
     cause = failed(1, kind=FailureKind.OWN, at_s=2.0, message="IndexError: too large")
-    told = explain([heard, cause], deaths={})
+    told = explain([heard, cause], exits={})
     assert isinstance(told, RankFailure) and str(told).startswith("rank 1 failed")
     assert "IndexError: too large" in str(told)
 
@@ -60,7 +60,7 @@ def test_who_knows_why_may_take_longer_to_say_so_than_who_heard():
     ranks = {number: fork.Process(target=rank, args=(number,), kwargs=how) for number, how in told_by.items()}
     for process in ranks.values():
         process.start()
-    watch = Watch(board)
+    watch = RankMonitor(board)
     with pytest.raises(FinalFailure, match=r"^rank 1 failed .*out of memory"):
         while True:
             watch.look({number: process.pid for number, process in ranks.items()})

@@ -12,9 +12,9 @@ from three_weights import make
 from rotorch.core.errors import FinalFailure
 from rotorch.train.checkpoint import manifest, storage
 from rotorch.train.checkpoint.directories import leftovers
-from rotorch.train.checkpoint.manifest import Chunk
+from rotorch.train.checkpoint.manifest import StoredChunk
 from rotorch.train.checkpoint.saving import check, latest, save
-from rotorch.train.checkpoint.storage import Entry, _read_box, write_safetensors
+from rotorch.train.checkpoint.storage import LazyTensor, _read_box, write_safetensors
 
 BUFFER_BYTES = 24  # six float32
 
@@ -42,7 +42,7 @@ def test_a_tensor_is_written_through_the_buffer(shape, tiny_buffer, tmp_path):
     tensor = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     blocks = list(storage._row_blocks(tensor))
     assert all(block.numel() * 4 <= BUFFER_BYTES for block in blocks)
-    written = write_safetensors(tmp_path / "file", [Entry("a", "F32", shape, lambda: tensor)])
+    written = write_safetensors(tmp_path / "file", [LazyTensor("a", "F32", shape, lambda: tensor)])
     content = (tmp_path / "file").read_bytes()
     assert content[written.starts[0] :] == tensor.numpy().tobytes()
     assert written.file.sha256 == hashlib.sha256(content).hexdigest()
@@ -52,7 +52,7 @@ def test_a_tensor_is_written_through_the_buffer(shape, tiny_buffer, tmp_path):
 def test_every_box_of_a_tensor_is_read_through_the_buffer(shape, tiny_buffer):
     tensor = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     stream = Stream(b"12345678" + tensor.numpy().tobytes())
-    chunk = Chunk(offsets=(0,) * len(shape), sizes=shape, file="x", start=8)
+    chunk = StoredChunk(offsets=(0,) * len(shape), sizes=shape, file="x", start=8)
     boxes = [((), ())]
     for length in shape:
         ends = [(a, b) for a in range(length) for b in range(a + 1, length + 1) if b - a in (1, 2, length)]

@@ -14,14 +14,14 @@ from rotorch.testing.ranks import run_ranks
 from rotorch.train.checkpoint import manifest
 from rotorch.train.checkpoint.manifest import DamagedCheckpoint, Manifest, ModelEntry, TensorEntry, check_contents
 from rotorch.train.checkpoint.saving import latest, load_newest, save
-from rotorch.train.checkpoint.storage import DTYPE_NAMES, Entry, write_safetensors
+from rotorch.train.checkpoint.storage import DTYPE_NAMES, LazyTensor, write_safetensors
 from rotorch.train.checkpoint.stored_values import StoredValues
 
 
 def stored(path, tensors):
     """Writes tensors as one file, and returns what a manifest says of them."""
     (path / "rank-00000.safetensors").unlink(missing_ok=True)
-    entries = [Entry(name, DTYPE_NAMES[t.dtype], tuple(t.shape), lambda t=t: t) for name, t in tensors.items()]
+    entries = [LazyTensor(name, DTYPE_NAMES[t.dtype], tuple(t.shape), lambda t=t: t) for name, t in tensors.items()]
     written = write_safetensors(path / "rank-00000.safetensors", entries)
     chunk = {"file": "rank-00000.safetensors"}
     return Manifest(

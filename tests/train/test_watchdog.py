@@ -22,11 +22,11 @@ from rotorch.process.forking import forking
 from rotorch.train import loop
 from rotorch.train.launch import watchdog
 from rotorch.train.launch.elastic import launch, run_as_rank
-from rotorch.train.launch.status import FailureKind, Phase, RankStatus, StatusBoard
-from rotorch.train.launch.watchdog import OwnWatch, Progress, explain_hang, format_record
+from rotorch.train.launch.status import FailureKind, RankPhase, RankStatus, StatusBoard
+from rotorch.train.launch.watchdog import RankWatchdog, StallClock, explain_hang, format_record
 
 
-def status(rank, step, phase=Phase.FORWARD_BACKWARD, place=""):
+def status(rank, step, phase=RankPhase.FORWARD_BACKWARD, place=""):
     return RankStatus(rank, 100 + rank, step, phase, FailureKind.NONE, 0.0, 0.0, "", place)
 
 
@@ -47,7 +47,7 @@ def test_a_rank_that_computes_may_be_slow(state):
 
 
 def test_a_stopped_rank_is_named_before_all_others_and_whatever_it_is_doing():
-    saving = [status(0, 3), status(1, 3, Phase.SAVING)]
+    saving = [status(0, 3), status(1, 3, RankPhase.SAVING)]
     found = explain_hang(saving, still_s={0: 12.0, 1: 11.0}, states={1: "stopped by a signal"})
     assert str(found).startswith("rank 1 (stopped by a signal) has not got on for 11 s: it is in step 3, writing")
     assert explain_hang(saving, still_s={0: 12.0, 1: 11.0}, states={}) is None  # that may take long
@@ -58,7 +58,7 @@ def test_progress_is_any_number_that_changes(monkeypatch):
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now_s[0])
     board = StatusBoard(1)
     board.enter(0, pid=1)
-    progress, place = Progress(board), board.place
+    progress, place = StallClock(board), board.place
 
     def after(seconds):
         now_s[0] += seconds
@@ -70,7 +70,7 @@ def test_progress_is_any_number_that_changes(monkeypatch):
     assert after(0.5) == 0.0
     place.micro_batch = 2
     assert after(0.5) == 0.0
-    board.doing(Phase.OPTIMIZER, step=1)
+    board.doing(RankPhase.OPTIMIZER, step=1)
     assert [after(0.5) for _ in range(2)] == [0.0, 0.5]
 
 
@@ -82,7 +82,7 @@ def test_a_board_says_where_a_rank_is_in_its_units_names():
     board.place.now = at(Operation.AWAIT_SLICE, unit=1, part=0)
     board.place.peer = 1
     assert board.read(1).place == ""  # not in a pass
-    board.doing(Phase.FORWARD_BACKWARD, step=4)
+    board.doing(RankPhase.FORWARD_BACKWARD, step=4)
     assert board.read(1).place == "waiting for slice 0 of 'model.layers.1.mlp' from rank 0"
     assert board.read(0).place == ""
     board.fail("why", kind=FailureKind.OWN)
@@ -96,13 +96,13 @@ def test_what_compiles_may_take_long():
         board.doing(phase)
         return explain_hang([board.read(0)], still_s={0: 900.0}, states={}) is not None
 
-    assert hangs(Phase.FORWARD_BACKWARD)
+    assert hangs(RankPhase.FORWARD_BACKWARD)
     board.will_compile()
-    for phase in (Phase.FORWARD_BACKWARD, Phase.EVALUATING):
+    for phase in (RankPhase.FORWARD_BACKWARD, RankPhase.EVALUATING):
         assert [hangs(phase) for _ in range(3)] == [False, True, True]  # once
-    for phase in (Phase.SAMPLING, Phase.EXAMINING):
+    for phase in (RankPhase.SAMPLING, RankPhase.EXAMINING):
         assert not hangs(phase) and not hangs(phase)
-    assert hangs(Phase.CLIPPING)
+    assert hangs(RankPhase.CLIPPING)
 
 
 @pytest.mark.parametrize("goes_back", [False, True])
@@ -153,8 +153,8 @@ def test_waiting_for_a_save_and_going_back_may_take_long(monkeypatch, goes_back)
             listeners=(),
             board=board,
         )
-    assert was["wait"] is Phase.SAVING and was["action"] is Phase.EXAMINING
-    assert was.get("go_back") is (Phase.LOADING if goes_back else None)
+    assert was["wait"] is RankPhase.SAVING and was["action"] is RankPhase.EXAMINING
+    assert was.get("go_back") is (RankPhase.LOADING if goes_back else None)
 
 
 def marks_of(run):
@@ -223,7 +223,7 @@ def test_a_lost_message_is_named_with_its_slice(tmp_path, warm, monkeypatch):
 
 def mismatched(board):
     other = dist.new_group([0, 1])
-    board.doing(Phase.FORWARD_BACKWARD, step=1)
+    board.doing(RankPhase.FORWARD_BACKWARD, step=1)
     board.name_units(["first", "second"])
     if board.own_rank == 0:
         first_collective()
@@ -277,20 +277,20 @@ def test_a_rank_of_torchrun_that_computes_may_be_slow(tmp_path):
 
 
 def computing(board):
-    board.doing(Phase.FORWARD_BACKWARD, step=1)
+    board.doing(RankPhase.FORWARD_BACKWARD, step=1)
     while True:
         pass
 
 
 def never_ending(board):
-    board.doing(Phase.FORWARD_BACKWARD, step=5)
+    board.doing(RankPhase.FORWARD_BACKWARD, step=5)
     threading.Event().wait()
 
 
 def test_no_watch_is_kept_after_the_work(tmp_path):
     board = StatusBoard(1)
-    board.doing(Phase.FORWARD_BACKWARD, step=1)
-    with OwnWatch(board, rank=0, timeout_s=0.6, directory=None):
+    board.doing(RankPhase.FORWARD_BACKWARD, step=1)
+    with RankWatchdog(board, rank=0, timeout_s=0.6, directory=None):
         pass
     time.sleep(1.2)  # it would have ended this process
 

@@ -90,7 +90,7 @@ class Mlflow:
 _LOGGERS: dict[str, Callable[[RunInfo], Any]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
-class Told:
+class LoggerListener:
     """A listener that has only some of its calls, and whose errors are the run's, in one line."""
 
     def __init__(self, key: str, make: Callable[[RunInfo], Any], run: RunInfo) -> None:
@@ -145,7 +145,7 @@ def make_listeners(train: TrainSection, run: RunInfo) -> list[Listener]:
     """The loggers and callbacks of a run, on its first rank."""
     named = [(f"train.loggers: {name}", _LOGGERS[name]) for name in train.loggers]
     named += [(f"train.callbacks: {path}", _imported(path)) for path in train.callbacks]
-    return [Told(key, make, run) for key, make in named]
+    return [LoggerListener(key, make, run) for key, make in named]
 
 
 def _imported(path: str) -> Callable[[RunInfo], Any]:

@@ -17,7 +17,7 @@ from rotorch.train.checks.memory import PeakMeter, TensorBytes, tensor_bytes
 from rotorch.train.checks.nonfinite import first_nonfinite
 from rotorch.train.checks.replicas import Sums, check_replicas, check_unchanged
 from rotorch.train.data.batches import TokenWindows, bits_per_byte
-from rotorch.train.launch.status import Phase, StatusBoard
+from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.metrics import HeldOut, Listener, StepRecord
 from rotorch.train.optim import learning_rate
 from rotorch.train.state import TrainState
@@ -79,14 +79,14 @@ def run_loop(
 
     def examine() -> None:
         if at_rest is not None:
-            board.doing(Phase.EXAMINING)
+            board.doing(RankPhase.EXAMINING)
             check_unchanged(state, at_rest)
 
     with Saver(saves_in, keep=train.keep, behind=train.async_save, mesh=model.mesh) as saver:
         while True:
             start_s = time.perf_counter()
             step = state.step + 1
-            board.doing(Phase.READING, step=step)
+            board.doing(RankPhase.READING, step=step)
             batches = read_batches(windows, model, step=step + read_ahead(state), sizes=sizes)
             lr = learning_rate(step, settings=config.optimizer, steps=train.steps)
             result = train_step(
@@ -106,9 +106,9 @@ def run_loop(
             if result.updated:
                 guard.done(result.loss)
             else:
-                board.doing(Phase.SAVING)  # it waits for what is written behind it, which may take long
+                board.doing(RankPhase.SAVING)  # it waits for what is written behind it, which may take long
                 saver.wait()
-                board.doing(Phase.EXAMINING)
+                board.doing(RankPhase.EXAMINING)
                 if _went_back(
                     state,
                     result,
@@ -129,7 +129,7 @@ def run_loop(
             is_last = step == train.steps
             now_measured = None
             if len(held_out) and (is_last or _is_due(step, every=train.eval_every)):
-                board.doing(Phase.EVALUATING)
+                board.doing(RankPhase.EVALUATING)
                 now_measured = measured = evaluate(
                     model, held_out, micro_batch=sizes.micro_batch, max_windows=train.eval_windows
                 )
@@ -151,10 +151,10 @@ def run_loop(
                 _tell(listeners, f"asked to stop: writing a checkpoint after step {step}")
             is_saving = is_last or result.stop or _is_due(step, every=train.checkpoint_every)
             if train.check_every and (is_saving or _is_due(step, every=train.check_every)):
-                board.doing(Phase.EXAMINING)
+                board.doing(RankPhase.EXAMINING)
                 at_rest = check_replicas(state)
             if is_saving:
-                board.doing(Phase.SAVING)
+                board.doing(RankPhase.SAVING)
                 guard.remember_in(state)
                 checkpoint = saver.save(state)
                 guard.saved()
@@ -191,7 +191,7 @@ def _went_back(
     if action == "skip":
         _tell(listeners, f"step {step} is skipped: {what}")
         return False
-    board.doing(Phase.LOADING)
+    board.doing(RankPhase.LOADING)
     path = guard.go_back(state, step=step, saves_in=saves_in, what=what)
     for listener in listeners:
         listener.on_rolled_back(state.step)

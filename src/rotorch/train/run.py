@@ -59,7 +59,7 @@ from rotorch.train.launch.elastic import is_rank, launch, run_as_rank
 from rotorch.train.launch.joining import JobRank, job_rank, telling, what_was_found, what_was_told
 from rotorch.train.launch.restart import ELASTIC_RUN, as_started, launch_again
 from rotorch.train.launch.run_lock import check_not_in_use, contents, directories_of, lock_directories
-from rotorch.train.launch.status import Phase, StatusBoard
+from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.launch.watchdog import BACKSTOP_S
 from rotorch.train.loggers import RunInfo, make_listeners
 from rotorch.train.loop import LoopEnd, run_loop
@@ -249,7 +249,7 @@ def _train(
     store: dist.Store | None,
 ) -> bool:
     config = run.config
-    board.doing(Phase.BUILDING)
+    board.doing(RankPhase.BUILDING)
     running.state = state = build(run, store=store)
     model = state.model
     board.name_units(model.write_status_to(board.place, blocks=not config.train.compile))
@@ -258,7 +258,7 @@ def _train(
     if config.train.compile:
         board.will_compile()
     if run.resume is not None:
-        board.doing(Phase.LOADING)
+        board.doing(RankPhase.LOADING)
         load_newest(run.resume.checkpoint, state)
     windows, held_out = train_and_held_out(
         file,
@@ -280,7 +280,7 @@ def _train(
         )
     text = ""
     if config.sample.length and not end.stopped:
-        board.doing(Phase.SAMPLING)
+        board.doing(RankPhase.SAMPLING)
         text = write_sample(
             model,
             tokens=run.source.tokens,
@@ -288,7 +288,7 @@ def _train(
             sequence_length=config.data.sequence_length,
             seed=config.train.seed,
         )
-    board.doing(Phase.REPORTING)
+    board.doing(RankPhase.REPORTING)
     numbers = summarise(run, state, end=end, sample=text)
     if state.rank == 0:
         _print_summary(run, numbers)

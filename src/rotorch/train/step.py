@@ -11,7 +11,7 @@ import torch
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.train.checks.memory import PeakMeter
-from rotorch.train.launch.status import Phase, StatusBoard
+from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.optim import clip_gradients, set_learning_rate, squared_norm_share
 
 
@@ -62,10 +62,10 @@ def train_step(
         examine: called once there are gradients, before anything follows from them.
     """
     optimizer.zero_grad(set_to_none=True)
-    board.doing(Phase.FORWARD_BACKWARD)
+    board.doing(RankPhase.FORWARD_BACKWARD)
     loss = float(model.forward_backward(batches))
     examine()
-    board.doing(Phase.CLIPPING)
+    board.doing(RankPhase.CLIPPING)
     squared_norm, stop, is_wrong, peaks = _agree(
         model,
         squared_norm=squared_norm_share(model),
@@ -77,7 +77,7 @@ def train_step(
     if is_wrong or not math.isfinite(norm):
         return StepResult(loss=loss, grad_norm=norm, peak_bytes=peaks, stop=stop, updated=False)
     clip_gradients(model, norm=norm, clip_norm=clip_norm)
-    board.doing(Phase.OPTIMIZER)
+    board.doing(RankPhase.OPTIMIZER)
     set_learning_rate(optimizer, lr=lr)
     optimizer.step()
     return StepResult(loss=loss, grad_norm=norm, peak_bytes=peaks, stop=stop, updated=True)

@@ -39,7 +39,7 @@ from rotorch.train.checkpoint.storage import (
     DTYPES,
     CheckpointReader,
     ChunksLoadPlanner,
-    Entry,
+    LazyTensor,
     without_dcp_notices,
     write_safetensors,
 )
@@ -135,7 +135,7 @@ def _target_dtype(name: str | None) -> str | None:
     raise ConfigError(f"export: dtype {name!r}: write one of {', '.join(_CONFIG_DTYPES.values())}")
 
 
-def _entries(reader: CheckpointReader, manifest: Manifest, *, dtype: str | None, merged: bool) -> list[Entry]:
+def _entries(reader: CheckpointReader, manifest: Manifest, *, dtype: str | None, merged: bool) -> list[LazyTensor]:
     """Entries to write: all weights and buffers; of a model with adapters these alone, unless `merged`."""
     stored = {name: (p + name, entry) for p in (MODEL, BUFFER) for name, entry in manifest.names(p).items()}
     config = manifest.model.adapters
@@ -162,11 +162,11 @@ def _entries(reader: CheckpointReader, manifest: Manifest, *, dtype: str | None,
     for name, called in written.items():
         entry = stored[name][1]
         to = dtype if dtype and DTYPES[entry.dtype].is_floating_point else entry.dtype
-        entries.append(Entry(called, to, entry.shape, lambda name=name, to=to: value(name).to(DTYPES[to])))
+        entries.append(LazyTensor(called, to, entry.shape, lambda name=name, to=to: value(name).to(DTYPES[to])))
     return entries if config is not None and not merged else _as_published(entries, manifest)
 
 
-def _as_published(entries: list[Entry], manifest: Manifest) -> list[Entry]:
+def _as_published(entries: list[LazyTensor], manifest: Manifest) -> list[LazyTensor]:
     """Returns the tensors as the model's family publishes them; unchanged if transformers does not have the class.
 
     What several are made of is in memory while they are written, one after another.
@@ -180,7 +180,7 @@ def _as_published(entries: list[Entry], manifest: Manifest) -> list[Entry]:
     with on_meta():
         module = kind(config_from_dict(manifest.model.config or {}, source="the checkpoint", checks_keys=False))
         held = {e.name: torch.empty(e.shape, dtype=DTYPES[e.dtype]) for e in entries}
-    made: list[Entry] = []
+    made: list[LazyTensor] = []
     latest: dict[int, Mapping[str, Tensor]] = {}
 
     def value(number: int, published: Published, name: str) -> Tensor:
@@ -192,11 +192,11 @@ def _as_published(entries: list[Entry], manifest: Manifest) -> list[Entry]:
     for number, published in enumerate(as_published(held, module=module)):
         dtype = by_name[published.sources[0]].dtype
         for name, shape in published.shapes.items():
-            made.append(Entry(name, dtype, shape, partial(value, number, published, name)))
+            made.append(LazyTensor(name, dtype, shape, partial(value, number, published, name)))
     return made
 
 
-def _write_adapters(directory: Path, manifest: Manifest, entries: list[Entry]) -> dict[str, int]:
+def _write_adapters(directory: Path, manifest: Manifest, entries: list[LazyTensor]) -> dict[str, int]:
     """Writes what peft writes; returns the files' sizes by name.
 
     Without a tokenizer: where there is one, peft cuts the base model's vocabulary to its size.
@@ -214,7 +214,7 @@ def _write_adapters(directory: Path, manifest: Manifest, entries: list[Entry]) -
 
 
 def _write(
-    directory: Path, checkpoint: Place, manifest: Manifest, entries: list[Entry], *, max_shard_bytes: int
+    directory: Path, checkpoint: Place, manifest: Manifest, entries: list[LazyTensor], *, max_shard_bytes: int
 ) -> dict[str, int]:
     """Writes everything into `directory`; returns the files' sizes by name."""
     needed = _check_room(directory, entries)
@@ -241,7 +241,7 @@ def _sizes(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in sorted(directory.iterdir())}
 
 
-def _check_room(directory: Path, entries: list[Entry]) -> int:
+def _check_room(directory: Path, entries: list[LazyTensor]) -> int:
     """Returns the bytes that entries need; raises `OSError` if the disk has fewer."""
     needed, free = sum(e.num_bytes for e in entries), shutil.disk_usage(directory).free
     if needed > free:
@@ -249,8 +249,8 @@ def _check_room(directory: Path, entries: list[Entry]) -> int:
     return needed
 
 
-def _shards(entries: list[Entry], *, max_shard_bytes: int) -> Iterator[list[Entry]]:
-    shard: list[Entry] = []
+def _shards(entries: list[LazyTensor], *, max_shard_bytes: int) -> Iterator[list[LazyTensor]]:
+    shard: list[LazyTensor] = []
     for entry in entries:
         if shard and sum(e.num_bytes for e in shard) + entry.num_bytes > max_shard_bytes:
             yield shard
@@ -259,7 +259,7 @@ def _shards(entries: list[Entry], *, max_shard_bytes: int) -> Iterator[list[Entr
     yield shard
 
 
-def _config(manifest: Manifest, entries: list[Entry]) -> dict[str, Any]:
+def _config(manifest: Manifest, entries: list[LazyTensor]) -> dict[str, Any]:
     """The model's config, with the dtype of what was written: that of most bytes."""
     by_dtype: dict[str, int] = {}
     for entry in entries:

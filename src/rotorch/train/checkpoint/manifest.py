@@ -80,7 +80,7 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class Chunk(_Part):
+class StoredChunk(_Part):
     """A box of a tensor and where its bytes lie: `file`, from byte `start`, row-major."""
 
     offsets: tuple[int, ...] = Field(strict=False)
@@ -94,7 +94,7 @@ class TensorEntry(_Part):
 
     dtype: str
     shape: tuple[int, ...] = Field(strict=False)
-    chunks: tuple[Chunk, ...] = Field(strict=False)
+    chunks: tuple[StoredChunk, ...] = Field(strict=False)
 
     @property
     def num_bytes(self) -> int:
@@ -292,7 +292,7 @@ def _nonsense(manifest: Manifest) -> str | None:
     return None
 
 
-def _overlap(chunks: Sequence[Chunk]) -> bool:
+def _overlap(chunks: Sequence[StoredChunk]) -> bool:
     """True if two boxes have an element in common; sweeps along the dim in which most of them differ."""
     boxes = [chunk for chunk in chunks if all(chunk.sizes)]
     if len(boxes) < 2:
@@ -301,7 +301,7 @@ def _overlap(chunks: Sequence[Chunk]) -> bool:
     dim = max(dims, key=lambda d: len({box.offsets[d] for box in boxes}), default=0)
     if not dims:
         return True
-    under_way: list[Chunk] = []
+    under_way: list[StoredChunk] = []
     for box in sorted(boxes, key=lambda b: b.offsets[dim]):
         under_way = [other for other in under_way if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
         for other in under_way:

@@ -52,10 +52,10 @@ from rotorch.train.checkpoint.commit import commit_to
 from rotorch.train.checkpoint.manifest import (
     ITEM_BYTES,
     MANIFEST,
-    Chunk,
     DamagedCheckpoint,
     FileEntry,
     Manifest,
+    StoredChunk,
     TensorEntry,
     told_as_damage,
 )
@@ -77,7 +77,7 @@ _BUFFER_BYTES = 1 << 24
 
 
 @dataclass(frozen=True)
-class Entry:
+class LazyTensor:
     """One tensor of a safetensors file that is being written; `get` is called once, when its turn comes."""
 
     name: str
@@ -99,7 +99,7 @@ class Written:
     file: FileEntry
 
 
-def write_safetensors(path: Place, entries: Sequence[Entry]) -> Written:
+def write_safetensors(path: Place, entries: Sequence[LazyTensor]) -> Written:
     """Writes one safetensors file, tensor by tensor, and returns when it is on the disk, or in the store.
 
     Holds one tensor at a time as `get` gives it, and a buffer for the part of it that has to be copied.
@@ -129,7 +129,7 @@ def write_safetensors(path: Place, entries: Sequence[Entry]) -> Written:
     return Written(tuple(first + start for start in starts), file)
 
 
-def _blocks(header: bytes, entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
+def _blocks(header: bytes, entries: Sequence[LazyTensor]) -> Iterator[bytes | memoryview]:
     yield len(header).to_bytes(8, "little")
     yield header
     for entry in entries:
@@ -155,7 +155,7 @@ def _row_blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _read_box(
-    stream: BinaryIO, chunk: Chunk, dtype: torch.dtype, *, offsets: Sequence[int], into: Tensor, file: Place
+    stream: BinaryIO, chunk: StoredChunk, dtype: torch.dtype, *, offsets: Sequence[int], into: Tensor, file: Place
 ) -> None:
     """Fills `into` with the box of its shape that starts at `offsets` in `chunk`; reads the chunk's rows in blocks."""
     target = into.view(1) if into.dim() == 0 else into
@@ -248,7 +248,7 @@ class ChunksLoadPlanner(LoadPlanner):
 
 
 @dataclass(frozen=True)
-class _Told:
+class _TargetFile:
     """File that a rank writes to: sent by rank 0 with the plan."""
 
     file: Place
@@ -260,7 +260,7 @@ class _Stored:
 
     entry: tuple[str, tuple[int, ...]]
     """dtype and whole shape of its tensor."""
-    chunk: Chunk
+    chunk: StoredChunk
     file: FileEntry
 
 
@@ -297,24 +297,25 @@ class CheckpointWriter(StorageWriter):
         suffix = self._commit.file_suffix()
         names = [f"rank-{rank:05d}{suffix}.safetensors" for rank in range(len(plans))]
         return [
-            replace(plan, storage_data=_Told(self._writes_to / name)) for plan, name in zip(plans, names, strict=True)
+            replace(plan, storage_data=_TargetFile(self._writes_to / name))
+            for plan, name in zip(plans, names, strict=True)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        told: _Told = plan.storage_data
+        target: _TargetFile = plan.storage_data
         # Wide elements first, so that every tensor of the file begins at a multiple of its element size.
         items = sorted(plan.items, key=lambda i: (-_dtype(i).itemsize, i.index.fqn, _box(i)))
         done: Future[list[WriteResult]] = Future()
         if not items:
             done.set_result([])
             return done
-        written = write_safetensors(told.file, [_entry(item, planner) for item in items])
+        written = write_safetensors(target.file, [_entry(item, planner) for item in items])
         results = []
         for item, start in zip(items, written.starts, strict=True):
             offsets, sizes = _box(item)
             stored = _Stored(
                 (DTYPE_NAMES[_dtype(item)], tuple(item.tensor_data.size)),
-                Chunk(offsets=offsets, sizes=sizes, file=told.file.name, start=start),
+                StoredChunk(offsets=offsets, sizes=sizes, file=target.file.name, start=start),
                 written.file,
             )
             results.append(WriteResult(item.index, _num_bytes(item), stored))
@@ -322,7 +323,7 @@ class CheckpointWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        chunks: dict[str, list[Chunk]] = {}
+        chunks: dict[str, list[StoredChunk]] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         files: dict[str, FileEntry] = {}
         for result in (r for of_rank in results for r in of_rank):
@@ -380,7 +381,7 @@ def _num_bytes(item: WriteItem) -> int:
     return math.prod(_box(item)[1]) * _dtype(item).itemsize
 
 
-def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
+def _entry(item: WriteItem, planner: SavePlanner) -> LazyTensor:
     offsets, sizes = _box(item)
     name = item.index.fqn
     if sizes != tuple(item.tensor_data.size):
@@ -391,7 +392,7 @@ def _entry(item: WriteItem, planner: SavePlanner) -> Entry:
         assert isinstance(tensor, Tensor), "a checkpoint holds tensors only"
         return tensor
 
-    return Entry(name, DTYPE_NAMES[_dtype(item)], sizes, get)
+    return LazyTensor(name, DTYPE_NAMES[_dtype(item)], sizes, get)
 
 
 # ---------------------------------------------------------------- reading
@@ -425,7 +426,7 @@ class CheckpointReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        by_file: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+        by_file: dict[str, list[tuple[StoredChunk, ReadItem]]] = {}
         for item in plan.items:
             offset = item.storage_index.offset
             chunk = self._chunks[item.storage_index.fqn, tuple(offset if offset is not None else ())]

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 
 from rotorch.shard.load import is_finite
-from rotorch.train.checkpoint.manifest import MODEL, OPTIMIZER, Chunk, DamagedCheckpoint, Manifest
+from rotorch.train.checkpoint.manifest import MODEL, OPTIMIZER, DamagedCheckpoint, Manifest, StoredChunk
 from rotorch.train.checkpoint.storage import DTYPES
 from rotorch.train.checkpoint.store import Place
 
@@ -23,7 +23,7 @@ class StoredValues:
         """Will look at the tensors `names`; those of whole numbers have nothing to be found."""
         self._path = path
         self._first: tuple[str, str] | None = None
-        self._by_file: dict[str, list[tuple[Chunk, str, torch.dtype]]] = {}
+        self._by_file: dict[str, list[tuple[StoredChunk, str, torch.dtype]]] = {}
         for name in names:
             dtype = DTYPES[manifest.tensors[name].dtype]
             for chunk in manifest.tensors[name].chunks if dtype.is_floating_point else ():
@@ -59,7 +59,7 @@ class StoredValues:
             raise DamagedCheckpoint(f"checkpoint: {self._path / file}: {what}: a run does not go on from such values")
 
 
-def _shown(name: str, chunk: Chunk, place: int) -> str:
+def _shown(name: str, chunk: StoredChunk, place: int) -> str:
     """An element as a person knows it: of which weight, and where in it."""
     index = []
     for size in reversed(chunk.sizes):

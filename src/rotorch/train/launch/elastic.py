@@ -50,10 +50,10 @@ from rotorch.core.first_failure import Evidence, evidence_of
 from rotorch.process.environment import environment
 from rotorch.process.forking import forking
 from rotorch.process.parent_death import die_with
-from rotorch.train.launch.exit_status import Watch, death_of, explain
+from rotorch.train.launch.exit_status import RankMonitor, exit_of, explain
 from rotorch.train.launch.failure_report import REPORT, answer_with_stack
-from rotorch.train.launch.status import FailureKind, Phase, StatusBoard
-from rotorch.train.launch.watchdog import BACKSTOP_S, OwnWatch, keep_record
+from rotorch.train.launch.status import FailureKind, RankPhase, StatusBoard
+from rotorch.train.launch.watchdog import BACKSTOP_S, RankWatchdog, keep_record
 
 Work = Callable[[StatusBoard], bool]
 """What a rank does, given the board on which it notes what it is doing; whether it came to its end, or was stopped."""
@@ -95,7 +95,7 @@ def launch(
         ConfigError: if a rank found the input to be wrong.
         KeyboardInterrupt: after a second Ctrl-C.
     """
-    watch = Watch(StatusBoard(num_ranks), timeout_s=timeout_s)
+    watch = RankMonitor(StatusBoard(num_ranks), timeout_s=timeout_s)
     torch.set_num_threads(1)
     with (
         _quiet_elastic(),
@@ -116,12 +116,12 @@ def launch(
         except RankFailure as failure:
             raise _as_asked(failure, watch) from None
         if result.is_failed():
-            deaths = {rank: death_of(failure.exitcode) for rank, failure in result.failures.items()}
-            raise _as_asked(explain(watch.board.all(), deaths=deaths), watch)
+            exits = {rank: exit_of(failure.exitcode) for rank, failure in result.failures.items()}
+            raise _as_asked(explain(watch.board.all(), exits=exits), watch)
         return watch.board.stop_signal if watch.board.stopped_early else 0
 
 
-def _as_asked(failure: RotorchError, watch: Watch) -> RotorchError:
+def _as_asked(failure: RotorchError, watch: RankMonitor) -> RotorchError:
     """A failure after somebody asked the run to stop is not what ends it, and nobody wants it started again."""
     is_last = isinstance(failure, RankFailure) and watch.board.stop_requested
     return FinalFailure(str(failure)) if is_last else failure
@@ -130,7 +130,7 @@ def _as_asked(failure: RotorchError, watch: Watch) -> RotorchError:
 class _Agent(LocalElasticAgent):
     """torch's elastic agent for one machine, which looks how its ranks end before it reaps them."""
 
-    def __init__(self, *args: Any, watch: Watch, shared_memory: Path | None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, watch: RankMonitor, shared_memory: Path | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._watch = watch
         self._shared_memory = shared_memory
@@ -149,7 +149,7 @@ class _Agent(LocalElasticAgent):
 
 
 def _run_agent(
-    watch: Watch, arguments: tuple[Any, ...], *, num_ranks: int, directory: str, shared_memory: Path | None
+    watch: RankMonitor, arguments: tuple[Any, ...], *, num_ranks: int, directory: str, shared_memory: Path | None
 ) -> RunResult:
     """Starts the ranks and returns when they are done; raises what `watch` says when one failed."""
     rendezvous = get_rendezvous_handler(
@@ -203,7 +203,7 @@ def run_as_rank(work: Work, *, traceback_dir: Path | None = None, timeout_s: flo
             signal.signal(number, lambda received, _: board.request_stop(signal_number=received))
     _use_threads()
     try:
-        with OwnWatch(board, rank=rank, timeout_s=timeout_s, directory=traceback_dir):
+        with RankWatchdog(board, rank=rank, timeout_s=timeout_s, directory=traceback_dir):
             came_to_its_end = work(board)
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -249,7 +249,7 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
     keep_record(board, directory=Path(group.file).parent)
     _use_threads()
     try:
-        board.doing(Phase.JOINING)
+        board.doing(RankPhase.JOINING)
         group.join(rank)
         if not work(board):
             board.note_stopped()
@@ -260,7 +260,7 @@ def _rank_main(work: Work, board: StatusBoard, group: _Group, launcher_pid: int,
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # at once: to take down a process group whose other ranks are waiting can take minutes
-    board.doing(Phase.DONE)
+    board.doing(RankPhase.DONE)
     sys.stdout.flush()
 
 
@@ -302,7 +302,7 @@ def _leave_traceback(directory: Path | None, *, rank: int) -> str:
 
 
 @contextlib.contextmanager
-def _forward_stop(watch: Watch) -> Iterator[None]:
+def _forward_stop(watch: RankMonitor) -> Iterator[None]:
     """Turns what asks a run to stop into the stop flag, a second Ctrl-C into an end at once."""
     own_pid = os.getpid()
 

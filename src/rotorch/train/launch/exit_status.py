@@ -14,8 +14,8 @@ from pathlib import Path
 from rotorch.core.errors import ConfigError, FinalFailure, RankFailure, RotorchError
 from rotorch.core.first_failure import is_ending
 from rotorch.train.launch.failure_report import process_state, take_records, take_stacks, write_report
-from rotorch.train.launch.status import FailureKind, Phase, RankStatus, StatusBoard
-from rotorch.train.launch.watchdog import Progress, explain_hang
+from rotorch.train.launch.status import FailureKind, RankPhase, RankStatus, StatusBoard
+from rotorch.train.launch.watchdog import StallClock, explain_hang
 
 _LOOK_EVERY_S = 0.02
 _GRACE_S = 1.0
@@ -25,7 +25,7 @@ _LONGEST_POST_MORTEM_S = 600.0
 
 
 @dataclass(frozen=True)
-class Death:
+class ProcessExit:
     """End of a rank's process: by signal `signal_number`, or with `exit_code`; None if nobody knows."""
 
     exit_code: int | None = 0
@@ -44,18 +44,18 @@ class Death:
         return f"was killed by {name}{why}"
 
 
-def death_of(exit_code: int) -> Death:
-    """The death that Python's `exitcode` of a process tells of: -9 is SIGKILL."""
-    return Death(signal_number=-exit_code) if exit_code < 0 else Death(exit_code=exit_code)
+def exit_of(exit_code: int) -> ProcessExit:
+    """The end that Python's `exitcode` of a process tells of: -9 is SIGKILL."""
+    return ProcessExit(signal_number=-exit_code) if exit_code < 0 else ProcessExit(exit_code=exit_code)
 
 
-class Watch:
+class RankMonitor:
     """Looks how ranks are, and ends the others when one of them failed.
 
     Attributes:
         board: on which ranks note what they are doing.
         pids: the ranks' processes, by rank; empty before they are started.
-        deaths: ends of ranks that failed by themselves, in the order in which they were noticed.
+        exits: ends of ranks that failed by themselves, in the order in which they were noticed.
         stacks: the directory in which ranks answer where they are (see failure_report.py).
         report: file for a page about a failure; not written if its directory is not there.
         timeout_s: when no rank has got on for so long, the job has failed.
@@ -71,11 +71,11 @@ class Watch:
     ) -> None:
         self.board = board
         self.timeout_s = timeout_s
-        self._progress = Progress(board)
+        self._progress = StallClock(board)
         self.stacks = stacks
         self.report = report
         self.pids: dict[int, int] = {}
-        self.deaths: dict[int, Death] = {}
+        self.exits: dict[int, ProcessExit] = {}
         self._ended: set[int] = set()
 
     def look(self, pids: Mapping[int, int]) -> None:
@@ -96,7 +96,7 @@ class Watch:
                 break
             time.sleep(_LOOK_EVERY_S)
             self._note()
-        error = explain(self.board.all(), deaths=self.deaths)
+        error = explain(self.board.all(), exits=self.exits)
         if not isinstance(error, ConfigError):
             error = self._report(error)
         self.kill()
@@ -104,7 +104,7 @@ class Watch:
 
     def _only_heard(self) -> bool:
         """True if each rank that failed reports another rank's failure."""
-        return all(self.board.read(rank).failure is FailureKind.HEARD for rank in self.deaths)
+        return all(self.board.read(rank).failure is FailureKind.HEARD for rank in self.exits)
 
     def _are_ending(self) -> bool:
         """True while a rank is exiting and its exit status is not known yet ([Note: the cause])."""
@@ -150,32 +150,34 @@ class Watch:
     def _note(self) -> bool:
         """Notes who ended since; returns whether anyone failed."""
         for rank, pid in self.pids.items():
-            death = None if rank in self._ended else _death(pid)
-            if death is None:
+            end = None if rank in self._ended else _exit_status_of(pid)
+            if end is None:
                 continue
             self._ended.add(rank)
-            is_done = self.board.read(rank).phase is Phase.DONE
-            if not is_done or death not in (Death(), Death(exit_code=None)):
-                self.deaths[rank] = death
-        return bool(self.deaths)
+            is_done = self.board.read(rank).phase is RankPhase.DONE
+            if not is_done or end not in (ProcessExit(), ProcessExit(exit_code=None)):
+                self.exits[rank] = end
+        return bool(self.exits)
 
 
-def _death(pid: int) -> Death | None:
+def _exit_status_of(pid: int) -> ProcessExit | None:
     """Returns the end of a child's process, None while it lives. Does not reap it."""
     if not hasattr(os, "waitid"):  # macOS: then the elastic launcher has to notice, which takes longer
         return None
     try:
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # reaped: Python does that to a process that ends while another one is started
-        return Death(exit_code=None)
+        return ProcessExit(exit_code=None)
     if ended is None:
         return None
-    return Death(exit_code=ended.si_status) if ended.si_code == os.CLD_EXITED else Death(signal_number=ended.si_status)
+    if ended.si_code == os.CLD_EXITED:
+        return ProcessExit(exit_code=ended.si_status)
+    return ProcessExit(signal_number=ended.si_status)
 
 
-def explain(statuses: list[RankStatus], *, deaths: Mapping[int, Death]) -> RotorchError:
+def explain(statuses: list[RankStatus], *, exits: Mapping[int, ProcessExit]) -> RotorchError:
     """Says which rank failed first: one that vanished, since others then missed it; else the earliest exception."""
-    vanished = [statuses[rank] for rank in deaths if statuses[rank].failure is FailureKind.NONE]
+    vanished = [statuses[rank] for rank in exits if statuses[rank].failure is FailureKind.NONE]
     raised = [s for s in statuses if s.failure is not FailureKind.NONE]
     raised.sort(key=lambda s: (s.failure is FailureKind.HEARD, s.failed_at_s))  # who only heard of it may be earlier
     wrong_input = next((s for s in raised if s.failure is FailureKind.INPUT), None)
@@ -184,7 +186,7 @@ def explain(statuses: list[RankStatus], *, deaths: Mapping[int, Death]) -> Rotor
     kind = RankFailure
     if vanished:
         first = vanished[0]
-        what = f"rank {first.rank} {deaths[first.rank]} {first.when}"
+        what = f"rank {first.rank} {exits[first.rank]} {first.when}"
     elif raised:
         first = raised[0]
         what = f"rank {first.rank} failed {first.when}: {first.message}"

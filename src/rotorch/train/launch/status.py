@@ -26,7 +26,7 @@ _NAMES_BYTES = 1 << 18  # pages that nobody writes take no memory
 _STOP, _RECORD, _STOPPED = 0, 1, 2
 
 
-class Phase(IntEnum):
+class RankPhase(IntEnum):
     """Activity of a rank; its text completes "failed while ..."."""
 
     STARTING = 0
@@ -50,27 +50,27 @@ class Phase(IntEnum):
 
 
 _TEXTS = {
-    Phase.STARTING: "starting",
-    Phase.JOINING: "joining the other ranks",
-    Phase.BUILDING: "building the model",
-    Phase.LOADING: "loading weights or a checkpoint",
-    Phase.READING: "reading data",
-    Phase.FORWARD_BACKWARD: "computing forward and backward",
-    Phase.CLIPPING: "summing the gradient norm over ranks",
-    Phase.OPTIMIZER: "updating the weights",
-    Phase.EVALUATING: "evaluating held-out text",
-    Phase.SAVING: "writing a checkpoint",
-    Phase.SAMPLING: "writing the sample",
-    Phase.REPORTING: "reporting",
-    Phase.DONE: "leaving",
-    Phase.EXAMINING: "examining its numbers",
+    RankPhase.STARTING: "starting",
+    RankPhase.JOINING: "joining the other ranks",
+    RankPhase.BUILDING: "building the model",
+    RankPhase.LOADING: "loading weights or a checkpoint",
+    RankPhase.READING: "reading data",
+    RankPhase.FORWARD_BACKWARD: "computing forward and backward",
+    RankPhase.CLIPPING: "summing the gradient norm over ranks",
+    RankPhase.OPTIMIZER: "updating the weights",
+    RankPhase.EVALUATING: "evaluating held-out text",
+    RankPhase.SAVING: "writing a checkpoint",
+    RankPhase.SAMPLING: "writing the sample",
+    RankPhase.REPORTING: "reporting",
+    RankPhase.DONE: "leaving",
+    RankPhase.EXAMINING: "examining its numbers",
 }
 
 
-_PASSES = {Phase.FORWARD_BACKWARD, Phase.EVALUATING, Phase.SAMPLING, Phase.EXAMINING}
+_PASSES = {RankPhase.FORWARD_BACKWARD, RankPhase.EVALUATING, RankPhase.SAMPLING, RankPhase.EXAMINING}
 """In which a place says something; after them it is what was left there."""
-_COMPILES_ONCE = {Phase.FORWARD_BACKWARD, Phase.EVALUATING}
-_COMPILES_AGAIN = {Phase.SAMPLING, Phase.EXAMINING}  # other lengths, and hooks
+_COMPILES_ONCE = {RankPhase.FORWARD_BACKWARD, RankPhase.EVALUATING}
+_COMPILES_AGAIN = {RankPhase.SAMPLING, RankPhase.EXAMINING}  # other lengths, and hooks
 
 
 class FailureKind(IntEnum):
@@ -103,7 +103,7 @@ class RankStatus:
     rank: int
     pid: int
     step: int
-    phase: Phase
+    phase: RankPhase
     failure: FailureKind
     failed_at_s: float
     since_s: float
@@ -126,7 +126,7 @@ class StatusBoard:
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
         self.own_rank = 0
-        self._to_compile: set[Phase] = set()
+        self._to_compile: set[RankPhase] = set()
         self._memory = mmap.mmap(-1, _HEADER_BYTES + num_ranks * (_SLOT_BYTES + _NAMES_BYTES))
 
     def enter(self, rank: int, *, pid: int) -> None:
@@ -134,7 +134,7 @@ class StatusBoard:
         self.own_rank = rank
         self._write(pid=pid)
 
-    def doing(self, phase: Phase, *, step: int | None = None) -> None:
+    def doing(self, phase: RankPhase, *, step: int | None = None) -> None:
         """Called by a rank whenever it begins something else."""
         changes = {"phase": phase, "since_s": time.time(), "compiles": phase in self._to_compile}
         if phase in _COMPILES_ONCE:
@@ -174,7 +174,7 @@ class StatusBoard:
             rank,
             pid,
             step,
-            Phase(phase),
+            RankPhase(phase),
             FailureKind(failure),
             failed_at_s,
             since_s,

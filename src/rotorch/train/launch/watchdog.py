@@ -34,20 +34,20 @@ from typing import Any
 from rotorch._torch_private import flight_record
 from rotorch.core.errors import RankFailure
 from rotorch.train.launch.failure_report import REPORT, RUNNING, describe_rank, process_state, record_file
-from rotorch.train.launch.status import Phase, RankStatus, StatusBoard
+from rotorch.train.launch.status import RankPhase, RankStatus, StatusBoard
 
 BACKSTOP_S = 20.0
 """How much later than the watchdog a rank gives up by itself."""
 
 _MOVING = {
-    Phase.READING,
-    Phase.FORWARD_BACKWARD,
-    Phase.CLIPPING,
-    Phase.OPTIMIZER,
-    Phase.EVALUATING,
-    Phase.EXAMINING,
-    Phase.SAMPLING,
-    Phase.REPORTING,
+    RankPhase.READING,
+    RankPhase.FORWARD_BACKWARD,
+    RankPhase.CLIPPING,
+    RankPhase.OPTIMIZER,
+    RankPhase.EVALUATING,
+    RankPhase.EXAMINING,
+    RankPhase.SAMPLING,
+    RankPhase.REPORTING,
 }
 """See [Note: what may take long]."""
 _LONGEST_LOOK_S = 1.0  # between two looks no more passes than that: the machine itself was asleep
@@ -56,7 +56,7 @@ _MOST_ENTRIES = 8
 _RANK_FAILED = 3
 
 
-class Progress:
+class StallClock:
     """Time for which each rank of a board has made no progress.
 
     Attributes:
@@ -152,7 +152,7 @@ def format_record(record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-class OwnWatch:
+class RankWatchdog:
     """Ends this process with exit code 3 when its rank makes no progress for `timeout_s`, within the block.
 
     Args:
@@ -166,7 +166,7 @@ class OwnWatch:
         self._board, self._rank, self._timeout_s, self._directory = board, rank, timeout_s, directory
         self._over = threading.Event()
 
-    def __enter__(self) -> OwnWatch:
+    def __enter__(self) -> RankWatchdog:
         if math.isfinite(self._timeout_s):
             threading.Thread(target=self._look, name="rotorch-watchdog", daemon=True).start()
         return self
@@ -175,7 +175,7 @@ class OwnWatch:
         self._over.set()
 
     def _look(self) -> None:
-        progress = Progress(self._board)
+        progress = StallClock(self._board)
         while not self._over.wait(_LOOK_EVERY_S):
             (still_s,) = progress.look().values()
             status = self._board.read(self._board.own_rank)
