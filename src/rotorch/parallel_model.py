@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_shared_reduces
 from rotorch.comm.one_error import one_error
-from rotorch.comm.roll_call import Doing, RollCall
+from rotorch.comm.roll_call import ModelCall, RollCall
 from rotorch.comm.status_word import Operation, StatusWord, at
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
@@ -28,12 +28,12 @@ from rotorch.core.strategy import Strategy
 from rotorch.hold.holding import Holding
 from rotorch.mesh import place_along
 from rotorch.models.blocks import mark_blocks
+from rotorch.models.checks import refuse_float16
 from rotorch.models.hf import head_weights
 from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.modes import evaluating
 from rotorch.models.pretrained import open_pretrained
-from rotorch.models.traps import refuse_float16
 from rotorch.ops.deferred_logits import real_for_hooks
 from rotorch.ops.outputs import detached, last_logits, real_outputs
 from rotorch.process.host_memory import make_room
@@ -256,7 +256,7 @@ class ParallelModel:
         trained = {held.local.dtype for held in self.weights.values() if held.parameter.requires_grad}
         refuse_float16({*trained, self._autocast_dtype})
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
-        doing = Doing.STEP_MORE if accumulate else Doing.STEP
+        doing = ModelCall.STEP_MORE if accumulate else ModelCall.STEP
         num_targets = self._meet_with(micro_batches, doing=doing, loss=loss)
         holding, beside = self._holding, list[Any]()
         self.written_buffers.start()
@@ -281,7 +281,7 @@ class ParallelModel:
         Every rank gives equally many.
         """
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
-        num_targets = self._meet_with(micro_batches, doing=Doing.EVALUATION)
+        num_targets = self._meet_with(micro_batches, doing=ModelCall.EVALUATION)
         loss = self._loss_over(1)
         with evaluating(self.module), self.unsharded() as callee:
             self._holding.start()
@@ -296,7 +296,7 @@ class ParallelModel:
         Args:
             batch: arguments of the module's forward, by name; without labels no loss is computed.
         """
-        self.meet(Doing.PREDICTION)  # weights are as the optimizer left them
+        self.meet(ModelCall.PREDICTION)  # weights are as the optimizer left them
         with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
             self._holding.start()
             (output,) = self._holding.forward(callee, [batch], real_outputs)
@@ -310,7 +310,7 @@ class ParallelModel:
         All ranks give the same input.
         """
         self._status.passes += 1
-        self.meet(Doing.NEXT_TOKEN)  # weights are as the optimizer left them
+        self.meet(ModelCall.NEXT_TOKEN)  # weights are as the optimizer left them
         with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
             self._holding.start()
             (logits,) = self._holding.forward(callee, [{"input_ids": input_ids}], last_logits)
@@ -322,7 +322,7 @@ class ParallelModel:
 
         Memory that slices share is free once nothing refers to the weights and gradients in it.
         """
-        self._roll_call.meet(Doing.CLOSE)
+        self._roll_call.meet(ModelCall.CLOSE)
         self._holding.close()
         close_shared_reduces(self.mesh)
 
@@ -371,7 +371,7 @@ class ParallelModel:
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
 
-    def meet(self, doing: Doing, *, num_micro_batches: int = 0, num_targets: int = 0) -> int:
+    def meet(self, doing: ModelCall, *, num_micro_batches: int = 0, num_targets: int = 0) -> int:
         """Waits for all ranks; returns the number of targets of all. Weights may be written afterwards.
 
         Raises:
@@ -383,7 +383,7 @@ class ParallelModel:
             doing,
             num_micro_batches=num_micro_batches,
             num_targets=num_targets,
-            num_left=int(doing is Doing.STEP and self._gradients_are_left()),
+            num_left=int(doing is ModelCall.STEP and self._gradients_are_left()),
         )
         if num_left:
             raise ConfigError(
@@ -408,7 +408,7 @@ class ParallelModel:
         gradients = (h.local_grad for h in self.weights.values() if h.parameter.grad is not None)
         return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
-    def _meet_with(self, micro_batches: Sequence[Batch], *, doing: Doing, loss: LossFn | None = None) -> int:
+    def _meet_with(self, micro_batches: Sequence[Batch], *, doing: ModelCall, loss: LossFn | None = None) -> int:
         """Returns the number of targets of all ranks' micro-batches, of which each has equally many."""
         self._status.now = at(Operation.COUNT_TARGETS)
         count = getattr(self._loss if loss is None else loss, "count_targets", count_targets)

@@ -17,11 +17,11 @@ from rotorch.drop_in.module import make_parallel
 from rotorch.hold.holding import Holding
 from rotorch.hold.setup import Setup
 from rotorch.mesh import compare_over_ranks, flat_position, join_process_group, make_mesh, pick_device
+from rotorch.models.checks import make_stateless, refuse_layerdrop, refuse_wrapped
 from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
 from rotorch.models.losses import LossFn, loss_of
-from rotorch.models.traps import make_stateless, refuse_layerdrop, refuse_wrapped
 from rotorch.parallel_model import ParallelModel
 from rotorch.process.forking import start_autograd
 from rotorch.process.gloo_threads import let_computing_go_first

@@ -15,28 +15,28 @@ from rotorch._torch_private import functional_collectives
 from rotorch.bench.contender import make_contender
 from rotorch.bench.trace import SHARES, RankTrace, shares, together, trace_steps
 from rotorch.bench.trace_files import LANES, RowTrace, file_stem, summary, write_traces
-from rotorch.comm.observe import Doing, Observer, Span
+from rotorch.comm.observe import Activity, Observer, Span
 from rotorch.pipelining.actions import COMPUTE
 from rotorch.testing.ranks import run_ranks
 
 # Two steps of two ranks, in seconds: everything that a share is made of, some of it over one another.
 ONE = RankTrace(
     [
-        Span(Doing.FORWARD, "forward", 0.1, 0.4),
-        Span(Doing.SLICE, "mlp", 0.2, 0.3),
-        Span(Doing.FETCH, "8 B from 1", 0.1, 0.3),
-        Span(Doing.FETCH, "8 B from 1", 0.2, 0.45),
-        Span(Doing.BACKWARD, "backward", 0.4, 0.8),
-        Span(Doing.VISIT, "mlp slice 0 backward", 0.4, 0.6),
-        Span(Doing.GRADIENT, "mlp slice 0", 0.5, 0.6),
-        Span(Doing.COLLECTIVE, "collective", 0.55, 0.7),
-        Span(Doing.HOP, "8 B from 1", 0.5, 0.6),
-        Span(Doing.OPTIMIZER, "optimizer", 0.8, 0.9),
-        Span(Doing.FORWARD, "forward", 1.0, 2.0),
+        Span(Activity.FORWARD, "forward", 0.1, 0.4),
+        Span(Activity.SLICE, "mlp", 0.2, 0.3),
+        Span(Activity.FETCH, "8 B from 1", 0.1, 0.3),
+        Span(Activity.FETCH, "8 B from 1", 0.2, 0.45),
+        Span(Activity.BACKWARD, "backward", 0.4, 0.8),
+        Span(Activity.VISIT, "mlp slice 0 backward", 0.4, 0.6),
+        Span(Activity.GRADIENT, "mlp slice 0", 0.5, 0.6),
+        Span(Activity.COLLECTIVE, "collective", 0.55, 0.7),
+        Span(Activity.HOP, "8 B from 1", 0.5, 0.6),
+        Span(Activity.OPTIMIZER, "optimizer", 0.8, 0.9),
+        Span(Activity.FORWARD, "forward", 1.0, 2.0),
     ],
     [(0.0, 0.9), (1.0, 2.0)],
 )
-OTHER = RankTrace([Span(Doing.FORWARD, "forward", 0.0, 1.0)], [(0.05, 1.0), (1.1, 1.9)])
+OTHER = RankTrace([Span(Activity.FORWARD, "forward", 0.0, 1.0)], [(0.05, 1.0), (1.1, 1.9)])
 ROW = RowTrace("rtp=2[transport=send_receive]", [ONE, OTHER])
 
 
@@ -55,10 +55,10 @@ def test_shares_add_up_and_waiting_comes_before_computing():
 def test_a_waiting_inside_of_another_is_part_of_it():
     observer = Observer()
     waited = observer.wait(
-        Doing.SLICE, "outer", lambda: observer.wait(Doing.COLLECTIVE, "inner", lambda: time.sleep(0.01) or 3)
+        Activity.SLICE, "outer", lambda: observer.wait(Activity.COLLECTIVE, "inner", lambda: time.sleep(0.01) or 3)
     )
     assert waited == 3
-    assert [(span.doing, span.name) for span in observer.spans] == [(Doing.SLICE, "outer")]
+    assert [(span.doing, span.name) for span in observer.spans] == [(Activity.SLICE, "outer")]
     assert observer.waiting is None
 
 
@@ -128,15 +128,15 @@ def test_every_row_has_its_phases(task, row):
     num_ranks = 1 if row == "single" else 2
     traces = run_ranks(_traced, replace(task, num_ranks=num_ranks), row, 0.0, num_ranks=num_ranks)
     for trace, found in zip(traces, RowTrace(row, traces).shares_by_rank, strict=True):
-        assert [len(of(trace, d)) for d in (Doing.FORWARD, Doing.BACKWARD, Doing.OPTIMIZER)] == [2, 2, 2]
-        blocks = [span.name for span in of(trace, Doing.BLOCK)]
+        assert [len(of(trace, d)) for d in (Activity.FORWARD, Activity.BACKWARD, Activity.OPTIMIZER)] == [2, 2, 2]
+        blocks = [span.name for span in of(trace, Activity.BLOCK)]
         assert blocks == ["model.layers.0 forward", "model.layers.1 forward"] * 2
         for (start, end), step in zip(trace.steps, together(traces), strict=True):
             assert step[0] <= start < end <= step[1]
         assert all(span.start_s <= span.end_s for span in trace.spans)
         assert 0.0 < found["compute"] < 1.0 and sum(found.values()) == pytest.approx(1.0)
-        assert bool(of(trace, Doing.COLLECTIVE)) == (num_ranks > 1)
-        assert "rtp" in row or not of(trace, Doing.SLICE)
+        assert bool(of(trace, Activity.COLLECTIVE)) == (num_ranks > 1)
+        assert "rtp" in row or not of(trace, Activity.SLICE)
 
 
 def test_a_pipeline_is_drawn_as_its_schedule(task, tmp_path):
@@ -146,7 +146,7 @@ def test_a_pipeline_is_drawn_as_its_schedule(task, tmp_path):
     assert first == ["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"] * 2
     for trace in traces:
         assert all(before.end_s <= after.start_s for before, after in pairwise(trace.actions))
-        assert len(of(trace, Doing.BACKWARD)) == 2 * 4 and len(of(trace, Doing.FORWARD)) == 2 * 2
+        assert len(of(trace, Activity.BACKWARD)) == 2 * 4 and len(of(trace, Activity.FORWARD)) == 2 * 2
     files = write_traces(RowTrace(row, traces), directory=tmp_path)
     page = Path(files["schedule"]).read_text()
     assert "Plotly.newPlot" in page and 'src="http' not in page
@@ -156,7 +156,7 @@ def test_a_pipeline_is_drawn_as_its_schedule(task, tmp_path):
 def test_a_ring_tells_every_visit_and_message(task):
     row = "rtp=2[transport=send_receive,recompute=slice]"
     for rank, trace in enumerate(run_ranks(_traced, task, row, 0.0, num_ranks=2)):
-        visits = [span.name for span in of(trace, Doing.VISIT)]
+        visits = [span.name for span in of(trace, Activity.VISIT)]
         mlp = f"model.layers.1.mlp slice {rank} "
         assert visits.count(mlp + "forward") == visits.count(mlp + "backward") == 2  # one in each step
         units = {name.rpartition(" slice ")[0] for name in visits}
@@ -164,17 +164,17 @@ def test_a_ring_tells_every_visit_and_message(task):
         assert units == {"model.embed_tokens.weight", "lm_head.weight", *modules}
         assert len(visits) == 2 * 2 * 2 * len(units)  # steps x directions x slices
         # Each visit of another's slice is a message, but for the embedding's backward, which needs no weights.
-        assert len(of(trace, Doing.FETCH)) == 2 * (2 * len(units) - 1)
-        assert len(of(trace, Doing.HOP)) == 2 * len(units)
+        assert len(of(trace, Activity.FETCH)) == 2 * (2 * len(units) - 1)
+        assert len(of(trace, Activity.HOP)) == 2 * len(units)
 
 
 @pytest.mark.parametrize(
     ("row", "waits_for"),
     [
-        ("rtp=2[transport=send_receive]", Doing.SLICE),
-        ("rtp=2[transport=shared_memory]", Doing.GRADIENT),
-        ("ddp=2", Doing.COLLECTIVE),
-        ("fsdp=2", Doing.COLLECTIVE),
+        ("rtp=2[transport=send_receive]", Activity.SLICE),
+        ("rtp=2[transport=shared_memory]", Activity.GRADIENT),
+        ("ddp=2", Activity.COLLECTIVE),
+        ("fsdp=2", Activity.COLLECTIVE),
     ],
 )
 def test_who_waits_for_a_late_rank_is_seen(task, row, waits_for):

@@ -17,7 +17,7 @@ from rotorch import parallelize
 from rotorch.comm import shared_memory_reduce
 from rotorch.comm.collectives import all_reduce_max, all_reduce_sum, all_reduce_sum_later, barrier, open_shared_reduces
 from rotorch.comm.meter import Meter
-from rotorch.comm.observe import Doing, Observer, observe_waits
+from rotorch.comm.observe import Activity, Observer, observe_waits
 from rotorch.comm.shared_memory_reduce import SharedMemoryReduce, shared_reduce_of
 from rotorch.core.errors import RankFailure
 from rotorch.core.traffic import Kind
@@ -248,5 +248,5 @@ def observed_sums():
 
 def test_pictures_show_who_waits_for_a_sum():
     early, _ = run_ranks(observed_sums, num_ranks=2)
-    assert early[0] == (Doing.COLLECTIVE, "sum", True)
+    assert early[0] == (Activity.COLLECTIVE, "sum", True)
     assert [name for _, name, _ in early[1:]] in ([], ["maximum"])  # too short to be seen, perhaps

@@ -180,10 +180,19 @@ def choose_without_ranks(transport):
 
 
 SEATS = {
-    "": [peer_memory._Seat("a", 0, "x", ""), peer_memory._Seat("a", 1, "y", "")],
-    "the ranks are on several hosts": [peer_memory._Seat("a", 0, "x", ""), peer_memory._Seat("b", 0, "y", "")],
-    "each rank sees its own GPU only": [peer_memory._Seat("a", 0, "x", ""), peer_memory._Seat("a", 0, "y", "")],
-    "ranks share a GPU; TORCH_SYMM_MEM_ALLOW": [peer_memory._Seat("a", 0, "x", ""), peer_memory._Seat("a", 0, "x", "")],
+    "": [peer_memory._RankDevice("a", 0, "x", ""), peer_memory._RankDevice("a", 1, "y", "")],
+    "the ranks are on several hosts": [
+        peer_memory._RankDevice("a", 0, "x", ""),
+        peer_memory._RankDevice("b", 0, "y", ""),
+    ],
+    "each rank sees its own GPU only": [
+        peer_memory._RankDevice("a", 0, "x", ""),
+        peer_memory._RankDevice("a", 0, "y", ""),
+    ],
+    "ranks share a GPU; TORCH_SYMM_MEM_ALLOW": [
+        peer_memory._RankDevice("a", 0, "x", ""),
+        peer_memory._RankDevice("a", 0, "x", ""),
+    ],
 }
 
 

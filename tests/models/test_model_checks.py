@@ -1,4 +1,4 @@
-"""What models remember from one forward to the next, and other ways in which a forward is more than a function."""
+"""State that models keep between forwards, and other ways in which a forward is more than a function."""
 
 import dataclasses
 import importlib

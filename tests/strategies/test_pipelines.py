@@ -18,7 +18,7 @@ from rotorch.core.traffic import Kind
 from rotorch.hold.pipeline_step import PipelineStep
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
-from rotorch.ops.later_gradients import LaterGradients
+from rotorch.ops.deferred_weight_gradients import DeferredWeightGradients
 from rotorch.planner.prediction import predict
 from rotorch.shard.materialize import take_recipes
 from rotorch.shard.storages import owned_bytes
@@ -357,12 +357,12 @@ def test_gradients_put_off_are_those_of_autograd():
     expected = [p.grad for p in module.parameters()] + [x.grad for x in xs]
     for tensor in (*module.parameters(), *xs):
         tensor.grad = None
-    later = LaterGradients(module)
+    deferred = DeferredWeightGradients(module)
     for number, x in enumerate(xs):
-        with later.put_off(0, number):
+        with deferred.put_off(0, number):
             module(x).square().sum().backward()
         assert module[0].weight.grad is None and module[2].weight.grad is not None
     for number in range(2):
-        later.compute(0, number)
+        deferred.compute(0, number)
     for found, wanted in zip([*module.parameters(), *xs], expected, strict=True):
         torch.testing.assert_close(found.grad, wanted)

@@ -27,7 +27,7 @@ SHARED = "rtp=3[transport=shared_memory]"
 LAYOUTS = (IN_PLACE, MESSAGES, SHARED)
 
 
-class Planted(Exception):
+class PlantedFault(Exception):
     """Raised in the middle of a step, on purpose."""
 
 
@@ -49,12 +49,12 @@ def plant(module, *, in_backward):
     """Makes a module raise when its output is there, or in the backward of it. Returns what to remove."""
 
     def fail(*_):
-        raise Planted
+        raise PlantedFault
 
     def hook(_module, _args, output):
         first = output[0] if isinstance(output, tuple) else output
         if not in_backward:
-            raise Planted
+            raise PlantedFault
         first.register_hook(fail)
 
     hook.sees_slices = True
@@ -82,10 +82,10 @@ def in_the_optimizer(path, layout, updated):
     loss = float(model.forward_backward(rows()))
 
     def fail(*_):
-        raise Planted
+        raise PlantedFault
 
     handle = (optimizer.register_step_post_hook if updated else optimizer.register_step_pre_hook)(fail)
-    with pytest.raises(Planted):
+    with pytest.raises(PlantedFault):
         optimizer.step()
     handle.remove()
     changed = [name for name, held in model.weights.items() if not torch.equal(held.local, before[name])]
@@ -145,7 +145,7 @@ def goes_on_as_if_undisturbed(model, twin):
 def test_if_one_rank_raises_alone_the_others_get_a_rank_failure(tiny, layout, in_backward):
     found = run_ranks(one_rank, tiny("llama"), layout, in_backward, num_ranks=3, timeout_s=60)
     others = "HeardFailure" if "shared_memory" in layout else "RankFailure"  # there the one that leaves says so
-    assert [met for met, *_ in found] == [others, "Planted", others]
+    assert [met for met, *_ in found] == [others, "PlantedFault", others]
     for _, notes, home, refused in found:
         if layout == IN_PLACE:  # slices were on their way: said at once, and the ring does not go on with them
             assert any("Restart from a checkpoint" in note for note in notes)
@@ -160,7 +160,7 @@ def in_vain(path):
     ring, left = model.holding.ring, []
     for _ in range(3):
         handle = plant(model.module.model.layers[1].mlp, in_backward=False) if dist.get_rank() == 1 else None
-        with pytest.raises((Planted, HeardFailure)):
+        with pytest.raises((PlantedFault, HeardFailure)):
             model.forward_backward(rows())
         if handle is not None:
             handle.remove()
@@ -184,7 +184,7 @@ def gradients_from_before(path, layout, in_backward):
     model.evaluate(rows())
     assert all(held.local_grad is not None for held in model.weights.values())
     handle = plant(model.module.model.layers[1].mlp.down_proj, in_backward=in_backward)
-    with pytest.raises((Planted, HeardFailure)) as raised:
+    with pytest.raises((PlantedFault, HeardFailure)) as raised:
         model.forward_backward(rows(), accumulate=True)
     handle.remove()
     assert any("are gone too: it was adding to them" in note for note in raised.value.__notes__)
@@ -215,7 +215,7 @@ def frozen_in_part(path, layout):
     before = {name: held.local_grad.clone() for name, held in model.weights.items() if held.local_grad is not None}
     assert len(before) == len(model.weights) - 1
     handle = plant(model.module.model.layers[1].mlp.down_proj, in_backward=False)
-    with pytest.raises((Planted, HeardFailure)) as raised:
+    with pytest.raises((PlantedFault, HeardFailure)) as raised:
         model.evaluate(rows())
     handle.remove()
     assert not getattr(raised.value, "__notes__", [])
@@ -236,7 +236,7 @@ def late_to_raise(path, layout):
     blocks = model.module.model.layers
     slow = blocks[0].register_forward_hook(lambda *_: time.sleep(0.5 if dist.get_rank() == 1 else 0.0))
     planted = plant(blocks[0].mlp.down_proj, in_backward=True)
-    with pytest.raises(Planted):
+    with pytest.raises(PlantedFault):
         model.forward_backward(rows())
     slow.remove()
     planted.remove()
@@ -264,7 +264,7 @@ def different_places(path):
 
 def test_ranks_that_leave_at_different_places_do_not_mix_slices(tiny):
     found = run_ranks(different_places, tiny("llama"), num_ranks=3, timeout_s=60)
-    assert [met for met, _ in found] == ["Planted", "RankFailure", "Planted"]
+    assert [met for met, _ in found] == ["PlantedFault", "RankFailure", "PlantedFault"]
     assert all(any("Restart from a checkpoint" in note for note in notes) for _, notes in found)
 
 
@@ -282,7 +282,7 @@ def evaluations(path):
     assert are_home()
     handle = plant(model.module.model.layers[1].mlp.down_proj, in_backward=False)
     for broken in (lambda: model.evaluate(rows()), lambda: model.next_token_logits(torch.arange(5).unsqueeze(0))):
-        with pytest.raises(Planted):
+        with pytest.raises(PlantedFault):
             broken()
         assert are_home()
     handle.remove()

@@ -23,17 +23,17 @@ import torch
 from torch import Tensor, nn
 
 from rotorch.bench.contender import Contender
-from rotorch.comm.observe import ActionSpan, Doing, Observer, Span, observe_waits
+from rotorch.comm.observe import ActionSpan, Activity, Observer, Span, observe_waits
 from rotorch.models.blocks import repeated_blocks
 
 COMPUTE, OTHER = "compute", "other"
 SHARES = (COMPUTE, "waiting for a slice", "waiting for a gradient", "collectives", "optimizer", OTHER)
 _PRIORITY = (
-    ("waiting for a slice", {Doing.SLICE}),
-    ("waiting for a gradient", {Doing.GRADIENT}),
-    ("collectives", {Doing.COLLECTIVE}),
-    ("optimizer", {Doing.OPTIMIZER}),
-    (COMPUTE, {Doing.FORWARD, Doing.BACKWARD}),
+    ("waiting for a slice", {Activity.SLICE}),
+    ("waiting for a gradient", {Activity.GRADIENT}),
+    ("collectives", {Activity.COLLECTIVE}),
+    ("optimizer", {Activity.OPTIMIZER}),
+    (COMPUTE, {Activity.FORWARD, Activity.BACKWARD}),
 )
 
 Interval = tuple[float, float]
@@ -63,7 +63,7 @@ def trace_steps(contender: Contender, *, steps: Sequence[int], meet: Callable[[]
             start_s = time.perf_counter()
             contender.forward_backward(step)
             _finish()
-            with observer.during(Doing.OPTIMIZER, "optimizer"):
+            with observer.during(Activity.OPTIMIZER, "optimizer"):
                 contender.update()
                 _finish()
             times.append((start_s, time.perf_counter()))
@@ -114,17 +114,17 @@ def _phases(module: nn.Module, observer: Observer) -> Iterator[None]:
     names = {id(child): name for name, child in module.named_modules()}
     gradients = _LastGradient()
     with ExitStack() as until_end:
-        until_end.enter_context(_forward_noted(module, observer, Doing.FORWARD, "forward"))
+        until_end.enter_context(_forward_noted(module, observer, Activity.FORWARD, "forward"))
         handle = module.register_forward_pre_hook(lambda *_: gradients.follow(module))
         until_end.callback(handle.remove)
         for block in repeated_blocks(module):
-            until_end.enter_context(_forward_noted(block, observer, Doing.BLOCK, f"{names[id(block)]} forward"))
+            until_end.enter_context(_forward_noted(block, observer, Activity.BLOCK, f"{names[id(block)]} forward"))
         until_end.enter_context(_backward_noted(observer, gradients))
         yield
 
 
 @contextmanager
-def _forward_noted(module: nn.Module, observer: Observer, doing: Doing, name: str) -> Iterator[None]:
+def _forward_noted(module: nn.Module, observer: Observer, doing: Activity, name: str) -> Iterator[None]:
     starts: list[float] = []
     before = module.register_forward_pre_hook(lambda *_: starts.append(time.perf_counter()), prepend=True)
 
@@ -145,12 +145,12 @@ def _backward_noted(observer: Observer, gradients: _LastGradient) -> Iterator[No
     original = Tensor.backward
 
     def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with observer.during(Doing.BACKWARD, "backward"):
+        with observer.during(Activity.BACKWARD, "backward"):
             try:
                 return original(tensor, *args, **kwargs)
             finally:
                 if gradients.complete and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-                    observer.note(Doing.COLLECTIVE, "sums of gradients", since_s=gradients.last_s)
+                    observer.note(Activity.COLLECTIVE, "sums of gradients", since_s=gradients.last_s)
                 gradients.forget()
 
     Tensor.backward = backward  # type: ignore[method-assign]

@@ -17,35 +17,35 @@ from typing import Any
 from rotorch.bench.action_looks import LOOKS, shade
 from rotorch.bench.gantt import Bar, add_bars, lay_out
 from rotorch.bench.trace import Interval, RankTrace, shares, together
-from rotorch.comm.observe import Doing, Span
+from rotorch.comm.observe import Activity, Span
 from rotorch.pipelining.actions import COMPUTE, MESSAGES, ActionKind
 
 DOES, FETCHES, HOPS = LANES = ("does", "slice under way", "gradient under way")
 
-_LANE_OF = {Doing.FETCH: FETCHES, Doing.HOP: HOPS}  # all else: DOES
+_LANE_OF = {Activity.FETCH: FETCHES, Activity.HOP: HOPS}  # all else: DOES
 _COLOURS = {
-    Doing.FORWARD: "#cfe3f5",
-    Doing.BACKWARD: "#d9ead3",
-    Doing.BLOCK: "#a9cdea",
-    Doing.VISIT: "#4a90c4",
-    Doing.SLICE: "#d62728",
-    Doing.GRADIENT: "#ff7f0e",
-    Doing.COLLECTIVE: "#9467bd",
-    Doing.OPTIMIZER: "#7f7f7f",
-    Doing.FETCH: "#e8a0a0",
-    Doing.HOP: "#f5c58c",
+    Activity.FORWARD: "#cfe3f5",
+    Activity.BACKWARD: "#d9ead3",
+    Activity.BLOCK: "#a9cdea",
+    Activity.VISIT: "#4a90c4",
+    Activity.SLICE: "#d62728",
+    Activity.GRADIENT: "#ff7f0e",
+    Activity.COLLECTIVE: "#9467bd",
+    Activity.OPTIMIZER: "#7f7f7f",
+    Activity.FETCH: "#e8a0a0",
+    Activity.HOP: "#f5c58c",
 }
 _LABELS = {
-    Doing.FORWARD: "forward",
-    Doing.BACKWARD: "backward",
-    Doing.BLOCK: "forward of a block",
-    Doing.VISIT: "computing with a slice",
-    Doing.SLICE: "waiting for a slice",
-    Doing.GRADIENT: "waiting for a gradient",
-    Doing.COLLECTIVE: "waiting for a collective",
-    Doing.OPTIMIZER: "optimizer",
-    Doing.FETCH: "slice under way",
-    Doing.HOP: "gradient under way",
+    Activity.FORWARD: "forward",
+    Activity.BACKWARD: "backward",
+    Activity.BLOCK: "forward of a block",
+    Activity.VISIT: "computing with a slice",
+    Activity.SLICE: "waiting for a slice",
+    Activity.GRADIENT: "waiting for a gradient",
+    Activity.COLLECTIVE: "waiting for a collective",
+    Activity.OPTIMIZER: "optimizer",
+    Activity.FETCH: "slice under way",
+    Activity.HOP: "gradient under way",
 }
 _INWARDS = tuple(_COLOURS)
 """Drawn in this order, so that what is inside of something lies on it."""
@@ -214,7 +214,7 @@ def _schedule(trace: RowTrace) -> str:
         waits += [
             Bar(f"rank {rank}", 1e3 * (span.start_s - start), 1e3 * (span.end_s - span.start_s), span.name)
             for span in found.spans
-            if span.doing is Doing.COLLECTIVE and span.end_s > start and span.start_s < end
+            if span.doing is Activity.COLLECTIVE and span.end_s > start and span.start_s < end
         ]
     figure = go.Figure()
     for (kind, chunk), some in sorted(bars.items(), key=lambda item: (list(LOOKS).index(item[0][0]), item[0][1])):
@@ -229,7 +229,7 @@ def _schedule(trace: RowTrace) -> str:
 
 _WIDTH, _LEFT, _ROW, _THIN, _GAP, _LINE = 1200, 70, 22, 7, 8, 16
 _LABEL, _PER_LINE = 200, 5
-_EDGED, _EDGE = {Doing.BLOCK, Doing.VISIT}, ' stroke="white" stroke-width="0.5"'
+_EDGED, _EDGE = {Activity.BLOCK, Activity.VISIT}, ' stroke="white" stroke-width="0.5"'
 
 
 def _picture(trace: RowTrace) -> str:

@@ -15,7 +15,7 @@ from rotorch.cli.plan_page import page
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.planner.cluster import Cluster, load_cluster
-from rotorch.planner.search import Batch, Found, Plan, Task, search
+from rotorch.planner.search import Batch, Plan, SearchResult, Task, search
 from rotorch.planner.speeds import speeds_of
 from rotorch.strategies import num_ranks, parse_parallel
 
@@ -143,14 +143,14 @@ def _budget(text: str | None, *, cluster: Cluster) -> float:
     return float(asked)
 
 
-def _chosen(found: Found, *, objective: str) -> Plan | None:
+def _chosen(found: SearchResult, *, objective: str) -> Plan | None:
     fit = [plan for plan in found.plans if plan.fits]
     if objective == "memory" and fit:
         return min(fit, key=lambda plan: plan.memory.total_bytes)
     return found.chosen
 
 
-def _nothing_fits(found: Found, task: Task) -> str:
+def _nothing_fits(found: SearchResult, task: Task) -> str:
     where = f"within {format_bytes(task.budget_bytes)} per rank"
     if not found.plans:
         why = next(iter(found.refused.values()), "no layout has that many ranks")
@@ -163,7 +163,7 @@ def _nothing_fits(found: Found, task: Task) -> str:
     )
 
 
-def _show(found: Found, chosen: Plan, *, task: Task, objective: str, console: Console) -> None:
+def _show(found: SearchResult, chosen: Plan, *, task: Task, objective: str, console: Console) -> None:
     spec, cluster, batch = task.spec, task.cluster, task.batch
     console.print(
         f"{spec.name}, {format_count(spec.num_parameters)} parameters, on {cluster.name} "
@@ -191,7 +191,7 @@ def _show(found: Found, chosen: Plan, *, task: Task, objective: str, console: Co
     )
 
 
-def _alternatives(found: Found) -> list[Plan]:
+def _alternatives(found: SearchResult) -> list[Plan]:
     """The best plan of each kind of layout, then of those that do not fit the nearest."""
     shown: list[Plan] = []
     kinds: set[tuple[str, ...]] = set()

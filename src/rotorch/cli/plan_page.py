@@ -7,7 +7,7 @@ from html import escape
 
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.planner.memory import CATEGORIES
-from rotorch.planner.search import Found, Plan, Task, parts_of_time
+from rotorch.planner.search import Plan, SearchResult, Task, parts_of_time
 
 _SHOWN = 8
 _COLOURS = ("#4e79a7", "#f28e2b", "#e15759", "#76b7b2", "#59a14f", "#edc948", "#b07aa1", "#9c755f")
@@ -21,7 +21,7 @@ tr:nth-child(even){background:#f6f6f6}svg{width:100%;height:auto}
 """
 
 
-def page(found: Found, chosen: Plan, *, task: Task) -> str:
+def page(found: SearchResult, chosen: Plan, *, task: Task) -> str:
     """The frontier, the best layouts side by side, and why each other lost."""
     best = _one_per_layout(found)[:_SHOWN]
     cluster, batch = task.cluster, task.batch
@@ -55,7 +55,7 @@ def page(found: Found, chosen: Plan, *, task: Task) -> str:
     )
 
 
-def _one_per_layout(found: Found) -> list[Plan]:
+def _one_per_layout(found: SearchResult) -> list[Plan]:
     shown: dict[str, Plan] = {}
     for plan in found.plans:
         if plan.fits:
@@ -89,7 +89,7 @@ def _bars(plans: Sequence[Plan], values: Mapping[str, Mapping[str, float]], *, s
     return lines
 
 
-def _scatter(found: Found, chosen: Plan, *, budget_bytes: float) -> str:
+def _scatter(found: SearchResult, chosen: Plan, *, budget_bytes: float) -> str:
     """Every plan that fits: memory to the right, tokens per second upwards; the frontier is a line."""
     fit = [plan for plan in found.plans if plan.fits]
     fastest = max(plan.tokens_per_s or 0.0 for plan in fit)
@@ -113,7 +113,7 @@ def _scatter(found: Found, chosen: Plan, *, budget_bytes: float) -> str:
     )
 
 
-def _table(found: Found) -> str:
+def _table(found: SearchResult) -> str:
     rows = [
         f"<tr><td><code>{escape(plan.parallel)}</code></td><td>{plan.micro_batch} x {plan.accumulation}</td>"
         f"<td>{'' if plan.step_s is None else _seconds(plan.step_s)}</td>"

@@ -19,10 +19,10 @@ from rotorch.pipelining.simulate import (
     CATEGORIES,
     GRADIENTS,
     WEIGHTS,
-    Entry,
     Link,
     Simulation,
     StageCosts,
+    TimedAction,
     simulate,
 )
 from rotorch.strategies.zeropp.schedule import make_zeropp_schedule
@@ -138,7 +138,7 @@ def legend(found: Simulation, *, colour: bool) -> Text:
     return line.append("  " + ("paler: later chunks" if colour else "lower case: odd chunks, .: idle"))
 
 
-def _cell(schedule: Schedule, entry: Entry | None, *, colour: bool) -> Text:
+def _cell(schedule: Schedule, entry: TimedAction | None, *, colour: bool) -> Text:
     if entry is None:
         return Text(" " if colour else ".")
     chunk = entry.action.stage // schedule.num_ranks
@@ -197,13 +197,13 @@ def _order(kind: ActionKind) -> int:
     return list(LOOKS).index(kind)
 
 
-def _lane(entry: Entry) -> str:
+def _lane(entry: TimedAction) -> str:
     if entry.action.kind in COMPUTE:
         return _DOES
     return _MESSAGES if entry.action.kind in SENDS else _COLLECTIVES
 
 
-def _bars(schedule: Schedule, drawn: list[Entry]) -> dict[tuple[ActionKind, int], list[Bar]]:
+def _bars(schedule: Schedule, drawn: list[TimedAction]) -> dict[tuple[ActionKind, int], list[Bar]]:
     bars: dict[tuple[ActionKind, int], list[Bar]] = {}
     for entry in drawn:
         action, row = entry.action, f"rank {entry.rank}{_lane(entry)}"

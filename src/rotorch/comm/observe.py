@@ -35,7 +35,7 @@ _SHORTEST_WAIT_S = 5e-6
 """Shorter waits are only the time of the check itself."""
 
 
-class Doing(StrEnum):
+class Activity(StrEnum):
     """The activity that a span of time was spent on."""
 
     VISIT = "visit"  # computing with a slice
@@ -54,7 +54,7 @@ class Doing(StrEnum):
 class Span:
     """From `start_s` to `end_s` on `time.perf_counter`, which on Linux all processes of a machine share."""
 
-    doing: Doing
+    doing: Activity
     name: str
     start_s: float
     end_s: float
@@ -81,14 +81,14 @@ class Observer:
 
     spans: list[Span] = field(default_factory=list)
     actions: list[ActionSpan] = field(default_factory=list)
-    _waiting: Doing | None = None
+    _waiting: Activity | None = None
 
-    def note(self, doing: Doing, name: str, *, since_s: float) -> None:
+    def note(self, doing: Activity, name: str, *, since_s: float) -> None:
         """Records a span that ends now."""
         self.spans.append(Span(doing, name, since_s, time.perf_counter()))
 
     @contextmanager
-    def during(self, doing: Doing, name: str) -> Iterator[None]:
+    def during(self, doing: Activity, name: str) -> Iterator[None]:
         """Notes the time of a block."""
         start_s = time.perf_counter()
         try:
@@ -105,7 +105,7 @@ class Observer:
         finally:
             self.actions.append(ActionSpan(action, chunk, start_s, time.perf_counter()))
 
-    def wait(self, doing: Doing, name: str, call: Callable[[], Any]) -> Any:
+    def wait(self, doing: Activity, name: str, call: Callable[[], Any]) -> Any:
         """Returns the result of `call`, and records its time as waiting; waits inside of it are part of it."""
         # Part of the outer wait, which counts this time already.
         if self._waiting is not None:
@@ -119,7 +119,7 @@ class Observer:
                 self.note(doing, name, since_s=start_s)
 
     @property
-    def waiting(self) -> Doing | None:
+    def waiting(self) -> Activity | None:
         """The kind of wait that is under way; None outside of waits."""
         return self._waiting
 
@@ -138,22 +138,22 @@ def observe_ring(ring: Ring, observer: Observer, *, names: Sequence[str]) -> Ite
     def observed_visits(item: int, *, backward: bool, **how: Any) -> Iterator[Visit]:
         inner, phase = visits(item, backward=backward, **how), "backward" if backward else "forward"
         while True:
-            visit = observer.wait(Doing.SLICE, names[item], lambda: next(inner, None))
+            visit = observer.wait(Activity.SLICE, names[item], lambda: next(inner, None))
             if visit is None:
                 return
             start_s = time.perf_counter()
             try:
                 yield visit
             finally:
-                observer.note(Doing.VISIT, f"{names[item]} slice {visit.index} {phase}", since_s=start_s)
+                observer.note(Activity.VISIT, f"{names[item]} slice {visit.index} {phase}", since_s=start_s)
 
     def observed_gradient(item: int, visit: Visit, **how: Any) -> Any:
         name = f"{names[item]} slice {visit.index}"
-        return observer.wait(Doing.GRADIENT, name, lambda: gradient(item, visit, **how))
+        return observer.wait(Activity.GRADIENT, name, lambda: gradient(item, visit, **how))
 
     def observed_pass_on(item: int, visit: Visit) -> None:
         name = f"{names[item]} slice {visit.index}"
-        observer.wait(Doing.GRADIENT, name, lambda: pass_on(item, visit))
+        observer.wait(Activity.GRADIENT, name, lambda: pass_on(item, visit))
 
     wrappers = {"visits": observed_visits, "gradient": observed_gradient, "pass_on": observed_pass_on}
     # On the instance: deleting the entries uncovers the class's methods again.
@@ -174,24 +174,24 @@ def observe_waits(observer: Observer) -> Iterator[None]:
     functional = functional_collectives()
     wait, batch, wait_tensor = dist.Work.wait, dist.batch_isend_irecv, functional.wait_tensor
     sum_, maximum = SharedMemoryReduce.sum, SharedMemoryReduce.maximum
-    under_way: dict[int, tuple[Any, Doing, str, float]] = {}
+    under_way: dict[int, tuple[Any, Activity, str, float]] = {}
     """Per receive: its work (kept, so that its id stays its own), kind of span, name, and time of posting."""
 
     def observed_wait(work: Any, *args: Any, **kwargs: Any) -> Any:
-        done = observer.wait(Doing.COLLECTIVE, "collective", lambda: wait(work, *args, **kwargs))
+        done = observer.wait(Activity.COLLECTIVE, "collective", lambda: wait(work, *args, **kwargs))
         _, doing, name, posted_s = under_way.pop(id(work), (None, None, "", 0.0))
         if doing is not None:
             observer.note(doing, name, since_s=posted_s)
         return done
 
     def observed_wait_tensor(tensor: Any) -> Any:
-        return observer.wait(Doing.COLLECTIVE, "collective", lambda: wait_tensor(tensor))
+        return observer.wait(Activity.COLLECTIVE, "collective", lambda: wait_tensor(tensor))
 
     def observed_sum(shared_reduce: SharedMemoryReduce, tensor: Tensor) -> None:
-        observer.wait(Doing.COLLECTIVE, "sum", lambda: sum_(shared_reduce, tensor))
+        observer.wait(Activity.COLLECTIVE, "sum", lambda: sum_(shared_reduce, tensor))
 
     def observed_maximum(shared_reduce: SharedMemoryReduce, tensor: Tensor) -> None:
-        observer.wait(Doing.COLLECTIVE, "maximum", lambda: maximum(shared_reduce, tensor))
+        observer.wait(Activity.COLLECTIVE, "maximum", lambda: maximum(shared_reduce, tensor))
 
     def observed_batch(operations: list[dist.P2POp]) -> list[Any]:
         posted_s, works = time.perf_counter(), batch(operations)
@@ -215,4 +215,4 @@ def observe_waits(observer: Observer) -> Iterator[None]:
         SharedMemoryReduce.sum, SharedMemoryReduce.maximum = sum_, maximum  # type: ignore[method-assign]
 
 
-_BRINGS = {Doing.SLICE: Doing.FETCH, Doing.GRADIENT: Doing.HOP}
+_BRINGS = {Activity.SLICE: Activity.FETCH, Activity.GRADIENT: Activity.HOP}

@@ -19,7 +19,7 @@ from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.errors import ConfigError
 
 
-class Doing(IntEnum):
+class ModelCall(IntEnum):
     """The operation that a rank is about to do, or has just done, with one model."""
 
     FORWARD = 1
@@ -39,20 +39,20 @@ class Doing(IntEnum):
 
 
 _TEXTS = {
-    Doing.FORWARD: "calls the model",
-    Doing.FORWARD_DONE: "calls the model",
-    Doing.LOOK: "calls the model without gradients",
-    Doing.LOOK_DONE: "calls the model without gradients",
-    Doing.BACKWARD: "calls backward",
-    Doing.BACKWARD_DONE: "calls backward",
-    Doing.STEP: "calls forward_backward",
-    Doing.EVALUATION: "calls evaluate",
-    Doing.PREDICTION: "calls predict",
-    Doing.NEXT_TOKEN: "asks for the logits of the next token",
-    Doing.CLOSE: "closes the model",
-    Doing.LOGITS: "reads logits beside a loss",
-    Doing.LOGITS_DONE: "reads logits beside a loss",
-    Doing.STEP_MORE: "calls forward_backward(accumulate=True)",
+    ModelCall.FORWARD: "calls the model",
+    ModelCall.FORWARD_DONE: "calls the model",
+    ModelCall.LOOK: "calls the model without gradients",
+    ModelCall.LOOK_DONE: "calls the model without gradients",
+    ModelCall.BACKWARD: "calls backward",
+    ModelCall.BACKWARD_DONE: "calls backward",
+    ModelCall.STEP: "calls forward_backward",
+    ModelCall.EVALUATION: "calls evaluate",
+    ModelCall.PREDICTION: "calls predict",
+    ModelCall.NEXT_TOKEN: "asks for the logits of the next token",
+    ModelCall.CLOSE: "closes the model",
+    ModelCall.LOGITS: "reads logits beside a loss",
+    ModelCall.LOGITS_DONE: "reads logits beside a loss",
+    ModelCall.STEP_MORE: "calls forward_backward(accumulate=True)",
 }
 
 
@@ -82,7 +82,7 @@ class RollCall:
         self._model = int(all_reduce_sum(torch.tensor([drawn]), mesh=mesh))
 
     def meet(
-        self, doing: Doing, *, num_micro_batches: int = 0, num_targets: int = 0, num_left: int = 0
+        self, doing: ModelCall, *, num_micro_batches: int = 0, num_targets: int = 0, num_left: int = 0
     ) -> tuple[int, int]:
         """Waits for all ranks and returns the sums of their `num_targets` and of their `num_left`.
 
@@ -103,7 +103,7 @@ class RollCall:
         table = torch.zeros(len(self._ranks), len(alike), dtype=torch.int64)
         table[self._mine] = torch.tensor(alike)
         doing, model, num_micro_batches = all_reduce_sum(table, mesh=self._mesh).T.tolist()
-        texts = [_TEXTS[Doing(each)] for each in doing]
+        texts = [_TEXTS[ModelCall(each)] for each in doing]
         if len(set(texts)) == len(set(model)) == 1:
             theirs = self._by_ranks([str(number) for number in num_micro_batches])
             raise ConfigError(f"ranks have different numbers of micro-batches: {theirs}. Give every rank equally many")

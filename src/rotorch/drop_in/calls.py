@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from rotorch._torch_private import graph_task, tree_flatten, tree_unflatten, when_backward_ends, will_be_run
 from rotorch.comm.collectives import all_reduce_sum
-from rotorch.comm.roll_call import Doing
+from rotorch.comm.roll_call import ModelCall
 from rotorch.core.errors import ConfigError
 from rotorch.drop_in.cut_outputs import refuse_cut_outputs, refuse_cut_request
 from rotorch.models.hf import head_weights
@@ -71,10 +71,10 @@ class PlainCalls:
             return self._left(output)
 
         learns = torch.is_grad_enabled()
-        self.model.meet(Doing.FORWARD if learns else Doing.LOOK)
-        return self._pass(run, done=Doing.FORWARD_DONE if learns else Doing.LOOK_DONE)
+        self.model.meet(ModelCall.FORWARD if learns else ModelCall.LOOK)
+        return self._pass(run, done=ModelCall.FORWARD_DONE if learns else ModelCall.LOOK_DONE)
 
-    def _pass(self, run: Callable[[nn.Module], Any], *, done: Doing) -> Any:
+    def _pass(self, run: Callable[[nn.Module], Any], *, done: ModelCall) -> Any:
         """Runs part of the model between two meetings of all ranks, of which the first has been."""
         model = self.model
         model.written_buffers.start()
@@ -134,14 +134,14 @@ class PlainCalls:
             self.settle()
             changed = any(now != then for now, then in zip(self._norms_of_head(), before, strict=True))
             # Sums of the flag: a slice that has not changed may be one of a head that has.
-            if self.model.meet(Doing.LOGITS, num_targets=int(changed)):
+            if self.model.meet(ModelCall.LOGITS, num_targets=int(changed)):
                 raise ConfigError(
                     "logits beside a loss are computed when they are first read, and the head's weights have changed "
                     "since the model was called. Read them before optimizer.step(), or call the model without labels"
                 )
             as_called = torch.autocast(autocast.device_type, dtype=autocast.dtype, enabled=autocast.dtype is not None)
             with torch.set_grad_enabled(learns), as_called:
-                return self._pass(lambda _: self._leave(make()), done=Doing.LOGITS_DONE)
+                return self._pass(lambda _: self._leave(make()), done=ModelCall.LOGITS_DONE)
 
         return make_later
 
@@ -156,7 +156,7 @@ class PlainCalls:
         """Opens the backward pass at the first exit that a backward reaches, on all ranks."""
         self.settle()
         if self._backward is None:
-            self.model.meet(Doing.BACKWARD)
+            self.model.meet(ModelCall.BACKWARD)
             self._backward = _Backward(self.model, all_gradients=will_be_run(self._end))
             when_backward_ends(self._end_backward)
 
@@ -164,7 +164,7 @@ class PlainCalls:
         ended, self._backward = self._backward, None
         if ended is not None:
             ended.end()
-            self.model.meet(Doing.BACKWARD_DONE)
+            self.model.meet(ModelCall.BACKWARD_DONE)
 
 
 class _Backward:

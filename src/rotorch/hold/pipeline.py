@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
 
-from rotorch.comm.observe import Doing, Observer
+from rotorch.comm.observe import Activity, Observer
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.spec import ModelSpec, UnitKind, Weight
 from rotorch.hold.holding import OuterHolding, Result, ShardsHolding, StageHolding
@@ -32,7 +32,7 @@ from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.mesh import sum_in_one_message
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule
-from rotorch.ops.later_gradients import LaterGradients
+from rotorch.ops.deferred_weight_gradients import DeferredWeightGradients
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind, Schedule
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.stage_strategy import StageStrategy
@@ -79,7 +79,8 @@ class PipelineHolding(OuterHolding):
         self._position = mesh.get_local_rank()
         self._staged = StagedModule(setup.module, order=spec.order, parts=strategy.parts_of(spec))
         # Layers inside of other strategies are run by those: their gradients are all computed at once.
-        self._later = LaterGradients(setup.module) if inner.weight_gradients_wait and strategy.splits_backward else None
+        defers = inner.weight_gradients_wait and strategy.splits_backward
+        self._deferred = DeferredWeightGradients(setup.module) if defers else None
         self._messages = StageMessages(mesh, device=setup.device)
         if inner.loss_scale != 1.0:
             raise AssertionError("the last stage's backward begins with the loss as it is")
@@ -232,7 +233,7 @@ class PipelineHolding(OuterHolding):
             backward = action.kind in COMPUTE and action.kind is not ActionKind.FORWARD
             with (
                 observer.acting(action, chunk=action.stage // self._mesh.size()),
-                observer.during(Doing.BACKWARD, str(action)) if backward else nullcontext(),
+                observer.during(Activity.BACKWARD, str(action)) if backward else nullcontext(),
             ):
                 yield
 
@@ -246,7 +247,7 @@ class PipelineHolding(OuterHolding):
             messages=self._messages,
             run=run,
             micro_batches=micro_batches,
-            later=self._later,
+            deferred=self._deferred,
             status=self.status,
             ranks=self._mesh.mesh.flatten().tolist(),
             watch=self._watch,

@@ -23,7 +23,7 @@ from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.hold.holding import StageHolding
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule, StageOutput
-from rotorch.ops.later_gradients import LaterGradients
+from rotorch.ops.deferred_weight_gradients import DeferredWeightGradients
 from rotorch.pipelining.actions import COMPUTE, MESSAGES, SENDS, Action, ActionKind, Schedule, counterpart, peer_stage
 
 Watch = Callable[[Action], AbstractContextManager[None]]
@@ -38,7 +38,7 @@ class PipelineStep:
         messages: to and from the other ranks of the pipeline.
         run: the whole model's forward on a micro-batch, down to its result (the loss, before `backward`).
         micro_batches: of the step.
-        later: puts weight gradients off, where that is possible.
+        deferred: puts weight gradients off, where that is possible.
         status: status word to which this rank writes its position.
         ranks: global ranks of the pipeline, by position.
         watch: makes a context manager that is entered around every action of the row.
@@ -55,7 +55,7 @@ class PipelineStep:
         messages: StageMessages,
         run: Callable[[Batch], Any],
         micro_batches: Sequence[Batch],
-        later: LaterGradients | None = None,
+        deferred: DeferredWeightGradients | None = None,
         status: StatusWord | None = None,
         ranks: Sequence[int] = (),
         watch: Watch | None = None,
@@ -63,7 +63,7 @@ class PipelineStep:
         self._status = status or StatusWord()
         self._ranks = ranks
         self._inner = inner
-        self._later = later
+        self._deferred = deferred
         self._watch = watch
         self._staged = staged
         self._messages = messages
@@ -98,9 +98,9 @@ class PipelineStep:
         except BaseException:  # not a stage's error, which `_guarded` keeps: messages of this row stay under way
             self._messages.leave()
             raise
-        if self._later is not None:
+        if self._deferred is not None:
             # A row that broke off leaves operands of weight gradients that nobody will compute.
-            self._later.forget()
+            self._deferred.forget()
         if self._error is not None:
             raise self._error
         if self._heard:
@@ -161,12 +161,12 @@ class PipelineStep:
             case ActionKind.BACKWARD:
                 self._backward(action, table)
             case ActionKind.BACKWARD_INPUT:
-                later = self._later
-                with nullcontext() if later is None else later.put_off(action.stage, _number(action)):
+                deferred = self._deferred
+                with nullcontext() if deferred is None else deferred.put_off(action.stage, _number(action)):
                     self._backward(action, table)
             case ActionKind.BACKWARD_WEIGHT:
-                if self._later is not None:  # else BACKWARD_INPUT has made all gradients
-                    self._later.compute(action.stage, _number(action))
+                if self._deferred is not None:  # else BACKWARD_INPUT has made all gradients
+                    self._deferred.compute(action.stage, _number(action))
             case ActionKind.UNSHARD:
                 self._inner.unshard(action.stage)
             case ActionKind.RESHARD:

@@ -350,7 +350,7 @@ def _in_lockstep(halves: list[nn.Module], inputs: list[Tensor], *, size: int) ->
     """
     known: list[list[Tensor]] = [[], []]
     while True:
-        heard = [_Heard(other) for other in reversed(known)]
+        heard = [_ReplayedSums(other) for other in reversed(known)]
         outputs = []
         for half, x, listener in zip(halves, inputs, heard, strict=True):
             with CompletedSums(mine=x.shape[-1], total=size, sum_over=listener):
@@ -362,7 +362,7 @@ def _in_lockstep(halves: list[nn.Module], inputs: list[Tensor], *, size: int) ->
             return outputs, len(known[0])
 
 
-class _Heard:
+class _ReplayedSums:
     """Sums what one half gives with what the other gave in the run before, and remembers it."""
 
     def __init__(self, other: list[Tensor]) -> None:

@@ -91,7 +91,7 @@ def _of_every_layer(config: Any, name: str) -> Any:
         return None
 
 
-class _Passed(nn.Module):
+class _SkippedLayer(nn.Module):
     """Stands where a layer of an earlier stage is: nobody looks at what it returns."""
 
     def __init__(self, received: Tensor) -> None:
@@ -102,7 +102,7 @@ class _Passed(nn.Module):
         return self._received
 
 
-class _End(nn.Module):
+class _StageEnd(nn.Module):
     """Stands where the first layer of the next stage is."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -151,10 +151,10 @@ class StagedModule:
                         _received(received), with_kwargs=True, prepend=True
                     ),
                 ]
-                passed = _Passed(received.detach())
+                passed = _SkippedLayer(received.detach())
                 entries.update({str(layer): passed for layer in range(part.start)})
             if number + 1 < len(self._parts):
-                entries[str(part.stop)] = _End()
+                entries[str(part.stop)] = _StageEnd()
             yield
         finally:
             entries.update(kept)

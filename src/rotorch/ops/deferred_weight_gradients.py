@@ -18,11 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_Later = tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]
+_Deferred = tuple[nn.Parameter, nn.Parameter | None, Tensor, Tensor]
 """Weight, bias, input [B, I], gradient of the output [B, O]."""
 
 
-class LaterGradients:
+class DeferredWeightGradients:
     """Runs the linear layers of a module so that gradients of their weights can be put off; all others cannot.
 
     Args:
@@ -30,8 +30,8 @@ class LaterGradients:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._put_off: list[_Later] | None = None
-        self._later: dict[tuple[int, int], list[_Later]] = {}
+        self._put_off: list[_Deferred] | None = None
+        self._deferred: dict[tuple[int, int], list[_Deferred]] = {}
         for child in module.modules():
             # A replaced forward is another strategy's, which has a rule of its own for the weight.
             if type(child) is nn.Linear and "forward" not in vars(child):
@@ -40,7 +40,7 @@ class LaterGradients:
     @contextmanager
     def put_off(self, stage: int, micro_batch: int) -> Iterator[None]:
         """Makes backward leave out weights of linear layers inside the block; `compute` makes up for it."""
-        self._put_off = self._later[stage, micro_batch] = []
+        self._put_off = self._deferred[stage, micro_batch] = []
         try:
             yield
         finally:
@@ -49,7 +49,7 @@ class LaterGradients:
     @torch.no_grad()
     def compute(self, stage: int, micro_batch: int) -> None:
         """Adds the products that were put off to the gradients of the weights."""
-        for weight, bias, x_BI, grad_BO in self._later.pop((stage, micro_batch)):
+        for weight, bias, x_BI, grad_BO in self._deferred.pop((stage, micro_batch)):
             if weight.requires_grad:
                 _add(weight, grad_BO.t() @ x_BI.to(grad_BO.dtype))
             if bias is not None and bias.requires_grad:
@@ -57,22 +57,22 @@ class LaterGradients:
 
     def forget(self) -> None:
         """Drops all products that were put off, after a step that broke off."""
-        self._later.clear()
+        self._deferred.clear()
 
-    def take(self, later: _Later) -> bool:
+    def take(self, deferred: _Deferred) -> bool:
         """Puts a layer's gradients off if this is a pass that does so; returns True then."""
         if self._put_off is None:
             return False
-        self._put_off.append(later)
+        self._put_off.append(deferred)
         return True
 
 
 class _Linear:
     """A linear layer's forward."""
 
-    def __init__(self, layer: nn.Linear, later: LaterGradients) -> None:
+    def __init__(self, layer: nn.Linear, deferred: DeferredWeightGradients) -> None:
         self._layer = layer
-        self._later = later
+        self._deferred = deferred
 
     def __call__(self, x: Tensor) -> Tensor:
         weight, bias = self._layer.weight, self._layer.bias
@@ -81,13 +81,15 @@ class _Linear:
         if not (torch.is_grad_enabled() and plain):
             return F.linear(x, weight, bias)
         # A function of its own: autograd cannot leave out the weight alone, whose gradient it makes with the input's.
-        return _LinearLater.apply(self._later, x, weight, bias)
+        return _DeferredLinear.apply(self._deferred, x, weight, bias)
 
 
-class _LinearLater(torch.autograd.Function):
+class _DeferredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, later: LaterGradients, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
-        ctx.later, ctx.parameters = later, (weight, bias)
+    def forward(
+        ctx: Any, deferred: DeferredWeightGradients, x: Tensor, weight: nn.Parameter, bias: nn.Parameter | None
+    ) -> Tensor:
+        ctx.deferred, ctx.parameters = deferred, (weight, bias)
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
@@ -101,7 +103,7 @@ class _LinearLater(torch.autograd.Function):
             return None, dx, None, None
         x_BI, grad_BO = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
         # None for the weight now: `compute` adds to its `.grad`, past autograd.
-        if ctx.later.take((*ctx.parameters, x_BI, grad_BO)):
+        if ctx.deferred.take((*ctx.parameters, x_BI, grad_BO)):
             return None, dx, None, None
         dw = (grad_BO.t() @ x_BI.to(grad.dtype)).to(weight.dtype) if needs_weight else None
         return None, dx, dw, grad_BO.sum(0).to(weight.dtype) if needs_bias else None

@@ -27,7 +27,7 @@ def gather_weights(unit: RotatingUnit) -> list[Tensor]:
     """
     if not torch.is_grad_enabled() or not unit.trained:
         return _gather(unit)
-    return list(_MadeWhole.apply(unit, unit.anchor))
+    return list(_GatherWeights.apply(unit, unit.anchor))
 
 
 def _gather(unit: RotatingUnit) -> list[Tensor]:
@@ -42,7 +42,7 @@ def _gather(unit: RotatingUnit) -> list[Tensor]:
     return whole
 
 
-class _MadeWhole(torch.autograd.Function):
+class _GatherWeights(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: RotatingUnit, anchor: Tensor) -> tuple[Tensor, ...]:
         ctx.unit = unit

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from rotorch.models.blocks import recompute
 from rotorch.ops.autocast_state import AutocastState
 
-_NOTE = "_rotorch_remake"
+_NOTE = "_rotorch_recipe"
 
 
 @dataclass(frozen=True)
-class Remake:
+class NormRecipe:
     """The recipe of a norm's output: its `forward`, under `autocast`."""
 
     forward: Callable[[Tensor], Tensor]
@@ -41,7 +41,7 @@ class Remake:
 class _Note:
     """Attached to an output: its recipe, its source, and the versions of both at that moment."""
 
-    how: Remake
+    how: NormRecipe
     source: Tensor
     versions: tuple[int, int]
 
@@ -59,12 +59,12 @@ def _noting(forward: Callable[..., Any], dense: Callable[[Tensor], Tensor], /, *
     if torch.is_grad_enabled() and isinstance(output, Tensor) and len(args) == 1 and not kwargs:
         (source,) = args
         if isinstance(source, Tensor) and output is not source:  # else it would refer to itself
-            how = Remake(dense, AutocastState.now(output.device.type))
+            how = NormRecipe(dense, AutocastState.now(output.device.type))
             setattr(output, _NOTE, _Note(how, source, (output._version, source._version)))
     return output
 
 
-def remake_of(tensor: Tensor) -> tuple[Remake | None, Tensor]:
+def recipe_of(tensor: Tensor) -> tuple[NormRecipe | None, Tensor]:
     """Returns a norm's output as (recipe, source), if neither has been written to since; else (None, the tensor)."""
     note: _Note | None = getattr(tensor, _NOTE, None)
     # A write to either, by a hook or in place, makes the recipe give something else than the unit was given.

@@ -36,7 +36,7 @@ from rotorch.ops.ids_in_slice import add_rows
 from rotorch.ops.keep_attention import KeepAttention
 from rotorch.ops.no_saved_tensor_hooks import no_saved_tensor_hooks
 from rotorch.ops.random_state import RandomState
-from rotorch.ops.recompute_norm import remake_of
+from rotorch.ops.recompute_norm import recipe_of
 from rotorch.shard.flat import FlatSlices
 
 RunSlice = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
@@ -268,7 +268,7 @@ class _RotateModule(torch.autograd.Function):
         leaves = _leaves(inputs, ctx.needs_input_grad[3:])
         ctx.unit, ctx.run, ctx.kept, ctx.resident = unit, run, {}, _Resident()
         if unit.recompute:
-            ctx.remakes, sources = zip(*map(remake_of, inputs), strict=True) if inputs else ((), ())
+            ctx.norm_recipes, sources = zip(*map(recipe_of, inputs), strict=True) if inputs else ((), ())
             ctx.save_for_backward(*sources)  # notices if one is overwritten before backward
         else:
             ctx.leaves = leaves  # where the kept graphs begin
@@ -328,13 +328,13 @@ class _RotateModule(torch.autograd.Function):
                     unit.receiver.add(number, grad)
             unit.receiver.pass_on()
         # The graph may live on with the loss that was computed from it; its inputs need not.
-        unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = ctx.remakes = None
+        unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = ctx.norm_recipes = None
         given = iter(total.value for total in sums)
         return (None, None, None, *(next(given) if x.requires_grad else None for x in leaves))
 
 
 def _inputs_again(ctx: Any) -> list[Tensor]:
-    pairs = zip(ctx.remakes, ctx.saved_tensors, strict=True)
+    pairs = zip(ctx.norm_recipes, ctx.saved_tensors, strict=True)
     return [source if how is None else how.again(source) for how, source in pairs]
 
 

@@ -108,7 +108,7 @@ class Link:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TimedAction:
     """One action in time. For a message, start and end are those of its time under way."""
 
     rank: int
@@ -136,7 +136,7 @@ class Simulation:
     """
 
     schedule: Schedule
-    timeline: tuple[Entry, ...]
+    timeline: tuple[TimedAction, ...]
     memory: tuple[tuple[Moment, ...], ...]
 
     @property
@@ -207,7 +207,7 @@ class _Run:
     link: Link
     blocking: bool
     hides_sums: bool
-    entries: list[list[Entry]] = field(default_factory=list)
+    entries: list[list[TimedAction]] = field(default_factory=list)
     clocks: list[float] = field(default_factory=list)
     """Per rank: the time at which all before its next action is done."""
     collectives: list[float] = field(default_factory=list)
@@ -275,7 +275,7 @@ class _Run:
         waits = action.kind in COMPUTE or (action.kind is ActionKind.REDUCE_GRAD and not self.hides_sums)
         self.done[rank].append((action, start if waits else self.clocks[rank], end))
         self.ends[gives(action)] = end
-        self.entries[rank].append(Entry(rank, start, end, action))
+        self.entries[rank].append(TimedAction(rank, start, end, action))
         return True
 
     def _inputs_of(self, rank: int, action: Action) -> list[Action]:
@@ -316,8 +316,8 @@ class _Run:
             to_stage = receive if send.kind is ActionKind.SEND_FORWARD else send
             end = start + self.link.duration_s(self.costs[to_stage.stage].message_bytes)
             self.line_free[line] = self.ends[receive] = end
-            self.entries[line[0]].append(Entry(line[0], start, end, send))
-            self.entries[line[1]].append(Entry(line[1], start, end, receive))
+            self.entries[line[0]].append(TimedAction(line[0], start, end, send))
+            self.entries[line[1]].append(TimedAction(line[1], start, end, receive))
 
     def memory(self, rank: int) -> tuple[Moment, ...]:
         """A rank's memory over time, after `to_the_end` (see [Note: memory])."""

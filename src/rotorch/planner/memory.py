@@ -118,7 +118,7 @@ class Gathered:
 
 
 @dataclass(frozen=True)
-class AtRest:
+class FixedMemory:
     """Memory of one rank that does not depend on the batch.
 
     Attributes:
@@ -136,7 +136,9 @@ class AtRest:
     rank: int
 
 
-def at_rest(model: FoldedModel, *, strategies: Sequence[Strategy], parts: Sequence[range] = ()) -> tuple[AtRest, ...]:
+def at_rest(
+    model: FoldedModel, *, strategies: Sequence[Strategy], parts: Sequence[range] = ()
+) -> tuple[FixedMemory, ...]:
     """Returns the memory of each rank that may hold most: in a pipeline one per stage, else the first.
 
     Args:
@@ -152,7 +154,7 @@ def at_rest(model: FoldedModel, *, strategies: Sequence[Strategy], parts: Sequen
     if stages is None:
         everything = held_bytes.of([range(model.num_layers)], first=True, last=True, borrows=False)
         gathered = held_bytes.gathered if around[-1].gathers_weights else Gathered()
-        return (AtRest(everything, held_bytes.around_bytes, gathered, (), 0),)
+        return (FixedMemory(everything, held_bytes.around_bytes, gathered, (), 0),)
     inside = 1
     for strategy in strategies[strategies.index(stages) + 1 :]:
         inside *= strategy.num_ranks
@@ -168,7 +170,7 @@ def at_rest(model: FoldedModel, *, strategies: Sequence[Strategy], parts: Sequen
             each = [whole.of([parts[n]], first=n == 0, last=n == stages.num_stages - 1, borrows=False) for n in mine]
             gathered = Gathered(stage=max(bytes_of["weights"] + bytes_of["gradients"] for bytes_of in each))
         outside = held_bytes.around_bytes if first or last else 0.0
-        found.append(AtRest(held, outside, gathered, mine, position * stages.ranks_per_stage * inside))
+        found.append(FixedMemory(held, outside, gathered, mine, position * stages.ranks_per_stage * inside))
     return tuple(found)
 
 
@@ -244,7 +246,7 @@ def memory_of(
     model: FoldedModel,
     traced: Traced,
     *,
-    ranks: Sequence[AtRest],
+    ranks: Sequence[FixedMemory],
     strategies: Sequence[Strategy],
     batch: MicroBatch,
     accumulation: int,
@@ -321,7 +323,7 @@ class _Passes:
     def rows(self) -> int:
         return self.batch.num_rows
 
-    def peak(self, rank: AtRest) -> Memory:
+    def peak(self, rank: FixedMemory) -> Memory:
         """Returns the peak of one rank."""
         kept, first, has_head, fewest = self._kept(rank)
         held, whole = dict(rank.by_category), rank.gathered
@@ -372,7 +374,7 @@ class _Passes:
         cut = self.cuts.interior if inner.kind in ("megatron", "atp") else self.cuts.stream
         return {"logits": 2 * one / cut}
 
-    def _kept(self, rank: AtRest) -> tuple[float, float, bool, int]:
+    def _kept(self, rank: FixedMemory) -> tuple[float, float, bool, int]:
         """Bytes that autograd keeps (of all micro-batches, of one layer), presence of a head, fewest in flight."""
         stages, layers = self.stages, self.traced.layers
         in_flight = _in_flight(stages, self.accumulation) if stages is not None else (1,)

@@ -24,7 +24,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster
-from rotorch.planner.memory import AtRest, Memory, Traced, at_rest, memory_of
+from rotorch.planner.memory import FixedMemory, Memory, Traced, at_rest, memory_of
 from rotorch.planner.speeds import Speeds
 from rotorch.planner.step_time import Planned, StepTime, step_time
 from rotorch.planner.workload import FoldedModel, Numerics, fold
@@ -151,7 +151,7 @@ def parts_of_time(time: StepTime) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """Result of a search, the best plan first.
 
     Attributes:
@@ -232,7 +232,7 @@ class _Candidate:
 
     text: str
     strategies: tuple[Strategy, ...]
-    ranks: tuple[AtRest, ...]
+    ranks: tuple[FixedMemory, ...]
     parts: tuple[range, ...]
     model: FoldedModel
 
@@ -243,7 +243,7 @@ class _Search:
         self.refused: dict[str, str] = {}
         self._parts: dict[int, tuple[range, ...]] = {}
 
-    def run(self, texts: Sequence[str] | None = None) -> Found:
+    def run(self, texts: Sequence[str] | None = None) -> SearchResult:
         """Returns all plans, the best one first."""
         task = self.task
         layers = 0 if task.spec.order.refused else len(task.spec.order.layers)
@@ -260,7 +260,7 @@ class _Search:
                 for name in _SCHEDULES
             }
             plans += [plan for text in sorted(others) for plan in self._plans(text)]
-        return Found(_with_reasons(plans, task), self.refused)
+        return SearchResult(_with_reasons(plans, task), self.refused)
 
     def _plans(self, text: str) -> list[Plan]:
         try:
@@ -369,7 +369,7 @@ class _Search:
         )
 
 
-def search(task: Task, *, texts: Sequence[str] | None = None) -> Found:
+def search(task: Task, *, texts: Sequence[str] | None = None) -> SearchResult:
     """Searches all plans of a task; returns the best one first.
 
     Args:

@@ -359,7 +359,7 @@ def weights_are_home_after_a_step(e: Examination) -> Iterator[str]:
     yield from before.problems("after a step")
 
 
-class Planted(Exception):
+class PlantedFault(Exception):
     """Raised in the middle of a pass, on purpose."""
 
 
@@ -381,7 +381,7 @@ def weights_are_home_after_an_exception(e: Examination) -> Iterator[str]:
             with _raising(module, call=call, in_backward=in_backward) as runs_here:
                 e.model.forward_backward(e.micro_batches)
             yield f"{place}: the exception did not come through"
-        except Planted:
+        except PlantedFault:
             pass
         except RankFailure:  # what ranks of other stages hear
             if runs_here():
@@ -401,13 +401,13 @@ def _raising(module: nn.Module, *, call: int, in_backward: bool) -> Iterator[Cal
     calls = 0
 
     def fail(*_: Any) -> None:
-        raise Planted
+        raise PlantedFault
 
     def hook(_: nn.Module, __: Any, output: Any) -> None:
         nonlocal calls
         calls += 1
         if not in_backward and calls == call:
-            raise Planted
+            raise PlantedFault
         first = output[0] if isinstance(output, tuple) else output
         if in_backward and first.requires_grad:
             first.register_hook(fail)

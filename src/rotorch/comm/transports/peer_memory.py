@@ -192,7 +192,7 @@ class CudaPeerMemory:
 
 
 @dataclass(frozen=True)
-class _Seat:
+class _RankDevice:
     """Host and GPU of a rank, and the reason why it can have no window, if there is one."""
 
     host: str
@@ -226,21 +226,21 @@ def why_no_peer_memory(*, mesh: DeviceMesh, device: torch.device) -> str:
     reason = why_no_windows(device)
     uuid = "" if reason else str(torch.cuda.get_device_properties(device).uuid)
     index = (device.index if device.index is not None else torch.cuda.current_device()) if not reason else -1
-    seats = gather_objects(_Seat(platform.node(), index, uuid, reason), mesh=mesh)
-    why = next((seat.reason for seat in seats if seat.reason), "") or _why_apart(seats)
+    devices = gather_objects(_RankDevice(platform.node(), index, uuid, reason), mesh=mesh)
+    why = next((each.reason for each in devices if each.reason), "") or _why_apart(devices)
     if not why:
-        others = {seat.device for seat in seats} - {index}
+        others = {each.device for each in devices} - {index}
         far = sorted(other for other in others if not torch.cuda.can_device_access_peer(device, other))
         why = f"cuda:{index} has no peer access to cuda:{far[0]}" if far else ""
     return next((found for found in gather_objects(why, mesh=mesh) if found), "")
 
 
-def _why_apart(seats: list[_Seat]) -> str:
+def _why_apart(devices: list[_RankDevice]) -> str:
     """The reason against windows in the hosts and GPUs of the ranks; empty if there is none."""
-    if len({seat.host for seat in seats}) > 1:
+    if len({each.host for each in devices}) > 1:
         return "the ranks are on several hosts"
-    if len({seat.device for seat in seats}) == len(seats) or os.environ.get(OVERLAPPING) == "1":
+    if len({each.device for each in devices}) == len(devices) or os.environ.get(OVERLAPPING) == "1":
         return ""
-    if len({seat.uuid for seat in seats}) == len(seats):
+    if len({each.uuid for each in devices}) == len(devices):
         return "each rank sees its own GPU only (CUDA_VISIBLE_DEVICES); let every rank see all of them"
     return f"ranks share a GPU; {OVERLAPPING}=1 allows it, for tests"

@@ -53,7 +53,7 @@ class _Fetch:
 
 
 @dataclass
-class _Owed:
+class _PendingAdd:
     """The sum of all other ranks' parts that is yet to be added to a home gradient, and the slot it comes into."""
 
     item: int
@@ -99,7 +99,7 @@ class SendReceiveRing(MessageRing):
         self._gradient_slots = [torch.empty(largest if travels else 0, dtype=dtype, device=device) for _ in range(2)]
         self._hops: list[Exchange | None] = [None, None]
         """Per gradient slot: the hop that sends its contents (and receives into the other slot)."""
-        self._owed: _Owed | None = None
+        self._owed: _PendingAdd | None = None
         self._num_fetches = 0
         self._most_ahead = ahead
         self._ahead: deque[_Fetch] = deque()
@@ -249,7 +249,7 @@ class SendReceiveRing(MessageRing):
             if hop is None:
                 raise AssertionError("the sum of the other ranks' parts is not on its way")
             # Not waited for here: the sum may arrive while later units compute.
-            self._owed = _Owed(item, slot, hop)
+            self._owed = _PendingAdd(item, slot, hop)
             return
         # The other slot receives the next slice's sum: its last contents must have left.
         self._release(other)

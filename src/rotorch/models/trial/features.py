@@ -21,7 +21,15 @@ from torch.overrides import TorchFunctionMode
 
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Weight
 from rotorch.models.feature_sums import complete_sums
-from rotorch.models.trial.halves import Exchange, differ, first_tensor, in_two_threads, key_of, tiny_of, trial
+from rotorch.models.trial.two_threads import (
+    ThreadExchange,
+    differ,
+    first_tensor,
+    in_two_threads,
+    key_of,
+    tiny_of,
+    trial,
+)
 from rotorch.shard.sites import find_sites
 
 _known: dict[str, str] = {}
@@ -81,7 +89,7 @@ def _try(
 
 
 def _compare(tiny: nn.Module, spec: ModelSpec, inputs: dict[str, Any], expected: Tensor) -> str:
-    def run(mine: int, exchange: Exchange) -> Tensor:
+    def run(mine: int, exchange: ThreadExchange) -> Tensor:
         return first_tensor(_Half(copy.deepcopy(tiny), spec, mine=mine, exchange=exchange)(copy.deepcopy(inputs)))
 
     halves = in_two_threads(run)
@@ -104,7 +112,7 @@ class _Half(TorchFunctionMode):
         exchange: with the other one.
     """
 
-    def __init__(self, model: nn.Module, spec: ModelSpec, *, mine: int, exchange: Exchange) -> None:
+    def __init__(self, model: nn.Module, spec: ModelSpec, *, mine: int, exchange: ThreadExchange) -> None:
         super().__init__()
         self._model, self._mine, self._exchange = model, mine, exchange
         self._matrices: dict[int, Weight] = {}

@@ -19,7 +19,15 @@ from torch import Tensor, nn
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.models.stages import layer_order
-from rotorch.models.trial.halves import Exchange, differ, first_tensor, in_two_threads, key_of, tiny_of, trial
+from rotorch.models.trial.two_threads import (
+    ThreadExchange,
+    differ,
+    first_tensor,
+    in_two_threads,
+    key_of,
+    tiny_of,
+    trial,
+)
 
 _known: dict[str, str] = {}
 
@@ -41,7 +49,7 @@ def why_not_along_tokens(module: nn.Module) -> str:
 
 
 def _try(tiny: nn.Module, inputs: dict[str, Any], expected: Tensor) -> str:
-    def run(mine: int, exchange: Exchange) -> Tensor:
+    def run(mine: int, exchange: ThreadExchange) -> Tensor:
         model = copy.deepcopy(tiny)
         _TokenShard(model, mine=mine, exchange=exchange)
         return first_tensor(model(**copy.deepcopy(inputs)))
@@ -66,7 +74,7 @@ class _TokenShard:
         exchange: with the other thread.
     """
 
-    def __init__(self, model: nn.Module, *, mine: int, exchange: Exchange) -> None:
+    def __init__(self, model: nn.Module, *, mine: int, exchange: ThreadExchange) -> None:
         self._mine, self._exchange = mine, exchange
         self._rows, self._lengths = 0, (0, 0)
         layers = [model.get_submodule(name) for name in layer_order(model).layers]

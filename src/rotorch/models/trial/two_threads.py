@@ -62,7 +62,7 @@ def first_tensor(output: Any) -> Tensor:
     return next(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 
-class Exchange:
+class ThreadExchange:
     """Two threads give each other tensors, in turns."""
 
     def __init__(self) -> None:
@@ -81,9 +81,9 @@ class Exchange:
         self._barrier.abort()
 
 
-def in_two_threads(run: Callable[[int, Exchange], Tensor]) -> list[Tensor] | Exception:
+def in_two_threads(run: Callable[[int, ThreadExchange], Tensor]) -> list[Tensor] | Exception:
     """Calls `run` for the halves 0 and 1 at once; returns what both gave, or the first error that one of them made."""
-    exchange = Exchange()
+    exchange = ThreadExchange()
     outputs: list[Tensor | Exception | None] = [None, None]
 
     def half(mine: int) -> None:
