@@ -256,7 +256,7 @@ def test_the_command_ends_with_its_exit_code_and_needs_no_torch_to_refuse(tmp_pa
 def test_help_lists_every_command(capsys):
     assert cli.run(["--help"]) == 0
     printed = capsys.readouterr().out
-    for command in ("train", "verify", "bench", "schedule", "export", "inspect", "doctor"):
+    for command in ("init", "train", "eval", "generate", "verify", "bench", "schedule", "export", "inspect", "doctor"):
         assert f"  {command} " in printed
         assert cli.run([command, "--help"]) == 0
         assert "--json" in capsys.readouterr().out

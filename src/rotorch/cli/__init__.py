@@ -34,6 +34,7 @@ _UsageError = typer.BadParameter.__bases__[0]  # typer does not export it, nor s
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 Parallel = Annotated[str, typer.Option("--parallel", help="Layout, outermost first: ddp=2,rtp=4")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
 Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks to start; by default what the layout needs")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="section.key=value, e.g. train.steps=9 optimizer.name=muon")
@@ -190,6 +191,32 @@ def train(
     if chosen is not None and not dry_run and (line := auto.compared(chosen, run_directory=about.run_directory)):
         print_now(line)
     return DONE if is_well else CHECK_FAILED
+
+
+@app.command("init")
+def init(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a config.json, or a GGUF file")
+    ],
+    data: Annotated[
+        str, typer.Option(help="A text, JSONL or Parquet file, a directory of them, or stdlib: Python's own sources")
+    ] = "stdlib",
+    out: Annotated[
+        Path | None, typer.Option(metavar="RUN.toml", help="The file to write; by default named after the model")
+    ] = None,
+    nproc: Annotated[int | None, typer.Option("--nproc", min=1, help="Ranks; by default one per GPU, or core")] = None,
+    parallel: Annotated[str | None, typer.Option("--parallel", help="Layout; by default the planner's choice")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file")] = False,
+    json_file: Json = None,
+) -> None:
+    """Writes a commented run file for a model and a text, ready for `rotorch train`."""
+    check_json(json_file)
+    from rotorch.cli.init import init_command, last_lines
+
+    file, run = init_command(model, data=data, out=out, nproc=nproc, parallel=parallel, force=force)
+    for line in last_lines(file, run):
+        print_now(line)
+    write_json(json_file, {"file": str(file), "config": run.model_dump(mode="json")})
 
 
 @app.command("verify")
@@ -434,6 +461,55 @@ def export(
     )
     show(written)
     write_json(json_file, written)
+
+
+@app.command("generate")
+def generate(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=_CHECKPOINT)],
+    prompt: Annotated[
+        str | None, typer.Option(help="Beginning of the text; `-` reads it from standard input; by default the run's")
+    ] = None,
+    length: Annotated[int, typer.Option(min=1, help="Tokens to add at most")] = 200,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.7,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Draw from the likeliest tokens that add up to this")
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn")] = 0,
+    parallel: Parallel = "single",
+    device: Device = "auto",
+    json_file: Json = None,
+) -> None:
+    """Writes text with the model of a checkpoint."""
+    check_json(json_file)
+    from rotorch.train.continue_text import Wanted, generate_text
+    from rotorch.train.saved_model import open_saved_model
+
+    saved = open_saved_model(checkpoint, layout=parallel, device=device)
+    text = sys.stdin.read() if prompt == "-" else saved.run.sample.prompt if prompt is None else prompt
+    wanted = Wanted(text, length=length, temperature=temperature, top_p=top_p, seed=seed)
+    generate_text(saved, wanted, summary=json_file)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=_CHECKPOINT)],
+    data: Annotated[
+        str | None,
+        typer.Option(help="A text, JSONL or Parquet file, or a directory; by default the run's held-out text"),
+    ] = None,
+    windows: Annotated[int | None, typer.Option(min=1, help="Windows to measure; by default all")] = None,
+    micro_batch: Annotated[int | None, typer.Option(min=1, help="Windows in one pass of a rank; the run's")] = None,
+    parallel: Parallel = "single",
+    device: Device = "auto",
+    json_file: Json = None,
+) -> None:
+    """Measures the model of a checkpoint on text: bits per byte, perplexity."""
+    check_json(json_file)
+    from rotorch.train.measure_text import measure_text
+    from rotorch.train.saved_model import open_saved_model
+
+    saved = open_saved_model(checkpoint, layout=parallel, device=device)
+    measure_text(saved, source=data, num_windows=windows, micro_batch=micro_batch, summary=json_file)
 
 
 @app.command("inspect")

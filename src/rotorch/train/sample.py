@@ -30,7 +30,7 @@ def write_sample(
     for _ in range(settings.length):
         seen = (first + written)[-sequence_length:]
         logits = model.next_token_logits(torch.tensor([seen], device=model.device))[0].float().cpu()
-        token = _agreed(model, _draw(logits, num_tokens=tokens.vocab_size, settings=settings, generator=generator))
+        token = agreed_token(model, _draw(logits, num_tokens=tokens.vocab_size, settings=settings, generator=generator))
         if token == tokens.end_id:
             break
         written.append(token)
@@ -46,7 +46,7 @@ def _draw(logits: torch.Tensor, *, num_tokens: int, settings: SampleSection, gen
     return int(torch.multinomial(probabilities, 1, generator=generator))
 
 
-def _agreed(model: ParallelModel, token: int) -> int:
+def agreed_token(model: ParallelModel, token: int) -> int:
     """Rank 0's token on all ranks: the last bits of logits differ between ranks that add slices in different order."""
     is_first = model.mesh.size() == 1 or model.mesh.get_rank() == 0
     return int(all_reduce_sum(torch.tensor([float(token) if is_first else 0.0]), mesh=model.mesh))

@@ -1,0 +1,265 @@
+"""`rotorch init`: a commented run file for a model and a text, which `rotorch train` runs as it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rotorch.cli import auto
+from rotorch.core.errors import ConfigError
+from rotorch.core.quantities import format_bytes
+from rotorch.models.gguf import find_gguf
+from rotorch.models.hf import load_config
+from rotorch.run_config import RunConfig, load_run_config
+from rotorch.strategies import batch_ranks, parse_parallel
+from rotorch.train.checks.preflight import check_run
+from rotorch.train.data.corpus import STDLIB, Corpus, find_corpus, read_json_lines
+from rotorch.train.data.instructions import find_records
+from rotorch.train.data.tokens import BYTES, ByteTokens
+
+_TOKENS_PER_STEP = 8192
+_LONGEST, _SHORTEST = 1024, 16  # tokens of a sample, unless the model takes fewer
+_LEAST_SAMPLES = 100  # that a text should have
+_LEAST_STEPS, _MOST_STEPS = 20, 1000
+_BYTES_PER_TOKEN = 4  # of text, by a vocabulary learnt from text; only the number of steps depends on it
+_TEXT_FIELDS = ("text", "content", "document", "body")
+_ANSWER_FIELDS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"), ("prompt", "completion"))
+
+
+@dataclass(frozen=True)
+class _Data:
+    """The text of a run: the lines of [data] that depend on it, and its size."""
+
+    corpus: Corpus
+    lines: tuple[str, ...]
+    prompt: str
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Lengths of a run, and their reasons."""
+
+    sequence_length: int
+    global_batch: int
+    steps: int
+    epochs: float
+
+
+def init_command(
+    model: str, *, data: str, out: Path | None, nproc: int | None, parallel: str | None, force: bool
+) -> tuple[Path, RunConfig]:
+    """Writes a run file. Starts nothing; the file is checked as `rotorch train` would before it gets its name.
+
+    Args:
+        model: a Hugging Face directory, a `config.json` or a GGUF file; weights beside it are what the run starts from.
+        data: a text, JSONL or Parquet file, a directory of them, or "stdlib".
+        out: the file to write; by default named after the model, in the working directory.
+        nproc: ranks of this machine; by default one per GPU, or per core.
+        parallel: layout; by default the planner's choice.
+        force: replace the file.
+
+    Returns:
+        The file and its contents.
+
+    Raises:
+        ConfigError: the model, its tokenizer or the text is missing or does not fit; nothing was written.
+    """
+    place = Path(model).expanduser()
+    file = out or Path(f"{_name_of(place)}.toml")
+    if file.exists() and not force:
+        raise ConfigError(f"init: {file} exists. Write --out with another name, or --force to replace it")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"init: no directory {file.absolute().parent}. Make it, or write another --out")
+    config = load_config(place).get_text_config()
+    published = _has_weights(place)
+    tokenizer = _tokenizer_of(place, vocab_size=config.vocab_size)
+    base = file.absolute().parent
+    found = _data(data, base=base, in_bytes=tokenizer == BYTES)
+    ranks = nproc or torch.cuda.device_count() or os.cpu_count() or 1
+    sizes = _sizes(found.corpus, config=config, in_bytes=tokenizer == BYTES, ranks=ranks)
+    temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
+    where = _written(place, base=base)
+
+    def text(layout: str, micro_batch: int, words: str) -> str:
+        return _text(
+            where,
+            published=published,
+            tokenizer=tokenizer,
+            data=found,
+            sizes=sizes,
+            layout=layout,
+            words=words,
+            micro_batch=micro_batch,
+            name=file.stem,
+        )
+
+    try:
+        layout, micro_batch, words = parallel or "auto", 1, ""
+        temporary.write_text(text(layout, micro_batch, words), "utf-8")
+        if parallel is None and torch.cuda.is_available():
+            layout, words = f"rtp={ranks}" if ranks > 1 else "single", "one rank per GPU of this machine"
+        elif parallel is None:
+            chosen = auto.planned(load_run_config(temporary), nproc=ranks).plan
+            layout, micro_batch = chosen.parallel, chosen.micro_batch
+            words = f"planned: {chosen.step_s:.2g} s a step, {format_bytes(chosen.memory.total_bytes)} per rank"
+        else:
+            copies = batch_ranks(parse_parallel(layout))
+            micro_batch = next((m for m in (4, 2) if sizes.global_batch % (m * copies) == 0), 1)
+        temporary.write_text(text(layout, micro_batch, words), "utf-8")
+        run = load_run_config(temporary)
+        check_run(run, only_plan=True)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return file, load_run_config(file)
+
+
+def _name_of(model: Path) -> str:
+    named = model.absolute().parent if model.name == "config.json" else model.absolute()
+    return named.stem if named.suffix == ".gguf" else named.name or "run"
+
+
+def _has_weights(model: Path) -> bool:
+    return find_gguf(model) is not None or (model.is_dir() and any(model.glob("*.safetensors")))
+
+
+def _tokenizer_of(model: Path, *, vocab_size: int) -> str:
+    """The model's own tokenizer, or bytes where it has none and its vocabulary holds them."""
+    directory = model if model.is_dir() else model.parent
+    if find_gguf(model) is not None or (directory / "tokenizer.json").is_file():
+        return "model"
+    if vocab_size < ByteTokens().vocab_size:
+        raise ConfigError(
+            f"init: {directory} has no tokenizer.json, and the model's vocabulary of {vocab_size} is too small for "
+            f"bytes ({ByteTokens().vocab_size}). Put the tokenizer.json of the model there"
+        )
+    return BYTES
+
+
+def _written(path: Path, *, base: Path) -> str:
+    """A path as the run file has it: relative where it lies beside or below the file."""
+    whole = path.absolute().resolve()
+    return str(whole.relative_to(base.resolve())) if whole.is_relative_to(base.resolve()) else str(whole)
+
+
+def _data(source: str, *, base: Path, in_bytes: bool) -> _Data:
+    if source == STDLIB:
+        return _Data(find_corpus(source), (f'source = "{STDLIB}"{" " * 15}# the sources of this Python',), "def ")
+    line = f"source = {json.dumps(_written(Path(source).expanduser(), base=base))}"
+    record = _first_record(source)
+    if record is None:
+        corpus = find_corpus(source)
+        return _Data(corpus, (line,), _beginning(corpus))
+    if "messages" in record and not in_bytes:
+        corpus = find_records(source, prompt_field="prompt", response_field="response")
+        return _Data(corpus, (line, 'kind = "instructions"    # only responses are learnt'), "Hello")
+    for prompt, response in _ANSWER_FIELDS:
+        if isinstance(record.get(prompt), str) and isinstance(record.get(response), str):
+            corpus = find_records(source, prompt_field=prompt, response_field=response)
+            fields = (f"prompt_field = {json.dumps(prompt)}", f"response_field = {json.dumps(response)}")
+            lines = (line, 'kind = "instructions"    # only responses are learnt', *fields)
+            return _Data(corpus, lines, record[prompt])
+    field = next((name for name in _TEXT_FIELDS if isinstance(record.get(name), str)), "text")
+    corpus = find_corpus(source, text_field=field)
+    return _Data(corpus, (line, f"text_field = {json.dumps(field)}"), _beginning(corpus))
+
+
+def _first_record(source: str) -> dict[str, Any] | None:
+    """The first record of a JSONL file, or of the first one in a directory; None of text and Parquet."""
+    path = Path(source).expanduser()
+    files = [path] if path.is_file() else sorted(path.rglob("*.jsonl")) if path.is_dir() else []
+    lines = [file for file in files if file.suffix in (".jsonl", ".ndjson")]
+    if not lines:
+        return None
+    return next((record for _, record in read_json_lines(lines[0], example='{"text": "..."}')), None)
+
+
+def _beginning(corpus: Corpus) -> str:
+    """The first words of a text, for the sample at the end of a run."""
+    first, _ = next(iter(corpus.pieces()), (b"", False))
+    return " ".join(first[:200].decode("utf-8", errors="ignore").split()[:3]) or "The"
+
+
+def _sizes(corpus: Corpus, *, config: Any, in_bytes: bool, ranks: int) -> _Sizes:
+    num_tokens = corpus.text_bytes // (1 if in_bytes else _BYTES_PER_TOKEN)
+    room = getattr(config, "max_position_embeddings", None) or _LONGEST
+    length = _LONGEST
+    while length > _SHORTEST and (length > room or num_tokens // length < _LEAST_SAMPLES):
+        length //= 2
+    samples = max(1, num_tokens // (length + 1))
+    batch = max(1, min(_TOKENS_PER_STEP // length, samples // _LEAST_STEPS) // ranks) * ranks
+    steps = max(_LEAST_STEPS, min(_MOST_STEPS, samples // batch))
+    return _Sizes(length, batch, steps, steps * batch / samples)
+
+
+def _text(
+    model: str,
+    *,
+    published: bool,
+    tokenizer: str,
+    data: _Data,
+    sizes: _Sizes,
+    layout: str,
+    micro_batch: int,
+    words: str,
+    name: str,
+) -> str:
+    every = max(1, sizes.steps // 10)
+    source = f"init = {json.dumps(model)}" if published else f"config = {json.dumps(model)}"
+    meaning, rate, reason = "a new model: its first values follow from train.seed", 1e-3, "less for a large model"
+    if published:
+        meaning, rate, reason = "its weights are where the run starts", 2e-5, "small: the model has learnt already"
+    held_out = 0.02 if sizes.steps > _LEAST_STEPS * 5 else 0.05
+    tokens = sizes.global_batch * sizes.sequence_length
+    lines = [
+        f"# A run of rotorch: rotorch train {name}.toml [section.key=value ...]",
+        "# Keys that are not here have defaults; paths start at this file's directory.",
+        "",
+        "[model]",
+        f"{source}    # {meaning}",
+        "",
+        "[parallel]",
+        f'layout = "{layout}"    # {words}' if words else f'layout = "{layout}"',
+        "",
+        "[data]",
+        *data.lines,
+        f'tokenizer = "{tokenizer}"    # ' + ("one token per byte" if tokenizer == BYTES else "the model's own"),
+        f"sequence_length = {sizes.sequence_length}    # tokens of a sample",
+        f"held_out_fraction = {held_out}    # of the text, never trained on: it measures the model",
+        "",
+        "[train]",
+        f"steps = {sizes.steps}    # {sizes.epochs:.2g} times the text, about",
+        f"global_batch = {sizes.global_batch}    # samples of all ranks in a step: {tokens} tokens",
+        f"micro_batch = {micro_batch}    # samples of a rank in one pass; fewer take less memory",
+        'precision = "float32"    # "bfloat16" on a GPU',
+        f"eval_every = {every}",
+        f"checkpoint_every = {2 * every}    # rotorch train {name}.toml --resume goes on from the last",
+        f'out = "runs/{name}"',
+        "",
+        "[optimizer]",
+        'name = "adamw"    # or sgd, adafactor, lion, muon, "torch.optim.NAdam"',
+        f"lr = {rate:g}    # {reason}",
+        f"warmup_steps = {max(1, sizes.steps // 20)}",
+        "",
+        "[sample]",
+        f"prompt = {json.dumps(data.prompt[:200])}    # continued at the end of the run",
+        "length = 100",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def last_lines(file: Path, run: RunConfig) -> list[str]:
+    """Lines for a person after the file was written."""
+    tokens = (run.train.global_batch or 1) * run.data.sequence_length
+    here, out = Path.cwd(), Path(run.train.out)
+    out = out.relative_to(here) if out.is_relative_to(here) else out
+    return [
+        f"wrote     {file}: {run.parallel.layout}, {run.train.steps} steps of {tokens} tokens",
+        f"train     rotorch train {file}",
+        f"look      rotorch eval {out}; rotorch generate {out}",
+    ]

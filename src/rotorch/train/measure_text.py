@@ -1,0 +1,149 @@
+"""`rotorch eval`: bits per byte and perplexity of a checkpoint's model on a text, under any layout."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from rotorch.core.errors import ConfigError
+from rotorch.parallel_model import ParallelModel
+from rotorch.run_config import RunConfig
+from rotorch.train.checks.preflight import check_data, with_published_files
+from rotorch.train.data.batches import TokenFile, prepare_corpus, train_and_held_out
+from rotorch.train.data.tokens import open_tokens
+from rotorch.train.data.windows import TokenWindows
+from rotorch.train.loop import evaluate
+from rotorch.train.saved_model import SavedModel, use_saved_model
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Result of `rotorch eval`.
+
+    Attributes:
+        checkpoint: the checkpoint's directory.
+        step: optimizer steps that its model was trained.
+        source: the text.
+        part: "held out", or "all" of it.
+        num_windows: windows measured.
+        num_tokens: target tokens in them.
+        num_bytes: bytes of text in them.
+        loss: mean over tokens, in nats.
+        perplexity: exp(loss).
+        bits_per_byte: of text, whatever the tokenizer.
+    """
+
+    checkpoint: str
+    step: int
+    source: str
+    part: str
+    num_windows: int
+    num_tokens: int
+    num_bytes: int
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+
+
+def measure_text(
+    saved: SavedModel,
+    *,
+    source: str | None = None,
+    num_windows: int | None = None,
+    micro_batch: int | None = None,
+    summary: Path | None = None,
+) -> None:
+    """Measures the model on what its run holds out, or on all of another text, and prints it. Starts ranks.
+
+    Args:
+        saved: the model.
+        source: a text, JSONL or Parquet file, or a directory of them; None: what the run held out of its own.
+        num_windows: windows to measure at most; None: all.
+        micro_batch: windows in one pass of one rank; None: the run's.
+        summary: a JSON file for a `Measured`.
+
+    Raises:
+        ConfigError: the text is missing or too short, or the run held nothing out.
+    """
+    run = _run_on(saved.run, source=source)
+    checked = check_data(run, model_config=saved.model_config)
+    file = prepare_corpus(checked)
+    windows = _windows(run, file)
+    if not len(windows):
+        raise ConfigError(
+            f"eval: the run held nothing out of {run.data.source} (data.held_out_fraction = 0). Write a text: --data"
+        )
+    work = partial(
+        _measure,
+        saved=saved,
+        run=run,
+        path=file.path,
+        num_windows=len(windows) if num_windows is None else min(num_windows, len(windows)),
+        micro_batch=micro_batch or run.train.micro_batch,
+        part="held out" if source is None else "all",
+        summary=summary,
+    )
+    use_saved_model(saved, work)
+
+
+def _run_on(run: RunConfig, *, source: str | None) -> RunConfig:
+    if source is not None:
+        run = run.model_copy(update={"data": run.data.model_copy(update={"source": source, "held_out_fraction": 0.0})})
+    return with_published_files(run)
+
+
+def _windows(run: RunConfig, file: TokenFile) -> TokenWindows:
+    train, held_out = train_and_held_out(
+        file,
+        tokens=open_tokens(run.data.tokenizer, eos_token=run.data.eos_token),
+        sequence_length=run.data.sequence_length,
+        seed=run.train.seed,
+        held_out_fraction=run.data.held_out_fraction,
+    )
+    return held_out if run.data.held_out_fraction else train
+
+
+def _measure(
+    model: ParallelModel,
+    *,
+    saved: SavedModel,
+    run: RunConfig,
+    path: Path,
+    num_windows: int,
+    micro_batch: int,
+    part: str,
+    summary: Path | None,
+) -> None:
+    """One rank's part: all ranks measure, the first one prints."""
+    windows = _windows(run, TokenFile.open(path))
+    found = evaluate(model, windows, micro_batch=micro_batch, max_windows=num_windows)
+    if model.mesh.size() > 1 and model.mesh.get_rank() != 0:
+        return
+    chosen = windows.evaluation_batches(micro_batch=1, max_windows=num_windows)
+    measured = Measured(
+        checkpoint=str(saved.checkpoint),
+        step=saved.manifest.step,
+        source=run.data.source,
+        part=part,
+        num_windows=num_windows,
+        num_tokens=sum(window.num_targets for window in chosen),
+        num_bytes=found.num_bytes,
+        loss=found.loss,
+        perplexity=math.exp(found.loss) if found.loss < _LARGEST_EXPONENT else math.inf,
+        bits_per_byte=found.bits_per_byte,
+    )
+    print(f"checkpoint  {measured.checkpoint}, step {measured.step}")
+    extent = f"{measured.num_windows} windows of {measured.num_tokens:,} tokens"
+    print(f"text        {measured.source}, {measured.part}: {extent}")
+    print(
+        f"result      {measured.bits_per_byte:.4f} bits per byte, perplexity {measured.perplexity:.4g} per token",
+        flush=True,
+    )
+    if summary is not None:
+        summary.write_text(json.dumps(asdict(measured), indent=2) + "\n", "utf-8")
+
+
+_LARGEST_EXPONENT = 700.0  # exp of more is no number

@@ -1,0 +1,127 @@
+"""`rotorch init`, and what follows a run: `rotorch eval` and `rotorch generate` of its checkpoint, under any layout."""
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from commands import Command, rotorch, write_run
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from rotorch.core.errors import ConfigError
+from rotorch.train.continue_text import Printer
+from rotorch.train.data.tokens import ByteTokens
+from rotorch.train.saved_model import open_saved_model
+
+SENTENCE = "It was the best of times, it was the worst of times. "
+
+
+def published(directory: Path, **changes) -> Path:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "max_position_embeddings": 64}
+    config = LlamaConfig(**{"vocab_size": 300, "num_attention_heads": 4, "num_key_value_heads": 2, **sizes, **changes})
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def json_of(directory: Path, *arguments: object) -> dict:
+    """Numbers of a command that must end well."""
+    file = directory / "numbers.json"
+    command = rotorch(directory / "said", *arguments, "--json", file)
+    assert command.code == 0, command.stderr
+    return json.loads(file.read_text())
+
+
+def test_a_run_from_a_directory_and_a_text_without_editing(tmp_path):
+    published(tmp_path / "mine")
+    (tmp_path / "text.txt").write_text(SENTENCE * 200)
+    file = tmp_path / "mine.toml"
+    first = rotorch(tmp_path / "said", "init", tmp_path / "mine", "--data", tmp_path / "text.txt", "--out", file)
+    assert first.code == 0, first.stderr
+    written = tomllib.loads(file.read_text())
+    assert written["model"] == {"init": "mine"} and written["data"]["source"] == "text.txt"
+    assert written["sample"]["prompt"] == "It was the"
+    assert all("#" in line for line in file.read_text().splitlines() if line.startswith(("lr", "steps", "layout")))
+    again = rotorch(tmp_path / "said", "init", tmp_path / "mine", "--data", tmp_path / "text.txt", "--out", file)
+    assert again.code == 2 and "--force" in again.stderr and len(again.stderr.splitlines()) == 1
+
+    trained = json_of(tmp_path, "train", file, f'data.cache_dir="{tmp_path / "cache"}"', "train.tensorboard=false")
+    assert trained["step"] == written["train"]["steps"] and len(trained["sample"]) > len("It was the")
+    run = tmp_path / "runs" / "mine"
+    measured = json_of(tmp_path, "eval", run)
+    assert measured["part"] == "held out" and measured["step"] == trained["step"]
+    assert measured["bits_per_byte"] == pytest.approx(trained["held_out_bits_per_byte"], rel=1e-5)
+    assert json_of(tmp_path, "eval", run, "--parallel", "rtp=2")["loss"] == pytest.approx(measured["loss"], rel=1e-5)
+    other = json_of(tmp_path, "eval", run, "--data", tmp_path / "text.txt", "--windows", 5)
+    assert (other["part"], other["num_windows"], other["num_tokens"]) == ("all", 5, 5 * 64)
+
+    asked = ("generate", run, "--prompt", SENTENCE[:20], "--length", 12)
+    one, *others = (json_of(tmp_path, *asked, "--parallel", layout) for layout in ("single", "rtp=2", "megatron=2"))
+    assert one["num_tokens"] == 12 and others == [one, one]  # the seed decides, whatever the layout
+    likeliest = ("generate", run, "--temperature", 0, "--prompt", "It", "--length", 500)
+    assert json_of(tmp_path, *likeliest)["num_tokens"] == 62  # up to the model's last position
+
+
+def test_records_of_answers_and_of_text_are_told_apart(tmp_path):
+    published(tmp_path / "mine")
+    for name, record, expected in (
+        ("asked", {"instruction": "Say it", "output": SENTENCE}, ("instructions", "instruction", "output")),
+        ("plain", {"id": 3, "content": SENTENCE}, ("text", "content")),
+    ):
+        (tmp_path / f"{name}.jsonl").write_text((json.dumps(record) + "\n") * 300)
+        arguments = ("--data", tmp_path / f"{name}.jsonl", "--out", tmp_path / f"{name}.toml", "--parallel", "rtp=2")
+        command = rotorch(tmp_path / "said", "init", tmp_path / "mine", *arguments)
+        assert command.code == 0, command.stderr
+        written = tomllib.loads((tmp_path / f"{name}.toml").read_text())
+        data = written["data"]
+        fields = [data[key] for key in ("text_field", "prompt_field", "response_field") if key in data]
+        assert (data.get("kind", "text"), *fields) == expected and written["parallel"]["layout"] == "rtp=2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("init", "nothing"), "no 'nothing'"),
+        (("init", "small"), "vocabulary of 100 is too small for bytes (257)"),
+        (("init", "mine", "--data", "gone.txt"), "gone.txt"),
+        (("init", "mine", "--data", "short.txt"), "short.txt"),
+        (("init", "mine", "--data", "text.txt", "--parallel", "rtp=3,rtp=2"), "rtp=3,rtp=2"),
+        (("init", "mine", "--data", "text.txt", "--out", "no/such/run.toml"), "no directory"),
+        (("generate", "mine"), "mine"),
+        (("eval", "nothing"), "nothing: no such directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, words):
+    published(tmp_path / "mine")
+    published(tmp_path / "small", vocab_size=100)
+    (tmp_path / "text.txt").write_text(SENTENCE * 200)
+    (tmp_path / "short.txt").write_text("It")
+    before = sorted(tmp_path.rglob("*"))
+    command = Command(tmp_path.parent / f"{tmp_path.name}-said", *arguments, cwd=tmp_path)
+    command.wait()
+    assert command.code == 2 and words in command.stderr and len(command.stderr.splitlines()) == 1, command.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_is_refused_under_what_cannot_use_it(tmp_path):
+    run = write_run(tmp_path)
+    assert rotorch(tmp_path / "said", "train", run, "optimizer.warmup_steps=0", "train.steps=1").code == 0
+    for layout, words in (("pp=2", "2 stages over LlamaForCausalLM"), ("rtp=x", "rtp=x")):
+        with pytest.raises(ConfigError, match=words):
+            open_saved_model(str(tmp_path / "run"), layout=layout, device="cpu")
+    pipeline = rotorch(tmp_path / "said", "generate", tmp_path / "run", "--parallel", "zeropp=1x2")
+    assert pipeline.code == 2 and "pipeline" in pipeline.stderr
+    long = rotorch(tmp_path / "said", "generate", tmp_path / "run", "--prompt", "x" * 40)
+    assert long.code == 2 and "40 tokens, and the model takes 32 positions" in long.stderr
+
+
+def test_characters_are_printed_whole(capsys):
+    printer = Printer(ByteTokens())
+    printer.put(torch.tensor([[1, 2]]))  # the prompt
+    shown = []
+    for byte in "é€!".encode():
+        printer.put(torch.tensor([byte]))
+        shown.append(capsys.readouterr().out)
+    printer.end()
+    assert shown == ["", "é", "", "", "€", "!"] and capsys.readouterr().out == "\n"
