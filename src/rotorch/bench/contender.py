@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rotorch.bench.peers import PEERS
 from rotorch.bench.task import Task
 from rotorch.comm.collectives import all_reduce_sum
-from rotorch.comm.observe import Observer
+from rotorch.comm.observe import Observable, Observer
 from rotorch.mesh import pick_device
 from rotorch.models.compiled import compile_blocks
 from rotorch.models.decay import is_decayed
@@ -36,7 +36,7 @@ REFERENCE = "reference"
 """One process that trains on the whole global batch, a rank's share at a time: what losses are compared with."""
 
 
-class Contender(ABC):
+class Contender(Observable, ABC):
     """One row of a bench on one rank. Other libraries take part by a subclass.
 
     Attributes:
@@ -68,19 +68,6 @@ class Contender(ABC):
     @abstractmethod
     def gradients(self) -> list[Tensor]:
         """This rank's part of the gradients, between `forward_backward` and `update`."""
-
-    @property
-    def transport(self) -> str | None:
-        """Transport of slices from rank to rank, if there is a choice."""
-        return None
-
-    def slots(self) -> list[Tensor]:
-        """Buffers that slices of a ring pass through."""
-        return []
-
-    def observed(self, observer: Observer) -> AbstractContextManager[None]:
-        """Reports events that only the contender knows (a ring's visits and waits) to `observer`, within the block."""
-        return nullcontext()
 
     def optimizer_state(self) -> list[Tensor]:
         """This rank's part of the optimizer's state."""

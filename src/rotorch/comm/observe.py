@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -122,6 +122,23 @@ class Observer:
     def waiting(self) -> Activity | None:
         """The kind of wait that is under way; None outside of waits."""
         return self._waiting
+
+
+class Observable:
+    """Questions about a model's transport on this rank. The answers here are those of a model without a ring."""
+
+    @property
+    def transport(self) -> str | None:
+        """Name of the transport between ranks, where there is a choice."""
+        return None
+
+    def slots(self) -> list[Tensor]:
+        """Buffers that slices of a ring pass through; they stay from step to step."""
+        return []
+
+    def observed(self, observer: Observer) -> AbstractContextManager[None]:
+        """Reports computing and waiting that only the model's own code knows to `observer`, within the block."""
+        return nullcontext()
 
 
 @contextmanager

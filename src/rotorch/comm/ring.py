@@ -75,7 +75,20 @@ class Ring(ABC):
         numels: elements of each slice: `numels[item][index]`.
         dtype: of all slices at home and of gradients.
         wire_dtype: of visiting slices, if it is another one (see [Note: precision]).
+
+    A transport's constructor allocates the memory of this rank's own slices and their gradients. It spells out its
+    arguments even where they are those of another transport: they are the interface that callers write by name, each
+    transport takes some that others lack, and `**options` would hide both from readers and from type checkers.
     """
+
+    _home_weights: Sequence[Tensor]
+    """This rank's own slice of each item; set by the transport."""
+
+    _home_gradients: Sequence[Tensor]
+    """The gradient of each of them."""
+
+    _all_home_gradients: Tensor
+    """The memory of all these gradients."""
 
     moves_weights: bool
     """True if slices pass through buffers that are used again; then nothing may keep a view of one."""
@@ -123,22 +136,22 @@ class Ring(ABC):
         self.status.peer = self._ranks[source] + 1
         self.status.now = at(operation, unit=item, part=index)
 
-    @abstractmethod
     def home_weights(self, item: int) -> Tensor:
         """This rank's own slice of an item, flat; valid for the life of the ring."""
+        return self._home_weights[item]
 
     def whole_weights(self, item: int) -> Tensor | None:
         """All slices of an item as one flat tensor that every rank can read in place; None without `gives_whole`."""
         return None
 
-    @abstractmethod
     def home_gradients(self, item: int) -> Tensor:
         """The gradient of this rank's own slice, flat; complete after `finish`."""
+        return self._home_gradients[item]
 
     @property
-    @abstractmethod
     def all_home_gradients(self) -> Tensor:
         """The gradients of all items as one flat tensor."""
+        return self._all_home_gradients
 
     def start(self, *, fresh: Sequence[bool]) -> None:
         """Begins a step.

@@ -321,6 +321,11 @@ class ModelSpec:
         return sum(u.trained_bytes for u in self.units)
 
     @property
+    def finest_cut(self) -> int:
+        """Groups of the weight that has most of them: on more ranks than this, some would hold nothing."""
+        return max((w.cut.groups for u in self.cut_units for w in u.weights if w.cut), default=1)
+
+    @property
     def cut_units(self) -> tuple[Unit, ...]:
         """The units that can be cut into slices."""
         return tuple(u for u in self.units if u.kind is not UnitKind.REPLICATED)

@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from rotorch.comm.observe import Observer
+from rotorch.comm.observe import Observable, Observer
 from rotorch.comm.status_word import StatusWord
 from rotorch.hold.sharded_weights import ShardedWeights
 from rotorch.models.losses import Batch
@@ -25,7 +25,7 @@ from rotorch.shard.sharded_weight import ShardedWeight
 Result = TypeVar("Result")
 
 
-class Holding(ABC):
+class Holding(Observable, ABC):
     """One strategy's model on this rank: it is held in shards, and unsharded for a pass.
 
     `strategies/<kind>/apply.py` subclasses it.
@@ -123,19 +123,6 @@ class Holding(ABC):
         """
         self.status = status
         return []
-
-    @property
-    def transport(self) -> str | None:
-        """Name of the transport between ranks, where there is a choice."""
-        return None
-
-    def slots(self) -> list[Tensor]:
-        """Buffers that slices of a ring pass through; they stay from step to step."""
-        return []
-
-    def observed(self, observer: Observer) -> AbstractContextManager[None]:
-        """Tells `observer` of computing and waiting on this rank, within the block. This rank only."""
-        return nullcontext()
 
     def close(self) -> None:
         """Frees resources of process groups and of the operating system. All ranks."""

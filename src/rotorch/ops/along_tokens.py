@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import Function, once_differentiable
 
 from rotorch._torch_private import storage_key, tree_flatten, tree_unflatten
 from rotorch.comm.axis_group import AxisGroup
@@ -43,7 +42,8 @@ from rotorch.ops.conjugates import (
     all_gather_along,
     copy_to_region,
     gather_from_region,
-    reduce_scatter_along,
+    gather_to_region,
+    reduce_scatter_from_region,
     scatter_to_region,
 )
 from rotorch.ops.random_state import RandomState, drawn_alike
@@ -165,7 +165,7 @@ class SequenceParallelRegion(ParallelRegion):
         self._again, entered, has_tokens = [], [], False
         for x in inputs:
             if tokens.is_own(x):
-                whole = _Gather.apply(x, tokens.lengths, self.axis_group)
+                whole = gather_to_region(x, dim=_DIM, lengths=tokens.lengths, axis_group=self.axis_group)
                 has_tokens = True
                 if torch.is_grad_enabled():
                     # Detached: the record must not hold the graph before the module.
@@ -190,7 +190,7 @@ class SequenceParallelRegion(ParallelRegion):
             return super().leave(x)
         if not self._tokens.is_whole(x):
             raise _no_tokens(self._name)
-        return _ScatterSum.apply(x, self._tokens.lengths, self.axis_group)
+        return reduce_scatter_from_region(x, dim=_DIM, lengths=self._tokens.lengths, axis_group=self.axis_group)
 
 
 class OnAllTokens:
@@ -243,34 +243,6 @@ def _no_tokens(name: str) -> ConfigError:
         f"megatron: sequence_parallel: {name!r} does not take and return hidden states of [rows, tokens, features]. "
         "Leave sequence_parallel out"
     )
-
-
-class _Gather(Function):
-    """All-gather of token shards; backward reduce-scatters the gradients, which are parts of a sum."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BSD: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> Tensor:
-        ctx.lengths, ctx.axis_group = lengths, axis_group
-        return all_gather_along(x_BSD, _DIM, lengths, axis_group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return reduce_scatter_along(grad_BTD, _DIM, ctx.lengths, ctx.axis_group), None, None
-
-
-class _ScatterSum(Function):
-    """Reduce-scatter of parts of a sum; backward all-gathers the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> Tensor:
-        ctx.lengths, ctx.axis_group = lengths, axis_group
-        return reduce_scatter_along(x_BTD, _DIM, lengths, axis_group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_BSD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return all_gather_along(grad_BSD, _DIM, ctx.lengths, ctx.axis_group), None, None
 
 
 class _GatheredAgain:

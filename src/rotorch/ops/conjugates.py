@@ -46,6 +46,16 @@ def scatter_to_region(x: Tensor, *, dim: int, lengths: Sequence[int], axis_group
     return x if axis_group.size == 1 else _Along.apply(x, _own, all_gather_along, dim, tuple(lengths), axis_group)
 
 
+def gather_to_region(x: Tensor, *, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
+    """Gathers the ranks' shards along `dim` for a cut module; the gradients, parts of a sum, are reduce-scattered."""
+    return _Along.apply(x, all_gather_along, reduce_scatter_along, dim, tuple(lengths), axis_group)
+
+
+def reduce_scatter_from_region(x: Tensor, *, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
+    """Sums parts to this rank's shard of the sum along `dim`; the gradient is gathered."""
+    return _Along.apply(x, reduce_scatter_along, all_gather_along, dim, tuple(lengths), axis_group)
+
+
 class ParallelRegion:
     """The operations at inputs and outputs of a module that is cut: activations are equal before and behind it.
 

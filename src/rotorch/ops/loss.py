@@ -147,6 +147,8 @@ class _KeptCrossEntropy(torch.autograd.Function):
         hidden_BD: Tensor,
         target_B: Tensor,
     ) -> Tensor:
+        # The same arguments as of `_SlicedCrossEntropy`: `apply` passes them by position, and `backward` returns a
+        # gradient for each, so neither function could leave them to the other.
         dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
         x_BD = hidden_BD.detach().to(dtype)
         others, dx = _SeenLogits(), _RunningSum()

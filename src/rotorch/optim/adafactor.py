@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.errors import ConfigError
-from rotorch.optim.members import Member, mesh_of, of_models, with_gradients
+from rotorch.optim.members import Member, closure_loss, mesh_of, of_models, with_gradients
 from rotorch.shard.sharded_weight import Chunk
 
 
@@ -63,10 +63,7 @@ class Adafactor(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update. All ranks of the model, equally often."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         models, plain = of_models(self.param_groups)
         if plain:
             raise ConfigError("Adafactor: a parameter of no parallel model. Use torch.optim.Adafactor for it")

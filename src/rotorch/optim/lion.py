@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rotorch.core.errors import ConfigError
+from rotorch.optim.members import closure_loss
 
 
 class Lion(torch.optim.Optimizer):
@@ -41,10 +42,7 @@ class Lion(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:

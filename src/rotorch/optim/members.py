@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,14 @@ def of_models(groups: Iterable[dict[str, Any]]) -> tuple[list[list[Member]], lis
             else:
                 models.setdefault(id(held.mesh), []).append(Member(parameter, held, group))
     return list(models.values()), plain
+
+
+def closure_loss(closure: Callable[[], Any] | None) -> Any:
+    """Returns the result of a closure that `step` was given, computed with gradients as torch's optimizers do."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
 
 
 def with_gradients(members: list[Member]) -> list[Member]:

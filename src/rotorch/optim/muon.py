@@ -20,7 +20,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.models.decay import is_decayed
 from rotorch.models.hf import head_weights
 from rotorch.optim.adamw import AdamW
-from rotorch.optim.members import Member, of_models, with_gradients
+from rotorch.optim.members import Member, closure_loss, of_models, with_gradients
 from rotorch.optim.whole_matrices import WholeMatrices
 from rotorch.shard.sharded_weight import ShardedWeight, weight_of
 
@@ -106,10 +106,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One update. All ranks of the model, equally often."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = closure_loss(closure)
         models, plain = of_models(group for group in self.param_groups if group["use_muon"])
         for parameter, group in plain:
             if (grad := parameter.grad) is not None:

@@ -77,7 +77,7 @@ class HoppingRing(MessageRing):
         # A group with a short timeout: ranks that did not raise never answer, and must not hold up the error.
         self._agreement_group = self._new_group(min(_PATIENCE_S, timeout_s / 2))
         wire, largest = self._wire, self._largest
-        self._rooms = self._home_weights.split(rooms) if self._homes_travel else ()
+        self._rooms = self._home_buffer.split(rooms) if self._homes_travel else ()
         length, travels = wire.length(largest), self.size > 1
         self._traveller = torch.empty(0 if self._homes_travel else length, dtype=wire.message_dtype, device=device)
         self._unpacked = torch.empty(largest if wire.packs else 0, dtype=wire.dtype, device=device)
@@ -218,7 +218,7 @@ class HoppingRing(MessageRing):
         return self._unpacked[:numel]
 
     def _load(self, item: int) -> None:
-        home = self._weights[item]
+        home = self._home_weights[item]
         self._wire.pack(home, self._traveller[: self._wire.length(home.numel())])
 
     def _post(self, buffer: Tensor, item: int, held: int, *, backward: bool) -> Hop:
@@ -238,7 +238,7 @@ class HoppingRing(MessageRing):
     # ------------------------------------------------------------- gradients
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        n, step, home = self.size, visit.step, self._gradients[item]
+        n, step, home = self.size, visit.step, self._home_gradients[item]
         if n == 1:
             return GradientBuffer(home, self.fresh[item])
         travelling = self._gradient_slot[: self.numels[item][visit.index]]

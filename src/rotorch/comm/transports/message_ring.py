@@ -11,7 +11,6 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import Ring
@@ -55,10 +54,10 @@ class MessageRing(Ring):
         home = [n[self.position] for n in self.numels]
         # In place, the home buffer must also hold the largest slice that takes a turn in it.
         starts = [0, *accumulate(rooms or home)]
-        self._home_weights = torch.empty(starts[-1], dtype=dtype, device=device)
-        self._home_gradients = torch.empty(sum(home), dtype=dtype, device=device)
-        self._weights = [self._home_weights[s : s + numel] for s, numel in zip(starts, home, strict=False)]
-        self._gradients = self._home_gradients.split(home)
+        self._home_buffer = torch.empty(starts[-1], dtype=dtype, device=device)
+        self._home_weights = [self._home_buffer[s : s + numel] for s, numel in zip(starts, home, strict=False)]
+        self._all_home_gradients = torch.empty(sum(home), dtype=dtype, device=device)
+        self._home_gradients = self._all_home_gradients.split(home)
         self._largest = max((max(n) for n in self.numels), default=0)
 
     def _new_group(self, timeout_s: float) -> dist.ProcessGroup | None:
@@ -71,13 +70,3 @@ class MessageRing(Ring):
             return None
         limit = timedelta(seconds=timeout_s)
         return dist.new_group(self._mesh.mesh.tolist(), timeout=limit, use_local_synchronization=True)
-
-    def home_weights(self, item: int) -> Tensor:
-        return self._weights[item]
-
-    def home_gradients(self, item: int) -> Tensor:
-        return self._gradients[item]
-
-    @property
-    def all_home_gradients(self) -> Tensor:
-        return self._home_gradients

@@ -99,7 +99,7 @@ class SendReceiveRing(MessageRing):
         self._gradient_slots = [torch.empty(largest if travels else 0, dtype=dtype, device=device) for _ in range(2)]
         self._hops: list[Exchange | None] = [None, None]
         """Per gradient slot: the hop that sends its contents (and receives into the other slot)."""
-        self._owed: _PendingAdd | None = None
+        self._pending_add: _PendingAdd | None = None
         self._num_fetches = 0
         self._most_ahead = ahead
         self._ahead: deque[_Fetch] = deque()
@@ -132,9 +132,9 @@ class SendReceiveRing(MessageRing):
             if hop is not None:
                 hop.wait()
             self._hops[slot] = None
-        if self._owed is not None:
-            self._owed.hop.wait()
-            self._owed = None
+        if self._pending_add is not None:
+            self._pending_add.hop.wait()
+            self._pending_add = None
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         this = Pass(item, backward, fetch)
@@ -155,7 +155,7 @@ class SendReceiveRing(MessageRing):
         """Returns slice `index`, waiting for it if need be."""
         numel = self.numels[this.item][index]
         if index == self.position:
-            return self._weights[this.item] if self._wire.as_at_home else self._own(this)
+            return self._home_weights[this.item] if self._wire.as_at_home else self._own(this)
         if self._ahead and (self._ahead[0].target, self._ahead[0].step) != (this, step):
             self._drop_ahead()  # this step makes other passes than the one before: these slices are not needed
         flight = self._ahead.popleft() if self._ahead else self._post(this, step)
@@ -173,7 +173,7 @@ class SendReceiveRing(MessageRing):
 
     def _own(self, this: Pass) -> Tensor:
         """This rank's own slice in the form in which it visits other ranks (see [Note: on the wire])."""
-        home = self._weights[this.item]
+        home = self._home_weights[this.item]
         if self._wire.packs:
             out = self._unpacked
         elif this.backward:
@@ -186,7 +186,7 @@ class SendReceiveRing(MessageRing):
 
     def _outgoing(self, item: int) -> Tensor:
         """The message of an item's slice: the slice at home itself, or a copy in the form of the wire."""
-        home = self._weights[item]
+        home = self._home_weights[item]
         if self._wire.as_at_home:
             return home
         message = self._message[: self._wire.length(home.numel())]
@@ -220,7 +220,7 @@ class SendReceiveRing(MessageRing):
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
         n, step = self.size, visit.step
-        home = self._gradients[item]
+        home = self._home_gradients[item]
         if n == 1:
             return GradientBuffer(home, self.fresh[item])
         if step == n - 1:  # own slice: see [Note: added when it arrives]
@@ -249,7 +249,7 @@ class SendReceiveRing(MessageRing):
             if hop is None:
                 raise AssertionError("the sum of the other ranks' parts is not on its way")
             # Not waited for here: the sum may arrive while later units compute.
-            self._owed = _PendingAdd(item, slot, hop)
+            self._pending_add = _PendingAdd(item, slot, hop)
             return
         # The other slot receives the next slice's sum: its last contents must have left.
         self._release(other)
@@ -264,13 +264,13 @@ class SendReceiveRing(MessageRing):
 
     def _is_free(self, slot: int) -> bool:
         """Returns True if a gradient slot is known to hold nothing that is still needed, without waiting."""
-        owed, hop = self._owed, self._hops[slot]
-        arrived = owed is None or owed.slot != slot or owed.hop.has_received()
+        pending, hop = self._pending_add, self._hops[slot]
+        arrived = pending is None or pending.slot != slot or pending.hop.has_received()
         return arrived and (hop is None or hop.has_sent())
 
     def _release(self, slot: int) -> None:
-        """Waits until a gradient slot's contents have left, or were added to the home gradient that is owed them."""
-        if self._owed is not None and self._owed.slot == slot:
+        """Waits until a gradient slot's contents have left, or were added to the home gradient that they are for."""
+        if self._pending_add is not None and self._pending_add.slot == slot:
             self._settle()
         hop = self._hops[slot]
         if hop is not None:  # not its receive into the other slot, which that slot's next user waits for
@@ -279,13 +279,13 @@ class SendReceiveRing(MessageRing):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Adds the owed sum to its home gradient."""
-        owed = self._owed
-        if owed is not None:
-            self._await_gradient(owed.hop, owed.item, self.position)
-            home = self._gradients[owed.item]
-            home.add_(self._gradient_slots[owed.slot][: home.numel()])
-            self._owed = None
+        """Adds the pending sum to its home gradient."""
+        pending = self._pending_add
+        if pending is not None:
+            self._await_gradient(pending.hop, pending.item, self.position)
+            home = self._home_gradients[pending.item]
+            home.add_(self._gradient_slots[pending.slot][: home.numel()])
+            self._pending_add = None
 
     def _await_gradient(self, hop: Exchange, item: int, index: int) -> None:
         here = self.status.now

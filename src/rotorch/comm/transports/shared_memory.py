@@ -143,6 +143,9 @@ class SharedMemoryRing(Ring):
         self._weights = [whole.split(numel) for whole, numel in zip(self._wholes, self.numels, strict=True)]
         self._all_gradients = [self._typed(flat, extent) for extent in plan.gradients]
         self._gradients = [self._parts(rank) for rank in range(self.size)]
+        self._home_weights = [of_item[self.position] for of_item in self._weights]
+        self._home_gradients = self._gradients[self.position]
+        self._all_home_gradients = self._all_gradients[self.position]
 
     # ------------------------------------------------------------- memory
 
@@ -154,18 +157,8 @@ class SharedMemoryRing(Ring):
         starts, flat = self._plan.gradient_starts(rank), self._all_gradients[rank]
         return [flat[start : start + n[rank]] for start, n in zip(starts, self.numels, strict=True)]
 
-    def home_weights(self, item: int) -> Tensor:
-        return self._weights[item][self.position]
-
     def whole_weights(self, item: int) -> Tensor | None:
         return self._wholes[item] if self.gives_whole else None
-
-    def home_gradients(self, item: int) -> Tensor:
-        return self._gradients[self.position][item]
-
-    @property
-    def all_home_gradients(self) -> Tensor:
-        return self._all_gradients[self.position]
 
     def slots(self) -> list[Tensor]:
         return [self._slot] if self._slot.numel() else []

@@ -110,12 +110,12 @@ class SymmetricMemoryRing(Ring):
             for rank in range(n)
         ]
         """Every rank's home slices: `[rank][item]`."""
-        self._weights = [memory.window[s : s + sizes[r]] for s, sizes in zip(starts[r], self.numels, strict=False)]
+        self._home_weights = [memory.window[s : s + sizes[r]] for s, sizes in zip(starts[r], self.numels, strict=False)]
         self._inbox = memory.window[inbox : inbox + largest]
         self._next_inbox = memory.of_peer((r - 1) % n, inbox, largest)
-        self._home_gradients = memory.empty(starts[r][-1], dtype=dtype)
-        self._gradients = [
-            self._home_gradients[s : s + sizes[r]] for s, sizes in zip(starts[r], self.numels, strict=False)
+        self._all_home_gradients = memory.empty(starts[r][-1], dtype=dtype)
+        self._home_gradients = [
+            self._all_home_gradients[s : s + sizes[r]] for s, sizes in zip(starts[r], self.numels, strict=False)
         ]
         self._converts = self.wire_dtype != dtype
         visiting = max((max(sizes) for sizes in self.numels), default=0) if self._converts else largest
@@ -143,16 +143,6 @@ class SymmetricMemoryRing(Ring):
         for sizes in self.numels:
             starts.append(starts[-1] + -(-sizes[rank] // step) * step)
         return starts
-
-    def home_weights(self, item: int) -> Tensor:
-        return self._weights[item]
-
-    def home_gradients(self, item: int) -> Tensor:
-        return self._gradients[item]
-
-    @property
-    def all_home_gradients(self) -> Tensor:
-        return self._home_gradients
 
     def slots(self) -> list[Tensor]:
         return [*self._slots, *self._parts, self._inbox]
@@ -226,7 +216,7 @@ class SymmetricMemoryRing(Ring):
     def _arrive(self, this: Pass, step: int, index: int) -> tuple[int | None, Tensor]:
         """Returns slice `index` and the slot that it is in; compute that follows finds it there."""
         if index == self.position and not self._converts:
-            return None, self._weights[this.item]
+            return None, self._home_weights[this.item]
         flight, self._in_flight = self._in_flight, None
         if flight is None or (flight.target, flight.step) != (this, step):
             flight = self._post(this, step)  # nothing came, or for a pass that this step does not make
@@ -256,7 +246,7 @@ class SymmetricMemoryRing(Ring):
         if visit.index == self.position:
             if item in self._home_summed:
                 compute.after(self._home_summed.pop(item))
-            return GradientBuffer(self._gradients[item], self.fresh[item])
+            return GradientBuffer(self._home_gradients[item], self.fresh[item])
         part = self._num_parts % 2  # the other one may still be under way to the next rank
         compute.after(self._part_free[part])
         return GradientBuffer(self._parts[part][: self.numels[item][visit.index]], True)
@@ -268,7 +258,7 @@ class SymmetricMemoryRing(Ring):
         here, numel = visit.index == r, self.numels[item][visit.index]
         to, source = (r - 1) % n, (r + 1) % n
         part = self._num_parts % 2
-        buffer = self._gradients[item] if here else self._parts[part][:numel]
+        buffer = self._home_gradients[item] if here else self._parts[part][:numel]
         came, free = self._channels()
         # The part is added to and sent only once compute has made it.
         hops.after(self._memory.compute.mark())

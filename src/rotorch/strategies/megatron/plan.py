@@ -192,8 +192,7 @@ class Megatron(Strategy):
                 f"megatron: nothing to cut in {spec.name}: no weight has a role in its tensor-parallel plan. "
                 "Write plan={...} with roles for its weights, or use ddp or fsdp"
             )
-        most = max((w.cut.groups for u in spec.cut_units for w in u.weights if w.cut), default=1)
-        if self.size > most:
+        if self.size > (most := spec.finest_cut):
             raise ConfigError(
                 f"megatron: {self.size} ranks over {spec.name}, whose finest cut has {most} groups: "
                 f"ranks would hold nothing. Write megatron={most} or less"
