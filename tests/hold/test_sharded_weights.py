@@ -12,7 +12,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Weight
 from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
 from rotorch.mesh import make_mesh
-from rotorch.shard.sharded_weight import Chunk
+from rotorch.shard.sharded_weight import Chunk, EarlierGradient
 from rotorch.shard.sites import find_sites
 from rotorch.strategies import parse_parallel
 from rotorch.testing.fake import as_rank
@@ -72,6 +72,43 @@ def test_a_step_that_breaks_off_leaves_gradients_as_they_were():
             raise RuntimeError("in a pass")
         assert torch.equal(shards.held["weight"].local_grad, torch.full((5, 3), 2.0))
         assert module.weight is shards.held["weight"].parameter
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_gradients_taken_away_around_a_step_come_back_in_turn(stays):
+    with held(memory=Memory(gradients_stay=stays)) as (_, shards):
+        leaf, weight, buffer = shards.leaves["weight"], shards.held["weight"], torch.empty(5, 3)
+
+        def step(value):
+            with shards.unsharded():
+                shards.start()
+                leaf.grad = buffer.fill_(value) if stays else torch.full((5, 3), value)
+                shards.finish()
+
+        step(1.0)
+        outer = EarlierGradient(weight)
+        step(2.0)
+        inner = EarlierGradient(weight)
+        step(4.0)
+        assert torch.equal(weight.local_grad, torch.full((5, 3), 4.0))
+        inner.add_back()
+        outer.add_back()
+        assert torch.equal(weight.local_grad, torch.full((5, 3), 7.0))
+
+
+def test_a_gradient_taken_away_comes_back_to_its_memory_if_a_step_makes_none():
+    with held() as (_, shards):
+        weight = shards.held["weight"]
+        with shards.unsharded():
+            shards.start()
+            shards.leaves["weight"].grad = torch.full((5, 3), 2.0)
+            shards.finish()
+        there = weight.local_grad
+        earlier = EarlierGradient(weight)
+        there.fill_(9.0)  # a sum over a flat buffer in which it lies
+        earlier.add_back()
+        assert weight.local_grad.data_ptr() == there.data_ptr()
+        assert torch.equal(weight.local_grad, torch.full((5, 3), 2.0))
 
 
 def test_an_evaluation_leaves_gradients_alone():

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor
-
 from rotorch._torch_private import (
     hooks_of_gradient,
     put_hooks_after_accumulation,
     take_hooks_after_accumulation,
 )
-from rotorch.shard.sharded_weight import ShardedWeight
+from rotorch.shard.sharded_weight import EarlierGradient, ShardedWeight
 
 
 class GradientHooks:
@@ -35,7 +32,7 @@ class GradientHooks:
         """Encloses a backward and calls hooks at its end, unless it raised or was not for the weights' gradients."""
         # fully_shard would call hooks after accumulation itself, before replicas are summed.
         taken = {n: hooks for n, h in self._weights.items() if (hooks := take_hooks_after_accumulation(h.parameter))}
-        before = self._set_aside() if all_gradients else {}
+        earlier = self._set_aside() if all_gradients else []
         try:
             yield
             if all_gradients:
@@ -43,32 +40,21 @@ class GradientHooks:
         finally:
             for name, hooks in taken.items():
                 put_hooks_after_accumulation(self._weights[name].parameter, hooks)
-            for name, gradient in before.items():
-                self._add_again(name, gradient)
+            for gradient in earlier:
+                gradient.add_back()
         if all_gradients:
             for name, hooks in taken.items():
                 if self._weights[name].parameter.grad is not None:
                     for after in list(hooks.values()):
                         after(self._weights[name].parameter)
 
-    def _set_aside(self) -> dict[str, Tensor]:
-        """Sets gradients that the user has not cleared aside, where a hook must see this step's alone."""
-        before = {}
-        for name, held in self._weights.items():
-            if hooks_of_gradient(held.parameter) and held.local_grad is not None:
-                before[name] = held.local_grad.clone()
-                held.parameter.grad = None
-        return before
+    def _set_aside(self) -> list[EarlierGradient]:
+        """Takes gradients that the user has not cleared away, where a hook must see this step's alone."""
+        hooked = [held for held in self._weights.values() if hooks_of_gradient(held.parameter)]
+        return [EarlierGradient(held) for held in hooked if held.local_grad is not None]
 
     def _call_on_gradients(self) -> None:
         for held in self._weights.values():
             for hook in hooks_of_gradient(held.parameter):
                 if held.parameter.grad is not None and (other := hook(held.parameter.grad)) is not None:
                     held.parameter.grad = other
-
-    @torch.no_grad()
-    def _add_again(self, name: str, before: Tensor) -> None:
-        held = self._weights[name]
-        if held.local_grad is None:
-            held.parameter.grad = torch.zeros_like(held.parameter)
-        held.local_grad.add_(before)  # type: ignore[union-attr]

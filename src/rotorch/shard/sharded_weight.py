@@ -257,19 +257,15 @@ class ShardedWeight:
 
     def attach(self, gradient: Tensor) -> None:
         """Makes a step's plain gradient of this rank's part, plus an earlier one, the DTensor's gradient."""
-        self.add_earlier(gradient)
+        if self.earlier is not None:
+            gradient.add_(self.earlier)
+            self.earlier = None
         if not self.gradient_stays:
             self.parameter.grad = dtensor_like(self.parameter, gradient)
             return
         if self._attached is None or self._attached[0] != gradient.data_ptr():
             self._attached = gradient.data_ptr(), dtensor_like(self.parameter, gradient)
         self.parameter.grad = self._attached[1]
-
-    def add_earlier(self, gradient: Tensor) -> None:
-        """Adds an earlier gradient that was set aside to a step's own."""
-        if self.earlier is not None:
-            gradient.add_(self.earlier)
-            self.earlier = None
 
     def put_back(self) -> None:
         """After a step that broke off: writes the copy back where it came from, in which the step may have added."""
@@ -288,6 +284,31 @@ class ShardedWeight:
         """Frees the memory of `local`, unless it has other tensors; tensors in its storage lose their values."""
         if self.owns_storage:
             free(self.local)
+
+
+class EarlierGradient:
+    """A weight's gradient of earlier steps, taken away while code around a whole step must see that step's alone.
+
+    The step inside sets aside what it finds (`ShardedWeight.set_aside`), and several of these may enclose each other,
+    so each has a copy of its own. Made before the step.
+    """
+
+    def __init__(self, held: ShardedWeight) -> None:
+        gradient = held.local_grad
+        assert gradient is not None, "made for a weight that has a gradient"
+        self._held, self._gradient, self._values = held, held.parameter.grad, gradient.clone()
+        held.parameter.grad = None
+
+    @torch.no_grad()
+    def add_back(self) -> None:
+        """Adds it to the step's own gradient; if the weight has none, it has the earlier one again."""
+        own = self._held.local_grad
+        if own is not None:
+            own.add_(self._values)
+            return
+        # The same DTensor, in its old memory: flat buffers that clipping reads go on holding it.
+        self._held.parameter.grad = self._gradient
+        self._held.local_grad.copy_(self._values)  # type: ignore[union-attr]
 
 
 class WayBack:

@@ -19,6 +19,7 @@ from rotorch.hold.holding import Holding, OuterHolding, Result, ShardsHolding
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.models.losses import Batch
+from rotorch.shard.sharded_weight import EarlierGradient
 
 
 class DDPHolding(ShardsHolding):
@@ -81,8 +82,7 @@ class ReplicatedHolding(OuterHolding):
     def __init__(self, inner: Holding, *, mesh: DeviceMesh) -> None:
         super().__init__(inner)
         self._mesh = mesh
-        self._before: dict[str, Tensor | None] = {}
-        """Earlier gradients' DTensors, in whose memory a step's own gradients may lie."""
+        self._earlier: list[EarlierGradient] = []
         self.loss_scale = inner.loss_scale
         replica = mesh.get_local_rank()
         self.weights = {
@@ -99,11 +99,9 @@ class ReplicatedHolding(OuterHolding):
         return self._inner.unsharded_for_calls()
 
     def start(self) -> None:
-        # Gradients that the user has not cleared are summed over the replicas already: set aside, added at the end.
-        with_gradients = {name: held for name, held in self.weights.items() if held.set_aside()}
-        self._before = {name: held.parameter.grad for name, held in with_gradients.items()}
-        for held in with_gradients.values():
-            held.parameter.grad = None
+        # Gradients that the user has not cleared are summed over the replicas already, and must not be once more.
+        there = [held for held in self.weights.values() if held.parameter.grad is not None]
+        self._earlier = [EarlierGradient(held) for held in there] if torch.is_grad_enabled() else []
         self._inner.start()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
@@ -122,14 +120,10 @@ class ReplicatedHolding(OuterHolding):
     def finish(self) -> None:
         self._inner.finish()
         all_reduce_each(self._inner.gradients(), mesh=self._mesh)
-        for name, before in self._before.items():
-            held = self.weights[name]
-            if held.local_grad is None:  # this step used no weight; its buffer was summed all the same
-                held.parameter.grad = before
-                held.put_back()
-            else:
-                held.add_earlier(held.local_grad)
-        self._before = {}
+        # After the sum, which also runs over the buffers of weights that this step has not used.
+        for earlier in self._earlier:
+            earlier.add_back()
+        self._earlier = []
 
     def gradients(self) -> list[Tensor]:
         return self._inner.gradients()
