@@ -75,12 +75,14 @@ class AxisGroup:
 
     def broadcast(self, block: Tensor, *, source: int) -> Wait:
         """Starts sending `block` of the rank at `source` to all; the others' is overwritten. Contiguous."""
+        # An empty block is empty on all ranks, which know its shape: nobody waits for it.
         if self.group is None or not block.numel():
             return _nothing
         return _waiting(dist.broadcast(block, group_src=source, group=self.group, async_op=True))
 
     def reduce(self, part: Tensor, *, target: int) -> Wait:
         """Starts summing `part` over all ranks into that of the rank at `target`; the others' may be overwritten."""
+        # Empty on all ranks alike, as in `broadcast`.
         if self.group is None or not part.numel():
             return _nothing
         return _waiting(dist.reduce(part, group_dst=target, group=self.group, async_op=True))
@@ -109,6 +111,7 @@ class AxisGroup:
             )
             return block, self.broadcast(block, source=source)
 
+        # Every rank posts the same broadcasts in the same order, its own among them: collectives of a group must match.
         coming = send_for(0)
         for source in range(self.size):
             block, wait = coming
@@ -174,6 +177,7 @@ class AxisGroup:
             for whole, part in zip(wholes, parts, strict=True):
                 whole.copy_(part.view(whole.shape))
             return _nothing
+        # Torch's gathers over gloo go through a copy of the whole (see `comm/exchange.py`).
         if parts and exchange.goes_by_exchange(self.group, device=parts[0].device):
             return exchange.gather_each(wholes, parts, group=self.group)
         return self._each(dist.all_gather_single, wholes, parts)
@@ -184,6 +188,7 @@ class AxisGroup:
             for part, whole in zip(parts, wholes, strict=True):
                 part.copy_(whole.view(part.shape))
             return _nothing
+        # Torch's over gloo is an all-reduce of a copy.
         if parts and exchange.goes_by_exchange(self.group, device=parts[0].device):
             return exchange.sum_each(parts, wholes, group=self.group)
         return self._each(dist.reduce_scatter_single, parts, wholes)
@@ -212,6 +217,7 @@ class _Reductions:
 
     def __init__(self, axis_group: AxisGroup) -> None:
         self._axis_group = axis_group
+        # Each part with its wait: the reduction reads the part's memory until then, and the caller has dropped it.
         self._under_way: list[tuple[Tensor, Wait]] = []
         self._mine: Tensor | None = None
 
@@ -223,6 +229,7 @@ class _Reductions:
         self._finish(at_most=1)
 
     def mine(self) -> Tensor:
+        # Those for other ranks too: nobody else waits for them, and their parts must stay until they have left.
         self._finish(at_most=0)
         if self._mine is None:
             raise AssertionError("no part was made for this rank")

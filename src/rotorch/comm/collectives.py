@@ -120,6 +120,7 @@ def any_rank(flag: bool, *, mesh: DeviceMesh) -> bool:
 def gather_objects(value: Any, *, mesh: DeviceMesh) -> list[Any]:
     """Returns every rank's `value` (small, picklable), in the order of positions on the mesh, row by row."""
     found = [value]
+    # Innermost axis first: then the lists join in the order of positions, row by row.
     for axis in reversed(range(mesh.ndim)):
         if mesh.size(axis) > 1:
             gathered: list[Any] = [None] * mesh.size(axis)

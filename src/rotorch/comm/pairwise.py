@@ -25,8 +25,11 @@ class Pairwise:
         self._group: dist.ProcessGroup | None = None
         self._peers = list(range(self.size))
         if self.size > 1:
+            # The world's group, where it has the same ranks: a new group would connect each rank to all others once
+            # more.
             world = dist.group.WORLD
             self._group = world if world is not None and world.size() == self.size else flat_group(mesh)
+            # The order of ranks on the mesh need not be that of the group.
             self._peers = [dist.get_group_rank(self._group, rank) for rank in ranks]
 
     def swap(self, send: Tensor, *, to: int, receive: Tensor, source: int) -> None:

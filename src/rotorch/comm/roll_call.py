@@ -94,12 +94,14 @@ class RollCall:
         *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
         n, half = len(self._ranks), len(alike)
         is_alone = sums[0] == doing  # the other ranks are faked
+        # Exact: the sums are integers, and the largest square has 48 of their 64 bits.
         if not is_alone and any(n * square != x * x for x, square in zip(sums[:half], sums[half:], strict=True)):
             self._refuse(alike)
         left, targets = divmod(int(total), _TARGETS)
         return targets, left
 
     def _refuse(self, alike: tuple[int, ...]) -> None:
+        # A sum of tables with one row each is a gather; it costs a second message only where an error is certain.
         table = torch.zeros(len(self._ranks), len(alike), dtype=torch.int64)
         table[self._mine] = torch.tensor(alike)
         doing, model, num_micro_batches = all_reduce_sum(table, mesh=self._mesh).T.tolist()

@@ -87,6 +87,7 @@ class GroupLines:
             self._downwards = dist.new_group(
                 dist.get_process_group_ranks(self._upwards), timeout=timeout, use_local_synchronization=True
             )
+            # A group has a backend for each kind of device, with a timeout of its own.
             for carrier in (device, torch.device("cpu")):
                 set_group_timeout(self._downwards, timeout, device=carrier)
             self._connect(device)
@@ -95,6 +96,7 @@ class GroupLines:
         """Makes NCCL create its communicators now, not in the first message, for which both ends would have to come."""
         for group in (self._upwards, self._downwards):
             dist.all_reduce(torch.zeros(1, device=device), group=group)
+        # Every pair of neighbours in one order on all ranks, so that both ends of a pair come to it together.
         one = torch.zeros(1, device=device)
         for low, high in dict.fromkeys(tuple(sorted((k, (k + 1) % self._size))) for k in range(self._size)):
             for source, to in ((low, high), (high, low)):
@@ -212,6 +214,7 @@ class StageMessages:
     def receive(self, *, source: int, tag: int) -> Tensor | None:
         """Waits for an expected tensor; None if its sender has broken off."""
         found = self._expected.pop((source, tag))
+        # Both waits, even if the header says that its sender broke off: the posted receive has taken a message too.
         found.header_came()
         if found.tensor_came is not None:
             found.tensor_came()
@@ -221,6 +224,7 @@ class StageMessages:
         self._learn(found.like, form, tag=tag)
         if int(found.header[0]) == _AS_KNOWN:
             return found.tensor
+        # On CPU: a tensor behind its header goes by tag, as headers do.
         tensor = torch.empty(form[1], dtype=form[0])
         if tensor.numel():
             self._lines.receive_header(tensor, source=source, tag=_tag(tag, _BEHIND))()

@@ -70,6 +70,7 @@ STATUS_BYTES = ctypes.sizeof(StatusWord)
 
 def at(operation: Operation, *, unit: int = 0, part: int = 0) -> int:
     """Encodes a position as one number: the operation, the number of its unit, and the slice or stage of that unit."""
+    # One number, so that a reader never finds the unit of one operation with the slice of another.
     return operation << (_UNIT_BITS + _PART_BITS) | unit << _PART_BITS | part
 
 

@@ -26,6 +26,7 @@ class Wire:
     @property
     def as_at_home(self) -> bool:
         """True if a message is the slice itself, so that nothing needs to be copied before it is sent."""
+        # Equal dtypes mean equal bits: the only wire that packs has a dtype that no slice has at home.
         return self.message_dtype == self.home_dtype
 
     def length(self, numel: int) -> int:

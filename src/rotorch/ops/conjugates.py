@@ -68,6 +68,7 @@ class ParallelRegion:
 
     def enter_all(self, inputs: Sequence[Any]) -> list[Any]:
         """Returns the inputs as the module's code gets them; some are tensors."""
+        # Masks and positions have no gradient to sum, and stay out of the graph.
         return [self.enter(x) if isinstance(x, Tensor) and x.requires_grad else x for x in inputs]
 
     def inside(self) -> AbstractContextManager[object]:
@@ -126,6 +127,7 @@ def _own(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> 
 def all_gather_along(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
     """Concatenates all ranks' shards of `lengths` along `dim`. Not differentiable."""
     longest = max(lengths)
+    # The cut dim first, so that the ranks' parts follow one another in the gathered tensor.
     parts = axis_group.all_gather(_padded(x.movedim(dim, 0), longest)).split(longest)
     return torch.cat([p[:n] for p, n in zip(parts, lengths, strict=True)]).movedim(0, dim).contiguous()
 
@@ -170,6 +172,7 @@ class _ReduceFromRegion(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Whole on every rank already: another sum would count it once per rank.
         return grad, None
 
 
@@ -182,6 +185,7 @@ class _SumOfParts(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # Every rank's use of the sum has a loss of its own: their gradients add up.
         return _summed(grad, ctx.axis_group), None
 
 

@@ -192,6 +192,7 @@ class _RotateConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: RotatingUnit, call: Convolution, anchor: Tensor, x: Tensor) -> Tensor:
         ctx.unit, ctx.call, ctx.autocast = unit, call, AutocastState.now(x.device.type)
+        # Not the weight: its slices come again in backward.
         ctx.save_for_backward(x)
         return _forward(unit, call, x.detach(), ctx.autocast)
 

@@ -35,6 +35,7 @@ class CutHead(Head):
 
     def logits(self, hidden: Tensor) -> Tensor:
         lengths = [r.length for r in self.columns]
+        # For code that asks for logits themselves; the loss below takes only this rank's columns.
         return gather_from_region(self.product(hidden), dim=-1, lengths=lengths, axis_group=self.axis_group)
 
     def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:

@@ -80,6 +80,7 @@ class GridUse(WeightUse):
             y = summa_table_linear(self.grid, x, self.block, num_rows=[r.length for r in self.vocabulary])
             return y if bias is None else y + bias
 
+        # The product waits for the loss: whole logits of a row would be gathered, which the cut loss never needs.
         return DeferredLogits(x, CutHead(across, self.vocabulary, product)) if self.head else product(x)
 
     def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor | None:

@@ -55,6 +55,7 @@ class _RotateLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, unit: RotatingUnit, anchor: Tensor, x: Tensor) -> Tensor:
         ctx.unit, ctx.autocast = unit, AutocastState.now(x.device.type)
+        # Not the weight: its slices come again in backward.
         ctx.save_for_backward(x)
         return _linear_forward(unit, x.detach(), ctx.autocast)
 

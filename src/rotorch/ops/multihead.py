@@ -56,6 +56,7 @@ def multihead_on_slice(
     dropout = module.dropout if module.training else 0.0
     maps = None
     if need_weights:
+        # By hand: the fused kernel gives no maps.
         scores = q_NHLD @ k_NHSD.transpose(-1, -2) / math.sqrt(q_NHLD.shape[-1])
         maps_NHLS = F.dropout(F.softmax(scores if mask is None else scores + mask, dim=-1), dropout)
         o_NHLD = maps_NHLS @ v_NHSD
@@ -117,6 +118,7 @@ def _as_asked(
 ) -> Tensor:
     """This slice's part of the attention maps that torch's forward returns: the parts of all slices sum to them."""
     if average:
+        # By the number of all heads: then the slices' parts sum to the mean.
         maps = maps_NHLS.sum(1) / module.num_heads
     else:
         maps = F.pad(maps_NHLS, (0, 0, 0, 0, heads.start, module.num_heads - heads.stop))

@@ -17,6 +17,7 @@ def no_saved_tensor_hooks() -> AbstractContextManager[Any]:
     torch's activation checkpointing would drop them, and run the unit again to make them, in the middle of the unit's
     own backward and of its visits. They live as long as their function: nothing else keeps them.
     """
+    # The innermost pair of hooks counts; one that does nothing hides the pairs around it.
     return torch.autograd.graph.saved_tensors_hooks(_as_is, _as_is) if saved_tensors_are_hooked() else nullcontext()
 
 

@@ -105,6 +105,7 @@ class PartialModule:
         self._dense_forward = compiled_forward(module) if compiled else module.forward
         if isinstance(module, nn.MultiheadAttention) and _is_by_heads(unit, module):
             self._dense_forward = partial(self._attend, module)
+            # Our forward adds up over heads by construction; its maps do as well.
             self._num_sums = 2
             self._proven = True
         module.forward = self.forward  # type: ignore[method-assign]

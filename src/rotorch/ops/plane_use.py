@@ -90,6 +90,7 @@ class PlaneUse(WeightUse):
         if self.role is Role.ROW:
             return _row(plane, x, block, bias)
         if self.role is Role.COLLECT:
+            # The input is whole on this axis, and each rank makes other outputs of it: parts of its gradient add up.
             output = _row(plane, copy_to_region(x, axis_group=interior), block, bias)
             return gather_from_region(output, dim=-1, lengths=lengths, axis_group=interior)
 
@@ -126,6 +127,7 @@ def _column(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tens
 
 def _row(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
     """This rank's features, or its part of their sum; the gradient of `x` is summed over features."""
+    # By chunks only where there is a sum to hide, in backward.
     if plane.features.size > 1 and plane.chunks > 1:
         y = _ProductSumInBackward.apply(plane, _dtype(x), x, block)
         return y if bias is None else y + bias
@@ -139,6 +141,7 @@ def _dtype(x: Tensor) -> torch.dtype:
 
 def _summed_by_chunks(plane: Plane, x_BI: Tensor, multiply: Callable[[Tensor, Tensor], Any], width: int) -> Tensor:
     """Products of chunks of tokens, each summed over features while the next is computed: `[B, width]`."""
+    # One tensor for all chunks: sums happen in place, and nothing is concatenated.
     y_BO = x_BI.new_empty(x_BI.shape[0], width)
     waits = []
     for x, y in zip(x_BI.chunk(plane.chunks), y_BO.chunk(plane.chunks), strict=True):

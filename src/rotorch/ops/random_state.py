@@ -37,6 +37,7 @@ class RandomState:
     @staticmethod
     def now(like: Tensor) -> RandomState:
         """The state at this moment, of the CPU and of the device of `like`."""
+        # The device of `like` only: a state of each GPU of the host would be copied otherwise.
         devices, states = get_device_states(like)
         return RandomState(torch.get_rng_state(), like.device.type, devices, states)
 
@@ -79,6 +80,7 @@ def drawn_apart(position: int, *, like: Sequence[Any], active: bool) -> Iterator
     # From the shared generator, so all ranks have the same seed and go on alike; the position tells them apart.
     seed = int(torch.randint(2**62, ()))
     devices, states = get_device_states(*like)
+    # After the draw, so that the next block gets another seed.
     cpu = torch.get_rng_state()
     try:
         torch.manual_seed(seed + position)

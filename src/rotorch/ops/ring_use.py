@@ -58,6 +58,7 @@ class RingUse(WeightUse):
     @classmethod
     def gather(cls, uses: Sequence[RingUse]) -> list[Tensor]:
         """Gathers each unit's slices once, however many of its weights are used."""
+        # A function may use a matrix and its bias, which travel together.
         units = {id(use.unit): use.unit for use in uses}
         whole = {key: gather_weights(unit) for key, unit in units.items()}
         return [whole[id(use.unit)][use.unit.unit.weights.index(use.weight)] for use in uses]
@@ -68,12 +69,15 @@ class VisitingUse(RingUse):
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """The product slice by slice; a head's logits are deferred."""
+        # A bias that travels with the matrix is added by the product of each slice.
         together = self._unit_of(bias) is self.unit
         if not together and self._brings_more:
             return None
+        # A bias that does not travel with the unit has no part in the loss over its slices: real logits then.
         if self.head and (together or bias is None):
             return self._logits(x)
         output = rotate_linear(self.unit, x)
+        # A whole bias once, behind the slices, whose columns lie side by side: its gradient is the usual one.
         return output if bias is None or together else output + bias
 
     def embedding(self, ids: Tensor, *, padding_idx: int | None) -> Tensor:
@@ -103,6 +107,7 @@ class InPlaceUse(RingUse):
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product with the whole weight; a head's logits are deferred."""
+        # Here a bias is a unit of its own, even if it is cut, and the loss over slices knows of one unit only.
         if self.head and bias is None:
             return self._logits(x)
         cut_bias = self._unit_of(bias)
@@ -116,6 +121,7 @@ class InPlaceUse(RingUse):
         self, func: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         """The convolution with the whole weight, in a graph of its own."""
+        # Nothing is copied: this is the shared memory, in a graph whose backward adds the gradient slice by slice.
         (whole,) = gather_weights(self.unit)
         cut_bias = self._unit_of(bias)
         if cut_bias is not None:
@@ -131,5 +137,6 @@ def use_on_ring(
     weight: Weight, unit: RotatingUnit, *, head: bool = False, keep_logits: bool = False, by_plan: bool = False
 ) -> RingUse:
     """Returns the use of a weight according to its ring's memory; see `RingUse`."""
+    # The unit's word, not the transport's: slices visit in shared memory, too, where they are converted or recomputed.
     made = VisitingUse if unit.whole is None else InPlaceUse
     return made(weight, unit, head, keep_logits, by_plan)

@@ -68,6 +68,7 @@ def summa_table_linear(grid: Grid, x: Tensor, table: Tensor, *, num_rows: Sequen
 
 
 def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
+    # Contiguous: blocks are sent as they lie.
     return x.detach().reshape(-1, x.shape[-1]).to(dtype).contiguous()
 
 
@@ -130,6 +131,7 @@ class _TableLinear(torch.autograd.Function):
         y = grid.across.sums()
         with torch.autocast(x.device.type, enabled=False):
             for t, table_t in enumerate(grid.down.blocks(table_RI, shapes=shapes)):
+                # Rows t of the table are columns t of the logits, whose ranks get this part while the next is computed.
                 y.add(torch.mm(x_BI, table_t.t()), target=t)
         y_BO = y.mine()
         return y_BO.view(*x.shape[:-1], y_BO.shape[-1])
@@ -145,6 +147,7 @@ class _TableLinear(torch.autograd.Function):
         d_table = grid.down.sums()
         of_table = [(rows, x_BI.shape[1]) for rows in ctx.num_rows]
         of_grad = [(x_BI.shape[0], rows) for rows in ctx.num_rows]
+        # Again, as in `_Linear`: forward has kept no other rank's block.
         tables = grid.down.blocks(table_RI, shapes=of_table) if wants_x else None
         with torch.autocast(x.device.type, enabled=False):
             for t, dy_t in enumerate(grid.across.blocks(dy_BO, shapes=of_grad)):

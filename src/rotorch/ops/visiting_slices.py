@@ -57,9 +57,11 @@ class VisitingSlices(ModuleSlices):
         taken: set[int] = set()
         for site in sites:
             weight, bias = (numbers.get((id(site.module), name)) for name in ("weight", "bias"))
+            # Exactly `nn.Linear`: a subclass may do more in its forward than the product.
             if type(site.module) is not nn.Linear or weight is None or site.attribute != "weight":
                 continue
             taken |= {weight} if bias is None else {weight, bias}
+            # By the instance: the class's forward serves other modules too.
             site.module.forward = partial(self._linear, weight, bias)  # type: ignore[method-assign]
         return frozenset(taken)
 
@@ -139,6 +141,7 @@ class _Packed:
         """Returns one tensor with the elements of all `tensors`."""
         if len(tensors) == 1:
             return tensors[0]
+        # Alike for all slices, so the last one's serve for the sum.
         self._parts = [(t.shape, t.dtype) for t in tensors]
         return torch.cat([t.reshape(-1) for t in tensors])
 

@@ -153,6 +153,7 @@ def _on_whole_weights(func: Any, args: Any, kwargs: Any) -> Any:
     leaves, tree = tree_flatten((args, kwargs))
     held = [leaf for leaf in leaves if isinstance(leaf, WeightProxy)]
     name = getattr(func, "__name__", str(func))
+    # Before anything is gathered: a refusal on one rank is one on all, and nobody waits for the others.
     for use in (proxy.use for proxy in held):
         if (refusal := use.refusal()) is not None:
             raise ConfigError(f"{use.strategy}: {use.weight.name!r} is used by {name!r}, which {refusal}")
@@ -195,6 +196,7 @@ class Transposed(TensorProxy):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if args and isinstance(args[0], Transposed) and is_transpose(func, args, kwargs or {}):
+            # The transpose of the transpose is the matrix, which a product may still take by slices.
             return args[0].of
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -202,6 +204,7 @@ class Transposed(TensorProxy):
     def answer(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Multiplies as a linear layer does; other functions get the transpose of the whole weight, or are refused."""
         found = as_linear(func, args, kwargs, is_transposed=lambda x: isinstance(x, Transposed))
+        # An input that is cut itself has no product by slices: then whole weights are multiplied.
         if found is not None and not isinstance(found[0], TensorProxy):
             input, matrix, bias = found
             return F.linear(input, matrix.of, bias)

@@ -65,6 +65,7 @@ def make_ring(
                 mesh=mesh, numels=numels, dtype=dtype, device=device, wire_dtype=wire_dtype, timeout_s=timeout_s
             )
         except PeerMemoryUnavailable as error:
+            # Raised on all ranks alike, so they go on to the next transport together without asking.
             if transport == "symmetric_memory":
                 raise ConfigError(
                     f"rtp: transport=symmetric_memory is not possible: {error}. Write transport=auto"
@@ -85,6 +86,7 @@ def make_ring(
             )
         except SharedMemoryUnavailable as error:
             reason = str(error)
+        # Asked of all: one rank without it would wait for messages that the others never send.
         if not any_rank(ring is None, mesh=mesh) and ring is not None:
             return ring
         reason = reason or "another rank of the ring cannot use it"

@@ -167,6 +167,8 @@ class HoppingRing(MessageRing):
 
     def _bring_home(self, item: int, step: int, index: int, *, backward: bool) -> Tensor:
         """Returns slice `index` in the home buffer, and starts the hop that brings the next one."""
+        # Usually there already: backward begins with forward's last slice. Not after two forwards, or a pass that was
+        # left in the middle.
         if step == 0:
             self._move(item, to=index)
         else:

@@ -50,6 +50,7 @@ class MessageRing(Ring):
             size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype, wire_dtype=wire.dtype
         )
         self._mesh = mesh
+        # Two groups: messages of one group arrive in order, and a fetch that runs ahead must not hold a gradient back.
         self._weight_group, self._gradient_group = (self._new_group(timeout_s) for _ in range(2))
         home = [n[self.position] for n in self.numels]
         # In place, the home buffer must also hold the largest slice that takes a turn in it.

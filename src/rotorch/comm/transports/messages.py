@@ -111,6 +111,7 @@ class Hop:
         self._receive_numel, self._source, self._group = receive_numel, source, group
         self._posted: deque[tuple[int, Exchange]] = deque()
         self._next = 0
+        # As many as the bounce has parts; each of the others is posted when a part has been copied out (`wait`).
         for _ in bounce.chunks:
             self._post()
 
@@ -122,6 +123,8 @@ class Hop:
         """Starts the exchange of the next chunk, if there is one."""
         goes, comes = self._extent(self._next, self._send_numel), self._extent(self._next, self._receive_numel)
         if goes.start < goes.stop or comes.start < comes.stop:
+            # Both directions of a chunk at once: each rank receives into the bounce what another one sends from its
+            # buffer.
             exchange = Exchange(
                 send=self._buffer[goes],
                 to=self._to,

@@ -41,7 +41,9 @@ class Passes:
 
     def start(self) -> None:
         """Begins a step; the passes of the last one become the expected ones."""
+        # A start without passes after it (nothing was asked of the ring) says nothing about the next step.
         if self._now:
+            # By training or not: an evaluation between two steps must not replace what the training step has shown.
             self._before[self._training] = self._now
         self._now, self._as_before, self._training = [], True, torch.is_grad_enabled()
 
@@ -64,6 +66,7 @@ class Passes:
             return
         if this.fetch:
             yield from ((this, later) for later in self._fetches(this) if later > step)
+        # Once this step has gone another way, the rest of the last one is no guide: a wrong slice would take a slot.
         if self._as_before:
             for expected in self._before.get(self._training, [])[len(self._now) :]:
                 if expected.fetch:

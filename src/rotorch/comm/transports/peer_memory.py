@@ -170,6 +170,7 @@ class CudaPeerMemory:
         return made
 
     def clear(self, channels: range) -> None:
+        # Signals of a step that broke off would let this step's waits pass too early.
         pad = self._handle.get_signal_pad(  # one 32-bit flag per channel and sender
             self._rank, (self._size * len(channels),), torch.int32, self._size * channels.start
         )

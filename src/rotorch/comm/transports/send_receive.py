@@ -227,6 +227,7 @@ class SendReceiveRing(MessageRing):
             return GradientBuffer(home, self.fresh[item])
         slot, other = step % 2, (step + 1) % 2
         travelling = self._gradient_slots[slot][: self.numels[item][visit.index]]
+        # A slot's last contents may still be on their way, or be a sum that waits to be added at home.
         if step == 0:
             if not wait and not self._is_free(slot):
                 return None
@@ -290,5 +291,6 @@ class SendReceiveRing(MessageRing):
     def _await_gradient(self, hop: Exchange, item: int, index: int) -> None:
         here = self.status.now
         self._mark_wait(Operation.AWAIT_GRADIENT, item, index, source=(self.position + 1) % self.size)
+        # Only the receive: the send from the other slot is waited for when that slot is needed again.
         hop.wait_received()
         self.status.now = here

@@ -167,6 +167,7 @@ class SharedMemoryRing(Ring):
 
     def start(self, *, fresh: Sequence[bool]) -> None:
         super().start(fresh=fresh)
+        # Turns of a new base: those that a step which broke off has left behind are all lower.
         self._base += _STEP
         self._rounds = [0] * len(self.numels)
         self._in_slot = None
@@ -203,6 +204,7 @@ class SharedMemoryRing(Ring):
             if not wait:
                 return None
             self._wait(turns, item, visit)
+        # The pass goes on, and `finish` raises: a unit in the middle of backward could not be left cleanly.
         if self._in_vain:
             return GradientBuffer(self._memory_in_vain(self.numels[item][visit.index]), True)
         with self._fence:  # reads of the gradient come after that of the turn which announced it

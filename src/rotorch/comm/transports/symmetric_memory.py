@@ -189,6 +189,7 @@ class SymmetricMemoryRing(Ring):
 
     def close(self) -> None:
         self._in_flight = None
+        # Copies may still read the peers' windows, which are unmapped when the ring goes.
         for lane in (self._memory.fetches, self._memory.hops):
             self._memory.reached(lane.mark(), timeout_s=self._timeout_s)
 
