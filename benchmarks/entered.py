@@ -47,7 +47,7 @@ SETTLED = 2
 
 
 class Entered:
-    """What is entered while it counts, of the packages in `packages`."""
+    """Files, classes and functions of `packages` that are entered while it counts."""
 
     def __init__(self, *packages: str) -> None:
         self._packages = packages

@@ -1,4 +1,4 @@
-"""What rotation costs and saves on a GPU. Needs one; without one it says so and ends with exit code 0.
+"""Costs and savings of rotation on a GPU. Needs one; without one it says so and ends with exit code 0.
 
     python benchmarks/gpu.py                    # everything, a few minutes; writes benchmarks/results/gpu-*.json
     python benchmarks/gpu.py --only slices      # one of: one_rank, shared, slices

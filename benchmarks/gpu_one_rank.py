@@ -81,7 +81,7 @@ def measure(*, device: str, tokens: int, steps: int) -> dict[str, Any]:
 
 
 def scaled(measured: list[dict[str, Any]], *, layers: int) -> dict[str, Any]:
-    """What `layers` layers would take, from what two smaller numbers of layers took (see [Note: scaled up])."""
+    """Time and memory of `layers` layers, from those of two smaller numbers of layers (see [Note: scaled up])."""
     if any("error" in case for case in measured):
         return {}
     less, more = measured

@@ -107,7 +107,7 @@ def rank_of_peaks(parallel: str, tokens: int, steps: int) -> dict[str, Any]:
 
 
 def window_is_counted() -> bool:
-    """Whether `torch.cuda.memory_allocated` sees symmetric memory."""
+    """True if `torch.cuda.memory_allocated` sees symmetric memory."""
     from rotorch._torch_private import symmetric_empty
 
     before = torch.cuda.memory_allocated()

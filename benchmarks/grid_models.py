@@ -54,7 +54,7 @@ class TimedLoss:
 
 
 def measure(config: dict[str, Any], layouts: Sequence[str], rows: int, tokens: int, rounds: int) -> dict[str, Any]:
-    """What this rank measures of every layout."""
+    """This rank's measurements of every layout."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config["vocab_size"], (rows, tokens), generator=generator)
     models: dict[str, tuple[ParallelModel, TimedLoss, dict[str, Tensor]]] = {}
@@ -164,7 +164,7 @@ def summary(layout: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratio(first: dict[str, Any], other: dict[str, Any], phase: str) -> float:
-    """How many times as fast the first is: the median of the rounds' ratios."""
+    """Speed of the first relative to the second: the median of the rounds' ratios."""
     both = zip(other[f"{phase}_all"], first[f"{phase}_all"], strict=True)
     return statistics.median(theirs / ours for theirs, ours in both)
 

@@ -1,4 +1,4 @@
-"""What 1-D, 2-D, 2.5-D and adaptive 2-D tensor parallelism send and hold, by their Layouts and as measured.
+"""Bytes that 1-D, 2-D, 2.5-D and adaptive 2-D tensor parallelism send and hold, by their Layouts and as measured.
 
     python benchmarks/grid_table.py --json benchmarks/results/grid-table.json
 
@@ -88,7 +88,7 @@ def over(parallel: str, transport: str) -> str:
 
 
 def layout_of(strategy: Strategy, spec: ModelSpec, *, rows: int, tokens: int, position: int) -> Layout:
-    """What the Layouts say of a rank in a step of a global batch."""
+    """The Layouts' bytes of a rank in a step of a global batch."""
     batch = MicroBatch(rows // batch_ranks([strategy]), tokens)
     return strategy.layout_of(strategy.units_of(spec), batch=batch, position=position)
 

@@ -328,7 +328,7 @@ LARGEST_ERROR = 1e-4
 
 
 def measure(shape: Shape, depth: int, rounds: int, peers: frozenset[str]) -> dict[str, Any]:
-    """What this rank measures of every row; `peers` are those that are installed."""
+    """This rank's measurements of every row; `peers` are those that are installed."""
     process = ProcessSetter("cpu")
     mesh = init_device_mesh("cpu", (depth, SIDE, SIDE), mesh_dim_names=("depth", "row", "col"))
     rows = [ours(shape, mesh, transport=transport) for transport in ("shared_memory", "messages")]
@@ -432,7 +432,7 @@ def summary(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def ratio(ours_: dict[str, Any], peer: dict[str, Any], phase: str) -> float:
-    """How many times as fast ours is: the median of the rounds' ratios."""
+    """Speed of ours relative to the other: the median of the rounds' ratios."""
     both = zip(peer[f"{phase}_all"], ours_[f"{phase}_all"], strict=True)
     return statistics.median(theirs / mine for theirs, mine in both)
 

@@ -144,7 +144,7 @@ def measure(
 
 
 def exchange(row: RowRanks, *, link: float, task: Task, console: Console) -> dict[str, Any]:
-    """What it takes two neighbours to send each other a tensor at the same time."""
+    """Time in which two neighbours send each other a tensor at the same time."""
     taken = row.ask("exchanges", num_bytes=EXCHANGE_BYTES, count=EXCHANGES)
     seconds = min(max(times) for times in zip(*taken, strict=True))
     of_wire_time = seconds / (EXCHANGE_BYTES / link)
@@ -215,7 +215,7 @@ def seconds_of(steps: Sequence[Sequence[StepTime]]) -> list[float]:
 
 
 def wire_bytes_of(task: Task) -> float:
-    """What each host sends if weights go out twice and gradients once."""
+    """Bytes that each host sends if weights go out twice and gradients once."""
     with on_meta():
         model_bytes = sum(weight.num_bytes for weight in describe(build(task)).weights)
     return 3 * (task.num_ranks - 1) / task.num_ranks * model_bytes

@@ -126,7 +126,7 @@ def row_of(record: Record, name: str) -> Mapping[str, Any]:
 
 
 def faster_by(ours: Mapping[str, Any], theirs: Mapping[str, Any], phase: str) -> float:
-    """How many times as fast ours is: the median of the rounds' ratios."""
+    """Speed of ours relative to the other: the median of the rounds' ratios."""
     rounds = zip(theirs[f"{phase}_all"], ours[f"{phase}_all"], strict=True)
     return median(their_s / our_s for their_s, our_s in rounds)
 
@@ -148,7 +148,7 @@ def origin_of(record: Record, what: str = "") -> str:
 
 
 def processes_of(record: Record) -> str:
-    """Whether other libraries' processes were set as those of layouts."""
+    """True if other libraries' processes had the settings of the layouts' processes."""
     if all("process_settings" in row for row in record["rows"] if "error" not in row):
         return "All rows have the same processes, but for those as torch leaves them."
     return "In this record other libraries' processes are as torch leaves them, without the settings of layouts'."

@@ -132,7 +132,7 @@ def condition(task: Task, *, unit: int) -> dict[str, Any]:
 
 
 def lines(record: dict[str, Any], said: dict[str, Any]) -> list[str]:
-    """What the bars come to, in words."""
+    """Results of the bars, in words."""
     rows = {row["parallel"]: row for row in record["rows"]}
     found = []
     if {"tokens_per_s", "peak_bytes_per_rank"} <= rows[PEER].keys():

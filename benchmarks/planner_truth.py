@@ -175,7 +175,7 @@ class Estimator:
         return 1e3 * step_time(self.planned(row)).step_s
 
     def planned(self, row: Row) -> Planned:
-        """What `rotorch plan` would make of a row."""
+        """Prediction of `rotorch plan` for a row."""
         v = self.values
         links = (
             LinkSpeed(PER_NODE, v["node_bytes_per_s"], v["node_latency_s"], 0.3 * v["node_latency_s"]),
@@ -227,7 +227,7 @@ Floats = NDArray[np.float64]
 
 
 def first_guess() -> dict[str, float]:
-    """Where the fit begins: the figures of the cluster of A100s that rotorch brings, and a host as Python is."""
+    """Start of the fit: figures of the cluster of A100s that rotorch brings, and of a host that runs Python."""
     speeds = speeds_of(load_cluster("a100x64"), dtype="float16")
     node, network = speeds.links
     return {

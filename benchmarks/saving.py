@@ -1,4 +1,4 @@
-"""What a checkpoint of a 135 M model costs: rotorch's, and torch.distributed.checkpoint's on the same tensors.
+"""Cost of a checkpoint of a 135 M model: rotorch's, and torch.distributed.checkpoint's on the same tensors.
 
     python benchmarks/saving.py --json benchmarks/results/saving-135m-4ranks.json
 
@@ -115,7 +115,7 @@ class Bench:
         return lambda: (future.result(), path)[1]
 
     def copy(self) -> None:
-        """What no save behind training gets around: a copy of what this rank has, into memory that is there already."""
+        """Least cost of a save behind training: a copy of this rank's tensors into memory that is there already."""
         for name, tensor in self._tensors().items():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             self._copies.setdefault(name, torch.empty_like(local)).copy_(local)

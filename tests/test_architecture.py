@@ -70,13 +70,7 @@ ONLY_THERE = {
 BAD_FILES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 BAD_CLASSES = re.compile(r"(Engine|Manager|Context|Factory|Registry)$")
 MAX_LINES = 600
-RIDDLES = re.compile(r"(What|Whether|Which|How|Who(ever|se)?|Where|When|That|Those)\b")
-OPEN_WITH_A_SUBJECT = {
-    *("bench", "planner", "models", "testing", "train", "cli", "drop_in", "hf", "optim"),
-    *("comm", "ops", "hold", "shard", "core", "strategies", "pipelining", "process"),
-    *("__main__", "_torch_private", "mesh", "parallel_model", "parallelize", "run_config", "source"),
-}
-"""Parts of the package whose docstrings open with a noun or a verb."""
+RIDDLES = re.compile(r"(What(ever)?|Whether|Which(ever)?|How|Who(ever|se)?|Where|When|That|Those)\b")
 
 
 def entry_of(module: str) -> str | None:
@@ -202,11 +196,10 @@ def is_container(value: ast.expr | None) -> bool:
 
 
 def docstrings_open_with_a_subject(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
-    if module.split(".")[0] in OPEN_WITH_A_SUBJECT:
-        for node in ast.walk(tree):
-            documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
-            if documented and RIDDLES.match(said := ast.get_docstring(node) or ""):
-                yield node.body[0].lineno, f"open with a noun, a verb or 'True if', not with {said.split()[0]!r}"
+    for node in ast.walk(tree):
+        documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
+        if documented and RIDDLES.match(said := ast.get_docstring(node) or ""):
+            yield node.body[0].lineno, f"open with a noun, a verb or 'True if', not with {said.split()[0]!r}"
 
 
 def weights_are_held_in_one_way(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -306,6 +299,16 @@ def test_the_tree_in_the_readme_has_every_part_of_the_package_and_nothing_else()
 def test_files_are_short_and_well_named():
     paths = [p for folder in ("src", "tests", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
     found = [problem for p in paths for problem in file_problems(p.relative_to(ROOT), p.read_text("utf-8"))]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_docstrings_beside_the_package_open_with_a_subject_too():
+    paths = [p for folder in ("tests", "examples", "benchmarks") for p in (ROOT / folder).rglob("*.py")]
+    found = [
+        f"{p.relative_to(ROOT)}:{line}: {what}"
+        for p in paths
+        for line, what in docstrings_open_with_a_subject("", ast.parse(p.read_text("utf-8")))
+    ]
     assert not found, "\n" + "\n".join(found)
 
 

@@ -23,7 +23,7 @@ def run_toml(tmp_path):
 
 
 def is_understood(words, run_toml, capsys):
-    """Whether rotorch reads all of a command and only misses the model's file."""
+    """True if rotorch reads all of a command and only misses the model's file."""
     assert words[:1] == ["train"]
     words = [run_toml if word.endswith("my_run.toml") else word for word in words]
     code, error = cli.run(words), capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What `rotorch doctor` says of transports, on machines of several kinds."""
+"""Lines of `rotorch doctor` about transports, on machines of several kinds."""
 
 import importlib
 import re

@@ -63,7 +63,7 @@ def test_torchrun_starts_rtp_in_30_lines(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def models_loaded() -> None:
-    """What forked ranks would each load for themselves."""
+    """Modules that forked ranks would each load for themselves."""
     from transformers import BertForMaskedLM, T5ForConditionalGeneration, ViTForImageClassification  # noqa: F401
 
     from rotorch.strategies.rtp import apply  # noqa: F401

@@ -1,4 +1,4 @@
-"""What a process leaves behind when it forks ranks does not stop them."""
+"""Threads and locks of a process do not stop the ranks that it forks."""
 
 import contextlib
 import gc
@@ -118,7 +118,7 @@ def test_ranks_compute_with_threads_that_the_process_before_them_had(start, tmp_
 
 
 def in_a_fork(work, *, inside=True):
-    """What a process returns that is forked inside or outside of a block; it has left the block then."""
+    """Result of a process that is forked inside or outside of a block; it has left the block then."""
     reader, writer = os.pipe()
     with forking() if inside else contextlib.nullcontext():
         pid = os.fork()

@@ -14,7 +14,7 @@ NUM_RANKS, GPUS = 32, True
 
 
 def rank(config: dict) -> None:
-    """What every worker does; Ray has joined it to the others and set RANK and WORLD_SIZE, as torchrun would."""
+    """Work of every worker; Ray has joined it to the others and set RANK and WORLD_SIZE, as torchrun would."""
     if code := cli.run(["train", *config["arguments"]]):
         raise RuntimeError(f"rotorch ended with exit code {code}: its last line says why")
 

@@ -102,7 +102,7 @@ def shorten(gguf: Path, layers: int, directory: Path) -> Path:
 
 
 def generate(directory: Path) -> str:
-    """What transformers' own code generates with the exported model, taking the likeliest token each time."""
+    """Text that transformers' own code generates with the exported model, taking the likeliest token each time."""
     tokenizer, model = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
     prompt = PROMPT.format(year=2015, name="Barack Obama", start="Mr. Speaker, my fellow Americans:")
     inputs = tokenizer.apply_chat_template(

@@ -69,7 +69,7 @@ def compare(exported: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], 
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two float32 tensors are the same, signs of zeros included."""
+    """True if two float32 tensors are the same, signs of zeros included."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(torch.int32), b.view(torch.int32))
 
 

@@ -50,7 +50,7 @@ def rows(number: int, *, seed: int) -> list[dict[str, torch.Tensor]]:
 
 
 def rows_each(layout: str | None, number: int) -> int:
-    """How many of `number` rows a rank reads."""
+    """Number of rows, of `number`, that a rank reads."""
     return number // (1 if layout is None else batch_ranks(parse_parallel(layout)))
 
 

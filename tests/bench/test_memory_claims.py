@@ -1,4 +1,4 @@
-"""What rotation promises of memory, in exact bytes of tensors: 1/n of one process, and little of what FSDP2 takes.
+"""Promises of rotation about memory, in exact bytes of tensors: 1/n of one process, and little of FSDP2's.
 
 The model is wide against its batch: weights, gradients and optimizer state are nearly all of its memory. See
 [Note: what one process frees] for why that matters.

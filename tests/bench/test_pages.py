@@ -42,7 +42,7 @@ def test_a_page_that_says_something_else_is_named_and_written_anew(pages, tmp_pa
 
 
 def test_words_beside_the_tables_are_true_of_the_records(pages):
-    """What pages claim in words that nobody generates; who measures anew rewrites what has become wrong."""
+    """Claims of pages in words that nobody generates; whoever measures anew rewrites those that became wrong."""
     models = {row["layout"]: row for row in pages.read_record("grid-models-8ranks.json")["rows"]}
     grid = models["megatron=8"]["first_is_faster_by"]  # docs/grids.md: it wins in forward, not in backward
     assert grid["forward_s"] > 1 + pages.ALIKE and grid["backward_s"] < 1 + pages.ALIKE

@@ -175,7 +175,7 @@ def test_other_libraries_train_as_one_process(task, name, accumulation):
 
 
 class Replicated(PlainLoop):
-    """What a sharding library is that has degraded to replicas with averaged gradients."""
+    """A sharding library that has degraded to replicas with averaged gradients."""
 
     def __init__(self, task, *, rank):
         module = whole_model(task)
@@ -183,7 +183,7 @@ class Replicated(PlainLoop):
 
 
 class Alone(PlainLoop):
-    """What a library is that lets every rank train alone."""
+    """A library that lets every rank train alone."""
 
     def __init__(self, task, *, rank):
         super().__init__(task, module=whole_model(task), shares=[rank])

@@ -1,4 +1,4 @@
-"""What ranks of a pipeline hold at most is what the simulator says of their table."""
+"""Peak memory of a pipeline's ranks: the simulator's number for their table."""
 
 import dataclasses
 import json

@@ -35,7 +35,7 @@ _PATIENCE_S = 30.0  # less than `train.timeout_s` of a run that nobody stops
 
 
 class Fault:
-    """What a plan does to one run.
+    """Faults of a plan, made in one run.
 
     Args:
         plan: says what.
@@ -53,7 +53,7 @@ class Fault:
 
     @property
     def has_struck(self) -> bool:
-        """Whether it was done."""
+        """True if it was done."""
         return self._struck.with_suffix(".0").exists()
 
     @contextlib.contextmanager
@@ -89,7 +89,7 @@ class Fault:
         self._ballast.unlink(missing_ok=True)
 
     def _claim(self) -> bool:
-        """Whether it is to happen now: it has not yet as often as it should."""
+        """True if it is due: it has not happened yet as often as it should."""
         for number in range(self.plan.times):
             with contextlib.suppress(FileExistsError):
                 self._struck.with_suffix(f".{number}").touch(exist_ok=False)

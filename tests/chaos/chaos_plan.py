@@ -1,4 +1,4 @@
-"""What is done to a run, and when: a pure function of a seed, so that what went wrong can be tried again."""
+"""Plan of the faults of a run: a pure function of a seed, so that a failure can be tried again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEPS, EVERY = 11, 3
 
 
 class Harm(StrEnum):
-    """What happens to a run."""
+    """A fault of a run."""
 
     KILL = "SIGKILL of a rank"
     KILL_IN_SAVE = "SIGKILL of a rank that saves"
@@ -89,12 +89,12 @@ class Plan:
 
     @property
     def unlinks(self) -> bool:
-        """Whether it takes shared memory away before it is opened: ranks do without, and say nothing."""
+        """True if it takes shared memory away before it is opened: ranks do without, and say nothing."""
         return self.harm is Harm.MEMORY and self.phase == "BUILDING"
 
     @property
     def is_delayed(self) -> bool:
-        """Whether it happens a while after its moment: the run may be over by then."""
+        """True if it happens a while after its moment: the run may be over by then."""
         return self.delay_s > 0 and self.harm in _DELAYED and not self.unlinks
 
 
@@ -154,7 +154,7 @@ def make_plan(seed: int) -> Plan:
 
 
 def num_ranks(layout: str) -> int:
-    """How many ranks one of the layouts above takes."""
+    """Number of ranks of one of the layouts above."""
     found = 1
     for part in layout.split("["):
         for size in part.split(","):
@@ -164,7 +164,7 @@ def num_ranks(layout: str) -> int:
 
 
 def describe(plan: Plan) -> str:
-    """What happens, in words for a table."""
+    """The fault, in words for a table."""
     after = {
         Harm.FORWARD: f", module {plan.after}",
         Harm.BACKWARD: f", module {plan.after}",
@@ -177,7 +177,7 @@ def describe(plan: Plan) -> str:
 
 
 def moment(plan: Plan) -> str:
-    """When and to whom it happens, in words for a table."""
+    """Its moment and its rank, in words for a table."""
     words = plan.phase.lower().replace("_", " and ")
     step = f"step {plan.step}, " if plan.step else ""
     return f"rank {plan.victim}, {step}{words}" + (f" + {plan.delay_s * 1e3:.1f} ms" if plan.is_delayed else "")

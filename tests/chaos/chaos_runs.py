@@ -40,7 +40,7 @@ _DISK_BYTES = 3 << 20
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended.
+    """End of a run.
 
     Attributes:
         seed: of its plan.
@@ -191,7 +191,7 @@ class Attempt:
             self.wrong.append("it should have gone on by itself")
 
     def _go_on(self, settings: list[str]) -> None:
-        """What a user does next."""
+        """The user's next command."""
         self.fault.make_room()
         resume = ["--resume"] if holds_run(self.fault.run) else []
         second = Command(self.toml.parent / "log-resumed", "train", self.toml, *settings, *resume)
@@ -243,13 +243,13 @@ class Attempt:
 
 
 def _has_fewer(told: str, plan: Plan) -> bool:
-    """Whether a line says that the run goes on with fewer ranks than it was begun with."""
+    """True if a line says that the run goes on with fewer ranks than it was begun with."""
     found = re.search(r" with (\S+) \(restart ", told)
     return found is not None and num_ranks(found[1]) < num_ranks(plan.layout)
 
 
 def _expected(plan: Plan, *, own_disk: bool) -> re.Pattern[str]:
-    """What the line must say that tells why the run failed."""
+    """Text that the line with the run's failure must contain."""
     victim = plan.victim
     match plan.harm:
         case Harm.KILL | Harm.KILL_IN_SAVE | Harm.ROT | Harm.FEWER:
@@ -298,7 +298,7 @@ def _disk(directory: Path, *, wanted: bool) -> Iterator[bool]:
 
 
 def can_mount() -> bool:
-    """Whether this process may mount a file system."""
+    """True if this process may mount a file system."""
     with tempfile.TemporaryDirectory() as directory, _disk(Path(directory), wanted=True) as mounted:
         return mounted
 

@@ -11,7 +11,7 @@ from rotorch.core.errors import ConfigError, RankFailure
 
 
 def outcome(store, *, rank, num_ranks, tables, timeout_s=60.0):
-    """What becomes of a rank that compares these tables one after another: "agreed", or the words of the error."""
+    """Result of a rank that compares these tables one after another: "agreed", or the error's text."""
     agreement = Agreement(store, rank=rank, num_ranks=num_ranks)
     try:
         agreement.enter()

@@ -1,4 +1,4 @@
-"""What torch is asked for over symmetric memory, call by call and stream by stream, with a stand-in for CUDA."""
+"""Calls of torch for symmetric memory, one by one and stream by stream, with a fake in place of CUDA."""
 
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ DEVICE, SIZE, NUMEL = torch.device("cpu"), 2, 300
 
 
 class Notes(list):
-    """What was called, each with the stream that was current."""
+    """The calls, each with the stream that was current."""
 
     def __init__(self):
         super().__init__()

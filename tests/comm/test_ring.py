@@ -44,12 +44,12 @@ def values(item, index, numel):
 
 
 def part(rank, item, index, numel, *, scale=1.0):
-    """What `rank` adds to the gradient of a slice."""
+    """Part of `rank` in the gradient of a slice."""
     return scale * (torch.arange(numel, dtype=torch.float64) + 10.0 * index + item + 1.0) * 2.0**rank
 
 
 def summed(ring, item, *, scale=1.0):
-    """What all ranks together add to the gradient of this rank's slice."""
+    """Sum of all ranks' parts in the gradient of this rank's slice."""
     numel = ring.numels[item][ring.position]
     return sum(part(rank, item, ring.position, numel, scale=scale) for rank in range(ring.size))
 

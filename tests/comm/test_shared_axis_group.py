@@ -67,7 +67,7 @@ def test_every_operation_gives_what_it_should(num_ranks):
 
 
 def at_home():
-    """What ranks read of two weights, of uneven blocks, before and after their owners change them; and the slots."""
+    """Two weights in uneven blocks as ranks read them, before and after their owners' change; and the slots."""
     axis_group = make()
     me, dtypes = axis_group.position, {"a": torch.float32, "b": torch.float64}
     shapes = {"a": [(2 + rank, 3) for rank in range(axis_group.size)], "b": [(5,)] * axis_group.size}

@@ -31,7 +31,7 @@ def mesh_of(*shape):
 
 
 def of_rank(rank, number):
-    """What a rank gives to sum `number`: any size, from nothing to more than two slots hold, any dtype."""
+    """A rank's tensor for sum `number`: any size, from nothing to more than two slots hold, any dtype."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
     numel = [1, 3, 0, 5_000, 40_000, 16_384, 2][number % 7]
     dtype = [torch.float64, torch.float32, torch.int64][number % 3]

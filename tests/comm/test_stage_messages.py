@@ -23,7 +23,7 @@ PATIENCE_S = 120
 
 
 class Wires:
-    """What all ranks share."""
+    """State that all ranks share."""
 
     def __init__(self):
         self.changed = threading.Condition()
@@ -111,7 +111,7 @@ class Chain:
 
 
 class Part:
-    """What one rank runs of a chain."""
+    """One rank's part of a chain."""
 
     def __init__(self, chain):
         self.chain, self.now = chain, None
@@ -148,7 +148,7 @@ class Pipeline:
         self.batches = [{"x": x, "number": number} for number, x in enumerate(xs)]
 
     def step(self):
-        """What each rank raised, or None."""
+        """Each rank's exception, or None."""
         raised = [None] * len(self.messages)
 
         def row(rank):
@@ -170,7 +170,7 @@ class Pipeline:
         return raised
 
     def is_exact(self):
-        """Whether a step leaves the gradients of the whole model."""
+        """True if a step leaves the gradients of the whole model."""
         for weight in self.chain.weights:
             weight.grad = None
         assert self.step() == [None] * len(self.messages)

@@ -1,4 +1,4 @@
-"""What a rank writes down of where it is, read back as words."""
+"""A rank's position in a step, written as a number and read back as words."""
 
 import mmap
 

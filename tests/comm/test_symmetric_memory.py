@@ -164,7 +164,7 @@ def test_a_step_sees_the_weights_of_its_own(schedule, ring):
 
 
 def ahead(ring):
-    """What is under way during each visit of the second of two equal steps: (item, step) or None."""
+    """The fetch under way during each visit of the second of two equal steps: (item, step) or None."""
     found = []
     for number in range(2):
         dist.barrier()

@@ -1,4 +1,4 @@
-"""Which transport a ring gets, what it leaves behind, and what happens when a neighbour is late."""
+"""Choice of a ring's transport, its cleanup, and the error about a late neighbour."""
 
 import errno
 import logging
@@ -96,7 +96,7 @@ def test_a_missing_directory_falls_back(monkeypatch, tmp_path):
 
 
 def where(names, blind=None, copies=None):
-    """What `auto` takes on ranks whose hosts have these names, one of which sees no file, or one of its own."""
+    """Choice of `auto` on ranks whose hosts have these names, one of which sees no file, or one of its own."""
     rank = dist.get_rank()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(platform, "node", lambda: names[rank])
@@ -215,7 +215,7 @@ def test_all_ranks_hear_why_there_is_no_symmetric_memory():
 
 
 def fallen_back(reason):
-    """What a ring for CUDA becomes where windows cannot be made; the tensors are made on CPU."""
+    """The ring for CUDA where windows cannot be made; the tensors are made on CPU."""
     import rotorch.comm.transports as module
 
     def unavailable(**_):

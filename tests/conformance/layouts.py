@@ -59,12 +59,12 @@ def smallest(kind: str, *, least: int = 2) -> str:
 
 
 def is_grid(kind: str) -> bool:
-    """Whether a strategy has two sides, so that fewer than four ranks say little."""
+    """True if a strategy has two sides, so that fewer than four ranks say little."""
     return len(STRATEGIES[kind].size_fields) > 1 and not is_pipeline(kind)
 
 
 def is_pipeline(kind: str) -> bool:
-    """Whether a strategy cuts between layers, of which the models have two."""
+    """True if a strategy cuts between layers, of which the models have two."""
     return "stages" in STRATEGIES[kind].size_fields
 
 
@@ -98,12 +98,12 @@ def works_on_cpu(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
 
 
 def is_exact(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
-    """Whether one process computes the same; what does not has tests of its own."""
+    """True if one process computes the same; other layouts have tests of their own."""
     return not on_two_ranks(strategy, chosen).changes_the_model
 
 
 def can_be_written(strategy: type[Strategy], chosen: dict[str, object]) -> bool:
-    """Whether options that are short for several strategies go together with the others."""
+    """True if options that are short for several strategies go together with the others."""
     try:
         parse_parallel(str(on_two_ranks(strategy, chosen)))
     except ConfigError:
@@ -144,7 +144,7 @@ def table() -> list[tuple[str, str]]:
 
 
 def says_new(layout: str, model: str) -> bool:
-    """Whether loss and gradients of a pair of `more` say what those of others do not.
+    """True if loss and gradients of a pair of `more` say what those of others do not.
 
     Each strategy is held against every model, on one to four ranks; of compositions one model is enough, since each of
     their parts is examined by itself; of combinations of options those are, between which every value of each is.

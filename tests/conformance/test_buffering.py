@@ -82,7 +82,7 @@ def one_process(config, precision, *, autocast=False):
 
 @pytest.fixture(scope="module")
 def expected(config):
-    """What one process gets, by precision."""
+    """Results of one process, by precision."""
     return {"float64": one_process(config, "float64"), "bfloat16": one_process(config, "float32")}
 
 

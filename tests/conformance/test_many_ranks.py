@@ -1,4 +1,4 @@
-"""What one of 8 or of 64 ranks holds, to the byte what the Layout says: the rank alone, the others faked."""
+"""Bytes of one of 8 or of 64 ranks against its Layout, exactly: the rank alone, the others faked."""
 
 import typing
 from fractions import Fraction
@@ -37,7 +37,7 @@ def over_messages(parallel):
 
 
 def _messages(strategy, name):
-    """What messages are called among the values of an option."""
+    """Name of messages among the values of an option."""
     choices = typing.get_args(type(strategy).model_fields[name].annotation)
     return next(value for value in ("send_receive", "messages") if value in choices)
 

@@ -1,4 +1,4 @@
-"""What a ring sends between hosts."""
+"""Crossings of a ring between hosts."""
 
 from rotorch.core.crossings import slices_between_hosts, warning_of_crossings
 

@@ -1,4 +1,4 @@
-"""Where layers are cut into stages: held against trying every cut."""
+"""Cuts of layers into stages, held against trying every cut."""
 
 from itertools import combinations, pairwise
 

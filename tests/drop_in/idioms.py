@@ -23,7 +23,7 @@ LEARNING_RATE = 0.1
 
 @dataclass
 class Loop:
-    """What an idiom is given: a model, and the data of one share of the ranks.
+    """Input of an idiom: a model, and the data of one share of the ranks.
 
     Attributes:
         model: plain or parallel.

@@ -44,7 +44,7 @@ def _cell(line: str, lines: list[str]) -> str:
 
 
 def parse(text: str) -> dict[str, dict[str, str]]:
-    """What a page says."""
+    """Text of a page."""
     lines = dict(re.findall(r"^(\d+)\. (.+)$", text, flags=re.MULTILINE))
     head, _, *rows = [row.strip("| ").split(" | ") for row in re.findall(r"^\|.*\|$", text, flags=re.MULTILINE)]
     layouts = [cell.strip("`") for cell in head[1:]]

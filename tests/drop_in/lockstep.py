@@ -24,7 +24,7 @@ REFUSED = "refused: "
 
 @dataclass
 class Expected:
-    """What one process made of an idiom.
+    """Results of one process for an idiom.
 
     Attributes:
         gradients: before each update.

@@ -69,7 +69,7 @@ def on_one_process(name, *, num_shares):
 
 
 def problems_of(name, layout, expected):
-    """What is wrong on this rank, in lines; a refusal is one line that begins so."""
+    """Differences on this rank, in lines; a refusal is one line that begins so."""
     losses, gradients, values = expected
     found, step = [], 0
     try:

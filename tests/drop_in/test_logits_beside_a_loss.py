@@ -32,7 +32,7 @@ def both_losses(model, batch):
 
 
 def read_late(config, layout):
-    """What a rank was told; all train on the same batch, so means over ranks are what one process has."""
+    """Messages of a rank; all train on the same batch, so means over ranks are one process's numbers."""
     plain = build(config, seed=1)
     model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
     batch = Loop(model, None, share=0, vocab_size=config.vocab_size).batch(0)

@@ -73,7 +73,7 @@ EXPECTED = {
 
 
 def all_messages(config, layouts):
-    """What this rank was told, by layout and mistake."""
+    """Messages of this rank, by layout and mistake."""
     return {(layout, what.__name__): message_of(what, config, layout) for layout in layouts for what in EXPECTED}
 
 
@@ -92,7 +92,7 @@ def message_of(what, config, layout):
 
 @pytest.fixture(scope="module")
 def told(tiny, warm):
-    """What each rank was told, by the number of ranks."""
+    """Messages of each rank, by the number of ranks."""
     config = load_config(tiny("llama"))
     config.num_hidden_layers, config.vocab_size = 1, 90
     return {n: run_ranks(all_messages, config, layouts, num_ranks=n, timeout_s=300) for n, layouts in LAYOUTS.items()}

@@ -28,7 +28,7 @@ def config(tiny):
 
 @pytest.fixture(scope="module")
 def ranks(config):
-    """What each rank was told, by layout and danger."""
+    """Messages of each rank, by layout and danger."""
     load_step_code(["ddp", "fsdp", "rtp", "megatron", "pp"])
     return run_ranks(everything, config, num_ranks=2, timeout_s=300)
 
@@ -142,7 +142,7 @@ def scaled(config, layout):
 
 
 def added(config, layout):
-    """How far the sum of two calls that may accumulate is off that of each alone, the second one over zeros."""
+    """Error of the sum of two calls that may accumulate, against each alone, the second one over zeros."""
     model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
     batches = [Loop(model, None, model.batch_rank, config.vocab_size).batch(0, part) for part in range(2)]
     alone = []
@@ -158,7 +158,7 @@ def added(config, layout):
 
 
 def autocast(config, layout):
-    """How far gradients of a call under autocast are off those of one process, and the dtype of its logits."""
+    """Error of a call's gradients under autocast against one process, and the dtype of its logits."""
     model, plain = (
         rotorch.parallelize(build(config, seed=1).float(), layout, device="cpu"),
         build(config, seed=1).float(),

@@ -31,7 +31,7 @@ def config(tiny):
 
 @pytest.fixture(scope="module")
 def said(config, tmp_path_factory):
-    """What each rank says, by layout."""
+    """Results of each rank, by layout."""
     load_step_code(["ddp", "fsdp", "rtp", "megatron", "atp", "pp"])
     folder = tmp_path_factory.mktemp("states")
     return run_ranks(everything, config, folder, num_ranks=2, timeout_s=300), folder
@@ -50,7 +50,7 @@ def everything(config, folder):
 
 
 def lengths(model, ids):
-    """How many tokens at a time pass a layer."""
+    """Numbers of tokens that pass a layer at a time."""
     seen = []
     handle = model.model.norm.register_forward_hook(lambda _, given, __: seen.append(given[0].shape[1]))
     model.generate(ids, max_new_tokens=3, min_new_tokens=3, do_sample=False)

@@ -1,4 +1,4 @@
-"""What needs a CUDA device: `make test-gpu`. None of it has run yet; the same state machines run on CPU in tests/comm.
+"""Tests that need a CUDA device: `make test-gpu`. None has run yet; the same state machines run on CPU in tests/comm.
 
 Ranks are forked and share the GPU, so this process must not touch CUDA itself: it only asks the driver how many GPUs
 there are. Run these tests by themselves, since others may touch it.

@@ -33,7 +33,7 @@ WORDS = [f"w{number}" for number in range(58)]
 
 @dataclass
 class Run:
-    """What a script has seen.
+    """Record of a script.
 
     Attributes:
         log: the trainer's log, without what depends on the clock.
@@ -241,7 +241,7 @@ def resumed(run: Run) -> Run:
 
 
 def difference(ours: Run, theirs: Run) -> list[str]:
-    """What differs by more than 1e-5, relative to the size of a number, from a run of one process."""
+    """Differences of more than 1e-5, relative to the size of a number, from a run of one process."""
     found = []
     if len(ours.log) != len(theirs.log):
         return [f"{len(ours.log)} entries in the log, not {len(theirs.log)}"]

@@ -1,4 +1,4 @@
-"""What a trainer under a layout cannot do right is said in one line when it is made, before anything else."""
+"""Refusals of a trainer under a layout: one line when it is made, before anything else."""
 
 import pytest
 

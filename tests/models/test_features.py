@@ -1,4 +1,4 @@
-"""How weights are cut where activations are cut along their features, and what is refused: by rules and by trial."""
+"""Cuts of weights where activations are cut along their features, and refusals: by rules and by trial."""
 
 import pytest
 import torch

@@ -44,7 +44,7 @@ def permuted(weight, num_heads):
 
 
 def tensors_of(model, *, architecture, one_by_one):
-    """What a file holds of a model: {name: numbers}."""
+    """A file's content for a model: {name: numbers}."""
     found = {}
     for name, value in model.state_dict().items():
         for theirs, ours in NAMES.items():

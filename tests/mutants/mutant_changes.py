@@ -213,7 +213,7 @@ _Place = tuple[int, int]
 
 
 def _changes(node: ast.AST, lines: list[str]) -> Iterator[tuple[_Place, _Place, str]]:
-    """What may stand in place of a node or of a part of it: from, to, the new text."""
+    """Replacements of a node or of a part of it: from, to, the new text."""
 
     def source(part: ast.expr) -> str:
         return lines[part.lineno - 1][_column(part.lineno, part.col_offset) : _end(part)[1]]

@@ -18,7 +18,7 @@ are places where a mistake might go unnoticed, unless the change makes no differ
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant.
+    """Result of a mutant.
 
     Attributes:
         key: names the change.
@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def is_killed(self) -> bool:
-        """Whether a test noticed it."""
+        """True if a test noticed it."""
         return self.verdict in ("killed", "late", "memory")
 
 

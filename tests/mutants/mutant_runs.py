@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Report:
-    """What came of it.
+    """Its result.
 
     Attributes:
         code: pytest's exit code; None: killed.
@@ -100,7 +100,7 @@ class Run:
                 os._exit(code)
 
     def report(self) -> Report | None:
-        """What came of it, once it is over; then nothing is left of it."""
+        """Its result, once it is over; then nothing is left of it."""
         if os.waitpid(self.pid, os.WNOHANG)[0] == 0:
             return None
         events = [json.loads(line) for line in _read(self.directory / "events.jsonl").splitlines()]

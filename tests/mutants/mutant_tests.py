@@ -1,4 +1,4 @@
-"""Which tests may notice a mutant, and in which order they are asked. Pure.
+"""Tests that may notice a mutant, in the order in which they are asked. Pure.
 
 [Note: how tests are chosen]
     A test file is run once on the source as it is, and the lines are noted that each test reaches, in its own process
@@ -23,7 +23,7 @@ LEFT_OUT = re.compile(
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a test file does with the source as it is.
+    """Result of a test file on the source as it is.
 
     Attributes:
         seconds: that each test took which passed, by its id.

@@ -1,4 +1,4 @@
-"""What goes into and comes out of modules that are cut, by one rank whose line is played."""
+"""Inputs and outputs of modules that are cut, on one rank whose axis group is faked."""
 
 from dataclasses import dataclass
 

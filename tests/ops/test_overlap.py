@@ -1,4 +1,4 @@
-"""What is under way while a product is computed: the order of messages and products, on one rank that has no others."""
+"""Messages under way while a product is computed: their order, on one rank that has no others."""
 
 import pytest
 import torch

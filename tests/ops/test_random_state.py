@@ -1,4 +1,4 @@
-"""What was drawn once can be drawn again, and what is drawn afterwards is not disturbed."""
+"""Random numbers drawn again, without disturbing those that follow."""
 
 import pytest
 import torch

@@ -137,7 +137,7 @@ class FromArray(torch.autograd.Function):
 
 
 def freed(make, transport, recompute):
-    """What lives on with a loss after its backward, and what with an output that never got one."""
+    """Tensors that live on with a loss after its backward, and with an output that never got one."""
     rotating = mlp_of(make, transport=transport, recompute=recompute)
     alive = []
 
@@ -166,7 +166,7 @@ def test_inputs_are_freed_with_the_backward_and_graphs_without_one(transport, re
 
 
 def saved_weights(make, transport):
-    """Whether the graphs that a unit keeps of its slices hold memory of a slot, and of the rank's own slice."""
+    """True, twice, if the graphs that a unit keeps of its slices hold memory of a slot, and of the rank's own slice."""
     rotating = mlp_of(make, transport=transport)
     storages = set()
     hooks = torch.autograd.graph.saved_tensors_hooks

@@ -112,7 +112,7 @@ def costs(model: Any) -> dict[str, Any]:
 
 
 def memory_of_an_update(config: Any, layouts: list[str]) -> list[dict[str, Any]]:
-    """What an update takes in float32, by layout."""
+    """Memory of an update in float32, by layout."""
     return [_memory_under(config, layout) for layout in layouts]
 
 

@@ -54,7 +54,7 @@ def configs(tiny):
 
 @pytest.fixture(scope="module", params=[3, pytest.param(20, marks=pytest.mark.slow)])
 def found(configs, request):
-    """What every rank found after so many steps, by layout and model."""
+    """Results of every rank after so many steps, by layout and model."""
     num_steps = request.param
     load_step_code(["ddp", "fsdp", "rtp", "megatron", "tesseract"])
     expected = {}

@@ -102,7 +102,7 @@ def read(config, layouts, folder, expected):
 
 
 def bad(config, folder, damaged):
-    """What is said of checkpoints that cannot be loaded; the model stays as it is."""
+    """Messages about checkpoints that cannot be loaded; the model stays as it is."""
     loop = Loop(config, "rtp=2")
     before = [p.detach().clone() for p in loop.model.parameters()]
     wider = config_of_size(config, intermediate_size=44)

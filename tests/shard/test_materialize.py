@@ -35,7 +35,7 @@ def recipes_of(build):
 
 
 def values(build, *, seed=0, cut=None, num_slices=1, index=0, dtype=torch.float32, name="weight"):
-    """What a rank holds of one weight after `initialise`."""
+    """A rank's part of one weight after `initialise`."""
     module, recipes = recipes_of(build)
     parameter = dict(module.named_parameters())[name]
     weight = Weight(name, tuple(parameter.shape), dtype.itemsize, cut)

@@ -1,4 +1,4 @@
-"""What tests of grids share: a tiny Llama, and the bytes that one of many ranks sends of it."""
+"""A tiny Llama for tests of grids, and the bytes that one of many ranks sends of it."""
 
 import json
 from pathlib import Path

@@ -210,7 +210,7 @@ def test_a_step_that_broke_off_leaves_the_gradients_that_were_there(tiny):
 
 
 def drawn_and_predicted(config):
-    """Where an embedding's dropout has dropped on this rank; and what one rank alone may do with what it predicted."""
+    """Positions that an embedding's dropout has dropped on this rank; and uses of a prediction by one rank alone."""
     with rotorch.on_meta():
         module = causal_lm(config).train()
     model = rotorch.parallelize(module, "summa=2x2", device="cpu").materialize(seed=0)

@@ -1,4 +1,4 @@
-"""What the strategies' Layouts say, as closed formulas, on units of any shape."""
+"""The strategies' Layouts as closed formulas, on units of any shape."""
 
 from dataclasses import replace
 

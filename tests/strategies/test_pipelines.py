@@ -76,7 +76,7 @@ def test_chunks_odd_layers_and_any_number_of_micro_batches_are_exact(five_layers
 
 
 def messages_without_debts(path):
-    """How many messages were sent; other ranks of the ring may be what the other stage waits for."""
+    """Numbers of deferred additions at each message: other ranks of the ring may be waiting for them."""
     model = rotorch.parallelize(build(path), "pp=2,rtp=2[transport=shared_memory]", device="cpu").materialize(seed=1)
     send, sent = PipelineStep._message, []
 
@@ -224,7 +224,7 @@ def broken_loss(module, batch, num_targets):
 
 
 def breaks_off_at_the_end(path):
-    """What a training step and an evaluation raise, and whether the ranks agree in a prediction after that."""
+    """Errors of a training step and an evaluation, and True if the ranks agree in a prediction after that."""
     model = rotorch.parallelize(build(path), "pp=2", device="cpu", loss=broken_loss).materialize(seed=1)
     batch, raised = batch_of(model.module.config, num_rows=2), []
     for run in (model.forward_backward, model.evaluate):
@@ -270,7 +270,7 @@ def test_a_step_goes_on_after_one_that_broke_off_beside_a_gather(tiny):
 
 
 def clipped(path):
-    """What torch's own clipping sends, the norm that it finds, and the norm after it."""
+    """Messages of torch's own clipping, the norm that it finds, and the norm after it."""
     model = rotorch.parallelize(build(path), "zeropp=2x2", device="cpu").materialize(seed=1)
     model.forward_backward(batch_of(model.module.config, num_rows=2))
     with Meter() as meter:

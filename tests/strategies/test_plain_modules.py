@@ -75,7 +75,7 @@ def in_turn(build, *, shape, size, dtype, loss):
 
 
 def trained(build, layout, shape, dtype, loss, record):
-    """What every rank does: the same steps with a parallel model."""
+    """Every rank's work: the same steps with a parallel model."""
     model = rotorch.parallelize(built(build, dtype), layout, device="cpu", loss=loss)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses = []

@@ -155,7 +155,7 @@ def test_if_one_rank_raises_alone_the_others_get_a_rank_failure(tiny, layout, in
 
 
 def in_vain(path):
-    """What rank 1's exceptions leave on the others: one piece of memory as large as a slice, however often."""
+    """Memory that rank 1's exceptions leave on the others: one buffer as large as a slice, however often."""
     model = parallel_model(path, SHARED)
     ring, left = model.holding.ring, []
     for _ in range(3):

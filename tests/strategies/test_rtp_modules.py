@@ -362,7 +362,7 @@ def test_an_input_that_was_overwritten_before_backward_is_an_error_as_in_plain_t
 
 
 class WritesOnNorms(Net):
-    """What the first unit gets is not what the norm has made any more; what the second one gets is."""
+    """The first unit's input has been changed behind the norm, the second one's has not."""
 
     def forward(self, x):
         x = self.norm(x)
@@ -383,7 +383,7 @@ class ShiftNorm(nn.Module):
 
 
 class WritesUnderNorms(Net):
-    """What a norm was given is something else by the time that a unit gets what it made."""
+    """The norm's input has changed by the time that a unit gets its output."""
 
     def __init__(self):
         super().__init__()

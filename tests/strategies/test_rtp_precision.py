@@ -46,7 +46,7 @@ def rows(seed, *, num_rows=2, num_tokens=16):
 
 
 def account(path, layout, autocast):
-    """What a step sends and a rank holds that the Layouts do not say, and the weights' part of what is sent."""
+    """Bytes sent and held beyond those of the Layouts, and the weights' part of those sent."""
     model = parallel_model(path, layout, autocast, num_hidden_layers=1)
     mine, sent = rows(dist.get_rank(), num_tokens=8), []
     for accumulation in (3, 1):
@@ -248,7 +248,7 @@ def test_a_weight_that_is_unfrozen_later_is_refused_and_not_left_without_a_gradi
 
 
 def frozen_sends(path, *layouts):
-    """What differs from the Layouts if an MLP, a head and every second norm are frozen."""
+    """Differences from the Layouts if an MLP, a head and every second norm are frozen."""
     problems = []
     for layout in layouts:
         torch.manual_seed(0)

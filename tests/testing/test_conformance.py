@@ -16,7 +16,7 @@ def case(warm, tiny, tmp_path_factory):
 
 @pytest.fixture
 def broken(case, tmp_path, monkeypatch):
-    """Which of some invariants are broken when `mistake(model)` is made on every rank."""
+    """Invariants, of some, that break when `mistake(model)` is made on every rank."""
 
     def of(mistake, *names, parallel="ddp=2"):
         original = conformance.parallelize

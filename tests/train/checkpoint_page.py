@@ -16,7 +16,7 @@ def write(name, text):
 
 
 def section(name):
-    """What stands in a section of the page."""
+    """Text of a section of the page."""
     found = _pattern(name).search(PAGE.read_text())
     assert found is not None, f"{PAGE.name} has no section {name!r}"
     return found[2].strip()

@@ -136,7 +136,7 @@ class Command:
         raise AssertionError(f"still running after {deadline_s} s:\n{self.stdout}\n{self.stderr}\n{where}")
 
     def _where(self) -> str:
-        """What each of its processes waits for; their Python stacks go to its stderr, one process after another."""
+        """State of each of its processes; their Python stacks go to its stderr, one process after another."""
         found = []
         for pid in sorted(self.left()):
             with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -1,4 +1,4 @@
-"""What a power cut would leave: the order in which files are written, synced and given their names."""
+"""Files as a power cut would leave them: the order in which they are written, synced and given their names."""
 
 import os
 from pathlib import Path

@@ -9,7 +9,7 @@ from rotorch.process.forking import forking
 
 
 def result_of(work, *arguments):
-    """What `work(*arguments)` returns in a forked process; None if that was killed before."""
+    """Result of `work(*arguments)` in a forked process; None if that was killed before."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_send, args=(sender, work, arguments))

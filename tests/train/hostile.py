@@ -1,4 +1,4 @@
-"""What hostile files are made of: any JSON, and JSON that was whole but for one to three of its places."""
+"""Content of hostile files: any JSON, and JSON that was whole but for one to three of its places."""
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st

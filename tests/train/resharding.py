@@ -53,7 +53,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Cell:
-    """What came of reading one layout's checkpoint under another.
+    """Result of reading one layout's checkpoint under another.
 
     Attributes:
         error: largest relative difference of the losses after it from those of the run that wrote it.

@@ -1,4 +1,4 @@
-"""What a run would read and hold is said before it starts, and is what it then reads."""
+"""The forecast of bytes that a run reads and holds: given before it starts, and true of what it then reads."""
 
 import json
 import os

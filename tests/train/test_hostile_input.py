@@ -1,4 +1,4 @@
-"""Whatever is in the files that a user names: one line that says what is wrong, or it is read. Never a traceback."""
+"""Hostile files that a user names: read, or refused in one line that says what is wrong. Never a traceback."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Whatever is in a tokenizer's files, and in records of prompts and responses: read, or refused in one line."""
+"""Hostile files of a tokenizer, and records of prompts and responses: read, or refused in one line."""
 
 import json
 import os

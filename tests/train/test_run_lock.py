@@ -27,7 +27,7 @@ ENDLESS = ["train.steps=1000000", "optimizer.schedule=constant", "train.checkpoi
 
 
 def files(directory):
-    """What lies in a directory, and when it was written."""
+    """Files of a directory, and the times at which they were written."""
     return {path: path.stat().st_mtime_ns for path in directory.rglob("*") if path.is_file()}
 
 

@@ -91,7 +91,7 @@ def save_one_gone_astray(run_dir, key, place, value):
 
 
 def go_on_from(path):
-    """Which checkpoint is loaded, at which step the run is then, and what was said; or the error."""
+    """The checkpoint that is loaded, the run's step then, and the messages; or the error."""
     state, lines, handler = make(), [], logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("rotorch").addHandler(handler)

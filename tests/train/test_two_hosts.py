@@ -39,7 +39,7 @@ def as_host(name, *command):
 
 
 def sent_bytes(host):
-    """What has left a host by its cable."""
+    """Bytes that have left a host by its cable."""
     name, interface, _ = host
     (found,) = json.loads(ip("-n", name, "-s", "-j", "link", "show", "dev", interface).stdout)
     return found["stats64"]["tx"]["bytes"]

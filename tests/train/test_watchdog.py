@@ -158,7 +158,7 @@ def test_waiting_for_a_save_and_going_back_may_take_long(monkeypatch, goes_back)
 
 
 def marks_of(run):
-    """What changed on a board while a model without blocks, whose forward writes nothing down, did something."""
+    """Changes on a board while a model without blocks, whose forward writes nothing down, did something."""
     board = StatusBoard(1)
     board.enter(0, pid=1)
     marks = []

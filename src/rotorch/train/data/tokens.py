@@ -293,7 +293,7 @@ def check_vocabulary(tokens_vocab: int, *, model_vocab: int) -> None:
 
 @contextlib.contextmanager
 def library_errors(what: str, *, instead: str = "Write another tokenizer, or 'bytes'") -> Iterator[None]:
-    """Whatever a tokenizer library raises within the block becomes a ConfigError in one line.
+    """Turns any error of a tokenizer library within the block into a ConfigError in one line.
 
     Libraries raise bare Exception, and a panic in their Rust is a BaseException whose class nobody can import.
 
