@@ -92,7 +92,7 @@ def count_on_rank(parallel: str) -> dict[str, int]:
 def _step(module: nn.Module, batch: dict[str, Any], parallel: str) -> tuple[Callable[[], object], str]:
     model = rotorch.parallelize(module, parallel)
     model.materialize(seed=0)
-    return (lambda: model.forward_backward(batch)), "/rotorch/"
+    return (lambda: model.forward_backward(batch, accumulate=True)), "/rotorch/"
 
 
 def _torchs_step(module: nn.Module, batch: dict[str, Any]) -> tuple[Callable[[], object], str]:
