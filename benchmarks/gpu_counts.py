@@ -1,0 +1,297 @@
+"""Counts of one layer's forward and backward, as a GPU would get it, on CPU: operations, casts, bytes, host time.
+
+    python benchmarks/gpu_counts.py [--json FILE] [--tokens 2048] [--rounds 5] [--only TEXT]
+
+One rank of 8 over torch's fake process group, in the shapes of Llama-3-8B but for its vocabulary, of which layers see
+nothing. What a layer adds is the difference between two depths, in a step after the first ones. Counts need no
+arithmetic (`rotorch.testing.operations`), so neither memory nor time of the model are taken. Host time is process time
+of real steps of a tiny model of the same kind, in which products take none; rows take turns, and the median over rounds
+counts.
+
+    ops_per_layer                operations that are no views, allocations or messages: at least one launch each
+    casts_per_layer              those of them that only change a dtype
+    copies_per_layer             those of them that only copy
+    elementwise_bytes_per_layer  read and written by operations that are no products and no attention
+    lane_calls_per_layer         copies, sums, marks, waits and signals of a symmetric ring, where a copy engine and
+                                 other streams work
+    host_s_per_layer             seconds of the host
+    sync_calls_per_step          calls between the first and the last micro-batch for which the host waits for the GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY, fill_with_noise  # noqa: E402
+
+import rotorch  # noqa: E402
+from rotorch.bench.record import describe_machine, versions  # noqa: E402
+from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing  # noqa: E402
+from rotorch.models.blocks import repeated_blocks  # noqa: E402
+from rotorch.models.hf import causal_lm, config_from_dict  # noqa: E402
+from rotorch.models.losses import causal_lm_loss  # noqa: E402
+from rotorch.source import source_commit  # noqa: E402
+from rotorch.strategies.rtp import apply as rtp_apply  # noqa: E402
+from rotorch.strategies.rtp.plan import RTP  # noqa: E402
+from rotorch.testing.fake import as_rank  # noqa: E402
+from rotorch.testing.null_peer_memory import NullPeerMemory  # noqa: E402
+from rotorch.testing.operations import Operations, WithoutArithmetic, counted_waits, waits_of_micro_batches  # noqa: E402
+
+PEER = "fsdp2"
+NULL = f"rtp={NUM_RANKS}[transport=symmetric_memory]"
+ROWS = (
+    ("single", "autocast_bfloat16"),
+    (PEER, "bfloat16"),
+    (f"rtp={NUM_RANKS}[transport=send_receive]", "autocast_bfloat16"),
+    (NULL, "autocast_bfloat16"),
+)
+"""Layouts, each with the precision of its passes. `symmetric_memory` is over memory without peers."""
+SHAPES = {**LLAMA_3_8B, "vocab_size": 4096}
+DEPTHS = (1, 3)
+SETTLED = 2
+"""Steps before one that counts: buffers are made and the order of passes is known."""
+
+
+class Contender:
+    """One row's model on a rank of the fake group, and the memory of its lanes if it has any.
+
+    Args:
+        parallel: layout, or the peer.
+        mode: precision of its passes.
+        shapes: contents of the model's `config.json`.
+        layers: depth.
+        tokens: of the batch.
+
+    Attributes:
+        forward_backward: one step without the optimizer.
+        operations: counts while it is entered.
+    """
+
+    def __init__(self, parallel: str, mode: str, *, shapes: dict[str, Any], layers: int, tokens: int) -> None:
+        self.operations = Operations()
+        self._memory: NullPeerMemory | None = None
+        config = config_from_dict({**shapes, "num_hidden_layers": layers, "use_cache": False}, source=__file__)
+        ids = torch.randint(shapes["vocab_size"], (1, tokens))
+        batch = {"input_ids": ids, "labels": ids}
+        with rotorch.on_meta():
+            module = causal_lm(config).train()
+        self.model: Any = None
+        self._module = module
+        if parallel == PEER:
+            under_fsdp2(module, mode)
+            self.forward_backward: Callable[[], Any] = lambda: causal_lm_loss(module, batch, tokens - 1).backward()
+            return
+        with ExitStack() as stack:
+            if parallel == NULL:
+                stack.enter_context(mock.patch.object(rtp_apply, "make_ring", self._null_ring))
+                stack.enter_context(mock.patch.object(RTP, "check_device", lambda *_: None))
+            self.model = rotorch.parallelize(module, parallel, device="cpu", **precision(mode))
+        self.forward_backward = lambda: self.model.forward_backward(batch, accumulate=True)
+
+    def fill(self) -> None:
+        """Gives weights and slots small numbers: what lies in fresh memory may be no number, and slow."""
+        if self.model is not None:
+            fill_with_noise(self.model)
+        for parameter in () if self.model is not None else self._module.parameters():
+            parameter.to_local().detach().normal_(std=0.02)
+
+    def _null_ring(self, _transport: str, *, mesh: Any, numels: Any, dtype: Any, device: Any, **options: Any) -> Any:
+        memory = NullPeerMemory
+
+        def make_memory(**given: Any) -> NullPeerMemory:
+            self._memory = memory(**given, copy_engine=lambda: self.operations.paused())
+            return self._memory
+
+        return SymmetricMemoryRing(
+            mesh=mesh,
+            numels=numels,
+            dtype=dtype,
+            device=device,
+            wire_dtype=options.get("wire_dtype"),
+            make_memory=make_memory,
+        )
+
+    @property
+    def lane_calls(self) -> int:
+        """Calls of lanes so far."""
+        return 0 if self._memory is None else self._memory.num_calls
+
+    def counted(self) -> dict[str, int]:
+        """Counts of one step."""
+        self.operations = operations = Operations()
+        calls = self.lane_calls
+        with operations:
+            self.forward_backward()
+        return {
+            "ops": operations.num_ops,
+            "casts": operations.num_casts,
+            "copies": operations.num_copies,
+            "elementwise_bytes": operations.elementwise_bytes,
+            "lane_calls": self.lane_calls - calls,
+        }
+
+    def sync_calls(self) -> dict[str, int]:
+        """Calls of one step for which the host waits, from the first to the last micro-batch."""
+        if self.model is None:
+            with counted_waits() as waits:
+                self.forward_backward()
+            return dict(waits)
+        with waits_of_micro_batches(self.model) as waits:
+            self.forward_backward()
+        return dict(waits)
+
+
+def precision(mode: str) -> dict[str, Any]:
+    """Arguments of `parallelize` for a precision."""
+    return {"autocast_dtype": torch.bfloat16} if mode == "autocast_bfloat16" else {}
+
+
+def under_fsdp2(module: nn.Module, mode: str) -> None:
+    """Torch's `fully_shard` around every block and the root, as its documentation has it. In place."""
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, mode), reduce_dtype=torch.float32)
+    for block in repeated_blocks(module):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    module.to_empty(device="cpu")
+
+
+def count_rows(rows: tuple[tuple[str, str], ...], *, shapes: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
+    """What a layer adds to the counts of a step, for some rows."""
+    found = []
+    for parallel, mode in rows:
+        counts = []
+        for layers in DEPTHS:
+            with in_group_of(parallel):
+                # Made with arithmetic: a tiny model of the same kind is tried first, and its values decide.
+                contender = Contender(parallel, mode, shapes=shapes, layers=layers, tokens=tokens)
+                with WithoutArithmetic():
+                    for _ in range(SETTLED):
+                        contender.forward_backward()
+                    counts.append(contender.counted())
+                del contender
+        less, more = counts
+        a_layer = {name: (more[name] - less[name]) / (DEPTHS[1] - DEPTHS[0]) for name in less}
+        found.append({"parallel": parallel, "mode": mode, **{f"{k}_per_layer": v for k, v in a_layer.items()}})
+    return found
+
+
+def time_rows(rows: tuple[tuple[str, str], ...], *, rounds: int) -> dict[tuple[str, str], dict[str, Any]]:
+    """Host time of a layer and synchronising calls of a step of a tiny model, for some rows, in turn."""
+    contenders: dict[tuple[str, str], list[Contender]] = {}
+    alone = [row for row in rows if row[0] == "single"]
+    with ExitStack() as stack:
+        for group in (alone, [row for row in rows if row not in alone]):
+            # One process, so one group at a time: what is alone needs none during its steps.
+            made = ExitStack() if group is alone else stack
+            if group:
+                made.enter_context(in_group_of(group[0][0]))
+            for row in group:
+                contenders[row] = [Contender(*row, shapes=TINY, layers=layers, tokens=8) for layers in DEPTHS]
+            made.close() if group is alone else None
+        for contender in (each for pair in contenders.values() for each in pair):
+            contender.fill()
+            for _ in range(SETTLED):
+                contender.forward_backward()
+        times: dict[tuple[str, str], list[list[float]]] = {row: [[], []] for row in contenders}
+        for _ in range(rounds):
+            for row, pair in contenders.items():
+                for contender, of_depth in zip(pair, times[row], strict=True):
+                    start_s = time.process_time()
+                    contender.forward_backward()
+                    of_depth.append(time.process_time() - start_s)
+        found = {}
+        for row, (less, more) in times.items():
+            each = [(b - a) / (DEPTHS[1] - DEPTHS[0]) for a, b in zip(less, more, strict=True)]
+            waits = contenders[row][0].sync_calls()
+            found[row] = {
+                "host_s_per_layer": statistics.median(each),
+                "host_s_per_layer_all": each,
+                "sync_calls": waits,
+            }
+    return found
+
+
+@contextmanager
+def in_group_of(parallel: str) -> Iterator[None]:
+    """The fake group that a layout needs, within the block."""
+    ranks = 1 if parallel == "single" else NUM_RANKS
+    with as_rank(3 % ranks, num_ranks=ranks):
+        yield
+
+
+def measure(*, shapes: dict[str, Any], tokens: int, rounds: int, only: str = "") -> dict[str, Any]:
+    """All rows: counts for `shapes`, host time and synchronising calls of a tiny model."""
+    rows = tuple(row for row in ROWS if only in " ".join(row))
+    torch.set_num_threads(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        counted = count_rows(rows, shapes=shapes, tokens=tokens)
+        timed = time_rows(rows, rounds=rounds)
+    for row in counted:
+        row |= timed[row["parallel"], row["mode"]]
+    own = [sum(row["sync_calls"].values()) for row in counted if row["parallel"] != PEER]
+    return {"rows": counted, "sync_calls_per_step": max(own, default=0)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints a table; writes a record if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write a record here, too")
+    parser.add_argument("--tokens", type=int, default=2048, help="of one rank and micro-batch (default: 2048)")
+    parser.add_argument("--rounds", type=int, default=5, help="of timed steps (default: 5)")
+    parser.add_argument("--only", default="", help="rows whose layout or precision contains this")
+    options = parser.parse_args(arguments)
+    if options.tokens < 2 or options.rounds < 1:
+        parser.error("--tokens is 2 or more, --rounds 1 or more")
+    found = measure(shapes=SHAPES, tokens=options.tokens, rounds=options.rounds, only=options.only)
+    print(
+        f"{'a layer, forward and backward':44} {'ops':>6} {'casts':>6} {'copies':>7} {'MB':>8} {'lanes':>6} {'ms':>7}"
+    )
+    for row in found["rows"]:
+        print(
+            f"{row['parallel'] + '  ' + row['mode']:44} {row['ops_per_layer']:7.0f} {row['casts_per_layer']:7.0f} "
+            f"{row['copies_per_layer']:7.0f} {row['elementwise_bytes_per_layer'] / 1e6:7.0f} "
+            f"{row['lane_calls_per_layer']:7.0f} {1e3 * row['host_s_per_layer']:7.2f}  waits: {row['sync_calls']}"
+        )
+    if options.json:
+        record = {
+            "model": SHAPES,
+            "depths": DEPTHS,
+            "ranks": NUM_RANKS,
+            "tokens": options.tokens,
+            "machine": describe_machine(),
+            "versions": versions(),
+            "commit": source_commit(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": " ".join(
+                ["python", "benchmarks/gpu_counts.py", *(sys.argv[1:] if arguments is None else arguments)]
+            ),
+            **found,
+        }
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

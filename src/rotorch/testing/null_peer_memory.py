@@ -1,0 +1,92 @@
+"""Peer memory of one rank alone: its own window is every peer's, and every signal is one to itself.
+
+It gives the operations, copies and host calls of one rank of a symmetric ring without the others; values mean nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+
+class NullLane:
+    """A lane whose work is done when it is given.
+
+    Attributes:
+        num_calls: calls that the host has made: copies, sums, marks, waits and signals.
+    """
+
+    def __init__(self, copy_engine: Callable[[], AbstractContextManager[None]]) -> None:
+        self._copy_engine = copy_engine
+        self.num_calls = 0
+
+    def mark(self) -> None:
+        self.num_calls += 1
+
+    def after(self, mark: Any) -> None:
+        self.num_calls += 1
+
+    def copy(self, to: Tensor, source: Tensor) -> None:
+        self.num_calls += 1
+        with self._copy_engine() if to.dtype == source.dtype else nullcontext():
+            to.copy_(source)
+
+    def add(self, to: Tensor, source: Tensor) -> None:
+        self.num_calls += 1
+        to.add_(source)
+
+    def signal(self, peer: int, *, channel: int) -> None:
+        self.num_calls += 1
+
+    def wait_signal(self, peer: int, *, channel: int) -> None:
+        self.num_calls += 1
+
+
+class NullPeerMemory:
+    """A `PeerMemory` without peers, on CPU.
+
+    Args:
+        mesh: the ring.
+        device: of this rank.
+        numel: elements of the window.
+        dtype: of the window.
+        copy_engine: makes a block for each copy between tensors of one dtype, which on a GPU a copy engine makes.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: DeviceMesh,
+        device: torch.device,
+        numel: int,
+        dtype: torch.dtype,
+        copy_engine: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._device = device
+        self.window = torch.empty(numel, dtype=dtype, device=device)
+        self.compute, self.fetches, self.hops = (NullLane(copy_engine) for _ in range(3))
+
+    @property
+    def num_calls(self) -> int:
+        """Calls of all lanes."""
+        return sum(lane.num_calls for lane in (self.compute, self.fetches, self.hops))
+
+    def of_peer(self, rank: int, start: int, numel: int) -> Tensor:
+        return self.window[start : start + numel]
+
+    def empty(self, numel: int, *, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def clear(self, channels: range) -> None:
+        self.compute.num_calls += 1
+
+    def barrier(self) -> None:
+        self.compute.num_calls += 1
+
+    def reached(self, mark: Any, *, timeout_s: float) -> bool:
+        return True

@@ -1,0 +1,40 @@
+"""The counts that stand in for a GPU, on a tiny model: the fields of a record, and rows that differ where they must."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNTS = ("ops", "casts", "copies", "elementwise_bytes", "lane_calls", "host_s")
+
+
+@pytest.fixture
+def record(monkeypatch, tmp_path, warm):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu_counts
+
+    monkeypatch.setattr(gpu_counts, "SHAPES", gpu_counts.TINY)
+    monkeypatch.setattr(gpu_counts, "DEPTHS", (1, 2))
+    out = tmp_path / "counts.json"
+    threads = torch.get_num_threads()
+    try:
+        assert gpu_counts.main(["--json", str(out), "--tokens", "16", "--rounds", "1"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    assert not torch.distributed.is_initialized()
+    return json.loads(out.read_text())
+
+
+def test_a_record_has_every_row_with_every_count(record):
+    assert {"machine", "versions", "commit", "command", "tokens", "sync_calls_per_step"} <= record.keys()
+    rows = {(row["parallel"], row["mode"]): row for row in record["rows"]}
+    assert {parallel for parallel, _ in rows} == {
+        *("single", "fsdp2", "rtp=8[transport=send_receive]", "rtp=8[transport=symmetric_memory]"),
+    }
+    for (parallel, mode), row in rows.items():
+        assert {f"{name}_per_layer" for name in COUNTS} <= row.keys(), parallel
+        assert row["ops_per_layer"] > 50 and row["elementwise_bytes_per_layer"] > 0, (parallel, mode)
+        assert (row["lane_calls_per_layer"] > 0) == ("symmetric" in parallel)
+        assert sum(row["sync_calls"].values()) <= record["sync_calls_per_step"] or parallel == "fsdp2"
