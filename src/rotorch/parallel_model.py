@@ -33,6 +33,7 @@ from rotorch.models.hf import head_weights
 from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.modes import evaluating
+from rotorch.models.packed_rows import nothing_packed
 from rotorch.models.pretrained import open_pretrained
 from rotorch.ops.deferred_logits import real_for_hooks
 from rotorch.ops.outputs import detached, last_logits, real_outputs
@@ -237,7 +238,8 @@ class ParallelModel:
         """Computes gradients of one optimizer step; they are complete in every parameter's `.grad` when it returns.
 
         Args:
-            batch: this rank's micro-batch, or all its micro-batches of this step; every rank gives equally many.
+            batch: this rank's micro-batch, or all its micro-batches of this step; every rank gives equally many. Best
+                on CPU: targets are counted there without waiting for a GPU, and copies run ahead of the passes.
             loss: function from a batch to its loss, the same on all ranks; by default that of `parallelize`. It
                 may return a pair, the loss and further results (logits, metrics).
             accumulate: add to gradients that are there. Each call gives the gradients of its own mean, and their sum
@@ -257,13 +259,14 @@ class ParallelModel:
         refuse_float16({*trained, self._autocast_dtype})
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         doing = ModelCall.STEP_MORE if accumulate else ModelCall.STEP
-        num_targets = self._meet_with(micro_batches, doing=doing, loss=loss)
+        num_targets = self._meet_with(micro_batches, doing=doing, loss=loss)  # counted where the batches are
+        micro_batches = [self._on_device(micro_batch) for micro_batch in micro_batches]
         holding, beside = self._holding, list[Any]()
         self.written_buffers.start()
         with self._noting_lost_gradients(), self.hooks.called_after(), self.unsharded() as callee, torch.enable_grad():
             holding.start()
             total = holding.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside))
-            sums = torch.cat([total.view(1), self.written_buffers.written()])
+            sums = torch.cat([total.cpu().view(1), self.written_buffers.written()])
             self._status.micro_batch = 0
             self._status.now = at(Operation.COMPLETE_GRADIENTS)
             summed = all_reduce_sum_later(sums, mesh=self.mesh)  # sent while gradients are completed
@@ -282,6 +285,7 @@ class ParallelModel:
         """
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         num_targets = self._meet_with(micro_batches, doing=ModelCall.EVALUATION)
+        micro_batches = [self._on_device(micro_batch) for micro_batch in micro_batches]
         loss = self._loss_over(1)
         with evaluating(self.module), self.unsharded() as callee:
             self._holding.start()
@@ -344,7 +348,7 @@ class ParallelModel:
         loss = self._loss if loss is None else loss
 
         def loss_of(callee: nn.Module, micro_batch: Batch) -> Tensor:
-            with self.forward_pass():
+            with self.forward_pass(), nothing_packed(micro_batch.keys()):
                 found: Any = loss(callee, micro_batch, num_targets)
                 if isinstance(found, tuple):
                     found, more = found
@@ -415,6 +419,21 @@ class ParallelModel:
         targets = int(sum(count(b) for b in micro_batches))
         total = self.meet(doing, num_micro_batches=len(micro_batches), num_targets=targets)
         return total * self.num_batch_ranks // self.mesh.size()
+
+    def _on_device(self, batch: Batch) -> Batch:
+        """Moves a batch to the model's device; returns it as it is if it is there."""
+        device = self.device
+        if all(not isinstance(value, Tensor) or value.device.type == device.type for value in batch.values()):
+            return batch
+
+        def moved(value: Any) -> Any:
+            if not isinstance(value, Tensor) or value.device.type == device.type:
+                return value
+            # Pinned, so that the copy runs beside earlier passes; from pageable memory the host would wait for it.
+            pinned = value.pin_memory() if device.type == "cuda" else value
+            return pinned.to(device, non_blocking=True)
+
+        return {name: moved(value) for name, value in batch.items()}
 
     def _sum_over_batch_ranks(self, value: float) -> float:
         """Sums a number over all ranks; ranks that share a batch share count once.

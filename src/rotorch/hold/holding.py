@@ -73,7 +73,8 @@ class Holding(Observable, ABC):
             loss_of: the forward, down to the loss.
 
         Returns:
-            This rank's losses, summed, float64, 0-dim. Of ranks that share a batch the mean counts.
+            This rank's losses, summed, float64, 0-dim, on the losses' device: nothing in a step waits for their values.
+            Of ranks that share a batch the mean counts.
         """
         total = torch.zeros((), dtype=torch.float64)
         for number, micro_batch in enumerate(micro_batches):
@@ -84,7 +85,7 @@ class Holding(Observable, ABC):
                 # No multiplication by 1: it would be one more kernel, and one more node in the graph.
                 (loss if self.loss_scale == 1.0 else loss * self.loss_scale).backward()
                 # Detached: the graph of a micro-batch must go before the next one is made.
-                total += loss.detach().double().cpu()
+                total = total.to(loss.device) + loss.detach().double()
         return total
 
     def forward(

@@ -195,7 +195,7 @@ class PipelineHolding(OuterHolding):
         step.run(table.rows[self._position], table)
         total = torch.zeros((), dtype=torch.float64)
         for _, loss in step.results:
-            total += loss.detach().double().cpu()
+            total = total.to(loss.device) + loss.detach().double()
         return total * self._mesh.size()  # the other ranks of the pipeline, which share its batch, have none
 
     def forward(

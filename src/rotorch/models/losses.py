@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
@@ -35,12 +34,17 @@ def causal_lm_loss(module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
 
 def count_targets(batch: Batch) -> int:
     """Number of target tokens of one micro-batch, by the same rule that causal language models use."""
+    return int(_targets_in(batch))
+
+
+def _targets_in(batch: Batch) -> Tensor:
+    """The same number on the batch's device, 0-dim: nothing waits for its value."""
     if "shift_labels" in batch:
-        return int((batch["shift_labels"] != -100).sum())
+        return (batch["shift_labels"] != -100).sum()
     if "labels" in batch:
         labels = batch["labels"]
         shifted = labels[..., 1:] if labels.dim() > 1 else labels
-        return int((shifted != -100).sum())
+        return (shifted != -100).sum()
     raise ConfigError(f"batch: needs 'labels' or 'shift_labels', has {sorted(batch)}")
 
 
@@ -75,20 +79,22 @@ class CausalLMLoss:
     def __init__(self, module: nn.Module) -> None:
         self._loss_function = module.loss_function
         self._name = type(module).__name__
-        self._heard: list[Tensor] | None = None
-        """What `loss_function` gave in the call that is under way; None outside of one, where nobody asks."""
+        self._heard: list[tuple[Tensor, Tensor, int]] | None = None
+        """In the call that is under way: results of `loss_function`, the copies that the model got instead, and the
+        copies' versions. None outside of a call, where nobody asks."""
         module.loss_function = self._listen
 
     def _listen(self, *args: Any, **kwargs: Any) -> Tensor:
         loss: Tensor = self._loss_function(*args, **kwargs)
         if self._heard is None or kwargs.get("num_items_in_batch") is None:
             return loss
-        self._heard.append(loss)
-        return loss.clone()  # models add to it in place
+        copy = loss.clone()  # models add to it in place
+        self._heard.append((loss, copy, copy._version))
+        return copy
 
     def __call__(self, module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
         """The sum of the batch's losses over `num_targets`."""
-        heard: list[Tensor] = []
+        heard: list[tuple[Tensor, Tensor, int]] = []
         self._heard = heard
         try:
             loss: Tensor = module(**_with_labels(batch), num_items_in_batch=num_targets).loss
@@ -99,10 +105,11 @@ class CausalLMLoss:
                 f"{self._name} computes its loss without num_items_in_batch, so it cannot be summed over ranks. "
                 "Write loss=... of your own: loss(module, batch, num_targets) -> the sum of the losses / num_targets"
             )
-        if torch.equal(loss.detach(), heard[-1].detach()):
+        of_text, copy, version = heard[-1]
+        if loss is copy and loss._version == version:  # nothing was added; a look at the values would wait for a GPU
             return loss
-        share = count_targets(batch) / num_targets
-        return heard[-1] + share * (loss - heard[-1])
+        share = (_targets_in(batch).double() / num_targets).to(loss.dtype)
+        return of_text + share * (loss - of_text)
 
 
 class OwnMeanLoss:
@@ -124,15 +131,18 @@ class OwnMeanLoss:
 
     def __call__(self, module: nn.Module, batch: Batch, num_targets: int) -> Tensor:
         """The sum of the batch's losses over `num_targets`."""
-        num_mine = self.count_targets(batch)
-        if not num_mine and "labels" in batch:
-            # A mean over nothing is no number. This rank takes all steps of a pass as the others do, who wait for it,
-            # with a target that counts for nothing.
-            labels = batch["labels"].clone()
-            labels.view(-1)[:1] = 0
-            batch = {**batch, "labels": labels}
-        loss = _loss_in(module(**batch), model=type(module).__name__)
-        return loss * (num_mine / num_targets)
+        labels = batch.get("labels")
+        if labels is None or labels.is_floating_point():
+            loss = _loss_in(module(**batch), model=type(module).__name__)
+            return loss * (self.count_targets(batch) / num_targets)
+        num_mine = (labels != -100).sum()
+        # A mean over nothing is no number. This rank takes all steps of a pass as the others do, who wait for it, with
+        # a target that counts for nothing.
+        labels = labels.clone()
+        first = labels.view(-1)[:1]
+        first.masked_fill_(num_mine == 0, 0)
+        loss = _loss_in(module(**{**batch, "labels": labels}), model=type(module).__name__)
+        return loss * (num_mine.double() / num_targets).to(loss.dtype)
 
 
 def _loss_in(output: Any, *, model: str) -> Tensor:

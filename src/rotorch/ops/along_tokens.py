@@ -37,6 +37,7 @@ from rotorch._torch_private import storage_key, tree_flatten, tree_unflatten
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut
+from rotorch.ops import random_state
 from rotorch.ops.conjugates import (
     ParallelRegion,
     all_gather_along,
@@ -129,7 +130,7 @@ class TokenShard:
                 )
             return args, kwargs
         if any(module.training for layer in self._layers for module in layer.modules()):
-            shared = int(torch.randint(2**62, ()))
+            shared = random_state.draw_seed()
             # Put back behind the last layer: outside of the layers all ranks draw alike again.
             self._before = RandomState.now(hidden)
             self._seed(shared)

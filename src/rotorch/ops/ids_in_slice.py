@@ -42,7 +42,13 @@ def check_ids(ids: Tensor, *, num_rows: int, of: str, ignore_index: int | None =
         outside &= ids != ignore_index
     if ids.is_cuda:
         assert_on_device(~outside.any(), f"{of} is outside of a vocabulary of {num_rows}")
-    elif outside.any():
+    else:
+        _raise_if_any(outside, ids, of=of, num_rows=num_rows)
+
+
+def _raise_if_any(outside: Tensor, ids: Tensor, *, of: str, num_rows: int) -> None:
+    """Looks at values, which nothing on a GPU may wait for."""
+    if outside.any():
         raise IndexError(f"{of} {int(ids[outside][0])} is outside of a vocabulary of {num_rows}")
 
 

@@ -65,6 +65,11 @@ def drawn_alike(seed: int) -> Iterator[None]:
         yield
 
 
+def draw_seed() -> int:
+    """Draws from the CPU's generator, whatever the device of the pass: no GPU is waited for."""
+    return int(torch.randint(2**62, (), device="cpu"))
+
+
 @contextmanager
 def drawn_apart(position: int, *, like: Sequence[Any], active: bool) -> Iterator[None]:
     """Makes each rank draw numbers of its own inside the block; afterwards all go on alike (see the module's note).
@@ -78,7 +83,7 @@ def drawn_apart(position: int, *, like: Sequence[Any], active: bool) -> Iterator
         yield
         return
     # From the shared generator, so all ranks have the same seed and go on alike; the position tells them apart.
-    seed = int(torch.randint(2**62, ()))
+    seed = draw_seed()
     devices, states = get_device_states(*like)
     # After the draw, so that the next block gets another seed.
     cpu = torch.get_rng_state()

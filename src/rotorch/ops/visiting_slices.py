@@ -115,7 +115,7 @@ class VisitingSlices(ModuleSlices):
                 f"rtp: {unit.name!r} changes its input in place: every slice would change it again. "
                 "Give its weights no role in the plan, or let it change a copy"
             )
-        if self._buffers.written().any():
+        if self._buffers.any_written():
             raise ConfigError(
                 f"rtp: {unit.name!r} writes its buffers in forward (running statistics): it would do so "
                 "once per slice. Give its weights no role in the plan, or 'colwise_gather_output'"

@@ -49,8 +49,14 @@ class WrittenBuffers:
 
     def written(self) -> Tensor:
         """Returns, after a step's last backward, 1 per buffer that this rank has written, else 0: float64 [buffers]."""
-        pairs = zip(self._now(), self._before, strict=True)
-        return torch.tensor([float(not torch.equal(now, before)) for now, before in pairs], dtype=torch.float64)
+        return torch.tensor([float(written) for written in self._written()], dtype=torch.float64)
+
+    def any_written(self) -> bool:
+        """True if this rank has written a buffer since `start`; waits for no GPU if there are none to look at."""
+        return any(self._written())
+
+    def _written(self) -> Iterator[bool]:
+        return (not torch.equal(now, before) for now, before in zip(self._now(), self._before, strict=True))
 
     @torch.no_grad()
     def even_out(self, num_writers: Tensor, *, mesh: DeviceMesh) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import FUSED_ATTENTION, TorchDispatchMode, tree_flatten, tree_unflatten
+from rotorch.ops import ids_in_slice, random_state
 from rotorch.parallel_model import ParallelModel
 
 _PRODUCTS = {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "convolution", "convolution_backward"}
@@ -34,6 +35,8 @@ _WAITS = {
 """Operations whose result, or its shape, the host needs: on a GPU it waits until all before them has run."""
 _TO_HOST = ("cpu", "numpy", "tolist")
 """Methods that bring values to the host. On CPU tensors they reach no dispatch mode."""
+_ON_HOST = ((ids_in_slice, "_raise_if_any"), (random_state, "draw_seed"))
+"""Functions that look at values on CPU: where ids are on a GPU it asserts by itself; seeds come from the CPU."""
 _SMALL = 1 << 12
 
 
@@ -93,9 +96,14 @@ class Operations(TorchDispatchMode):
 
 @contextmanager
 def counted_waits() -> Iterator[Counter[str]]:
-    """Counts the calls within the block for which the host would wait for a GPU, by name; also `.cpu()` on CPU."""
+    """Counts the calls within the block for which the host would wait for a GPU, by name; also `.cpu()` on CPU.
+
+    Functions that look at values on the CPU only, whatever the device of the pass, do not count.
+    """
     operations = Operations()
     with ExitStack() as stack:
+        for module, name in _ON_HOST:
+            stack.enter_context(mock.patch.object(module, name, _uncounted(operations, getattr(module, name))))
         for name in _TO_HOST:
             stack.enter_context(mock.patch.object(Tensor, name, _counting(operations.waits, name)))
         stack.enter_context(operations)
@@ -116,6 +124,14 @@ def waits_of_micro_batches(model: ParallelModel) -> Iterator[Counter[str]]:
 
     with mock.patch.object(model.holding, "forward_backward", counted):
         yield found
+
+
+def _uncounted(operations: Operations, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with operations.paused():
+            return function(*args, **kwargs)
+
+    return call
 
 
 def _counting(waits: Counter[str], name: str) -> Any:

@@ -225,7 +225,7 @@ def read_batches(windows: TokenWindows, model: ParallelModel, *, step: int, size
         batch_rank=model.batch_rank,
         num_batch_ranks=model.num_batch_ranks,
     )
-    return [_for_model(batch, model) for batch in batches]
+    return [_with_labels(batch) for batch in batches]
 
 
 def evaluate(model: ParallelModel, held_out: TokenWindows, *, micro_batch: int, max_windows: int) -> HeldOut:
@@ -236,15 +236,14 @@ def evaluate(model: ParallelModel, held_out: TokenWindows, *, micro_batch: int, 
         num_batch_ranks=model.num_batch_ranks,
         max_windows=max_windows,
     )
-    result = model.evaluate([_for_model(part.batch, model) for part in parts])
+    result = model.evaluate([_with_labels(part.batch) for part in parts])
     num_bytes = sum(part.num_bytes for part in held_out.evaluation_batches(micro_batch=1, max_windows=max_windows))
     return HeldOut(bits_per_byte(result.loss_sum, num_bytes=num_bytes), result.loss, num_bytes)
 
 
-def _for_model(batch: Batch, model: ParallelModel) -> Batch:
-    """Moves a batch to the model's device, with `labels`: Hugging Face models compute a loss only if they are there."""
-    moved = {name: tensor.to(model.device) for name, tensor in batch.items()}
-    return {**moved, "labels": moved["shift_labels"]}
+def _with_labels(batch: Batch) -> Batch:
+    """Adds `labels` to a batch: Hugging Face models compute a loss only if they are there."""
+    return {**batch, "labels": batch["shift_labels"]}
 
 
 def _is_due(step: int, *, every: int) -> bool:
