@@ -176,7 +176,7 @@ def under_fsdp2(module: nn.Module, mode: str) -> None:
 
 
 def count_rows(rows: tuple[tuple[str, str], ...], *, shapes: dict[str, Any], tokens: int) -> list[dict[str, Any]]:
-    """What a layer adds to the counts of a step, for some rows."""
+    """Counts that a layer adds to those of a step, for some rows."""
     found = []
     for parallel, mode in rows:
         counts = []
