@@ -20,7 +20,7 @@ from rotorch.train.checkpoint.directories import candidates, checkpoints_of, pru
 from rotorch.train.checkpoint.export import export_checkpoint
 from rotorch.train.checkpoint.manifest import DamagedCheckpoint
 from rotorch.train.checkpoint.saving import check, inspect_checkpoint, latest, load, load_newest, save
-from rotorch.train.checkpoint.store import StorePath, as_place, check_writable, creating
+from rotorch.train.checkpoint.store import StorePath, as_path, check_writable, creating
 from rotorch.train.checks.out_of_memory import is_out_of_memory
 from rotorch.train.metrics import read_metrics
 
@@ -196,7 +196,7 @@ def test_memory_that_runs_out_in_a_save_is_not_the_store_s_failure(error, in_sto
 
 def test_memory_that_runs_out_in_a_store_s_library_is_told_as_that(memory, monkeypatch):
     monkeypatch.setattr(type(memory), "_open", lambda *args, **kwargs: (_ for _ in ()).throw(MemoryError()))
-    with pytest.raises(MemoryError), creating(as_place("memory://bucket/file")):
+    with pytest.raises(MemoryError), creating(as_path("memory://bucket/file")):
         pass
 
 
@@ -303,15 +303,15 @@ def test_a_run_saves_to_a_store_and_goes_on_from_it(tmp_path, warm):
 
 
 def test_a_file_url_is_a_directory():
-    assert as_place("file:///a/b") == Path("/a/b") and as_place("runs/x") == Path("runs/x")
-    assert as_place("file://localhost/a") == Path("/a") and as_place("local:///a") == Path("/a")
-    assert as_place("objects:///a/") == StorePath("objects:///a")
+    assert as_path("file:///a/b") == Path("/a/b") and as_path("runs/x") == Path("runs/x")
+    assert as_path("file://localhost/a") == Path("/a") and as_path("local:///a") == Path("/a")
+    assert as_path("objects:///a/") == StorePath("objects:///a")
 
 
 @pytest.mark.parametrize("url", ["file://runs/x", "local://runs", "file://~/runs", "file://", "file:///"])
 def test_a_file_url_has_a_whole_path(url):
     with pytest.raises(ConfigError, match=rf"^{url}: a file URL .* Write the directory itself, or file:///"):
-        as_place(url)
+        as_path(url)
 
 
 @pytest.mark.parametrize(
@@ -345,7 +345,7 @@ def test_a_password_in_a_url_is_refused_and_not_repeated(key, tmp_path, warm):
 
 @pytest.mark.parametrize("url", ["memory://me@host/a:b@c", "memory://bucket/run"])
 def test_a_url_without_a_password_is_taken(url):
-    assert str(as_place(url)) == url
+    assert str(as_path(url)) == url
 
 
 class ReadOnly(fsspec.AbstractFileSystem):
@@ -362,7 +362,7 @@ def test_a_run_s_directory_is_on_a_disk(tmp_path, warm):
 
 
 def test_a_store_that_refuses_is_named(tmp_path, monkeypatch):
-    place = as_place(url_of(tmp_path / "bucket"))
+    place = as_path(url_of(tmp_path / "bucket"))
 
     def refuse(self, path, mode, *args, **kwargs):
         raise PermissionError("Access Denied")

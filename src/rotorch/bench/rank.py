@@ -46,7 +46,7 @@ _WARM_FEATURES = 512
 
 
 @dataclass(frozen=True)
-class Place:
+class RankSetup:
     """Position of a rank in its row, and the settings that it starts with.
 
     Attributes:
@@ -101,20 +101,22 @@ class Traffic:
     num_messages: dict[str, int]
 
 
-def serve(connection: Connection, *, task: Task, place: Place, wait_for_all: Callable[[], Any] | None = None) -> None:
+def serve(
+    connection: Connection, *, task: Task, setup: RankSetup, wait_for_all: Callable[[], Any] | None = None
+) -> None:
     """Builds the contender and answers until told to stop; ends the process. Never raises: errors travel to the parent.
 
     Args:
         connection: carries `(question, arguments)` in and `(ok, answer)` out, of a failure how much it says of the
             cause, when and what it was; the first answer says that it is ready.
         task: the task to train.
-        place: rank and row of this process.
+        setup: rank and row of this process.
         wait_for_all: returns when all ranks of the row have called it; None where nobody times anything.
     """
     code = 0
     try:
-        _settle(place)
-        rank = _Rank(task, place=place, wait_for_all=wait_for_all)
+        _settle(setup)
+        rank = _Rank(task, setup=setup, wait_for_all=wait_for_all)
         connection.send((True, None))
         while True:
             question, arguments = connection.recv()
@@ -137,19 +139,19 @@ def serve(connection: Connection, *, task: Task, place: Place, wait_for_all: Cal
 class _Rank:
     """A contender and the questions about it."""
 
-    def __init__(self, task: Task, *, place: Place, wait_for_all: Callable[[], Any] | None) -> None:
+    def __init__(self, task: Task, *, setup: RankSetup, wait_for_all: Callable[[], Any] | None) -> None:
         self._wait_for_all = wait_for_all or (lambda: None)
         self._step = 0
-        _join(place)
-        self._before = _baseline(task, row=place.row)
-        self._task, self._place = task, place
+        _join(setup)
+        self._before = _baseline(task, row=setup.row)
+        self._task, self._setup = task, setup
         self._contender: Contender | None = None
 
     def build(self) -> Built:
         """Builds the contender."""
-        as_is = self._place.row in PEERS and PEERS[self._place.row].as_torch_leaves_it
+        as_is = self._setup.row in PEERS and PEERS[self._setup.row].as_torch_leaves_it
         self._process = ProcessSetter(self._task.device, as_torch_leaves_it=as_is)
-        self._contender = make_contender(self._task, row=self._place.row, rank=self._place.rank)
+        self._contender = make_contender(self._task, row=self._setup.row, rank=self._setup.rank)
         give_back_freed_memory()
         return Built(torch.get_num_threads(), self._contender.transport, self._process.settings())
 
@@ -180,7 +182,7 @@ class _Rank:
 
     def exchanges(self, num_bytes: int, count: int) -> list[float]:
         """Seconds of each exchange of so many bytes: to the next rank, from the one before, at the same time."""
-        rank, size = self._place.rank, self._place.num_ranks
+        rank, size = self._setup.rank, self._setup.num_ranks
         send, receive = torch.zeros(num_bytes, dtype=torch.uint8), torch.empty(num_bytes, dtype=torch.uint8)
         taken = []
         for _ in range(count):
@@ -217,7 +219,7 @@ class _Rank:
         """Runs `count` steps under torch's profiler; rank 0 writes its table."""
         contender = self._made()
         steps = [self._next() for _ in range(count)]
-        profile_steps(contender, steps=steps, file=file if self._place.rank == 0 else None)
+        profile_steps(contender, steps=steps, file=file if self._setup.rank == 0 else None)
 
     def trace(self, count: int) -> RankTrace:
         """Runs `count` steps, all ranks starting each together, and returns what this rank did."""
@@ -231,7 +233,7 @@ class _Rank:
 
     def _timed_step(self) -> StepTime:
         contender, step = self._made(), self._next()
-        rate = self._place.flops_per_s
+        rate = self._setup.flops_per_s
         clock = nullcontext() if rate is None else DeviceClock(rate)
         self._wait_for_all()
         start_s = time.perf_counter()
@@ -253,33 +255,33 @@ class _Rank:
         return self._contender
 
 
-def _settle(place: Place) -> None:
+def _settle(setup: RankSetup) -> None:
     """Ties the process to the bench and gives it its share of the cores."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host name may not resolve
-    if os.getppid() != place.parent_pid:
+    if os.getppid() != setup.parent_pid:
         os._exit(1)
     asked = os.environ.get("OMP_NUM_THREADS", "")
-    share = max(1, len(os.sched_getaffinity(0)) // place.num_ranks) if hasattr(os, "sched_getaffinity") else 1
+    share = max(1, len(os.sched_getaffinity(0)) // setup.num_ranks) if hasattr(os, "sched_getaffinity") else 1
     torch.set_num_threads(int(asked) if asked.isdigit() and int(asked) > 0 else share)
 
 
-def _join(place: Place) -> None:
+def _join(setup: RankSetup) -> None:
     """Joins the row's process group. Ranks that work alone have none."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    os.environ.update(LOCAL_RANK=str(place.rank), LOCAL_WORLD_SIZE=str(place.num_ranks))
-    if place.row in (LIMIT, REFERENCE):
+    os.environ.update(LOCAL_RANK=str(setup.rank), LOCAL_WORLD_SIZE=str(setup.num_ranks))
+    if setup.row in (LIMIT, REFERENCE):
         return
-    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.num_ranks))
+    os.environ.update(RANK=str(setup.rank), WORLD_SIZE=str(setup.num_ranks))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        store=dist.FileStore(place.store, place.num_ranks),
-        rank=place.rank,
-        world_size=place.num_ranks,
-        timeout=timedelta(seconds=place.timeout_s),
+        store=dist.FileStore(setup.store, setup.num_ranks),
+        rank=setup.rank,
+        world_size=setup.num_ranks,
+        timeout=timedelta(seconds=setup.timeout_s),
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from rotorch.bench.hosts import Hosts
 from rotorch.bench.process_memory import MALLOC_ENVIRONMENT
-from rotorch.bench.rank import Place, serve
+from rotorch.bench.rank import RankSetup, serve
 from rotorch.bench.task import Task
 from rotorch.bench.wire import HOST, OWN, WireBytes, network_of_its_own
 from rotorch.core.errors import RankFailure
@@ -79,7 +79,7 @@ class RowRanks:
         fresh: start new interpreters with `MALLOC_ENVIRONMENT` instead of forking.
         timeout_s: seconds that a question may take.
         hosts: hosts of the ranks, rank k on host `k * hosts.count // num_ranks`; None: this one.
-        flops_per_s: see `Place`.
+        flops_per_s: see `RankSetup`.
     """
 
     def __init__(
@@ -100,38 +100,40 @@ class RowRanks:
         self._processes: list[_Process] = []
         self._connections: list[Connection] = []
         store = os.path.join(self._directory.name, "store")
-        places = [Place(row, rank, num_ranks, store, timeout_s, os.getpid(), flops_per_s) for rank in range(num_ranks)]
+        setups = [
+            RankSetup(row, rank, num_ranks, store, timeout_s, os.getpid(), flops_per_s) for rank in range(num_ranks)
+        ]
         try:
             why = why_no_ranks_on_cpu()
             if hosts is not None and (fresh or why):
                 raise RankFailure(f"{row}: ranks on hosts of their own are forked, which cannot be done here: {why}")
             if fresh or why:
-                self._start(task, places, environment=MALLOC_ENVIRONMENT if fresh else {})
+                self._start(task, setups, environment=MALLOC_ENVIRONMENT if fresh else {})
             else:
-                self._fork(task, places, hosts=hosts)
+                self._fork(task, setups, hosts=hosts)
             self._answers()
         except BaseException:
             self.close()
             raise
 
-    def _fork(self, task: Task, places: Sequence[Place], *, hosts: Hosts | None) -> None:
+    def _fork(self, task: Task, setups: Sequence[RankSetup], *, hosts: Hosts | None) -> None:
         context = multiprocessing.get_context("fork")
-        together = context.Barrier(len(places))
+        together = context.Barrier(len(setups))
         with forking(), network_of_its_own() if hosts is None else nullcontext(False) as own:
             self.wire_counter = OWN if own else HOST
-            for place in places:
+            for setup in setups:
                 ours, theirs = context.Pipe()
-                process = context.Process(target=_forked_main, args=(ours, theirs, task, place, together), daemon=True)
-                with nullcontext() if hosts is None else hosts.on(place.rank * hosts.count // place.num_ranks):
+                process = context.Process(target=_forked_main, args=(ours, theirs, task, setup, together), daemon=True)
+                with nullcontext() if hosts is None else hosts.on(setup.rank * hosts.count // setup.num_ranks):
                     process.start()
                 theirs.close()
                 self._connections.append(ours)
                 self._processes.append(_Forked(process))
 
-    def _start(self, task: Task, places: Sequence[Place], *, environment: Mapping[str, str]) -> None:
-        for place in places:
+    def _start(self, task: Task, setups: Sequence[RankSetup], *, environment: Mapping[str, str]) -> None:
+        for setup in setups:
             process, ours = start_fresh("rotorch.bench.ranks:started_main", environment=environment)
-            ours.send((task, place))
+            ours.send((task, setup))
             self._connections.append(ours)
             self._processes.append(_Started(process))
 
@@ -212,13 +214,13 @@ class RowRanks:
         self._directory.cleanup()
 
 
-def _forked_main(ours: Connection, theirs: Connection, task: Task, place: Place, together: Any) -> None:
+def _forked_main(ours: Connection, theirs: Connection, task: Task, setup: RankSetup, together: Any) -> None:
     ours.close()
-    serve(theirs, task=task, place=place, wait_for_all=together.wait)
+    serve(theirs, task=task, setup=setup, wait_for_all=together.wait)
 
 
 def started_main(descriptor: int) -> None:
     """Entry of a rank that was started afresh: the connection is an open descriptor, the work comes through it."""
     connection = Connection(descriptor)
-    task, place = connection.recv()
-    serve(connection, task=task, place=place)
+    task, setup = connection.recv()
+    serve(connection, task=task, setup=setup)

@@ -11,7 +11,7 @@ from rotorch.core.errors import FinalFailure
 from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.run_config import BatchSizes, RunConfig
 from rotorch.train.checkpoint.async_save import Saver
-from rotorch.train.checkpoint.store import Place
+from rotorch.train.checkpoint.store import AnyPath
 from rotorch.train.checks.divergence import DivergenceGuard, read_ahead, recent_losses
 from rotorch.train.checks.memory import PeakMeter, TensorBytes, tensor_bytes
 from rotorch.train.checks.nonfinite import first_nonfinite
@@ -37,7 +37,7 @@ class LoopEnd:
     """
 
     held_out: HeldOut | None
-    checkpoint: Place
+    checkpoint: AnyPath
     stopped: bool
     tensors: TensorBytes
     peak_bytes: tuple[int, ...]
@@ -50,7 +50,7 @@ def run_loop(
     sizes: BatchSizes,
     windows: TokenWindows,
     held_out: TokenWindows,
-    saves_in: Place,
+    saves_in: AnyPath,
     listeners: Sequence[Listener],
     board: StatusBoard,
 ) -> LoopEnd:
@@ -171,7 +171,7 @@ def _went_back(
     step: int,
     lr: float,
     batches: Sequence[Batch],
-    saves_in: Place,
+    saves_in: AnyPath,
     listeners: Sequence[Listener],
     board: StatusBoard,
 ) -> bool:

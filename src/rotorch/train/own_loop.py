@@ -26,7 +26,7 @@ from rotorch.train.checkpoint.directories import find_checkpoint
 from rotorch.train.checkpoint.saving import agreed, load_newest
 from rotorch.train.checkpoint.saving import load as load_exactly
 from rotorch.train.checkpoint.saving import save as save_run
-from rotorch.train.checkpoint.store import as_place
+from rotorch.train.checkpoint.store import as_path
 from rotorch.train.state import TrainState, object_name
 
 _ALL = 1 << 40  # checkpoints
@@ -79,7 +79,7 @@ def save(
         _check_parameters(parallel, optimizer)
         encoded = {name: _encoded(name, thing) for name, thing in _named(loader, others).items()}
     state = TrainState(model=parallel, optimizer=optimizer, step=step, objects=_placed(encoded, parallel))
-    return str(save_run(as_place(path), state, keep=_ALL if keep is None else keep))
+    return str(save_run(as_path(path), state, keep=_ALL if keep is None else keep))
 
 
 def load(
@@ -114,7 +114,7 @@ def load(
             _check_stateful(name, thing)
         place = find_checkpoint(path)
     state = TrainState(model=parallel, optimizer=optimizer, wanted=tuple(things))
-    if place == as_place(path):
+    if place == as_path(path):
         load_exactly(place, state)
     else:
         load_newest(place, state)

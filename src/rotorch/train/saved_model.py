@@ -31,7 +31,7 @@ from rotorch.train.checkpoint.auxiliary_files import TOKENIZER_FILES
 from rotorch.train.checkpoint.directories import find_checkpoint
 from rotorch.train.checkpoint.manifest import Manifest, check_sizes, read_manifest
 from rotorch.train.checkpoint.saving import load
-from rotorch.train.checkpoint.store import Place
+from rotorch.train.checkpoint.store import AnyPath
 from rotorch.train.checks.preflight import check_model
 from rotorch.train.data.batches import BYTES
 from rotorch.train.launch.elastic import is_rank, launch
@@ -53,7 +53,7 @@ class SavedModel:
         device: "auto", "cpu" or "cuda".
     """
 
-    checkpoint: Place
+    checkpoint: AnyPath
     manifest: Manifest
     run: RunConfig
     model_config: Any
@@ -75,7 +75,7 @@ Use = Callable[[ParallelModel], None]
 """Called on every rank with the loaded model, in evaluation mode."""
 
 
-def open_saved_model(checkpoint: Place | str, *, layout: str = "single", device: str = "auto") -> SavedModel:
+def open_saved_model(checkpoint: AnyPath | str, *, layout: str = "single", device: str = "auto") -> SavedModel:
     """Finds a checkpoint and checks that a layout can hold its model. Writes nothing, starts nothing.
 
     Args:
@@ -104,7 +104,7 @@ def open_saved_model(checkpoint: Place | str, *, layout: str = "single", device:
     return SavedModel(found, manifest, run, model_config, strategies, device)
 
 
-def _run_of(checkpoint: Place, manifest: Manifest) -> RunConfig:
+def _run_of(checkpoint: AnyPath, manifest: Manifest) -> RunConfig:
     try:
         return RunConfig.model_validate(manifest.run)
     except ValidationError as error:
@@ -116,7 +116,7 @@ def _run_of(checkpoint: Place, manifest: Manifest) -> RunConfig:
         ) from None
 
 
-def _with_own_tokenizer(run: RunConfig, checkpoint: Place, manifest: Manifest) -> RunConfig:
+def _with_own_tokenizer(run: RunConfig, checkpoint: AnyPath, manifest: Manifest) -> RunConfig:
     """The run, with the tokenizer that the checkpoint holds: that of the run may have been moved since."""
     name = TOKENIZER_FILES[0]
     if run.data.tokenizer == BYTES or manifest.file_of(name) != name or not isinstance(checkpoint, Path):

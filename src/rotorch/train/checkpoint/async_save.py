@@ -25,7 +25,7 @@ from rotorch.comm.collectives import own_group
 from rotorch.core.errors import RotorchError
 from rotorch.shard.sharded_weight import ChunkedTensor
 from rotorch.train.checkpoint.saving import Snapshot, take, write
-from rotorch.train.checkpoint.store import Place
+from rotorch.train.checkpoint.store import AnyPath
 from rotorch.train.state import TrainState
 
 _PATIENCE_S = 60.0
@@ -41,7 +41,7 @@ class Saver:
         mesh: of all ranks.
     """
 
-    def __init__(self, run_dir: Place, *, keep: int, behind: bool, mesh: DeviceMesh) -> None:
+    def __init__(self, run_dir: AnyPath, *, keep: int, behind: bool, mesh: DeviceMesh) -> None:
         self._run_dir, self._keep, self._behind = run_dir, keep, behind
         self._group: ProcessGroup | None = own_group(mesh=mesh) if behind else None
         if behind and mesh.size() == 1:  # a thread must not set filters for a while, as a save at once does
@@ -61,7 +61,7 @@ class Saver:
             with suppress(RotorchError):
                 self.wait(_PATIENCE_S)
 
-    def save(self, state: TrainState) -> Place:
+    def save(self, state: TrainState) -> AnyPath:
         """Saves the state; returns the checkpoint's directory, which may come to be later.
 
         Raises:

@@ -28,7 +28,7 @@ from rotorch.train.checkpoint.directories import (
     replace_directory,
 )
 from rotorch.train.checkpoint.manifest import MANIFEST
-from rotorch.train.checkpoint.store import Place, StorePath
+from rotorch.train.checkpoint.store import AnyPath, StorePath
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 class Commit(Protocol):
     """Commit of one checkpoint: its files become a checkpoint all at once. Used by rank 0."""
 
-    def begin(self, needed_bytes: int) -> Place:
+    def begin(self, needed_bytes: int) -> AnyPath:
         """Makes room; returns the directory that all ranks write to.
 
         Raises:
@@ -53,7 +53,7 @@ class Commit(Protocol):
         """Removes the files of a checkpoint after a failure."""
 
 
-def commit_to(directory: Place) -> Commit:
+def commit_to(directory: AnyPath) -> Commit:
     """Returns the `Commit` of a checkpoint to `directory`."""
     return _InStore(directory) if isinstance(directory, StorePath) else _OnDisk(directory)
 

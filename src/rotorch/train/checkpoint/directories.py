@@ -22,15 +22,15 @@ from rotorch.train.checkpoint.manifest import (
     check_sizes,
     read_manifest,
 )
-from rotorch.train.checkpoint.store import Place, StorePath, as_place
+from rotorch.train.checkpoint.store import AnyPath, StorePath, as_path
 
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"\.?step-(\d{8,})(\.old)?")
 
 
-def checkpoints_of(run_dir: Place | str) -> Place:
+def checkpoints_of(run_dir: AnyPath | str) -> AnyPath:
     """The directory of a run's checkpoints."""
-    return as_place(run_dir) / "checkpoints"
+    return as_path(run_dir) / "checkpoints"
 
 
 def step_name(step: int) -> str:
@@ -38,7 +38,7 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def latest(run_dir: Place | str) -> Place | None:
+def latest(run_dir: AnyPath | str) -> AnyPath | None:
     """Returns the newest whole checkpoint of a run, or None if it has none.
 
     Whole means: a manifest that agrees with itself, and every file there with its size (`check` reads the contents
@@ -54,12 +54,12 @@ def latest(run_dir: Place | str) -> Place | None:
     return _newest_whole(candidates(parent))
 
 
-def one_before(path: Place) -> Place | None:
+def one_before(path: AnyPath) -> AnyPath | None:
     """Returns the newest whole checkpoint of an earlier step beside `path`, or None; skips others with a word."""
     return _newest_whole([other for other in candidates(path.parent) if step_of(other) < step_of(path)])
 
 
-def _newest_whole(paths: list[Place]) -> Place | None:
+def _newest_whole(paths: list[AnyPath]) -> AnyPath | None:
     for path in reversed(paths):
         try:
             check_sizes(path, read_manifest(path))
@@ -72,13 +72,13 @@ def _newest_whole(paths: list[Place]) -> Place | None:
     return None
 
 
-def find_checkpoint(path: Place | str) -> Place:
+def find_checkpoint(path: AnyPath | str) -> AnyPath:
     """Returns `path` if it is a checkpoint, or the latest one if it is a run's directory.
 
     Raises:
         ConfigError: if it is neither.
     """
-    path = as_place(path)
+    path = as_path(path)
     if not (path / MANIFEST).exists() and checkpoints_of(path).is_dir():
         newest = latest(path)
         if newest is None:
@@ -87,19 +87,19 @@ def find_checkpoint(path: Place | str) -> Place:
     return path
 
 
-def check(path: Place | str) -> Manifest:
+def check(path: AnyPath | str) -> Manifest:
     """Reads a whole checkpoint and holds every byte against its digests. Returns what it says of itself.
 
     Raises:
         ConfigError: if it is missing, foreign, from a later version, cut off or damaged; names the file and the reason.
     """
-    path = as_place(path)
+    path = as_path(path)
     manifest = read_manifest(path)
     check_contents(path, manifest)
     return manifest
 
 
-def prune(parent: Place, *, keep: int, just_written: Place, damaged: Collection[int] = ()) -> None:
+def prune(parent: AnyPath, *, keep: int, just_written: AnyPath, damaged: Collection[int] = ()) -> None:
     """Removes all but the newest `keep` whole checkpoints, never `just_written`. A failure is only logged.
 
     Whole is what has a manifest and files of its sizes, but for the steps in `damaged`: those stay, and do not count.
@@ -117,7 +117,7 @@ def prune(parent: Place, *, keep: int, just_written: Place, damaged: Collection[
             _LOG.warning("checkpoint: %s: cannot be removed: %s", path, error.strerror)
 
 
-def _whole(paths: list[Place]) -> list[Place]:
+def _whole(paths: list[AnyPath]) -> list[AnyPath]:
     whole = []
     for path in paths:
         try:
@@ -128,16 +128,16 @@ def _whole(paths: list[Place]) -> list[Place]:
     return whole
 
 
-def candidates(parent: Place) -> list[Place]:
+def candidates(parent: AnyPath) -> list[AnyPath]:
     """Directories that claim to be checkpoints, by step."""
-    found: list[Place] = [p for p in parent.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
+    found: list[AnyPath] = [p for p in parent.glob("step-*") if _NAME.fullmatch(p.name) and p.is_dir()]
     if isinstance(parent, StorePath):
         return sorted((p for p in found if (p / MANIFEST).exists()), key=step_of)
     found += [p for p in leftovers(parent) if stands_in(p)]
     return sorted(found, key=step_of)
 
 
-def step_of(path: Place) -> int:
+def step_of(path: AnyPath) -> int:
     """The step of a checkpoint, by its directory's name."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, f"{path} was matched before"
@@ -179,7 +179,7 @@ def replace_directory(temporary: Path, final: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def remove_directory(path: Place) -> None:
+def remove_directory(path: AnyPath) -> None:
     """Removes a checkpoint, its name or its manifest first, so that half of it never looks whole."""
     if isinstance(path, StorePath):
         (path / MANIFEST).unlink()
@@ -190,7 +190,7 @@ def remove_directory(path: Place) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def leftovers(parent: Place) -> list[Place]:
+def leftovers(parent: AnyPath) -> list[AnyPath]:
     """Directories of saves, replacements and removals that were cut off."""
     if isinstance(parent, StorePath):
         found = [p for p in parent.glob("step-*") if _NAME.fullmatch(p.name)]
@@ -198,7 +198,7 @@ def leftovers(parent: Place) -> list[Place]:
     return sorted(p for p in parent.glob(".step-*") if p.is_dir() and not p.is_symlink())
 
 
-def stands_in(path: Place) -> Path | None:
+def stands_in(path: AnyPath) -> Path | None:
     """Returns the missing `step-*` of a `.step-*.old`, if a save was cut off while it replaced the directory."""
     if isinstance(path, StorePath) or not path.name.endswith(".old") or not _NAME.fullmatch(path.name):
         return None
@@ -206,7 +206,7 @@ def stands_in(path: Place) -> Path | None:
     return None if final.exists() else final
 
 
-def remove_leftovers(parent: Place) -> None:
+def remove_leftovers(parent: AnyPath) -> None:
     """Removes what was cut off, with a word, and gives a checkpoint that was being replaced its name back."""
     for path in leftovers(parent):
         if final := stands_in(path):
@@ -219,7 +219,7 @@ def remove_leftovers(parent: Place) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def remove_unlisted(directory: Place) -> None:
+def remove_unlisted(directory: AnyPath) -> None:
     """Removes what is in a checkpoint's directory of a store and not in its manifest: all, if it has none."""
     try:
         listed = {MANIFEST, *read_manifest(directory).files}

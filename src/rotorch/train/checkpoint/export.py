@@ -43,13 +43,13 @@ from rotorch.train.checkpoint.storage import (
     without_dcp_notices,
     write_safetensors,
 )
-from rotorch.train.checkpoint.store import Place, creating
+from rotorch.train.checkpoint.store import AnyPath, creating
 
 _CONFIG_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def export_checkpoint(
-    checkpoint: Place | str,
+    checkpoint: AnyPath | str,
     out_dir: Path | str,
     *,
     dtype: str | None = None,
@@ -214,7 +214,7 @@ def _write_adapters(directory: Path, manifest: Manifest, entries: list[LazyTenso
 
 
 def _write(
-    directory: Path, checkpoint: Place, manifest: Manifest, entries: list[LazyTensor], *, max_shard_bytes: int
+    directory: Path, checkpoint: AnyPath, manifest: Manifest, entries: list[LazyTensor], *, max_shard_bytes: int
 ) -> dict[str, int]:
     """Writes everything into `directory`; returns the files' sizes by name."""
     needed = _check_room(directory, entries)

@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 from rotorch.core.errors import ConfigError, FinalFailure
 from rotorch.core.quantities import format_bytes
 from rotorch.core.small_files import read_small
-from rotorch.train.checkpoint.store import Place
+from rotorch.train.checkpoint.store import AnyPath
 
 FORMAT = "rotorch checkpoint"
 VERSION = 1
@@ -62,7 +62,7 @@ _BAD_SECTOR = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
 
 
 @contextmanager
-def told_as_damage(file: Place) -> Iterator[None]:
+def told_as_damage(file: AnyPath) -> Iterator[None]:
     """Reports data that a disk cannot give back as damage. A store's same error may be transient, and stays as it is.
 
     Raises:
@@ -207,7 +207,7 @@ def _digest(content: Any) -> str:
 # ---------------------------------------------------------------- reading
 
 
-def read_manifest(path: Place) -> Manifest:
+def read_manifest(path: AnyPath) -> Manifest:
     """Reads the manifest of the checkpoint directory `path`; checks format, version, digest, and that it makes sense.
 
     Raises:
@@ -251,7 +251,7 @@ def read_manifest(path: Place) -> Manifest:
     return manifest
 
 
-def _why_no_manifest(path: Place) -> str:
+def _why_no_manifest(path: AnyPath) -> str:
     if not path.exists():
         return f"checkpoint: {path}: no such directory"
     if not path.is_dir():
@@ -314,7 +314,7 @@ def _overlap(chunks: Sequence[StoredChunk]) -> bool:
     return False
 
 
-def check_sizes(path: Place, manifest: Manifest) -> None:
+def check_sizes(path: AnyPath, manifest: Manifest) -> None:
     """Holds every file against the size that the manifest says. Reads no contents.
 
     Raises:
@@ -336,7 +336,7 @@ def check_sizes(path: Place, manifest: Manifest) -> None:
 
 
 def check_contents(
-    path: Place, manifest: Manifest, *, share: int = 0, num_shares: int = 1, look: LookAt | None = None
+    path: AnyPath, manifest: Manifest, *, share: int = 0, num_shares: int = 1, look: LookAt | None = None
 ) -> None:
     """Reads every `num_shares`-th file from `share` on; raises `DamagedCheckpoint` unless each has its digest.
 
@@ -350,7 +350,7 @@ def check_contents(
             )
 
 
-def file_digest(file: Place, *, look: LookAt | None = None) -> str:
+def file_digest(file: AnyPath, *, look: LookAt | None = None) -> str:
     """The sha256 of a file's contents, in hex; `look` is given them as in `check_contents`.
 
     Raises:
@@ -373,7 +373,7 @@ def file_digest(file: Place, *, look: LookAt | None = None) -> str:
 # ---------------------------------------------------------------- for people
 
 
-def describe_manifest(path: Place, manifest: Manifest) -> dict[str, Any]:
+def describe_manifest(path: AnyPath, manifest: Manifest) -> dict[str, Any]:
     """Describes the contents of a checkpoint as plain JSON values (the fields of `rotorch inspect --json`)."""
     groups = {"weights": MODEL, "buffers": BUFFER, "optimizer": OPTIMIZER, "rng": RNG}
     tensors = {

@@ -72,7 +72,7 @@ from rotorch.train.checkpoint.storage import (
     ChunksSavePlanner,
     without_dcp_notices,
 )
-from rotorch.train.checkpoint.store import Place, as_place
+from rotorch.train.checkpoint.store import AnyPath, as_path
 from rotorch.train.checkpoint.stored_values import StoredValues
 from rotorch.train.checks.out_of_memory import is_out_of_memory
 from rotorch.train.state import (
@@ -100,7 +100,7 @@ __all__ = ["check", "inspect_checkpoint", "latest", "load", "load_newest", "save
 _LOG = logging.getLogger(__name__)
 
 
-def save(run_dir: Place | str, state: TrainState, *, keep: int) -> Place:
+def save(run_dir: AnyPath | str, state: TrainState, *, keep: int) -> AnyPath:
     """Saves a run's state as RUN_DIR/checkpoints/step-NNNNNNNN. All ranks; what several hold is written once.
 
     When it returns, the checkpoint is on the disk. If it fails or is killed, earlier checkpoints are untouched and
@@ -122,12 +122,12 @@ def save(run_dir: Place | str, state: TrainState, *, keep: int) -> Place:
     return write(take(run_dir, state, keep=keep))
 
 
-def save_as(directory: Place | str, state: TrainState) -> Place:
+def save_as(directory: AnyPath | str, state: TrainState) -> AnyPath:
     """Saves to `directory` itself, which `load` reads: for loops that name and count checkpoints themselves.
 
     As `save` otherwise; what was there is replaced once all of it is on the disk.
     """
-    path = as_place(directory)
+    path = as_path(directory)
     return write(replace(take(path.parent, state, keep=sys.maxsize), path=path))
 
 
@@ -135,7 +135,7 @@ def save_as(directory: Place | str, state: TrainState) -> Place:
 class Snapshot:
     """Contents of one checkpoint: `tensors` may be the run's own, or copies of them."""
 
-    path: Place
+    path: AnyPath
     tensors: dict[str, ChunkedTensor | Tensor]
     manifest: Manifest
     copies: dict[str, Path]
@@ -145,7 +145,7 @@ class Snapshot:
     num_ranks: int
 
 
-def take(run_dir: Place | str, state: TrainState, *, keep: int) -> Snapshot:
+def take(run_dir: AnyPath | str, state: TrainState, *, keep: int) -> Snapshot:
     """Collects what `save` writes, copying nothing. All ranks; errors as of `save`."""
     if keep < 1:
         raise ConfigError(f"checkpoint: keep={keep}: write at least 1")
@@ -158,7 +158,7 @@ def take(run_dir: Place | str, state: TrainState, *, keep: int) -> Snapshot:
     return Snapshot(path, tensors, manifest, copies, keep, frozenset(state.damaged), state.rank, state.num_ranks)
 
 
-def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
+def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> AnyPath:
     """Writes what `take` collected; returns, and raises, as `save` does. All ranks.
 
     Args:
@@ -188,7 +188,7 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> Place:
     return path
 
 
-def load(path: Place | str, state: TrainState, *, random_states: bool = True) -> Manifest:
+def load(path: AnyPath | str, state: TrainState, *, random_states: bool = True) -> Manifest:
     """Puts a checkpoint's values into `state`: model, optimizer, counters, data position, random states. All ranks.
 
     On as many ranks as wrote it, every rank gets its own random states back, and training goes on bit for bit on the
@@ -210,7 +210,7 @@ def load(path: Place | str, state: TrainState, *, random_states: bool = True) ->
         ConfigError: if it is foreign, or of another model or optimizer; nothing is changed.
         RankFailure: if reading failed after that; values are then partly overwritten.
     """
-    path, mesh = as_place(path), state.model.mesh
+    path, mesh = as_path(path), state.model.mesh
     with agreed(mesh):
         manifest = read_manifest(path)
         values = StoredValues(path, manifest, names=_trained_on(manifest, state))
@@ -267,7 +267,7 @@ def load(path: Place | str, state: TrainState, *, random_states: bool = True) ->
     return manifest
 
 
-def load_newest(path: Place, state: TrainState) -> Place:
+def load_newest(path: AnyPath, state: TrainState) -> AnyPath:
     """Loads the checkpoint `path` of a run, or the newest one before it that is not damaged. All ranks.
 
     Returns:
@@ -292,7 +292,7 @@ def load_newest(path: Place, state: TrainState) -> Place:
             return path
 
 
-def inspect_checkpoint(path: Place | str, *, contents: bool = False) -> dict[str, Any]:
+def inspect_checkpoint(path: AnyPath | str, *, contents: bool = False) -> dict[str, Any]:
     """Describes a checkpoint as plain JSON values: step, layout, versions, bytes by kind, every file and tensor.
 
     One process. Takes a checkpoint's directory, or a run's (then its latest).
@@ -368,7 +368,7 @@ def _trained_on(manifest: Manifest, state: TrainState) -> list[str]:
     return [name for prefix in (MODEL, *like_weights) for name in manifest.tensors if name.startswith(prefix)]
 
 
-def _check_same_model(path: Place, manifest: Manifest, state: TrainState) -> None:
+def _check_same_model(path: AnyPath, manifest: Manifest, state: TrainState) -> None:
     """Raises `ConfigError` unless the checkpoint is one of this model and this optimizer."""
     where = f"checkpoint: {path}"
     saved = manifest.names(MODEL)
@@ -432,7 +432,7 @@ def _check_same_optimizer(where: str, manifest: Manifest, state: TrainState) -> 
                 )
 
 
-def _find_objects(path: Place, manifest: Manifest, state: TrainState) -> dict[str, str]:
+def _find_objects(path: AnyPath, manifest: Manifest, state: TrainState) -> dict[str, str]:
     """Under which name the checkpoint has the state of each object that is wanted."""
     saved, found = manifest.names(OBJECT), {}
     for name in state.wanted:

@@ -59,7 +59,7 @@ from rotorch.train.checkpoint.manifest import (
     TensorEntry,
     told_as_damage,
 )
-from rotorch.train.checkpoint.store import Place, creating
+from rotorch.train.checkpoint.store import AnyPath, creating
 
 DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -99,7 +99,7 @@ class Written:
     file: FileEntry
 
 
-def write_safetensors(path: Place, entries: Sequence[LazyTensor]) -> Written:
+def write_safetensors(path: AnyPath, entries: Sequence[LazyTensor]) -> Written:
     """Writes one safetensors file, tensor by tensor, and returns when it is on the disk, or in the store.
 
     Holds one tensor at a time as `get` gives it, and a buffer for the part of it that has to be copied.
@@ -155,7 +155,7 @@ def _row_blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _read_box(
-    stream: BinaryIO, chunk: StoredChunk, dtype: torch.dtype, *, offsets: Sequence[int], into: Tensor, file: Place
+    stream: BinaryIO, chunk: StoredChunk, dtype: torch.dtype, *, offsets: Sequence[int], into: Tensor, file: AnyPath
 ) -> None:
     """Fills `into` with the box of its shape that starts at `offsets` in `chunk`; reads the chunk's rows in blocks."""
     target = into.view(1) if into.dim() == 0 else into
@@ -170,7 +170,7 @@ def _read_rows(
     *,
     offsets: Sequence[int],
     into: Tensor,
-    file: Place,
+    file: AnyPath,
 ) -> None:
     """Reads a tensor of `sizes`, one dim or more, whose bytes begin at `start`."""
     row_elements = math.prod(sizes[1:])
@@ -251,7 +251,7 @@ class ChunksLoadPlanner(LoadPlanner):
 class _TargetFile:
     """File that a rank writes to: sent by rank 0 with the plan."""
 
-    file: Place
+    file: AnyPath
 
 
 @dataclass(frozen=True)
@@ -273,9 +273,9 @@ class CheckpointWriter(StorageWriter):
         copies: further files to take along, by the name they get.
     """
 
-    def __init__(self, directory: Place, *, manifest: Manifest, copies: dict[str, Path]) -> None:
+    def __init__(self, directory: AnyPath, *, manifest: Manifest, copies: dict[str, Path]) -> None:
         self._commit = commit_to(directory)
-        self._writes_to: Place = directory
+        self._writes_to: AnyPath = directory
         self._manifest = manifest
         self._copies = copies
 
@@ -356,7 +356,7 @@ class CheckpointWriter(StorageWriter):
         self._commit.abort()
 
 
-def _copied(source: Path, copy: Place) -> FileEntry:
+def _copied(source: Path, copy: AnyPath) -> FileEntry:
     """Copies a file, and says what was written."""
     digest, num_bytes = hashlib.sha256(), 0
     with source.open("rb") as stream, creating(copy) as into:
@@ -401,7 +401,7 @@ def _entry(item: WriteItem, planner: SavePlanner) -> LazyTensor:
 class CheckpointReader(StorageReader):
     """Reads boxes of a checkpoint's tensors; each rank reads the rows it needs through a buffer."""
 
-    def __init__(self, directory: Place, *, manifest: Manifest) -> None:
+    def __init__(self, directory: AnyPath, *, manifest: Manifest) -> None:
         self._directory = directory
         self._tensors = manifest.tensors
         self._chunks = {(name, c.offsets): c for name, entry in self._tensors.items() for c in entry.chunks}

@@ -1,4 +1,4 @@
-"""Place of checkpoints: a directory, or a URL of a store that fsspec knows, such as `s3://bucket/my_run`. No torch.
+"""AnyPath of checkpoints: a directory, or a URL of a store that fsspec knows, such as `s3://bucket/my_run`. No torch.
 
 [Note: a store]
     A `StorePath` has the part of pathlib's interface that reading a checkpoint needs, so readers need not know which of
@@ -131,10 +131,10 @@ class StorePath:
             yield store, path
 
 
-Place: TypeAlias = Path | StorePath
+AnyPath: TypeAlias = Path | StorePath
 
 
-def as_place(where: Path | StorePath | str) -> Place:
+def as_path(where: Path | StorePath | str) -> AnyPath:
     """A directory or URL as what is read and written; `file://` is a directory like any other.
 
     Raises:
@@ -233,7 +233,7 @@ def check_writable(place: StorePath) -> None:
 
 
 @contextmanager
-def creating(place: Place) -> Iterator[BinaryIO]:
+def creating(place: AnyPath) -> Iterator[BinaryIO]:
     """A new file to write to; when the block ends it is on the disk, or in the store, whole.
 
     Raises:

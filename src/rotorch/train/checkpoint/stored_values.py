@@ -10,7 +10,7 @@ import torch
 from rotorch.shard.load import is_finite
 from rotorch.train.checkpoint.manifest import MODEL, OPTIMIZER, DamagedCheckpoint, Manifest, StoredChunk
 from rotorch.train.checkpoint.storage import DTYPES
-from rotorch.train.checkpoint.store import Place
+from rotorch.train.checkpoint.store import AnyPath
 
 
 class StoredValues:
@@ -19,7 +19,7 @@ class StoredValues:
     No run goes on from such values: every loss would be NaN.
     """
 
-    def __init__(self, path: Place, manifest: Manifest, *, names: Iterable[str]) -> None:
+    def __init__(self, path: AnyPath, manifest: Manifest, *, names: Iterable[str]) -> None:
         """Will look at the tensors `names`; those of whole numbers have nothing to be found."""
         self._path = path
         self._first: tuple[str, str] | None = None

@@ -18,7 +18,7 @@ from rotorch.core.errors import FinalFailure
 from rotorch.run_config import TrainSection
 from rotorch.train.checkpoint.directories import latest
 from rotorch.train.checkpoint.saving import load_newest
-from rotorch.train.checkpoint.store import Place
+from rotorch.train.checkpoint.store import AnyPath
 from rotorch.train.state import TrainState
 from rotorch.train.step import StepResult
 
@@ -92,7 +92,7 @@ class DivergenceGuard:
                 raise FinalFailure(f"{what}, after going back {_MOST_RETURNS} times without coming to a new checkpoint")
         return action
 
-    def go_back(self, state: TrainState, *, step: int, saves_in: Place, what: str) -> Place:
+    def go_back(self, state: TrainState, *, step: int, saves_in: AnyPath, what: str) -> AnyPath:
         """Loads the last checkpoint, to read on behind what `step` read (see [Note: going back]). All ranks.
 
         Raises:

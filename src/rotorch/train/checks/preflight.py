@@ -23,7 +23,7 @@ from rotorch.run_config import BatchSizes, LoraSection, OptimizerSection, RunCon
 from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, for_batch, num_ranks, parse_parallel
 from rotorch.train.checkpoint.directories import candidates, check, checkpoints_of, latest
 from rotorch.train.checkpoint.manifest import MODEL, Manifest, check_sizes, read_manifest
-from rotorch.train.checkpoint.store import Place, StorePath, as_place, check_no_password, check_writable, is_url
+from rotorch.train.checkpoint.store import AnyPath, StorePath, as_path, check_no_password, check_writable, is_url
 from rotorch.train.checks.capacity import (
     check_batch_fits,
     check_number_of_ranks,
@@ -46,7 +46,7 @@ _MOST_BYTES = 1 << 24
 class Resume:
     """Start of a resumed run: a checkpoint, and its manifest."""
 
-    checkpoint: Place
+    checkpoint: AnyPath
     manifest: Manifest
 
 
@@ -74,7 +74,7 @@ class CheckedRun:
     spec: ModelSpec
     source: CheckedSource
     out: Path
-    saves_in: Place
+    saves_in: AnyPath
     resume: Resume | None
     command: str
 
@@ -192,7 +192,7 @@ def check_ranks(strategies: Sequence[Strategy], *, nproc: int | None) -> None:
         check_world_size(strategies, world_size=nproc)
 
 
-def check_checkpoint_dir(config: RunConfig, *, probes: bool) -> Place:
+def check_checkpoint_dir(config: RunConfig, *, probes: bool) -> AnyPath:
     """Checks that checkpoints go to a directory that can be made, or to a known store that takes a small file.
 
     Args:
@@ -210,17 +210,17 @@ def check_checkpoint_dir(config: RunConfig, *, probes: bool) -> Place:
             "checkpoints, and a directory for train.out"
         )
     try:
-        place = as_place(where)
-        if isinstance(place, StorePath):
-            if place.url.startswith("memory://"):
+        path = as_path(where)
+        if isinstance(path, StorePath):
+            if path.url.startswith("memory://"):
                 raise ConfigError(f"{where}: is in the memory of one process. Write a directory, or a URL of a store")
             if probes:
-                check_writable(place)
+                check_writable(path)
         elif config.train.checkpoint_dir is not None:
-            _check_can_be_made(place, key="train.checkpoint_dir")
+            _check_can_be_made(path, key="train.checkpoint_dir")
     except ConfigError as error:
         raise ConfigError(f"train.checkpoint_dir: {error}" if is_url(where) else str(error)) from error.__cause__
-    return place
+    return path
 
 
 def _check_can_be_made(directory: Path, *, key: str) -> None:
@@ -231,7 +231,7 @@ def _check_can_be_made(directory: Path, *, key: str) -> None:
         raise ConfigError(f"{key}: {existing} cannot be written. Write {key}=... with a directory that can be")
 
 
-def check_out(out: Path, *, saves_in: Place, resume: bool, command: str) -> None:
+def check_out(out: Path, *, saves_in: AnyPath, resume: bool, command: str) -> None:
     """The run's directory can be made and is no other run's; a resumed run is there."""
     _check_can_be_made(out, key="train.out")
     has_checkpoints = saves_in != out and bool(candidates(checkpoints_of(saves_in)))
@@ -441,7 +441,7 @@ def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def find_resume(
-    saves_in: Place, *, config: RunConfig, sizes: BatchSizes, model_config: Any, spec: ModelSpec
+    saves_in: AnyPath, *, config: RunConfig, sizes: BatchSizes, model_config: Any, spec: ModelSpec
 ) -> Resume | None:
     """The newest whole checkpoint, of this model and this order of data; None if none was written yet."""
     path = latest(saves_in)
@@ -465,7 +465,7 @@ def find_resume(
     return Resume(path, manifest)
 
 
-def check_same_model(path: Place, manifest: Manifest, *, model_config: Any) -> None:
+def check_same_model(path: AnyPath, manifest: Manifest, *, model_config: Any) -> None:
     """A checkpoint is of the model that is asked for."""
     from rotorch.train.state import config_difference
 
@@ -474,7 +474,7 @@ def check_same_model(path: Place, manifest: Manifest, *, model_config: Any) -> N
         raise ConfigError(f"--resume: {path} is of another model: {difference}. Write the model that it was begun with")
 
 
-def check_same_adapters(path: Place, manifest: Manifest, *, config: RunConfig, spec: ModelSpec) -> None:
+def check_same_adapters(path: AnyPath, manifest: Manifest, *, config: RunConfig, spec: ModelSpec) -> None:
     """A run goes on with its adapters: beside the same layers, as wide, scaled alike, however that is written.
 
     How many of their inputs are dropped may change.
@@ -504,7 +504,7 @@ def check_same_adapters(path: Place, manifest: Manifest, *, config: RunConfig, s
             )
 
 
-def check_same_order(path: Place, manifest: Manifest, *, config: RunConfig, sizes: BatchSizes) -> None:
+def check_same_order(path: AnyPath, manifest: Manifest, *, config: RunConfig, sizes: BatchSizes) -> None:
     """A resumed run reads on where it stopped: same seed, same samples, as many of them in a step."""
     ours = {**data_position(config, sizes=sizes), "train.seed": config.train.seed}
     theirs = {**manifest.data, "train.seed": manifest.seed}
@@ -525,7 +525,7 @@ def data_position(config: RunConfig, *, sizes: BatchSizes) -> dict[str, Any]:
     }
 
 
-def check_room(out: Place, *, spec: ModelSpec, keep: int, optimizer: OptimizerSection) -> None:
+def check_room(out: AnyPath, *, spec: ModelSpec, keep: int, optimizer: OptimizerSection) -> None:
     """The disk has room for the checkpoints that are kept, and for one more while it is written. Stores do not tell."""
     if isinstance(out, StorePath):
         return
