@@ -359,7 +359,7 @@ def test_gradients_put_off_are_those_of_autograd():
         tensor.grad = None
     deferred = DeferredWeightGradients(module)
     for number, x in enumerate(xs):
-        with deferred.put_off(0, number):
+        with deferred.deferring(0, number):
             module(x).square().sum().backward()
         assert module[0].weight.grad is None and module[2].weight.grad is not None
     for number in range(2):

@@ -165,9 +165,9 @@ def in_vain(path):
         if handle is not None:
             handle.remove()
         assert ring._deferred == []
-        left.append(ring._nowhere.data_ptr())
+        left.append(ring._discarded.data_ptr())
     if dist.get_rank() != 1:
-        assert left[0] == left[1] == left[2] and ring._nowhere.numel() == max(max(numel) for numel in ring.numels)
+        assert left[0] == left[1] == left[2] and ring._discarded.numel() == max(max(numel) for numel in ring.numels)
         # At most those of a slice's weights, of its gradient, and of this memory.
         assert all(len(unit._views) <= 3 * ring.size for unit in model.holding.units)
     model.close()

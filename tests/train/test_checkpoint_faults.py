@@ -27,10 +27,10 @@ from rotorch.train.checkpoint.directories import leftovers
 from rotorch.train.checkpoint.manifest import (
     DamagedCheckpoint,
     NewerFormat,
+    errors_as_damage,
     json_digest,
     manifest_text,
     read_manifest,
-    told_as_damage,
 )
 from rotorch.train.checkpoint.saving import check, latest, load, load_newest, save
 from rotorch.train.checkpoint.store import StorePath
@@ -451,7 +451,7 @@ def test_an_error_of_a_store_is_no_damage(tmp_path):
         (tmp_path / "x", errno.EACCES, OSError),
         (StorePath("memory://x"), errno.EIO, OSError),
     ):
-        with pytest.raises(kind), told_as_damage(place):
+        with pytest.raises(kind), errors_as_damage(place):
             raise OSError(number, os.strerror(number))
 
 

@@ -15,7 +15,7 @@ from rotorch.comm.agreement import describe_differences
 from rotorch.core.errors import ConfigError
 from rotorch.run_config import _known_keys, load_run_config
 from rotorch.train.launch import joining
-from rotorch.train.launch.joining import PER_HOST, flat, job_rank, versions, what_was_told
+from rotorch.train.launch.joining import PER_HOST, flat, job_rank, rank_settings, versions
 from rotorch.train.metrics import read_metrics
 
 PLACE = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -93,12 +93,12 @@ def test_ranks_with_other_configurations_both_say_which(ranks, tmp_path, key):
 
 def test_ranks_with_other_texts_both_say_so(ranks, tmp_path, monkeypatch):
     """Under one name, as on two hosts of which one has an older copy."""
-    real = joining.what_was_found
+    real = joining.rank_findings
 
     def found(run, *, corpus):
         return real(run, corpus=corpus + "0" * int(os.environ["RANK"]))
 
-    monkeypatch.setattr("rotorch.train.run.what_was_found", found)
+    monkeypatch.setattr("rotorch.train.run.rank_findings", found)
     for command in ranks():
         assert command.code == 2 and "the text as tokens (number-checksum) is" in said(command)
     seen("Ranks have different texts", command.stderr, instead=HOST | DIGESTS)
@@ -190,7 +190,7 @@ def test_a_section_that_one_rank_has_is_named(tmp_path, key):
 
 
 def told(config):
-    return what_was_told(config, resume=False, num_ranks=2)
+    return rank_settings(config, resume=False, num_ranks=2)
 
 
 def test_what_may_differ_between_hosts_is_a_key():

@@ -110,11 +110,11 @@ class SharedMemoryReduce:
         of_rank = mmap.PAGESIZE + 2 * _SLOT_BYTES
         own = Extent(self._position * of_rank, of_rank)
         mapped = share_file(self._size * of_rank, group=group, owned=[own])
-        self._come = [
+        self._arrivals = [
             np.frombuffer(mapped, dtype=np.int64, count=1, offset=rank * of_rank) for rank in range(self._size)
         ]
         """Per rank: the number of the sum that it has come to, counted from 1."""
-        self._brings = [
+        self._calls = [
             np.frombuffer(mapped, dtype=np.int64, count=2, offset=rank * of_rank + 64) for rank in range(self._size)
         ]
         """Per rank and slot: size and operation of its tensor, so that ranks notice if their calls differ."""
@@ -134,35 +134,35 @@ class SharedMemoryReduce:
     def _combine(self, tensor: Tensor, into: Combine, *, kind: int) -> None:
         for listener in _listeners:
             listener(self._name, self._size, tensor.nbytes)
-        mine = self._come[self._position]
+        mine = self._arrivals[self._position]
         if mine[0] == _LEFT:
             raise self._left_by(f"this rank has left a sum of all ranks in the middle. {_AGAIN}")
         chunks = tensor.detach().view(-1).split(_SLOT_BYTES // tensor.itemsize)
         try:
             for chunk in chunks:
-                self._combine_chunk(chunk, into, brings=2 * tensor.nbytes + kind)
+                self._combine_chunk(chunk, into, call=2 * tensor.nbytes + kind)
         except BaseException as error:  # see [Note: a sum that is left]
             self._left_by = HeardFailure if isinstance(error, HeardFailure) else RankFailure
             announce(mine, 0, _LEFT, fence=self._fence)
             raise
 
-    def _combine_chunk(self, chunk: Tensor, into: Combine, *, brings: int) -> None:
+    def _combine_chunk(self, chunk: Tensor, into: Combine, *, call: int) -> None:
         self._number += 1
         slot = self._number % 2
         parts = [slots[slot][: chunk.nbytes].view(chunk.dtype) for slots in self._slots]
         # Free: all ranks came to the sum before this one, so all have read this slot's part of two sums ago.
         parts[self._position].copy_(chunk)
-        self._brings[self._position][slot] = brings
-        announce(self._come[self._position], 0, self._number, fence=self._fence)
-        for rank, come in enumerate(self._come):
-            if come[0] < self._number:
+        self._calls[self._position][slot] = call
+        announce(self._arrivals[self._position], 0, self._number, fence=self._fence)
+        for rank, arrived in enumerate(self._arrivals):
+            if arrived[0] < self._number:
                 self._wait_for(rank)
         with self._fence:  # the parts are read after the counters that announce them
             pass
-        for rank, theirs in zip(self._ranks, self._brings, strict=True):
-            if theirs[slot] != brings:
+        for rank, theirs in zip(self._ranks, self._calls, strict=True):
+            if theirs[slot] != call:
                 raise RankFailure(
-                    f"ranks do different things: this one comes with {_told(brings)}, rank {rank} with "
+                    f"ranks do different things: this one comes with {_told(call)}, rank {rank} with "
                     f"{_told(int(theirs[slot]))}"
                 )
         # From position 0 on every rank, whichever it is: all get the same bits.
@@ -172,9 +172,9 @@ class SharedMemoryReduce:
 
     def _wait_for(self, rank: int) -> None:
         """Waits until the rank at this position has come to this sum."""
-        come = self._come[rank]
+        arrived = self._arrivals[rank]
         self._patience.wait(
-            lambda: come[0] >= self._number or come[0] == _LEFT,
+            lambda: arrived[0] >= self._number or arrived[0] == _LEFT,
             whom=lambda: rank,
             ranks=self._ranks,
             what="it in a sum",
@@ -183,9 +183,9 @@ class SharedMemoryReduce:
                 f"{math.ceil(self._patience.timeout_s)} s"
             ),
         )
-        if come[0] == _LEFT:
+        if arrived[0] == _LEFT:
             raise HeardFailure(f"rank {self._ranks[rank]} has left a sum of all ranks in the middle. {_AGAIN}")
 
 
-def _told(brings: int) -> str:
-    return f"{brings // 2} bytes to be {'compared' if brings % 2 else 'summed'}"
+def _told(call: int) -> str:
+    return f"{call // 2} bytes to be {'compared' if call % 2 else 'summed'}"

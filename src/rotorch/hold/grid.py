@@ -31,7 +31,7 @@ from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import sum_of_parts
 from rotorch.ops.grid_use import GridUse
-from rotorch.ops.random_state import drawn_alike
+from rotorch.ops.random_state import seeded_rng
 from rotorch.ops.summa import Grid
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.shard.sharded_weight import Chunk, box_chunks
@@ -116,7 +116,7 @@ class GridHolding(ShardsHolding):
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
         # No two ranks have the same tokens and features, so their random numbers (dropout) must differ.
-        with drawn_alike(common_seed(mesh=self._mesh) + self._rank), super().unsharded() as callee:
+        with seeded_rng(common_seed(mesh=self._mesh) + self._rank), super().unsharded() as callee:
             yield callee
 
     def start(self) -> None:

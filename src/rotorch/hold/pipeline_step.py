@@ -162,7 +162,7 @@ class PipelineStep:
                 self._backward(action, table)
             case ActionKind.BACKWARD_INPUT:
                 deferred = self._deferred
-                with nullcontext() if deferred is None else deferred.put_off(action.stage, _number(action)):
+                with nullcontext() if deferred is None else deferred.deferring(action.stage, _number(action)):
                     self._backward(action, table)
             case ActionKind.BACKWARD_WEIGHT:
                 if self._deferred is not None:  # else BACKWARD_INPUT has made all gradients

@@ -47,7 +47,7 @@ from rotorch.ops.conjugates import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
-from rotorch.ops.random_state import RandomState, drawn_alike
+from rotorch.ops.random_state import RandomState, seeded_rng
 
 _DIM = 1
 """The dim of tokens in hidden states `[B, T, D]`."""
@@ -93,11 +93,11 @@ class TokenShard:
         return gather_from_region(x_BSD, dim=_DIM, lengths=self.lengths, axis_group=self.axis_group)
 
     @contextmanager
-    def drawn_alike(self) -> Iterator[None]:
+    def shared_rng(self) -> Iterator[None]:
         """Makes all ranks draw the same inside the block, other numbers each time (see [Note: random numbers])."""
         # Read back, not stored: a layer that is recomputed finds the number of its own forward here.
         shared = torch.initial_seed() - 1 - self.axis_group.position
-        with drawn_alike(shared):
+        with seeded_rng(shared):
             yield
         # A number that neither a rank's own seed nor the shared one of this pass has had.
         self._seed(shared + 1 + self.axis_group.size)
@@ -218,7 +218,7 @@ class OnAllTokens:
             raise _no_tokens(self._name)
         args, kwargs = tree_unflatten([tokens.whole(x) if tokens.is_own(x) else x for x in leaves], tree)
         # All ranks compute the same here: dropout must drop the same, or equal outputs would differ.
-        with tokens.drawn_alike() if self._module.training else nullcontext():
+        with tokens.shared_rng() if self._module.training else nullcontext():
             output = self._forward(*args, **kwargs)
         leaves, tree = tree_flatten(output)
         # Only hidden states are cut again: attention maps and the like stay whole.

@@ -38,7 +38,7 @@ class DeferredWeightGradients:
                 child.forward = _Linear(child, self)  # type: ignore[method-assign]
 
     @contextmanager
-    def put_off(self, stage: int, micro_batch: int) -> Iterator[None]:
+    def deferring(self, stage: int, micro_batch: int) -> Iterator[None]:
         """Makes backward leave out weights of linear layers inside the block; `compute` makes up for it."""
         self._put_off = self._deferred[stage, micro_batch] = []
         try:

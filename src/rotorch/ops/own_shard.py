@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rotorch.core.spec import Unit
 from rotorch.ops.conjugates import ParallelRegion
 from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
-from rotorch.ops.random_state import drawn_apart
+from rotorch.ops.random_state import own_rng
 
 
 class OwnShard(ModuleSlices):
@@ -53,7 +53,7 @@ class OwnShard(ModuleSlices):
         region, active = self._region, self._module.training
         entered = region.enter_all(leaves)
         weights = self._zeros() if self._is_empty else None  # the pass has put the shards there
-        with drawn_apart(region.axis_group.position, like=leaves, active=active), region.inside():
+        with own_rng(region.axis_group.position, like=leaves, active=active), region.inside():
             parts = run(weights, entered)
         # Before the proof, which may raise on one rank only: the others wait in these sums.
         sums = [region.leave(part) for part in parts]

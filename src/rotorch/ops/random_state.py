@@ -56,7 +56,7 @@ class RandomState:
 
 
 @contextmanager
-def drawn_alike(seed: int) -> Iterator[None]:
+def seeded_rng(seed: int) -> Iterator[None]:
     """Makes ranks with the same `seed` draw the same inside the block; afterwards the generators go on as before it."""
     # Without initialising CUDA on a rank that computes on CPU: its context alone takes hundreds of MB.
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
@@ -71,7 +71,7 @@ def draw_seed() -> int:
 
 
 @contextmanager
-def drawn_apart(position: int, *, like: Sequence[Any], active: bool) -> Iterator[None]:
+def own_rng(position: int, *, like: Sequence[Any], active: bool) -> Iterator[None]:
     """Makes each rank draw numbers of its own inside the block; afterwards all go on alike (see the module's note).
 
     Args:

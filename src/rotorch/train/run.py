@@ -56,7 +56,7 @@ from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run, data
 from rotorch.train.data.batches import BYTES, TokenFile, prepare_corpus, train_and_held_out
 from rotorch.train.display import make_display
 from rotorch.train.launch.elastic import is_rank, launch, run_as_rank
-from rotorch.train.launch.joining import JobRank, job_rank, telling, what_was_found, what_was_told
+from rotorch.train.launch.joining import JobRank, job_rank, rank_findings, rank_settings, telling
 from rotorch.train.launch.restart import ELASTIC_RUN, as_started, launch_again
 from rotorch.train.launch.run_lock import check_not_in_use, contents, directories_of, lock_directories
 from rotorch.train.launch.status import RankPhase, StatusBoard
@@ -143,7 +143,7 @@ def _start(
         return call_fresh(start, config, why=why, nproc=nproc, resume=resume, command=command, summary=summary)
     waits_s = config.train.timeout_s + BACKSTOP_S
     if job is not None:
-        told = what_was_told(config.model_dump(mode="json"), resume=resume, num_ranks=job.num_ranks)
+        told = rank_settings(config.model_dump(mode="json"), resume=resume, num_ranks=job.num_ranks)
         job.compare(told, round_number=0, timeout_s=waits_s)
     written = directories_of(config)
     if is_first and not only_plan:
@@ -171,7 +171,7 @@ def _start(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     work = partial(train, tokens_path=tokens.path, summary=summary)
     if job is not None:
-        job.compare(what_was_found(run, corpus=tokens.fingerprint), round_number=1, timeout_s=waits_s)
+        job.compare(rank_findings(run, corpus=tokens.fingerprint), round_number=1, timeout_s=waits_s)
         work = partial(work, store=job.store)
     if is_rank():
         if not run_as_rank(partial(work, run=run), traceback_dir=run.out, timeout_s=config.train.timeout_s):

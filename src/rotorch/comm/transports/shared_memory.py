@@ -136,9 +136,9 @@ class SharedMemoryRing(Ring):
             for start in plan.turns
         ]
         """Per rank: the base of the last step that it has left."""
-        self._in_vain = False
+        self._discards_adds = False
         """True if another rank has left this step, so that this rank's additions go nowhere."""
-        self._nowhere = torch.empty(0, dtype=self.dtype)
+        self._discarded = torch.empty(0, dtype=self.dtype)
         self._wholes = [self._typed(flat, extent) for extent in plan.wholes]
         self._weights = [whole.split(numel) for whole, numel in zip(self._wholes, self.numels, strict=True)]
         self._all_gradients = [self._typed(flat, extent) for extent in plan.gradients]
@@ -171,7 +171,7 @@ class SharedMemoryRing(Ring):
         self._base += _STEP
         self._rounds = [0] * len(self.numels)
         self._in_slot = None
-        self._in_vain = False
+        self._discards_adds = False
         with self._fence:
             # Opens this rank's gradients to the others: its optimizer is done with those of the last step.
             self._turns[self.position][:] = self._base
@@ -205,26 +205,26 @@ class SharedMemoryRing(Ring):
                 return None
             self._wait(turns, item, visit)
         # The pass goes on, and `finish` raises: a unit in the middle of backward could not be left cleanly.
-        if self._in_vain:
-            return GradientBuffer(self._memory_in_vain(self.numels[item][visit.index]), True)
+        if self._discards_adds:
+            return GradientBuffer(self._discarded_gradient(self.numels[item][visit.index]), True)
         with self._fence:  # reads of the gradient come after that of the turn which announced it
             pass
         return GradientBuffer(self._gradients[visit.index][item], visit.fresh)
 
     def pass_on(self, item: int, visit: Visit) -> None:
-        if self._in_vain:
+        if self._discards_adds:
             return  # nothing was added to the real gradient, so its turn must not go on
         announce(self._turns[visit.index], item, visit.turn + 1, fence=self._fence)
 
-    def _memory_in_vain(self, numel: int) -> Tensor:
+    def _discarded_gradient(self, numel: int) -> Tensor:
         """Gradient memory that nobody reads, at one address for the ring's life: callers cache views by address."""
-        if not self._nowhere.numel():
-            self._nowhere = self._nowhere.new_empty(max(max(n) for n in self.numels))
-        return self._nowhere[:numel]
+        if not self._discarded.numel():
+            self._discarded = self._discarded.new_empty(max(max(n) for n in self.numels))
+        return self._discarded[:numel]
 
     def _wait(self, turns: np.ndarray, item: int, visit: Visit) -> None:
         # The ranks add to a slice's gradient in the order of the ring, each after its neighbour.
-        if self._in_vain:
+        if self._discards_adds:
             return
         here = self.status.now
         self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % self.size)
@@ -241,7 +241,7 @@ class SharedMemoryRing(Ring):
             ),
             meanwhile=self.flush_ready,
         )
-        self._in_vain = bool(turns[item] < visit.turn)
+        self._discards_adds = bool(turns[item] < visit.turn)
         self.status.now = here
 
     def _who_adds(self, turn: int, index: int) -> int:
@@ -253,7 +253,7 @@ class SharedMemoryRing(Ring):
 
     def finish(self) -> None:
         super().finish()
-        if self._in_vain:
+        if self._discards_adds:
             ranks = ", ".join(map(str, self._who_left()))
             raise HeardFailure(f"rank {ranks} has left this step in the middle: gradients are incomplete")
 

@@ -25,7 +25,7 @@ from rotorch.ops.conjugates import ParallelRegion, sum_of_parts
 from rotorch.ops.own_shard import OwnShard
 from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.plane_use import Plane, PlaneUse, Role
-from rotorch.ops.random_state import drawn_alike
+from rotorch.ops.random_state import seeded_rng
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.shard.sharded_weight import box_chunks
 from rotorch.strategies.atp.plan import AtpPlace, is_column
@@ -94,7 +94,7 @@ class ATPHolding(ShardsHolding):
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        with drawn_alike(common_seed(mesh=self._mesh)), super().unsharded() as module:
+        with seeded_rng(common_seed(mesh=self._mesh)), super().unsharded() as module:
             yield module
 
     def finish(self) -> None:

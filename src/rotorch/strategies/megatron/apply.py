@@ -25,7 +25,7 @@ from rotorch.ops.along_tokens import OnAllTokens, SequenceParallelRegion, TokenS
 from rotorch.ops.conjugates import ParallelRegion, PartlySyncedRegion
 from rotorch.ops.own_shard import OwnShard
 from rotorch.ops.partial_module import PartialModule
-from rotorch.ops.random_state import drawn_alike
+from rotorch.ops.random_state import seeded_rng
 from rotorch.ops.shard_use import ShardUse
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.strategies.megatron.along_tokens import children, tokens_cut
@@ -89,7 +89,7 @@ class MegatronHolding(ShardsHolding, StageHolding):
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
-        with drawn_alike(common_seed(mesh=self._mesh)), super().unsharded() as module:
+        with seeded_rng(common_seed(mesh=self._mesh)), super().unsharded() as module:
             yield module
 
     @property

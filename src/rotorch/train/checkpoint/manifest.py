@@ -62,7 +62,7 @@ _BAD_SECTOR = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
 
 
 @contextmanager
-def told_as_damage(file: AnyPath) -> Iterator[None]:
+def errors_as_damage(file: AnyPath) -> Iterator[None]:
     """Reports data that a disk cannot give back as damage. A store's same error may be transient, and stays as it is.
 
     Raises:
@@ -217,7 +217,7 @@ def read_manifest(path: AnyPath) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        with told_as_damage(file):
+        with errors_as_damage(file):
             text = read_small(file, most_bytes=_MOST_BYTES, what="a manifest")
         raw = json.loads(text)
     except (FileNotFoundError, NotADirectoryError):
@@ -359,7 +359,7 @@ def file_digest(file: AnyPath, *, look: LookAt | None = None) -> str:
     digest, start = hashlib.sha256(), 0
     buffer = memoryview(bytearray(_READ_BYTES))
     try:
-        with told_as_damage(file), file.open("rb") as stream:
+        with errors_as_damage(file), file.open("rb") as stream:
             while num_bytes := stream.readinto(buffer):
                 digest.update(buffer[:num_bytes])
                 if look is not None:

@@ -57,7 +57,7 @@ from rotorch.train.checkpoint.manifest import (
     Manifest,
     StoredChunk,
     TensorEntry,
-    told_as_damage,
+    errors_as_damage,
 )
 from rotorch.train.checkpoint.store import AnyPath, creating
 
@@ -433,7 +433,7 @@ class CheckpointReader(StorageReader):
             by_file.setdefault(chunk.file, []).append((chunk, item))
         for name, reads in by_file.items():
             path = self._directory / name
-            with told_as_damage(path), path.open("rb") as stream:
+            with errors_as_damage(path), path.open("rb") as stream:
                 for chunk, item in sorted(reads, key=lambda read: read[0].start):
                     target = planner.resolve_tensor(item).detach()
                     dtype = DTYPES[self._tensors[item.storage_index.fqn].dtype]

@@ -183,7 +183,7 @@ def _has_joined() -> bool:
 # ---------------------------------------------------------------- what they compare
 
 
-def what_was_told(config: Mapping[str, Any], *, resume: bool, num_ranks: int) -> dict[str, Any]:
+def rank_settings(config: Mapping[str, Any], *, resume: bool, num_ranks: int) -> dict[str, Any]:
     """Returns a rank's settings by keys as a user writes them, as plain JSON.
 
     Args:
@@ -200,7 +200,7 @@ def what_was_told(config: Mapping[str, Any], *, resume: bool, num_ranks: int) ->
     }
 
 
-def what_was_found(run: CheckedRun, *, corpus: str) -> dict[str, Any]:
+def rank_findings(run: CheckedRun, *, corpus: str) -> dict[str, Any]:
     """Contents of the files that a rank has read, and values derived from them; as plain JSON.
 
     Of published weights it is names and sizes: to read all bytes of them would take each rank as long as the run needs
