@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_shared_reduces
 from rotorch.comm.one_error import one_error
 from rotorch.comm.roll_call import ModelCall, RollCall
@@ -90,6 +91,7 @@ class ParallelModel:
         recipes: Mapping[str, Recipe],
         loss: LossFn = causal_lm_loss,
         autocast_dtype: torch.dtype | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -100,6 +102,9 @@ class ParallelModel:
         self._loss = loss
         self.written_buffers = WrittenBuffers(module)
         self._autocast_dtype = autocast_dtype
+        self._param_dtype = param_dtype
+        if param_dtype is not None:
+            module.register_forward_pre_hook(self._convert_inputs, with_kwargs=True)
         self._status = StatusWord()
         self._roll_call = RollCall(mesh)
         self._heads = {module.get_submodule(name.rpartition(".")[0]) for name in head_weights(module)}
@@ -256,7 +261,7 @@ class ParallelModel:
                 of an earlier call are there, without `accumulate`; float16, whose gradients would vanish.
         """
         trained = {held.local.dtype for held in self.weights.values() if held.parameter.requires_grad}
-        refuse_float16({*trained, self._autocast_dtype})
+        refuse_float16({*trained, self._autocast_dtype, self._param_dtype})
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         doing = ModelCall.STEP_MORE if accumulate else ModelCall.STEP
         num_targets = self._meet_with(micro_batches, doing=doing, loss=loss)  # counted where the batches are
@@ -374,6 +379,13 @@ class ParallelModel:
                         yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fused)
+
+    def _convert_inputs(self, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Converts floating-point inputs of a pass to the dtype of the weights that it computes with, as FSDP2 does."""
+        leaves, tree = tree_flatten((args, kwargs))
+        found = [x.to(self._param_dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in leaves]
+        converted: tuple[Any, Any] = tree_unflatten(found, tree)
+        return converted
 
     def meet(self, doing: ModelCall, *, num_micro_batches: int = 0, num_targets: int = 0) -> int:
         """Waits for all ranks; returns the number of targets of all. Weights may be written afterwards.

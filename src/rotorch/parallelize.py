@@ -11,6 +11,7 @@ from torch import nn
 
 from rotorch._torch_private import import_what_steps_need
 from rotorch.comm.collectives import open_shared_reduces
+from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.drop_in.module import make_parallel
@@ -35,6 +36,7 @@ from rotorch.strategies import (
     cuts_tokens,
     format_parallel,
     parse_parallel,
+    without_param_dtype,
     written_out,
 )
 
@@ -47,6 +49,7 @@ def parallelize(
     plan: Plan | None = None,
     loss: LossFn | None = None,
     autocast_dtype: torch.dtype | None = None,
+    param_dtype: torch.dtype | None = None,
     compile: bool = False,
 ) -> ParallelModel:
     """Spreads `module` over the ranks of this job. All ranks call it, with the same arguments.
@@ -66,6 +69,10 @@ def parallelize(
             causal language model's, or a mean over `labels`.
         autocast_dtype: run forward passes under `torch.autocast` with this dtype. Weights at rest and gradients keep
             the module's own; visiting slices travel and compute in this one.
+        param_dtype: compute with copies of the weights in this dtype, without autocast, as FSDP2 does by
+            `MixedPrecisionPolicy(param_dtype=..., reduce_dtype=torch.float32)`: all activations have it, but for
+            operations that the model's own code runs in float32, and floating-point inputs are converted to it. Weights
+            at rest, gradients and their sums keep the module's own dtype.
         compile: run blocks (under rtp: attentions and MLPs, a slice at a time) by torch.compile, one graph for all of
             a kind. The first step takes long.
 
@@ -79,12 +86,14 @@ def parallelize(
     """
     strategies = parse_parallel(parallel) if isinstance(parallel, str) else written_out(parallel)
     check_composition(strategies)
+    if param_dtype is not None:
+        _check_param_dtype(param_dtype, strategies, autocast_dtype=autocast_dtype)
     refuse_wrapped(module)
     if any(strategy.cuts_weights for strategy in strategies):
         refuse_layerdrop(module)
     spec = describe(module, plan=plan, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
-    autocast = None if autocast_dtype is None else str(autocast_dtype).removeprefix("torch.")
-    strategies = tuple(strategy.at_precision(autocast) for strategy in strategies)
+    autocast, of_passes = _name(autocast_dtype), _name(autocast_dtype or param_dtype)
+    strategies = tuple(strategy.at_precision(of_passes) for strategy in strategies)
     for strategy in strategies:
         strategy.check(spec)
         spec = strategy.units_of(spec)
@@ -101,6 +110,7 @@ def parallelize(
             "the layout": format_parallel(strategies),
             "device": on.type,
             "autocast_dtype": autocast,
+            "param_dtype": _name(param_dtype),
             "compile": compile,
             **_described(module, spec),
         },
@@ -127,6 +137,7 @@ def parallelize(
                 device=on,
                 sites=sites,
                 compiled=compile,
+                param_dtype=param_dtype,
                 inner=holding,
                 inside=mesh[tuple(axis for axes in axes_of[number:] for axis in axes)],
             )
@@ -148,8 +159,31 @@ def parallelize(
         recipes=recipes,
         loss=loss_of(module) if loss is None else loss,
         autocast_dtype=autocast_dtype,
+        param_dtype=param_dtype,
     )
     return make_parallel(module, model)
+
+
+def _name(dtype: torch.dtype | None) -> str | None:
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def _check_param_dtype(
+    dtype: torch.dtype, strategies: Sequence[Strategy], *, autocast_dtype: torch.dtype | None
+) -> None:
+    """Raises `ConfigError` for a dtype, or a layout, in which passes cannot compute without autocast."""
+    if dtype is not torch.bfloat16:
+        raise ConfigError(f"param_dtype={dtype}: write torch.bfloat16, or autocast_dtype={dtype}")
+    if autocast_dtype is not None:
+        raise ConfigError(
+            f"param_dtype={dtype} and autocast_dtype={autocast_dtype}: passes compute with converted weights, or under "
+            "autocast. Write one of them"
+        )
+    if (unable := without_param_dtype(strategies)) is not None:
+        raise ConfigError(
+            f"param_dtype={dtype}: {unable} has no converted weights to compute with. Write autocast_dtype={dtype}, or "
+            "a layout of single, ddp, fsdp and rtp on several ranks"
+        )
 
 
 def _described(module: nn.Module, spec: ModelSpec) -> dict[str, str]:

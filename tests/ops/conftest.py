@@ -47,7 +47,7 @@ class Rotating:
             self.transport, mesh=mesh, numels=[slices.numels], dtype=dtype, device=torch.device("cpu")
         )
         unit = Unit("unit", UnitKind.MODULE, Combine.SUM, weights)
-        self.unit = RotatingUnit(unit, self.ring, 0, slices, self.recompute, self.trained)
+        self.unit = RotatingUnit(unit, self.ring, 0, slices, self.recompute, self.ring.dtype, self.trained)
         for number, home in enumerate(self.home(self.ring.home_weights(0))):
             home.copy_(self.part(self.whole[number], number))
         self.ring.home_gradients(0).fill_(float("nan"))

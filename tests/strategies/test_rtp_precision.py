@@ -24,6 +24,8 @@ MESSAGES = "rtp=3[transport=send_receive]"
 IN_PLACE = "rtp=3[transport=send_receive,buffering=in_place]"
 AHEAD = "rtp=3[transport=send_receive,ahead=2]"
 FP8 = "rtp=3[transport=send_receive,wire=fp8]"
+PARAM = "param_dtype"
+"""In place of True or False for autocast: weights in bfloat16 without it."""
 FP8_IN_PLACE = "rtp=3[transport=send_receive,wire=fp8,buffering=in_place]"
 
 
@@ -33,8 +35,8 @@ def parallel_model(path, layout, autocast, **changes):
     config.num_hidden_layers = 2
     for name, value in changes.items():
         setattr(config, name, value)
-    dtype = torch.bfloat16 if autocast else None
-    return rotorch.parallelize(causal_lm(config), layout, device="cpu", autocast_dtype=dtype)
+    precision = {PARAM: {"param_dtype": torch.bfloat16}, True: {"autocast_dtype": torch.bfloat16}}.get(autocast, {})
+    return rotorch.parallelize(causal_lm(config), layout, device="cpu", **precision)
 
 
 def rows(seed, *, num_rows=2, num_tokens=16):
@@ -76,8 +78,9 @@ def accounts(path):
     """One fork for all, since forking takes longer than these steps."""
     shared = "rtp=3[transport=shared_memory]"
     cases = [
-        *product([MESSAGES, shared], [False, True]),
+        *product([MESSAGES, shared], [False, True, PARAM]),
         (IN_PLACE, True),
+        (IN_PLACE, PARAM),
         (FP8, False),
         (FP8_IN_PLACE, True),
         (AHEAD, False),
@@ -108,9 +111,9 @@ def weights_sent(path, *cases):
 
 
 def test_weights_travel_in_half_the_bytes_under_autocast_and_in_a_quarter_in_eight_bits(tiny):
-    cases = [(MESSAGES, False), (MESSAGES, True), (FP8, True)]
-    for full, bfloat16, fp8 in run_ranks(weights_sent, tiny("llama"), *cases, num_ranks=3):
-        assert bfloat16 == full / 2
+    cases = [(MESSAGES, False), (MESSAGES, True), (MESSAGES, PARAM), (FP8, True)]
+    for full, bfloat16, param, fp8 in run_ranks(weights_sent, tiny("llama"), *cases, num_ranks=3):
+        assert bfloat16 == param == full / 2
         assert full / 4 < fp8 < full / 4 * 1.04  # and the scales
 
 

@@ -33,6 +33,9 @@ class Strategy(BaseModel, ABC):
     gathers_weights: ClassVar[bool] = False
     """True if ranks that share weights have them whole while they compute: all of a module, or of a stage."""
 
+    has_param_dtype: ClassVar[bool] = False
+    """True if passes can compute with copies of its weights in another dtype, without autocast."""
+
     size_fields: ClassVar[tuple[str, ...]] = ("size",)
     """The fields of its size, as in `rtp=4`; those of a grid are joined by "x", as in `atp=2x4`."""
 

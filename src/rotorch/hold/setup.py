@@ -30,6 +30,7 @@ class Setup:
         device: of this rank.
         sites: by name, where the module looks for each weight.
         compiled: run blocks by torch.compile.
+        param_dtype: of the weights that passes compute with; None: that of the weights at rest.
         inner: the Holding of the strategy inside of this one, if there is one.
         inside: the axes of this strategy and of those inside of it.
     """
@@ -41,6 +42,7 @@ class Setup:
     device: torch.device
     sites: Mapping[str, tuple[Site, ...]]
     compiled: bool = False
+    param_dtype: torch.dtype | None = None
     inner: Holding | None = None
     inside: DeviceMesh | None = None
 
@@ -55,7 +57,14 @@ class Setup:
             mesh: of the DTensors, if it is not the strategy's.
         """
         mesh = self.mesh if mesh is None else mesh
-        return ShardedWeights(placements, sites=self.sites, mesh=mesh, device=self.device, memory=memory)
+        return ShardedWeights(
+            placements,
+            sites=self.sites,
+            mesh=mesh,
+            device=self.device,
+            memory=memory,
+            param_dtype=self.param_dtype,
+        )
 
     def prepare_blocks(self) -> None:
         """Makes the module's repeated blocks compiled, or recomputed in backward, as the user asked."""

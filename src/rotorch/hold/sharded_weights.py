@@ -2,6 +2,12 @@
 
 Every strategy holds its weights by `ShardedWeights`. The `Memory` that it passes in decides where shards, the tensors
 of a pass and gradients lie, and does the gathering and freeing around a step.
+
+[Note: param_dtype]
+    Passes may compute with weights in another dtype than shards and gradients have: bfloat16 beside float32 masters.
+    Then a leaf is a copy of its shard in that dtype, written once a step, and autograd converts its gradients to the
+    shard's dtype before it adds them (`Tensor.grad_dtype`): sums over micro-batches and ranks lose nothing. Slices that
+    visit are converted by their ring, which has no leaves.
 """
 
 from __future__ import annotations
@@ -172,6 +178,16 @@ class Memory:
         return [grad for held in weights.values() if (grad := held.local_grad) is not None]
 
 
+def _in_dtype(leaf: nn.Parameter | None, dtype: torch.dtype | None) -> nn.Parameter | None:
+    """A leaf, or one of another dtype whose gradients have the first one's; its values are yet to be written."""
+    if leaf is None or dtype is None or leaf.dtype == dtype or not leaf.is_floating_point():
+        return leaf
+    other = nn.Parameter(torch.empty_like(leaf, dtype=dtype), requires_grad=leaf.requires_grad)
+    if other.requires_grad:
+        other.grad_dtype = leaf.dtype
+    return other
+
+
 class ShardedWeights:
     """One rank's shards of some weights.
 
@@ -181,6 +197,7 @@ class ShardedWeights:
         mesh: of the DTensors at rest.
         device: where to hold them.
         memory: allocates shards; by default each has memory of its own.
+        param_dtype: of the leaves, if it is another one than that of the shards (see [Note: param_dtype]).
 
     Attributes:
         held: by name.
@@ -195,6 +212,7 @@ class ShardedWeights:
         mesh: DeviceMesh,
         device: torch.device,
         memory: Memory | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         self._mesh = mesh
         self._memory = Memory() if memory is None else memory
@@ -227,7 +245,7 @@ class ShardedWeights:
                 sites=found,
                 owns_storage=local.untyped_storage().nbytes() == local.nbytes and given is None,
             )
-            held.leaf = self._memory.leaf(placement, held)
+            held.leaf = _in_dtype(self._memory.leaf(placement, held), param_dtype)
             held.in_pass = held.parameter if held.leaf is None else held.leaf
             held.gradient_stays = self._memory.gradient_stays(held.name)
             held.adds_in_place = self._memory.adds_in_place(held.name)
@@ -289,6 +307,8 @@ class ShardedWeights:
             if not held.adds_in_place:
                 held.set_aside()
         self._memory.start(self.held)
+        for held in self.held.values():
+            held.update_leaf()
 
     def reduce(self, names: Iterable[str] | None = None, *, mesh: DeviceMesh | None = None) -> None:
         """Sums the passes' gradients over an axis, one message per dtype. All ranks of the axis.
@@ -306,8 +326,8 @@ class ShardedWeights:
         leaves = self.leaves
         names = [n for n in (leaves if names is None else names) if leaves[n].requires_grad]
         # Sorted: a set's order differs between processes, and all ranks must sum the same dtype at once.
-        for dtype in sorted({leaves[n].dtype for n in names}, key=str):
-            same = [leaves[n] for n in names if leaves[n].dtype == dtype]
+        for dtype in sorted({self.held[n].local.dtype for n in names}, key=str):
+            same = [leaves[n] for n in names if self.held[n].local.dtype == dtype]
             key = dtype, tuple(names)
             if key not in self._sums:  # kept, so that gradients stay in one place from step to step
                 self._sums[key] = torch.empty(sum(t.numel() for t in same), dtype=dtype, device=same[0].device)
@@ -324,9 +344,9 @@ class ShardedWeights:
 
         On all ranks alike, so that the same tensors are summed everywhere.
         """
-        for leaf in self.leaves.values():
+        for name, leaf in self.leaves.items():
             if leaf.requires_grad and leaf.grad is None:
-                leaf.grad = torch.zeros_like(leaf)
+                leaf.grad = torch.zeros_like(leaf, dtype=self.held[name].local.dtype)
 
     def finish(self) -> None:
         """Completes gradients after the last backward and attaches them to the DTensors."""

@@ -20,7 +20,7 @@ from rotorch.shard.sharded_weight import cut_chunks
 
 
 def gather_weights(unit: RotatingUnit) -> list[Tensor]:
-    """The unit's weights, whole, in the dtype that they have at home. Differentiable through the ring.
+    """The unit's weights, whole, in the dtype that modules see. Differentiable through the ring.
 
     All ranks of the ring call it for the same units in the same order. Sends the unit's slices once (nothing where they
     lie side by side), in backward the gradients.
@@ -34,7 +34,7 @@ def _gather(unit: RotatingUnit) -> list[Tensor]:
     if unit.whole is not None:
         return [unit.whole.data]  # not the tensor that all passes share: this one gets a graph of its own
     home = unit.ring.home_weights(unit.item)
-    whole = [home.new_empty(weight.shape) for weight in unit.slices.weights]
+    whole = [home.new_empty(weight.shape, dtype=unit.dtype) for weight in unit.slices.weights]
     for visit in unit.visits(backward=False):
         for weight, part, target in zip(unit.slices.weights, unit.weights(visit), whole, strict=True):
             for chunk in cut_chunks(weight, num_slices=unit.slices.num_slices, index=visit.index):

@@ -120,7 +120,7 @@ def _embedding_forward(unit: RotatingUnit, ids: Tensor) -> Tensor:
     home = unit.ring.home_weights(unit.item)
     num_rows, width = unit.slices.weights[0].shape
     check_ids(ids, num_rows=num_rows, of=f"{unit.slices.weights[0].name!r}: token")
-    y = home.new_zeros(*ids.shape, width)  # see _linear_forward
+    y = home.new_zeros(*ids.shape, width, dtype=unit.dtype)  # see _linear_forward
     y_BD = y.view(-1, width)
     for visit in unit.visits(backward=False):
         look_up_into(y_BD, ids_B, unit.weights(visit)[0].detach(), rows=slice_rows(unit, visit.index))

@@ -53,6 +53,7 @@ class RotatingUnit:
         item: its number on the ring.
         slices: layout of a slice in a flat buffer.
         recompute: backward runs a slice's forward again instead of keeping its graph.
+        dtype: of its weights as modules see them: that of visiting slices, or, under autocast, of slices at home.
         keep_attention: a recomputed forward takes the kept outputs of attention.
         trained: True if its weights get gradients.
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
@@ -66,6 +67,7 @@ class RotatingUnit:
     item: int
     slices: FlatSlices
     recompute: bool
+    dtype: torch.dtype
     trained: bool = True
     keep_attention: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))

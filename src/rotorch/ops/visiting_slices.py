@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rotorch.comm.ring import Visit
 from rotorch.core.errors import ConfigError
 from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
 from rotorch.ops.rotate import RotatingUnit, rotate_module
@@ -74,10 +73,10 @@ class VisitingSlices(ModuleSlices):
 
     def own(self) -> list[Tensor] | None:
         rotating = self._rotating
-        home = rotating.ring.home_weights(rotating.item)
+        home = rotating.ring.home_weights(rotating.item).to(rotating.dtype)
         if not home.numel():
             return None
-        return [w.detach() for w in rotating.weights(Visit(rotating.ring.position, home, 0))]
+        return [w.detach() for w in rotating.slices.views(home, index=rotating.ring.position)]
 
     def total(self, run: RunOnSlice, leaves: list[Any], prove: Prove) -> list[Tensor]:
         """Runs the module once per visit, in one autograd function."""

@@ -229,6 +229,11 @@ class ShardedWeight:
 
     # ---------------------------------------------------------------- tensors in the module
 
+    def update_leaf(self) -> None:
+        """Writes the shard's values into the leaf, if that is a copy in another dtype."""
+        if self.leaf is not None and self.leaf.dtype != self.local.dtype:
+            self.leaf.data.copy_(self.local)  # .data: graphs of an earlier call may still refer to the same values
+
     def unshard(self) -> None:
         """Puts the tensor of a pass into the module."""
         for site in self.sites:

@@ -126,6 +126,14 @@ def batch_ranks(strategies: Sequence[Strategy]) -> int:
     return total
 
 
+def without_param_dtype(strategies: Sequence[Strategy]) -> Strategy | None:
+    """The first strategy whose passes have no weights in another dtype to compute with, without autocast; None: none.
+
+    A ring of one rank converts nothing: its slices never visit.
+    """
+    return next((s for s in strategies if not s.has_param_dtype or (s.kind == "rtp" and s.num_ranks == 1)), None)
+
+
 def cuts_features(strategies: Sequence[Strategy]) -> bool:
     """Returns True if activations are cut along their features; a model's description must then have these cuts."""
     return any(strategy.feature_axes for strategy in strategies)

@@ -23,7 +23,11 @@ from rotorch.shard.sharded_weight import EarlierGradient
 
 
 class DDPHolding(ShardsHolding):
-    """The whole model on every rank; torch's DDP sums gradients in buckets, under backward."""
+    """The whole model on every rank; torch's DDP sums gradients in buckets, under backward.
+
+    Where passes compute in another dtype than the weights have, DDP's buckets would have that of the passes. Gradients
+    are then summed in the weights' own, after backward.
+    """
 
     def __init__(self, setup: Setup) -> None:
         placements = [ShardPlacement.whole(weight, mesh=setup.mesh) for weight in setup.spec.weights]
@@ -32,12 +36,14 @@ class DDPHolding(ShardsHolding):
         self._mesh = setup.mesh
         self._wrapped: DistributedDataParallel | None = None
         self._for_calls = False
-        self.loss_scale = float(setup.mesh.size())  # DDP averages; the rule here is to sum
+        self._sums_after_backward = setup.param_dtype is not None
+        # DDP averages; the rule here is to sum.
+        self.loss_scale = 1.0 if self._sums_after_backward else float(setup.mesh.size())
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
         with super().unsharded() as module:
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or self._sums_after_backward:
                 yield module
                 return
             if self._wrapped is None:  # made when the leaves are in place: DDP keeps the parameters that it finds
@@ -58,7 +64,9 @@ class DDPHolding(ShardsHolding):
         return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
 
     def finish(self) -> None:
-        if self._for_calls:
+        if self._sums_after_backward:
+            self.shards.reduce()
+        elif self._for_calls:
             self.shards.reduce()
             for leaf in self.shards.leaves.values():
                 if leaf.grad is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
@@ -29,12 +29,16 @@ class FSDPHolding(Holding):
         module, mesh, strategy = setup.module, setup.mesh, setup.strategy
         self._module = module
         self.loss_scale = float(mesh.size())  # fully_shard averages; the rule here is to sum
+        # Gradients are summed in float32, the weights' own: torch's default would be that of the passes.
+        precision = MixedPrecisionPolicy(
+            param_dtype=setup.param_dtype, reduce_dtype=None if setup.param_dtype is None else torch.float32
+        )
         on_meta = any(p.is_meta for p in module.parameters())
         for block in repeated_blocks(module):
             block.register_forward_hook(_return_no_views)
-            fully_shard(block, mesh=mesh, reshard_after_forward=strategy.reshard)
+            fully_shard(block, mesh=mesh, reshard_after_forward=strategy.reshard, mp_policy=precision)
         module.register_forward_hook(_return_no_views)
-        fully_shard(module, mesh=mesh, reshard_after_forward=strategy.reshard)
+        fully_shard(module, mesh=mesh, reshard_after_forward=strategy.reshard, mp_policy=precision)
         if on_meta:
             # _apply is what nn.Module.to_empty calls; here only parameters that have no memory yet get some.
             module._apply(lambda t: torch.empty_like(t, device=setup.device) if t.is_meta else t.to(setup.device))

@@ -45,6 +45,7 @@ class FSDP(Strategy):
     """
 
     kind: ClassVar[str] = "fsdp"
+    has_param_dtype: ClassVar[bool] = True
     cuts_weights: ClassVar[bool] = True
     gathers_weights: ClassVar[bool] = True
     size: PositiveInt

@@ -89,7 +89,8 @@ class RTPHolding(ShardsHolding, StageHolding):
                     head = bool(heads & {weight.name, *weight.aliases})
                     keep_logits = strategy.recompute == "none"
                     use = use_on_ring(weight, rotating, head=head, keep_logits=keep_logits, by_plan=spec.by_plan)
-                    shards.replace(weight.name, WeightProxy(use, like=self.ring.home_weights(rotating.item)))
+                    like = self.ring.home_weights(rotating.item).new_empty(0, dtype=rotating.dtype)
+                    shards.replace(weight.name, WeightProxy(use, like=like))
         if strategy.recomputes_units:
             for norm in _between_units(module, [u.unit for u in self.units], whole=shards.leaves):
                 recompute_norm(norm)
@@ -163,6 +164,7 @@ def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUni
             item,
             flat,
             recompute=strategy.recomputes_units,
+            dtype=setup.param_dtype or ring.dtype,
             trained=_trained(unit, parameters),
             keep_attention=strategy.recompute == "all_but_attention",
         )

@@ -30,11 +30,11 @@ Cost (unit of P bytes, n ranks)
                over symmetric memory, behind that of two. In place, only the first few MiB of a hop do.
 
 Precision
-    Where a pass computes in bfloat16 (`compute`), slices visit and travel in it: half the bytes. Masters, gradients and
-    their hops stay in float32. No rank keeps a copy in bfloat16: over messages there is a third slot, from which slices
-    are sent, over shared memory one, into which a visit converts. In place it is a copy that travels, in one slot, and
-    the masters stay. `wire=fp8`, over messages: slices travel in eight bits, with a scale for every 128 of them
-    (`comm/fp8.py`).
+    Where a pass computes in bfloat16 (`compute`: under autocast, or with `param_dtype`), slices visit and travel in it:
+    half the bytes. Masters, gradients and their hops stay in float32. No rank keeps a copy in bfloat16: over messages
+    there is a third slot, from which slices are sent, over shared memory one, into which a visit converts. In place it
+    is a copy that travels, in one slot, and the masters stay. `wire=fp8`, over messages: slices travel in eight bits,
+    with a scale for every 128 of them (`comm/fp8.py`).
 
 Deviations
     Slices are taken from their home instead of being handed on: the same order and volume, but weights never leave
@@ -84,6 +84,7 @@ class RTP(Strategy):
     """
 
     kind: ClassVar[str] = "rtp"
+    has_param_dtype: ClassVar[bool] = True
     cuts_weights: ClassVar[bool] = True
     size: PositiveInt
     recompute: Literal["none", "head", "all_but_attention", "slice"] = "head"

@@ -34,6 +34,7 @@ class Single(Strategy):
     """
 
     kind: ClassVar[str] = "single"
+    has_param_dtype: ClassVar[bool] = True
     size_fields: ClassVar[tuple[str, ...]] = ()
     recompute: Literal["none", "block"] = "none"
 

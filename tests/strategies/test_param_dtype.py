@@ -1,0 +1,188 @@
+"""Passes with weights in bfloat16 and no autocast: as exact as FSDP2's own policy, gradients and sums in float32."""
+
+import statistics
+
+import pytest
+import torch
+from torch import nn
+
+import rotorch
+from rotorch.core.errors import ConfigError
+from rotorch.models.hf import causal_lm, load_config
+from rotorch.testing.operations import Operations
+from rotorch.testing.ranks import run_ranks
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+ROTATED = (
+    "rtp=2",
+    "rtp=2[transport=send_receive]",
+    "rtp=2[recompute=none,transport=send_receive]",
+    "rtp=2[recompute=slice,buffering=in_place,transport=send_receive]",
+)
+BF16 = torch.bfloat16
+
+
+def model_of(path, layout, *, num_layers=None, **precision):
+    torch.manual_seed(0)
+    config = load_config(path)
+    config.num_hidden_layers = num_layers or config.num_hidden_layers
+    return rotorch.parallelize(causal_lm(config), layout, device="cpu", **precision)
+
+
+def micro_batches(model):
+    """This rank's rows of four, one in each micro-batch."""
+    ids = torch.randint(0, 300, (4, 48), generator=torch.Generator().manual_seed(1))
+    each = 4 // model.num_batch_ranks
+    mine = ids[model.batch_rank * each : (model.batch_rank + 1) * each]
+    return [{"input_ids": row[None], "labels": row[None]} for row in mine]
+
+
+def gradients(model):
+    return {name: model.full_tensor(name, grad=True) for name in model.weights}
+
+
+def losses_and_gradients(path, layouts, **precision):
+    """By layout: the loss and whole gradients of a step, and those of a loop that calls the model itself."""
+    found = {}
+    for layout in layouts:
+        model = model_of(path, layout, **precision)
+        loss = float(model.forward_backward(micro_batches(model)))
+        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        of_step = gradients(model)
+        clear(model)
+        for batch in micro_batches(model):
+            output = model(**batch)
+            (output.loss / len(micro_batches(model))).backward()
+        found[layout] = loss, of_step, gradients(model)
+        model.close()
+    return found
+
+
+def errors(mine, exact):
+    return {name: float((mine[name] - exact[name]).norm() / exact[name].norm()) for name in exact}
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_gradients_are_as_exact_as_those_of_fsdp2s_policy(tiny, family):
+    path = tiny(family)
+    exact_loss, exact, _ = run_ranks(losses_and_gradients, path, ("single",), num_ranks=1)[0]["single"]
+    (alone,) = run_ranks(one_process, path, num_ranks=1)
+    by_rank = run_ranks(of_two_ranks, path, num_ranks=2, timeout_s=400)
+    for found in by_rank:
+        policy_loss, policy, _ = found["fsdp=2"]  # torch's fully_shard with its MixedPrecisionPolicy
+        for loss, grads, of_loop in (alone["single"], found["ddp=2"], found["fsdp=2"]):
+            assert loss == policy_loss  # the same operations; gradients are summed in float32, in another order
+            assert max(errors(grads, policy).values()) < 1e-5
+            assert max(errors(of_loop, policy).values()) < 1e-2  # the loop's loss is a mean, in other roundings
+        rounding = errors(policy, exact)
+        assert 1e-4 < statistics.median(rounding.values()) < 0.05
+        for layout in ROTATED:
+            loss, grads, of_loop = found[layout]
+            assert loss == pytest.approx(exact_loss, rel=2e-3)
+            for mine in (errors(grads, exact), errors(of_loop, exact)):
+                assert statistics.median(mine.values()) < 1.25 * statistics.median(rounding.values()), layout
+                assert max(mine.values()) < 1.5 * max(rounding.values()), layout
+
+
+def one_process(path):
+    return losses_and_gradients(path, ("single",), param_dtype=BF16)
+
+
+def of_two_ranks(path):
+    return losses_and_gradients(path, ("ddp=2", "fsdp=2", *ROTATED), param_dtype=BF16)
+
+
+def sums_of_micro_batches(path):
+    """The gradient of 64 equal micro-batches against that of one, and dtypes within a pass."""
+    model = model_of(path, "single", num_layers=1, param_dtype=BF16)
+    seen = set()
+    for module in (model.model.layers[0], model.model.norm):
+        module.register_forward_hook(lambda _, __, out: seen.add((out[0] if isinstance(out, tuple) else out).dtype))
+    batch = micro_batches(model)[0]
+    model.forward_backward(batch)
+    once = gradients(model)
+    clear(model)
+    model.forward_backward([batch] * 64)
+    return errors(gradients(model), once), seen
+
+
+def clear(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def test_micro_batches_add_up_in_float32_and_the_stream_is_half(tiny):
+    """In bfloat16 the last of 64 equal additions would round to 1/4 of itself; by 64, a power of two, all is exact."""
+    ((differences, seen),) = run_ranks(sums_of_micro_batches, tiny("llama"), num_ranks=1)
+    assert max(differences.values()) < 1e-5
+    assert seen == {BF16}
+
+
+class Regression(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x, labels):
+        return {"loss": nn.functional.mse_loss(self.down(torch.relu(self.up(x))).float(), labels.float())}
+
+
+def floating_inputs(layout):
+    torch.manual_seed(0)
+    model = rotorch.parallelize(Regression(), layout, device="cpu", param_dtype=BF16)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(model.batch_rank))
+    return float(model.forward_backward({"x": x, "labels": x[:, :1]}))
+
+
+def test_floating_point_inputs_have_the_dtype_of_the_weights():
+    losses = [run_ranks(floating_inputs, layout, num_ranks=2)[0] for layout in ("fsdp=2", "ddp=2", "rtp=2")]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-2)
+
+
+def casts(path, layout, precision):
+    """Casts of a step, of two layers less those of one."""
+    counts = []
+    for num_layers in (1, 2):
+        model = model_of(path, layout, num_layers=num_layers, **precision)
+        batch = micro_batches(model)[0]
+        for _ in range(2):
+            model.forward_backward(batch, accumulate=True)
+        with Operations() as operations:
+            model.forward_backward(batch, accumulate=True)
+        counts.append(operations.num_casts)
+        model.close()
+    return counts[1] - counts[0]
+
+
+def casts_of_both(path):
+    layout = "rtp=2[transport=send_receive]"
+    return casts(path, layout, {"autocast_dtype": BF16}), casts(path, layout, {"param_dtype": BF16})
+
+
+def test_a_visit_converts_no_activation(tiny):
+    """What is left: each rank's own slice, gradients into float32 buffers, and norms as the model writes them."""
+    for under_autocast, plain in run_ranks(casts_of_both, tiny("llama"), num_ranks=2):
+        of_weights = 2 * 10  # gradients, in two visits
+        of_norms = 2 * (4 + 2)  # forward and backward, in and out; the weight, and its gradient
+        own_slices = 2 * 3  # of two units: in forward, and in backward to be sent and to be computed with
+        assert plain <= of_weights + of_norms + own_slices < under_autocast
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "message"),
+    [
+        (
+            "megatron=1",
+            {"param_dtype": BF16},
+            "megatron=1 has no converted weights.*autocast_dtype=torch.bfloat16, or a",
+        ),
+        ("pp=1", {"param_dtype": BF16}, "pp=1 has no converted weights"),
+        ("rtp=1", {"param_dtype": BF16}, "rtp=1 has no converted weights"),
+        ("single", {"param_dtype": torch.float16}, r"param_dtype=torch.float16: write torch.bfloat16"),
+        ("single", {"param_dtype": BF16, "autocast_dtype": BF16}, "Write one of them"),
+    ],
+)
+def test_what_cannot_is_refused_by_name(tiny, layout, options, message):
+    with pytest.raises(ConfigError, match=message):
+        model_of(tiny("llama"), layout, **options)
