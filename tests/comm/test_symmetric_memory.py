@@ -203,25 +203,6 @@ def test_passes_to_come_are_those_of_the_step_before():
     assert Passes(size=1).next_fetch(one, 0) is None
 
 
-def test_own_slices_are_fetched_too_where_they_are_converted():
-    passes, one, two = Passes(size=3, own=True), Pass(0, False, True), Pass(1, True, True)
-    passes.start()
-    passes.enter(one)
-    passes.enter(two)
-    assert [passes.next_fetch(two, step) for step in range(3)] == [(two, 1), (two, 2), None]
-    passes.start()
-    passes.enter(one)
-    assert [passes.next_fetch(one, step) for step in range(3)] == [(one, 1), (one, 2), (two, 0)]
-    passes.start()
-    passes.enter(one)
-    passes.enter(two)
-    passes.enter(one)
-    passes.start()
-    passes.enter(one)
-    passes.enter(two)
-    assert passes.next_fetch(two, 2) == (one, 0)
-
-
 def late():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     options = dict(numels=numels_of(2), dtype=torch.float64, device=torch.device("cpu"), timeout_s=5.0)

@@ -4,6 +4,8 @@ The windows are files that CPU ranks map, lanes run at random, and whatever the 
 be under way is found (`rotorch.testing.peer_memory`). What CUDA does is tested in tests/gpu.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -57,26 +59,42 @@ def test_float64_parity(parallel, model, tiny):
     assert report.max_rel_err_grad <= BAR
 
 
-def account(path, autocast_dtype):
-    """Losses of three steps, and what slots take beside what the Layouts say."""
+def account(path, precision):
+    """Losses of three steps, what slots take beside what the Layouts say, and what was fetched in the last step."""
     config = load_config(path)
     config.num_hidden_layers = 2
     with rotorch.on_meta():
         module = causal_lm(config).train()
     layout = "rtp=3[transport=symmetric_memory]"
-    model = rotorch.parallelize(module, layout, device="cpu", autocast_dtype=autocast_dtype).materialize(seed=3)
-    losses = list(parallel_losses(model, num_steps=3, vocab_size=config.vocab_size))
+    model = rotorch.parallelize(module, layout, device="cpu", **precision).materialize(seed=3)
+    copies = []
+    copy = FakeLane.copy
+
+    def counted(lane, to, source):
+        if lane.name == "fetches":
+            assert to.dtype == source.dtype, "a copy engine converts nothing"
+            copies.append(to.nbytes)
+        copy(lane, to, source)
+
+    with mock.patch.object(FakeLane, "copy", counted):
+        losses = list(parallel_losses(model, num_steps=2, vocab_size=config.vocab_size))
+        copies.clear()
+        model.forward_backward({"input_ids": torch.arange(16)[None], "labels": torch.arange(16)[None]}, accumulate=True)
     ring, strategy = model.holding.ring, model.strategies[0]
     said = combine_layouts(strategy.layout(unit, position=ring.position) for unit in model.spec.units)
     ring.watching.__exit__(None, None, None)
-    return losses, sum(slot.nbytes for slot in ring.slots()), said.slots_bytes, {slot.dtype for slot in ring.slots()}
+    slots = sum(slot.nbytes for slot in ring.slots())
+    return losses, slots, said.slots_bytes, {slot.dtype for slot in ring.slots()}, sum(copies)
 
 
 def test_slots_take_what_the_layouts_say_and_slices_visit_in_the_precision_of_the_pass(tiny):
-    full, half = (run_ranks(account, tiny("llama"), dtype, num_ranks=3) for dtype in (None, torch.bfloat16))
-    for (losses, taken, said, dtypes), (rounded, taken_16, said_16, dtypes_16) in zip(full, half, strict=True):
+    precisions = {}, {"autocast_dtype": torch.bfloat16}, {"param_dtype": torch.bfloat16}
+    full, *halves = (run_ranks(account, tiny("llama"), precision, num_ranks=3) for precision in precisions)
+    pairs = [pair for half in halves for pair in zip(full, half, strict=True)]
+    for (losses, taken, said, dtypes, fetched), (rounded, taken_16, said_16, dtypes_16, fetched_16) in pairs:
         assert (taken, taken_16) == (said, said_16) and taken_16 < taken
         assert dtypes == {torch.float32} and dtypes_16 == {torch.float32, torch.bfloat16}
+        assert fetched_16 == fetched / 2 > 0
         assert rounded == pytest.approx(losses, rel=4 * 2.0**-8)  # four roundings of bfloat16
 
 

@@ -28,11 +28,10 @@ class Passes:
 
     Args:
         size: ranks on the ring.
-        own: a rank's own slice is fetched like the others, since it visits in another precision.
     """
 
-    def __init__(self, *, size: int, own: bool = False) -> None:
-        self._size, self._own = size, own
+    def __init__(self, *, size: int) -> None:
+        self._size = size
         self._now: list[Pass] = []
         self._before: dict[bool, list[Pass]] = {}
         self._as_before = True
@@ -74,7 +73,5 @@ class Passes:
 
     def _fetches(self, of: Pass) -> range:
         """The visits of a pass for which something is fetched."""
-        # Without conversion the own slice is used at home: it is the first in forward and the last in backward.
-        if self._own:
-            return range(self._size)
+        # The own slice is used at home: it is the first in forward and the last in backward.
         return range(self._size - 1) if of.backward else range(1, self._size)

@@ -7,9 +7,14 @@ Has not run on a GPU yet: its order of events is held by tests over `rotorch.tes
     lane of its own, while the slice before it is computed with; also across units (see passes.py). No rank is asked or
     told: weights are read-only from the barrier in `start`, which comes after every rank's optimizer, to the end of the
     step. A slot is filled again when the compute that was queued before the fetch has finished with it. A rank's own
-    slice is used where it lies. Where slices visit in another precision than they have at home, a kernel converts them
-    on the way instead (own slices too), so no second copy of the weights stays; the link then carries the slice as it
-    is at home, the larger of the two forms.
+    slice is used where it lies.
+
+[Note: staged]
+    Where slices visit in another precision than they have at home, the window holds them in that one, and masters lie
+    beside it. Each owner converts its slices once, in `start`, before the barrier: half the bytes on the link, by copy
+    engine instead of a kernel, for half of the weights again in memory. A rank that is still in the last pass may read
+    what an owner writes here. It finds the same values, since masters change only after their gradients are complete,
+    and these have been to every rank.
 
 [Note: hops]
     A rank makes its part of a slice's gradient in a buffer of its own, at once and without adding. The sum of the ranks
@@ -101,27 +106,38 @@ class SymmetricMemoryRing(Ring):
         super().__init__(size=mesh.size(), position=position, numels=numels, dtype=dtype, wire_dtype=wire_dtype)
         n, r = self.size, self.position
         self._timeout_s = timeout_s
-        starts = [self._layout(rank) for rank in range(n)]
+        self._converts = self.wire_dtype != dtype
+        starts = [self._layout([self._words(sizes[rank]) for sizes in self.numels]) for rank in range(n)]
         largest = max((max(sizes) for sizes in self.numels), default=0) if n > 1 else 0
         inbox = max(ends[-1] for ends in starts)  # windows are equally large, whatever ranks are home to
         self._memory = memory = make_memory(mesh=mesh, device=device, numel=max(inbox + largest, 1), dtype=dtype)
         self._homes = [
-            [memory.of_peer(rank, start, sizes[rank]) for start, sizes in zip(starts[rank], self.numels, strict=False)]
+            [
+                self._as_visitor(memory.of_peer(rank, start, self._words(sizes[rank])), sizes[rank])
+                for start, sizes in zip(starts[rank], self.numels, strict=False)
+            ]
             for rank in range(n)
         ]
-        """Every rank's home slices: `[rank][item]`."""
-        self._home_weights = [memory.window[s : s + sizes[r]] for s, sizes in zip(starts[r], self.numels, strict=False)]
+        """Every rank's slices as they visit: `[rank][item]`."""
+        self._own = [
+            self._as_visitor(memory.window[s : s + self._words(sizes[r])], sizes[r])
+            for s, sizes in zip(starts[r], self.numels, strict=False)
+        ]
+        """This rank's slices as they visit: its home slices, but where these are converted."""
+        home_starts = self._layout([sizes[r] for sizes in self.numels])
+        self._home_weights = self._own
+        if self._converts:
+            masters = memory.empty(home_starts[-1], dtype=dtype)
+            self._home_weights = [masters[s : s + sizes[r]] for s, sizes in zip(home_starts, self.numels, strict=False)]
         self._inbox = memory.window[inbox : inbox + largest]
         self._next_inbox = memory.of_peer((r - 1) % n, inbox, largest)
-        self._all_home_gradients = memory.empty(starts[r][-1], dtype=dtype)
+        self._all_home_gradients = memory.empty(home_starts[-1], dtype=dtype)
         self._home_gradients = [
-            self._all_home_gradients[s : s + sizes[r]] for s, sizes in zip(starts[r], self.numels, strict=False)
+            self._all_home_gradients[s : s + sizes[r]] for s, sizes in zip(home_starts, self.numels, strict=False)
         ]
-        self._converts = self.wire_dtype != dtype
-        visiting = max((max(sizes) for sizes in self.numels), default=0) if self._converts else largest
-        self._slots = [memory.empty(visiting, dtype=self.wire_dtype) for _ in range(2)]
+        self._slots = [memory.empty(largest, dtype=self.wire_dtype) for _ in range(2)]
         self._parts = [memory.empty(largest, dtype=dtype) for _ in range(2)]
-        self._passes = Passes(size=n, own=self._converts)
+        self._passes = Passes(size=n)
         self._in_flight: _Fetch | None = None
         self._num_fetches = self._num_parts = self._num_steps = 0
         self._held: set[int] = set()
@@ -136,20 +152,30 @@ class SymmetricMemoryRing(Ring):
         self._inbox_is_free = True
         """True if the next rank's inbox is known to be free, so that no signal needs to be awaited."""
 
-    def _layout(self, rank: int) -> list[int]:
-        """Offset of each item in a rank's window, in elements; the end comes last."""
+    def _layout(self, numels: Sequence[int]) -> list[int]:
+        """Offsets of a rank's items, one after another, in elements of `dtype`; the end comes last."""
         step = max(1, _ALIGNMENT // self.dtype.itemsize)
         starts = [0]
-        for sizes in self.numels:
-            starts.append(starts[-1] + -(-sizes[rank] // step) * step)
+        for numel in numels:
+            starts.append(starts[-1] + -(-numel // step) * step)
         return starts
+
+    def _words(self, numel: int) -> int:
+        """Elements of a window, which has `dtype`, that a slice takes as it visits."""
+        return -(-numel * self.wire_dtype.itemsize // self.dtype.itemsize)
+
+    def _as_visitor(self, words: Tensor, numel: int) -> Tensor:
+        return words.view(self.wire_dtype)[:numel] if self._converts else words
+
+    def stays(self, visit: Visit) -> bool:
+        return visit.index == self.position
 
     def slots(self) -> list[Tensor]:
         return [*self._slots, *self._parts, self._inbox]
 
     @property
     def window_bytes(self) -> int:
-        """Of this rank's window: home slices, padded to the rank with the most, and the inbox."""
+        """Of this rank's window: slices as they visit, padded to the rank with the most, and the inbox."""
         return self._memory.window.numel() * self.dtype.itemsize
 
     # ------------------------------------------------------------- a step
@@ -169,6 +195,9 @@ class SymmetricMemoryRing(Ring):
         self._num_steps += 1
         memory.compute.after(hops)
         memory.compute.after(memory.fetches.mark())
+        if self._converts:
+            for own, home in zip(self._own, self._home_weights, strict=True):
+                own.copy_(home)
         if self.size > 1:
             memory.clear(self._channels())  # see [Note: abandoned steps]
             memory.barrier()  # every rank's weights are as its optimizer left them
@@ -216,8 +245,8 @@ class SymmetricMemoryRing(Ring):
 
     def _arrive(self, this: Pass, step: int, index: int) -> tuple[int | None, Tensor]:
         """Returns slice `index` and the slot that it is in; compute that follows finds it there."""
-        if index == self.position and not self._converts:
-            return None, self._home_weights[this.item]
+        if index == self.position:
+            return None, self._own[this.item]
         flight, self._in_flight = self._in_flight, None
         if flight is None or (flight.target, flight.step) != (this, step):
             flight = self._post(this, step)  # nothing came, or for a pass that this step does not make

@@ -31,10 +31,11 @@ Cost (unit of P bytes, n ranks)
 
 Precision
     Where a pass computes in bfloat16 (`compute`: under autocast, or with `param_dtype`), slices visit and travel in it:
-    half the bytes. Masters, gradients and their hops stay in float32. No rank keeps a copy in bfloat16: over messages
+    half the bytes. Masters, gradients and their hops stay in float32. No copy in bfloat16 is kept: over messages
     there is a third slot, from which slices are sent, over shared memory one, into which a visit converts. In place it
-    is a copy that travels, in one slot, and the masters stay. `wire=fp8`, over messages: slices travel in eight bits,
-    with a scale for every 128 of them (`comm/fp8.py`).
+    is a copy that travels, in one slot, and the masters stay. Only over symmetric memory each rank keeps a copy, in the
+    window that others read: half of its slices again. `wire=fp8`, over messages: slices travel in eight bits, with a
+    scale for every 128 of them (`comm/fp8.py`).
 
 Deviations
     Slices are taken from their home instead of being handed on: the same order and volume, but weights never leave
@@ -144,6 +145,8 @@ class RTP(Strategy):
             Transfer(Kind.SEND, "rtp", Phase.BACKWARD, in_backward, in_backward, numbers[1] + hops * num_hops),
         )
         padding = largest - home if self._in_place and not copies else 0
+        if self.transport == "symmetric_memory" and copies:  # see [Note: staged] in comm/transports/symmetric_memory.py
+            padding = self._visiting_bytes(home, itemsize=unit.weights[0].itemsize)
         return Layout(
             resident_bytes=home,
             transient_bytes=slots,
@@ -164,9 +167,7 @@ class RTP(Strategy):
         return slice_bytes if self.compute is None else slice_bytes // itemsize * _COMPUTE_ITEMSIZE
 
     def _message_bytes(self, slice_bytes: int, *, itemsize: int) -> int:
-        """Bytes that carry a slice; as many as at home over symmetric memory, where its reader converts it."""
-        if self.transport == "symmetric_memory":
-            return slice_bytes
+        """Bytes that carry a slice."""
         if self.wire == "fp8":
             return fp8_bytes(slice_bytes // itemsize)
         return self._visiting_bytes(slice_bytes, itemsize=itemsize)
