@@ -63,8 +63,11 @@ ROWS = (
     (PEER, "bfloat16"),
     (f"rtp={NUM_RANKS}[transport=send_receive]", "autocast_bfloat16"),
     (NULL, "autocast_bfloat16"),
+    ("single", "bfloat16"),
+    (f"rtp={NUM_RANKS}[transport=send_receive]", "bfloat16"),
+    (NULL, "bfloat16"),
 )
-"""Layouts, each with the precision of its passes. `symmetric_memory` is over memory without peers."""
+"""Layouts, each with the precision of its passes: under autocast, or with weights in bfloat16. `symmetric_memory` is over memory without peers."""
 SHAPES = {**LLAMA_3_8B, "vocab_size": 4096}
 DEPTHS = (1, 3)
 SETTLED = 2
@@ -162,7 +165,7 @@ class Contender:
 
 def precision(mode: str) -> dict[str, Any]:
     """Arguments of `parallelize` for a precision."""
-    return {"autocast_dtype": torch.bfloat16} if mode == "autocast_bfloat16" else {}
+    return {"autocast_dtype" if mode.startswith("autocast_") else "param_dtype": torch.bfloat16}
 
 
 def under_fsdp2(module: nn.Module, mode: str) -> None:

@@ -33,6 +33,10 @@ def test_a_record_has_every_row_with_every_count(record):
     assert {parallel for parallel, _ in rows} == {
         *("single", "fsdp2", "rtp=8[transport=send_receive]", "rtp=8[transport=symmetric_memory]"),
     }
+    for parallel in {parallel for parallel, mode in rows if mode == "autocast_bfloat16"}:
+        under_autocast, plain = rows[parallel, "autocast_bfloat16"], rows[parallel, "bfloat16"]
+        for name in ("ops", "casts", "elementwise_bytes"):
+            assert plain[f"{name}_per_layer"] < under_autocast[f"{name}_per_layer"], (parallel, name)
     for (parallel, mode), row in rows.items():
         assert {f"{name}_per_layer" for name in COUNTS} <= row.keys(), parallel
         assert row["ops_per_layer"] > 50 and row["elementwise_bytes_per_layer"] > 0, (parallel, mode)
