@@ -67,7 +67,8 @@ ROWS = (
     (f"rtp={NUM_RANKS}[transport=send_receive]", "bfloat16"),
     (NULL, "bfloat16"),
 )
-"""Layouts, each with the precision of its passes: under autocast, or with weights in bfloat16. `symmetric_memory` is over memory without peers."""
+"""Layouts, each with the precision of its passes: under autocast, or with weights in bfloat16. `symmetric_memory` is
+over memory without peers."""
 SHAPES = {**LLAMA_3_8B, "vocab_size": 4096}
 DEPTHS = (1, 3)
 SETTLED = 2

@@ -132,7 +132,8 @@ class TrainSection(_Section):
         accumulation: forward passes of one rank per optimizer step; 1, or as many as `global_batch` needs.
         global_batch: samples of all ranks per optimizer step; must be micro batch x accumulation x batch ranks.
         seed: of initial weights, order of the data and the sample.
-        precision: "float32", or "bfloat16" (autocast: weights stay float32).
+        precision: "float32"; "bfloat16" (autocast: weights stay float32); or "param_bfloat16": passes compute with
+            copies of the weights in bfloat16 and no autocast, under single, ddp, fsdp and rtp.
         compile: run blocks by torch.compile; the first step takes long.
         device: "auto", "cpu" or "cuda".
         eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.
@@ -164,7 +165,7 @@ class TrainSection(_Section):
     accumulation: Annotated[PositiveInt, Field(le=_MOST_AT_ONCE)] | None = None
     global_batch: Annotated[PositiveInt, Field(le=_MOST_AT_ONCE)] | None = None
     seed: Annotated[NonNegativeInt, Field(le=_MOST_SEED)] = 0
-    precision: Literal["float32", "bfloat16"] = "float32"
+    precision: Literal["float32", "bfloat16", "param_bfloat16"] = "float32"
     compile: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: NonNegativeInt = 0

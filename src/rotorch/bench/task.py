@@ -99,8 +99,10 @@ def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
 
     Raises:
         ConfigError: the model's configuration cannot be read, the sequence is too long for it, the batch does not
-            divide, or the run is one of adapters.
+            divide, or the run is one of adapters or of a precision that no peer has.
     """
+    if run.train.precision == "param_bfloat16":
+        raise ConfigError("bench: train.precision = 'param_bfloat16' is not measured. Write train.precision=bfloat16")
     if run.lora is not None:
         raise ConfigError("bench: adapters are not measured. Leave [lora] out")
     given = run.model.config

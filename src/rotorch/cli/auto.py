@@ -48,6 +48,11 @@ def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
         ConfigError: no cluster is known, or nothing fits.
     """
     train = config.train
+    if train.precision == "param_bfloat16":
+        raise ConfigError(
+            "train.precision = 'param_bfloat16': the planner knows no figures for it. Write a layout, or "
+            "train.precision=bfloat16"
+        )
     ranks = nproc or int(os.environ.get("WORLD_SIZE", "0")) or os.cpu_count() or 1
     cluster = _cluster(config, ranks=ranks)
     rows = train.global_batch or train.micro_batch * (train.accumulation or 1) * ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from rotorch.models.hf import causal_lm
@@ -25,3 +26,10 @@ def make_module(model_config: Any, *, lora: LoraSection | None) -> nn.Module:
     if lora is None:
         return module
     return add_lora(module, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets)
+
+
+def precision_arguments(precision: str) -> dict[str, torch.dtype]:
+    """Arguments of `parallelize` for a run's `train.precision`."""
+    names = {"float32": None, "bfloat16": "autocast_dtype", "param_bfloat16": "param_dtype"}
+    name = names[precision]
+    return {} if name is None else {name: torch.bfloat16}

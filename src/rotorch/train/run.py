@@ -64,7 +64,7 @@ from rotorch.train.launch.watchdog import BACKSTOP_S
 from rotorch.train.loggers import RunInfo, make_listeners
 from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard, set_aside
-from rotorch.train.module import make_module
+from rotorch.train.module import make_module, precision_arguments
 from rotorch.train.optim import make_optimizer, schedule_numbers
 from rotorch.train.sample import write_sample
 from rotorch.train.state import TrainState, derive_rng, model_config
@@ -315,8 +315,8 @@ def build(run: CheckedRun, *, store: dist.Store | None = None) -> TrainState:
         module,
         run.strategies,
         device=device,
-        autocast_dtype=torch.bfloat16 if config.train.precision == "bfloat16" else None,
         compile=config.train.compile,
+        **precision_arguments(config.train.precision),
     )
     if config.model.init == "random":
         model.materialize(seed=config.train.seed)

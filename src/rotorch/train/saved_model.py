@@ -26,7 +26,7 @@ from rotorch.process.forking import why_no_ranks
 from rotorch.process.new_interpreter import call_fresh
 from rotorch.run_config import LoraSection, RunConfig
 from rotorch.shard.materialize import on_meta
-from rotorch.strategies import Strategy, num_ranks, parse_parallel
+from rotorch.strategies import Strategy, num_ranks, parse_parallel, without_param_dtype
 from rotorch.train.checkpoint.auxiliary_files import TOKENIZER_FILES
 from rotorch.train.checkpoint.directories import find_checkpoint
 from rotorch.train.checkpoint.manifest import Manifest, check_sizes, read_manifest
@@ -36,7 +36,7 @@ from rotorch.train.checks.preflight import check_model
 from rotorch.train.data.batches import BYTES
 from rotorch.train.launch.elastic import is_rank, launch
 from rotorch.train.launch.status import Phase, StatusBoard
-from rotorch.train.module import make_module
+from rotorch.train.module import make_module, precision_arguments
 from rotorch.train.state import TrainState
 
 
@@ -153,8 +153,10 @@ def _in_rank(board: StatusBoard, *, saved: SavedModel, use: Use) -> bool:
     board.doing(Phase.BUILDING)
     with on_meta():
         module = make_module(saved.model_config, lora=saved.lora)
-    precision = torch.bfloat16 if saved.run.train.precision == "bfloat16" else None
-    model = parallelize(module, saved.strategies, device=pick_device(saved.device), autocast_dtype=precision)
+    precision = saved.run.train.precision
+    if precision == "param_bfloat16" and without_param_dtype(saved.strategies) is not None:
+        precision = "bfloat16"  # the nearest that every layout has
+    model = parallelize(module, saved.strategies, device=pick_device(saved.device), **precision_arguments(precision))
     board.name_units(model.write_status_to(board.place))
     model.materialize(seed=saved.manifest.seed)
     board.doing(Phase.LOADING)

@@ -52,7 +52,7 @@ def check_batch_fits(
     """Tokens of a micro-batch, and the input of every layer that backward needs, have room: once per batch rank."""
     text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     width, layers = (getattr(text_config, name, None) or 1 for name in ("hidden_size", "num_hidden_layers"))
-    itemsize = 2 if config.train.precision == "bfloat16" else 4
+    itemsize = 4 if config.train.precision == "float32" else 2
     per_token = _TOKEN_BYTES + width * layers * itemsize
     per_sample = per_token * config.data.sequence_length * batch_ranks(strategies)
     has = most_bytes()

@@ -20,7 +20,15 @@ from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 from rotorch.run_config import BatchSizes, LoraSection, OptimizerSection, RunConfig, batch_sizes
-from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, for_batch, num_ranks, parse_parallel
+from rotorch.strategies import (
+    batch_ranks,
+    cuts_features,
+    cuts_tokens,
+    for_batch,
+    num_ranks,
+    parse_parallel,
+    without_param_dtype,
+)
 from rotorch.train.checkpoint.directories import candidates, check, checkpoints_of, latest
 from rotorch.train.checkpoint.manifest import MODEL, Manifest, check_sizes, read_manifest
 from rotorch.train.checkpoint.store import AnyPath, StorePath, as_path, check_no_password, check_writable, is_url
@@ -311,9 +319,15 @@ def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
 
     from rotorch.mesh import device_type
 
-    autocast = None if config.train.precision == "float32" else config.train.precision
+    param_dtype = config.train.precision == "param_bfloat16"
+    if param_dtype and (unable := without_param_dtype(strategies)) is not None:
+        raise ConfigError(
+            f"train.precision = 'param_bfloat16': {unable} has no converted weights to compute with. Write "
+            "train.precision=bfloat16, or a layout of single, ddp, fsdp and rtp on several ranks"
+        )
+    of_passes = None if config.train.precision == "float32" else "bfloat16"
     for strategy in strategies:
-        strategy.at_precision(autocast).check_device(device_type(config.train.device))
+        strategy.at_precision(of_passes).check_device(device_type(config.train.device))
     if config.train.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("train.device = 'cuda', but torch sees no CUDA device. Write train.device=cpu or auto")
 
@@ -383,7 +397,7 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
 
 def micro_batch_of(config: RunConfig) -> MicroBatch:
     """Returns the batch that one rank computes on at once."""
-    itemsize = 2 if config.train.precision == "bfloat16" else 4
+    itemsize = 4 if config.train.precision == "float32" else 2
     return MicroBatch(config.train.micro_batch, config.data.sequence_length, itemsize=itemsize)
 
 
