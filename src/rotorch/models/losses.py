@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
@@ -46,6 +47,11 @@ def _targets_in(batch: Batch) -> Tensor:
         shifted = labels[..., 1:] if labels.dim() > 1 else labels
         return (shifted != -100).sum()
     raise ConfigError(f"batch: needs 'labels' or 'shift_labels', has {sorted(batch)}")
+
+
+def _share(num_mine: Tensor, num_targets: int, *, loss: Tensor) -> Tensor:
+    """A micro-batch's share of all targets, by which its loss is multiplied: in float32 for a loss in bfloat16."""
+    return (num_mine.double() / num_targets).to(torch.promote_types(loss.dtype, torch.float32))
 
 
 def loss_of(module: nn.Module) -> LossFn:
@@ -108,8 +114,7 @@ class CausalLMLoss:
         of_text, copy, version = heard[-1]
         if loss is copy and loss._version == version:  # nothing was added; a look at the values would wait for a GPU
             return loss
-        share = (_targets_in(batch).double() / num_targets).to(loss.dtype)
-        return of_text + share * (loss - of_text)
+        return of_text + _share(_targets_in(batch), num_targets, loss=loss) * (loss - of_text)
 
 
 class OwnMeanLoss:
@@ -142,7 +147,7 @@ class OwnMeanLoss:
         first = labels.view(-1)[:1]
         first.masked_fill_(num_mine == 0, 0)
         loss = _loss_in(module(**{**batch, "labels": labels}), model=type(module).__name__)
-        return loss * (num_mine.double() / num_targets).to(loss.dtype)
+        return loss * _share(num_mine, num_targets, loss=loss)
 
 
 def _loss_in(output: Any, *, model: str) -> Tensor:
