@@ -68,8 +68,8 @@ def test_steps_whatever_runs_first(steps, schedule, ring):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_slices_that_are_converted_on_the_way_whatever_runs_first(schedule, ring):
-    """One's own slice passes through a slot too."""
+def test_slices_that_visit_in_another_precision_whatever_runs_first(schedule, ring):
+    """Each owner converts once; its masters stay as they are."""
     on_ranks(test_ring.several_steps, 3, ring, schedule, variant="+wire")
 
 

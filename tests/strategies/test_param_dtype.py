@@ -73,7 +73,8 @@ def test_gradients_are_as_exact_as_those_of_fsdp2s_policy(tiny, family):
         policy_loss, policy, _ = found["fsdp=2"]  # torch's fully_shard with its MixedPrecisionPolicy
         for loss, grads, of_loop in (alone["single"], found["ddp=2"], found["fsdp=2"]):
             assert loss == policy_loss  # the same operations; gradients are summed in float32, in another order
-            assert max(errors(grads, policy).values()) < 1e-5
+            # FSDP2 rounds the sum of a tied weight's two uses once more, to bfloat16.
+            assert max(errors(grads, policy).values()) < (2.0**-8 if family == "qwen3" else 1e-5)
             assert max(errors(of_loop, policy).values()) < 1e-2  # the loop's loss is a mean, in other roundings
         rounding = errors(policy, exact)
         assert 1e-4 < statistics.median(rounding.values()) < 0.05
