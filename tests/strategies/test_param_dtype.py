@@ -162,7 +162,7 @@ def casts_of_both(path):
 
 
 def test_a_visit_converts_no_activation(tiny):
-    """What is left: each rank's own slice, gradients into float32 buffers, and norms as the model writes them."""
+    """Casts that are left: of each own slice, of gradients into float32 buffers, and of norms as models write them."""
     for under_autocast, plain in run_ranks(casts_of_both, tiny("llama"), num_ranks=2):
         of_weights = 2 * 10  # gradients, in two visits
         of_norms = 2 * (4 + 2)  # forward and backward, in and out; the weight, and its gradient
