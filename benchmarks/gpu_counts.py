@@ -86,7 +86,6 @@ class Contender:
         tokens: of the batch.
 
     Attributes:
-        forward_backward: one step without the optimizer.
         operations: counts while it is entered.
     """
 
@@ -102,14 +101,20 @@ class Contender:
         self._module = module
         if parallel == PEER:
             under_fsdp2(module, mode)
-            self.forward_backward: Callable[[], Any] = lambda: causal_lm_loss(module, batch, tokens - 1).backward()
+            self._passes: Callable[[], Any] = lambda: causal_lm_loss(module, batch, tokens - 1).backward()
             return
         with ExitStack() as stack:
             if parallel == NULL:
                 stack.enter_context(mock.patch.object(rtp_apply, "make_ring", self._null_ring))
                 stack.enter_context(mock.patch.object(RTP, "check_device", lambda *_: None))
             self.model = rotorch.parallelize(module, parallel, device="cpu", **precision(mode))
-        self.forward_backward = lambda: self.model.forward_backward(batch, accumulate=True)
+        self._passes = lambda: self.model.forward_backward(batch)
+
+    def forward_backward(self) -> None:
+        """One step without the optimizer, into fresh gradients."""
+        for parameter in self._module.parameters():
+            parameter.grad = None
+        self._passes()
 
     def fill(self) -> None:
         """Gives weights and slots small numbers: what lies in fresh memory may be no number, and slow."""
