@@ -34,6 +34,13 @@ def test_shared_memory_that_is_full_or_closed_is_said(monkeypatch, tmp_path):
     assert transports()["shared_memory"] == f"no: {tmp_path} cannot be written"
 
 
+def test_the_hierarchy_of_hosts_needs_shared_memory_here(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+    assert transports()["hierarchical"].startswith("yes, on cpu, over several hosts")
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path / "missing"))
+    assert transports()["hierarchical"] == f"no: {tmp_path / 'missing'} is no directory"
+
+
 def test_symmetric_memory_needs_cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)

@@ -1,6 +1,6 @@
 """Crossings of a ring between hosts."""
 
-from rotorch.core.crossings import slices_between_hosts, warning_of_crossings
+from rotorch.core.crossings import even_hosts, slices_between_hosts, warning_of_crossings
 
 
 def test_a_flat_ring_sends_each_slice_to_every_rank_of_another_host():
@@ -19,3 +19,8 @@ def test_a_warning_says_how_many_cross_and_what_to_write():
     )
     for hosts in (["a", "a", "b"], ["a", "b", "a", "b"]):  # not in equal blocks: no layout to propose
         assert warning_of_crossings(hosts).endswith("would be enough if the ranks of a host shared them")
+
+
+def test_hosts_are_even_with_as_many_ranks_each_side_by_side():
+    found = {hosts: even_hosts(hosts) for hosts in ("aabb", "aaabbbccc", "abab", "aab", "abc", "aaaa", "aabbaa")}
+    assert {hosts: number for hosts, number in found.items() if number} == {"aabb": 2, "aaabbbccc": 3}

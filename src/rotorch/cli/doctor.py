@@ -95,6 +95,7 @@ def _transports() -> dict[str, str]:
     found = {
         "shared_memory": _shared_memory(),
         "symmetric_memory": _symmetric_memory(),
+        "hierarchical": _hierarchical(),
         "send_receive": _send_receive(),
     }
     return found | {"auto": _auto(found)}
@@ -105,6 +106,13 @@ def _auto(found: dict[str, str]) -> str:
     devices = [device for device in preferred if device == "cpu" or torch.cuda.is_available()]
     taken = [f"{preferred[d] if found[preferred[d]].startswith('yes') else 'send_receive'} on {d}" for d in devices]
     return ", ".join(taken)
+
+
+def _hierarchical() -> str:
+    """Between CPU ranks of several hosts; this machine can only say whether its own part is there."""
+    here, messages = _shared_memory(), _send_receive()
+    missing = next((said for said in (here, messages) if said.startswith("no")), "")
+    return missing or "yes, on cpu, over several hosts with as many ranks each, side by side (auto takes it there)"
 
 
 def _send_receive() -> str:

@@ -132,6 +132,11 @@ class Observable:
         """Name of the transport between ranks, where there is a choice."""
         return None
 
+    @property
+    def num_hosts(self) -> int | None:
+        """Number of hosts of that transport, where it goes by hosts."""
+        return None
+
     def slots(self) -> list[Tensor]:
         """Buffers that slices of a ring pass through; they stay from step to step."""
         return []

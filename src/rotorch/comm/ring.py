@@ -99,6 +99,9 @@ class Ring(ABC):
     gives_whole: bool = False
     """True if an item's slices lie side by side where every rank can read them (`whole_weights`)."""
 
+    num_hosts: int | None = None
+    """Number of hosts, where the transport goes by them."""
+
     name: str
     """Name of the transport, for `doctor` and reports."""
 

@@ -20,16 +20,26 @@ def slices_between_hosts(hosts: Sequence[str]) -> tuple[int, int]:
     return sum(len(hosts) - on_host[host] for host in hosts), len(hosts) * (len(on_host) - 1)
 
 
+def even_hosts(hosts: Sequence[str]) -> int:
+    """Number of hosts, if there are several and each has as many ranks, more than one, side by side; otherwise 0.
+
+    Args:
+        hosts: host of each rank of the ring, by position.
+    """
+    blocks = [len(list(ranks)) for _, ranks in groupby(hosts)]
+    alike = len(blocks) == len(set(hosts)) > 1 and len(set(blocks)) == 1
+    return len(blocks) if alike and blocks[0] > 1 else 0
+
+
 def warning_of_crossings(hosts: Sequence[str]) -> str:
     """The warning for a ring whose slices cross between hosts more often than they must; empty if they do not."""
     crossing, enough = slices_between_hosts(hosts)
     if crossing <= enough:
         return ""
-    blocks = [len(list(ranks)) for _, ranks in groupby(hosts)]
     num_hosts, size = len(set(hosts)), len(hosts)
     advice = ""
-    if len(blocks) == num_hosts and len(set(blocks)) == 1:
-        layout = f"ddp={num_hosts},rtp={blocks[0]}"
+    if even_hosts(hosts):
+        layout = f"ddp={num_hosts},rtp={size // num_hosts}"
         advice = f". If a host has memory for the model's state, write {layout}: then only gradients cross"
     return (
         f"rtp: the {size} ranks of a ring are on {num_hosts} hosts: in each pass {crossing} slices of a unit cross "

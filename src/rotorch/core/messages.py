@@ -39,6 +39,11 @@ def fp8_bytes(numel: int) -> int:
     return fp8_scale_bytes(numel) + numel
 
 
+def sum_slots(hosts: int) -> int:
+    """Slots per rank for gradients of other hosts' slices: one is added to while another one is on its way."""
+    return min(2, hosts - 1)
+
+
 def lane_bytes(size: int, *, whole: int, part: int = 0) -> int:
     """Slots of one rank in memory that `size` ranks share (`comm/shared_axis_group.py`).
 

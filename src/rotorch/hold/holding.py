@@ -212,6 +212,10 @@ class OuterHolding(Holding):
     def transport(self) -> str | None:
         return self._inner.transport
 
+    @property
+    def num_hosts(self) -> int | None:
+        return self._inner.num_hosts
+
     def slots(self) -> list[Tensor]:
         return self._inner.slots()
 

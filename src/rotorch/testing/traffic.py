@@ -110,7 +110,8 @@ def _as_it_runs(model: ParallelModel) -> Strategy:
     inner, transport = model.strategies[-1], model.holding.transport
     if transport is None or getattr(inner, "transport", None) != "auto":
         return inner
-    return inner.model_copy(update={"transport": transport})
+    hosts = model.holding.num_hosts
+    return inner.model_copy(update={"transport": transport} | ({} if hosts is None else {"hosts": hosts}))
 
 
 def _position(model: ParallelModel, strategy: Strategy) -> int:

@@ -14,13 +14,14 @@ from rotorch.comm.collectives import any_rank, gather_objects, group_timeout_s
 from rotorch.comm.fp8 import Fp8Wire
 from rotorch.comm.ring import Ring
 from rotorch.comm.shared_file import SharedMemoryUnavailable
+from rotorch.comm.transports.hierarchical import HierarchicalRing
 from rotorch.comm.transports.hopping import HoppingRing
 from rotorch.comm.transports.peer_memory import OVERLAPPING, PeerMemoryUnavailable
 from rotorch.comm.transports.send_receive import SendReceiveRing
 from rotorch.comm.transports.shared_memory import SharedMemoryRing
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
 from rotorch.comm.wire import Wire
-from rotorch.core.crossings import warning_of_crossings
+from rotorch.core.crossings import even_hosts, warning_of_crossings
 from rotorch.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -38,13 +39,14 @@ def make_ring(
     fp8: bool = False,
     buffering: str = "out_of_place",
     ahead: int = 1,
+    num_hosts: int = 2,
 ) -> Ring:
     """Makes the ring of a one-axis mesh. All its ranks call it and get the same transport.
 
     Args:
         mesh: the ring's ranks.
-        transport: "auto", "shared_memory", "symmetric_memory" or "send_receive". "auto" takes shared memory on CPU, and
-            symmetric memory on CUDA, if every rank can, and says why if not.
+        transport: "auto", "shared_memory", "symmetric_memory", "hierarchical" or "send_receive". "auto" takes shared
+            memory on CPU, of one host or of each, and symmetric memory on CUDA, if every rank can, and says why if not.
         numels: elements of each slice, `numels[item][index]`.
         numels_side_by_side: the same for a ring whose items can be read whole, if whole weights are wanted there.
         dtype: of all slices at home, and of gradients.
@@ -54,6 +56,7 @@ def make_ring(
         buffering: of messages: "out_of_place", or "in_place" (see hopping.py). Where slices are read from their homes'
             memory there is nothing to buffer.
         ahead: fetches under way while a slice is computed with, over messages out of place.
+        num_hosts: number of hosts that "hierarchical" was asked for.
 
     Raises:
         ConfigError: the transport that was asked for cannot be had.
@@ -72,6 +75,7 @@ def make_ring(
                 ) from None
             if mesh.get_local_rank() == 0:
                 logger.warning("rtp: no symmetric memory (%s); slices travel by send and receive instead", error)
+    no_shared_memory = ""
     if transport in ("auto", "shared_memory") and device.type == "cpu":
         ring, reason = None, ""
         try:
@@ -95,8 +99,7 @@ def make_ring(
             ring.close()
         if transport == "shared_memory":
             raise ConfigError(f"rtp: transport=shared_memory is not possible: {reason}. Write transport=auto")
-        if mesh.get_local_rank() == 0:
-            logger.warning("rtp: no shared memory (%s); slices travel by send and receive instead", reason)
+        no_shared_memory = f"rtp: no shared memory ({reason}); slices travel by send and receive instead"
     elif transport == "symmetric_memory" and device.type != "cuda":
         raise ConfigError(
             f"rtp: transport=symmetric_memory works between CUDA ranks, not on {device.type}. Write transport=auto"
@@ -111,14 +114,72 @@ def make_ring(
             "device=cpu, give every rank a GPU of its own (then messages go over NCCL), or let ranks share one over "
             f"symmetric memory ({OVERLAPPING}=1, transport=auto)"
         )
-    if mesh.size() > 2:  # of two ranks, none shares a host with another of a ring over two
-        warning = warning_of_crossings(gather_objects(platform.node(), mesh=mesh))
-        if warning and mesh.get_local_rank() == 0:
-            logger.warning(warning)
     wire = (Fp8Wire if fp8 else Wire)(home_dtype=dtype, dtype=wire_dtype or dtype)
     timeout_s = group_timeout_s(mesh, device=device)
+    if mesh.size() > 2:  # of two ranks, none shares a host with another of a ring over two
+        hosts = gather_objects(platform.node(), mesh=mesh)
+        as_it_is = device.type == "cpu" and wire.as_at_home and buffering == "out_of_place"
+        if transport == "hierarchical" and not as_it_is:
+            raise ConfigError(
+                "rtp: transport=hierarchical is between CPU ranks, and sends slices as they are at home. "
+                "Write transport=auto"
+            )
+        if transport == "hierarchical" or (transport == "auto" and as_it_is and even_hosts(hosts)):
+            asked_for = num_hosts if transport == "hierarchical" else None
+            over_hosts = _over_hosts(
+                hosts, asked_for=asked_for, mesh=mesh, numels=numels, dtype=dtype, ahead=ahead, timeout_s=timeout_s
+            )
+            if over_hosts is not None:
+                return over_hosts
+        if mesh.get_local_rank() == 0:
+            if no_shared_memory:
+                logger.warning(no_shared_memory)
+            if warning := warning_of_crossings(hosts):
+                logger.warning(warning)
+    elif no_shared_memory and mesh.get_local_rank() == 0:
+        logger.warning(no_shared_memory)
     if buffering == "in_place":
         return HoppingRing(mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, timeout_s=timeout_s)
     return SendReceiveRing(
         mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, ahead=ahead, timeout_s=timeout_s
     )
+
+
+def _over_hosts(
+    hosts: Sequence[str],
+    *,
+    asked_for: int | None,
+    mesh: DeviceMesh,
+    numels: Sequence[Sequence[int]],
+    dtype: torch.dtype,
+    ahead: int,
+    timeout_s: float,
+) -> HierarchicalRing | None:
+    """Makes the ring in which the ranks of a host share slices. None if they share no memory and none was asked for.
+
+    Raises:
+        ConfigError: it was asked for, over so many hosts, and cannot be had.
+    """
+    found = even_hosts(hosts)
+    if asked_for is not None and found != asked_for:
+        advice = f"hosts={found}, or transport=auto" if found > 1 else "transport=auto"
+        raise ConfigError(
+            f"rtp: transport=hierarchical needs {asked_for} hosts of as many ranks each, side by side, and the ring's "
+            f"ranks are on {', '.join(hosts)}. Write {advice}"
+        )
+    ring, reason = None, "ranks of another host cannot share memory"
+    try:
+        ring = HierarchicalRing(mesh=mesh, hosts=found, numels=numels, dtype=dtype, ahead=ahead, timeout_s=timeout_s)
+    except SharedMemoryUnavailable as error:
+        reason = str(error)
+    # Asked of all: the hosts do not see each other's memory, so one of them may fail alone.
+    if not any_rank(ring is None, mesh=mesh):
+        if mesh.get_local_rank() == 0:
+            each = mesh.size() // found
+            logger.info("rtp: hierarchical: %d hosts of %d ranks; a slice crosses to each once per pass", found, each)
+        return ring
+    if asked_for is not None:
+        raise ConfigError(f"rtp: transport=hierarchical is not possible: {reason}. Write transport=auto")
+    if mesh.get_local_rank() == 0:
+        logger.warning("rtp: ranks of a host share no memory (%s); each takes every slice by a message", reason)
+    return None

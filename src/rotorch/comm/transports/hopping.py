@@ -33,7 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Visit
 from rotorch.comm.status_word import Operation, at
-from rotorch.comm.transports.message_ring import MessageRing
+from rotorch.comm.transports.message_ring import MessageRing, message_group
 from rotorch.comm.transports.messages import Bounce, Hop
 from rotorch.comm.wire import Wire
 from rotorch.core.errors import RankFailure
@@ -75,7 +75,7 @@ class HoppingRing(MessageRing):
             timeout_s=timeout_s,
         )
         # A group with a short timeout: ranks that did not raise never answer, and must not hold up the error.
-        self._agreement_group = self._new_group(min(_PATIENCE_S, timeout_s / 2))
+        self._agreement_group = message_group(mesh.mesh.tolist(), timeout_s=min(_PATIENCE_S, timeout_s / 2))
         wire, largest = self._wire, self._largest
         self._rooms = self._home_buffer.split(rooms) if self._homes_travel else ()
         length, travels = wire.length(largest), self.size > 1

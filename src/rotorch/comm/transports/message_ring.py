@@ -49,9 +49,10 @@ class MessageRing(Ring):
         super().__init__(
             size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype, wire_dtype=wire.dtype
         )
-        self._mesh = mesh
         # Two groups: messages of one group arrive in order, and a fetch that runs ahead must not hold a gradient back.
-        self._weight_group, self._gradient_group = (self._new_group(timeout_s) for _ in range(2))
+        self._weight_group, self._gradient_group = (
+            message_group(mesh.mesh.tolist(), timeout_s=timeout_s) for _ in range(2)
+        )
         home = [n[self.position] for n in self.numels]
         # In place, the home buffer must also hold the largest slice that takes a turn in it.
         starts = [0, *accumulate(rooms or home)]
@@ -61,13 +62,13 @@ class MessageRing(Ring):
         self._home_gradients = self._all_home_gradients.split(home)
         self._largest = max((max(n) for n in self.numels), default=0)
 
-    def _new_group(self, timeout_s: float) -> dist.ProcessGroup | None:
-        """Returns a group of the ring's ranks for messages of one kind; None for a single rank. All ranks.
 
-        It lives as long as the process: torch names a group after its ranks, and a new one of the same name would meet
-        the old one's addresses in the store and fail to connect.
-        """
-        if self.size == 1:
-            return None
-        limit = timedelta(seconds=timeout_s)
-        return dist.new_group(self._mesh.mesh.tolist(), timeout=limit, use_local_synchronization=True)
+def message_group(ranks: Sequence[int], *, timeout_s: float) -> dist.ProcessGroup | None:
+    """Returns a group of a ring's ranks for messages of one kind; None for a single rank. All of them.
+
+    It lives as long as the process: torch names a group after its ranks, and a new one of the same name would meet the
+    old one's addresses in the store and fail to connect.
+    """
+    if len(ranks) == 1:
+        return None
+    return dist.new_group(list(ranks), timeout=timedelta(seconds=timeout_s), use_local_synchronization=True)

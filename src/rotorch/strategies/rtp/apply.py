@@ -114,6 +114,10 @@ class RTPHolding(ShardsHolding, StageHolding):
     def transport(self) -> str | None:
         return self.ring.name
 
+    @property
+    def num_hosts(self) -> int | None:
+        return self.ring.num_hosts
+
     def slots(self) -> list[Tensor]:
         return self.ring.slots()
 
@@ -155,6 +159,7 @@ def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUni
         fp8=strategy.wire == "fp8",
         buffering=strategy.buffering,
         ahead=strategy.ahead,
+        num_hosts=strategy.hosts,
     )
     found = zip(in_place, side_by_side, strict=True) if ring.gives_whole else zip(visiting, slices, strict=True)
     return ring, [

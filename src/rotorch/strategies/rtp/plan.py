@@ -26,6 +26,8 @@ Cost (unit of P bytes, n ranks)
                Backward asks for no weights of an embedding, nor of a head whose logits are kept (`recompute=none`),
                unless logits become real: for another loss than a plain cross-entropy, or a bias that is whole.
                In place, slices that backward does not need, or that are used twice, hop home once more: P/n.
+               `transport=hierarchical` over H hosts: (H-1)/n (P + P + P), all of it between hosts; a third slot for
+               gradients if H > 2.
     hides      A fetch hides behind the compute of the slice before it, a gradient's hop behind that of the next slice;
                over symmetric memory, behind that of two. In place, only the first few MiB of a hop do.
 
@@ -52,7 +54,7 @@ from pydantic import Field, PositiveInt
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
-from rotorch.core.messages import bounce_bytes, fp8_bytes, num_chunks
+from rotorch.core.messages import bounce_bytes, fp8_bytes, num_chunks, sum_slots
 from rotorch.core.spec import ModelSpec, Unit, UnitKind
 from rotorch.core.stages import in_stage
 from rotorch.core.strategy import Strategy
@@ -72,7 +74,10 @@ class RTP(Strategy):
             time and little memory.
         transport: of slices. "auto" takes shared memory when all ranks of the ring are CPU ranks of one host
             and it is large enough, symmetric memory when they are GPUs of one host that reach each other's memory, else
-            point-to-point messages.
+            point-to-point messages. "hierarchical": messages between CPU ranks of several hosts, where each slice
+            crosses to each host once per pass and its ranks share it; "auto" takes it where every host has as many
+            ranks, more than one, side by side, and messages carry slices as they are at home.
+        hosts: number of hosts that `transport=hierarchical` goes over.
         buffering: of messages. "out_of_place": the next slice comes while this one is computed with. "in_place": it
             takes this one's place, which saves the slots and costs overlap. Where ranks share memory there is nothing
             to save, and both are the same.
@@ -89,7 +94,8 @@ class RTP(Strategy):
     cuts_weights: ClassVar[bool] = True
     size: PositiveInt
     recompute: Literal["none", "head", "all_but_attention", "slice"] = "head"
-    transport: Literal["auto", "shared_memory", "symmetric_memory", "send_receive"] = "auto"
+    transport: Literal["auto", "shared_memory", "symmetric_memory", "hierarchical", "send_receive"] = "auto"
+    hosts: Annotated[int, Field(ge=2)] = 2
     buffering: Literal["out_of_place", "in_place"] = "out_of_place"
     ahead: Annotated[int, Field(ge=1, le=4)] = 1
     wire: Literal["fp8"] | None = None
@@ -132,10 +138,16 @@ class RTP(Strategy):
         in_forward, in_backward = self._weights_sent(unit, messages, position=position, copies=copies)
         num_hops = unit.uses if unit.trained_bytes else 0  # of gradients; frozen units are frozen whole
         hopped = sum(slices) - home
+        if self.transport == "hierarchical":
+            per_host = n // self.hosts
+            hopped = sum(slices[position % per_host :: per_host]) - home  # sums of slices that have this rank's place
         if self._in_place:
             chunks = [num_chunks(m) for m in messages]
             numbers = self._weights_sent(unit, chunks, position=position, copies=copies)
             hops = sum(map(num_chunks, slices)) - num_chunks(home)
+        elif self.transport == "hierarchical":
+            numbers = ((self.hosts - 1) * unit.uses, (self.hosts - 1) * self._reads_in_backward(unit))
+            hops = self.hosts - 1
         else:
             numbers = ((n - 1) * unit.uses, (n - 1) * self._reads_in_backward(unit))
             hops = n - 1
@@ -183,6 +195,8 @@ class RTP(Strategy):
             return 0
         if self.transport == "symmetric_memory":
             return 2 * visiting + 3 * largest  # two for weights; two for gradients, and the inbox
+        if self.transport == "hierarchical":
+            return (self.ahead + 1 + sum_slots(self.hosts) + 1) * largest
         copies = self._copies_travel(itemsize)
         if self._in_place:
             traveller = message if copies else 0
@@ -198,7 +212,8 @@ class RTP(Strategy):
         """Bytes (or messages) of a unit's weights that this rank sends in forward and in backward; see `sizes`."""
         n, uses, reads, total = self.size, unit.uses, self._reads_in_backward(unit), sum(sizes)
         if not self._in_place:  # its own, to all others
-            return (n - 1) * sizes[position] * uses, (n - 1) * sizes[position] * reads
+            readers = self.hosts - 1 if self.transport == "hierarchical" else n - 1
+            return readers * sizes[position] * uses, readers * sizes[position] * reads
         # In place it sends the slice that it has. Forward ends, and backward begins, with the next rank's slice.
         next_one, previous = sizes[(position + 1) % n], sizes[(position - 1) % n]
         if copies:  # one's own is there without a hop
@@ -215,6 +230,11 @@ class RTP(Strategy):
             )
         if autocast not in ("bfloat16", "float16") or self.size == 1:
             return self
+        if self.transport == "hierarchical":
+            raise ConfigError(
+                f"rtp: transport=hierarchical sends slices as they are at home, and passes compute with them in "
+                f"{autocast}. Write transport=send_receive, or train in the weights' own precision"
+            )
         self._check_ahead(converted=f"slices are converted to {autocast} to be sent")
         return self.model_copy(update={"compute": autocast})
 
@@ -231,10 +251,14 @@ class RTP(Strategy):
     def without_idle_options(self) -> Self:
         if self.transport in ("auto", "send_receive"):
             return self
+        if self.transport == "hierarchical":
+            return self.model_copy(update={"buffering": "out_of_place"})
         return self.model_copy(update={"buffering": "out_of_place", "ahead": 1})  # there are no messages to buffer
 
     def check_device(self, device_type: str) -> None:
-        needed = {"shared_memory": "cpu", "symmetric_memory": "cuda"}.get(self.transport, device_type)
+        needed = {"shared_memory": "cpu", "hierarchical": "cpu", "symmetric_memory": "cuda"}.get(
+            self.transport, device_type
+        )
         if device_type != needed:
             raise ConfigError(
                 f"rtp: transport={self.transport} works between {needed.upper()} ranks, not on {device_type}. "
@@ -243,6 +267,16 @@ class RTP(Strategy):
 
     def check(self, spec: ModelSpec) -> None:
         self._check_ahead()
+        if self.hosts != 2 and self.transport != "hierarchical":
+            raise ConfigError(
+                f"rtp: hosts={self.hosts} is for transport=hierarchical, and transport is {self.transport}. "
+                "Write both, or leave hosts out: auto finds them"
+            )
+        if self.transport == "hierarchical" and (self.size % self.hosts or self.size == self.hosts):
+            raise ConfigError(
+                f"rtp: transport=hierarchical over {self.hosts} hosts, but a ring of {self.size} does not give each as "
+                "many ranks, more than one. Write a multiple of the hosts, or transport=send_receive"
+            )
         if self.wire is not None and self.transport != "send_receive":
             raise ConfigError(
                 f"rtp: wire={self.wire} halves messages, and transport={self.transport} may send none. "

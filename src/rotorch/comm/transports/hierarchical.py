@@ -1,0 +1,414 @@
+"""The ring over several hosts: each slice crosses to each host once per pass, and the ranks there share it.
+
+[Note: blocks]
+    Ranks of a host are neighbours, and every host has as many. A pass visits the slices of one host after another's, a
+    block at a time: in forward this host's own block first, in backward last. Of a block of another host, each rank
+    receives the slice whose owner has its place there, into shared memory of its host, and reads the others where its
+    neighbours have received them. While a block is computed with, the next one is on its way.
+
+[Note: gradients]
+    The ranks of a host add their parts to the gradient of a slice in turn, in shared memory. The last of them is the
+    rank that has the owner's place: it adds the sum of the hosts before, which has come meanwhile, and sends it to the
+    next host. To its own slice's gradient a rank adds that sum when the buffer is next needed, at the end of a step at
+    the latest, and opens the gradient to other passes only then.
+
+[Note: slots]
+    A slot may be filled once every rank of the host is done with the block that was in it. All ranks post their
+    messages at the same visits, whoever is late: so a step that breaks off at one place leaves the same messages on
+    all ranks, and none without its other end.
+
+[Note: numbers]
+    Ranks of a host tell each other by numbers in shared memory, each written by one rank at a time. Every step has a
+    base of its own, so one that broke off leaves nothing to clean up.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.comm.shared_file import Extent, Patience, announce, share_file
+from rotorch.comm.status_word import Operation, at
+from rotorch.comm.transports.message_ring import message_group
+from rotorch.comm.transports.messages import Exchange
+from rotorch.comm.transports.passes import Pass, Passes
+from rotorch.core.errors import HeardFailure
+from rotorch.core.messages import sum_slots
+
+_STEP = 1 << 24  # between the bases of two steps: more than any number grows in one
+_DONE, _ARRIVED, _BROKEN_OFF, _COUNTS = range(4)
+
+
+@dataclass
+class _Fetch:
+    """A block that is fetched: the pass and its block, the number of the fetch, and this rank's messages for it."""
+
+    target: Pass
+    block: int
+    number: int
+    exchange: Exchange
+
+
+class _Share:
+    """One rank's part of the host's file.
+
+    Attributes:
+        counts: fetches that the rank is done with, and that have arrived, and the last step that it left in the middle.
+        sum_turns: additions to each of its slots for sums.
+        home_turns: additions to each of its home gradients.
+        weights: its own slice of each item.
+        gradients: the gradient of each of them.
+        all_gradients: the same as one tensor.
+        slots: for visiting slices.
+        sums: for gradients of other hosts' slices.
+    """
+
+    def __init__(
+        self,
+        memory: mmap.mmap,
+        extent: Extent,
+        *,
+        dtype: torch.dtype,
+        home: Sequence[int],
+        sizes: Sequence[int],
+        sums: int,
+    ) -> None:
+        numbers = np.frombuffer(memory, dtype=np.int64, count=_COUNTS + sums + len(home), offset=extent.start)
+        self.counts, self.sum_turns = numbers[:_COUNTS], numbers[_COUNTS : _COUNTS + sums]
+        self.home_turns = numbers[_COUNTS + sums :]
+        start, total = extent.start + _header_bytes(len(home), sums), sum(home)
+        elements = torch.frombuffer(memory, dtype=torch.uint8)[start : extent.start + extent.num_bytes].view(dtype)
+        weights, self.all_gradients, *slots = elements.split([total, total, *sizes])
+        self.weights, self.gradients = weights.split(list(home)), self.all_gradients.split(list(home))
+        self.sums, self.slots = slots[:sums], slots[sums:]
+
+
+def _header_bytes(num_items: int, num_sums: int) -> int:
+    return -(-8 * (_COUNTS + num_sums + num_items) // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class HierarchicalRing(Ring):
+    """See the module's notes. All ranks of `mesh` must make it together.
+
+    Args:
+        mesh: the ring's ranks.
+        hosts: number of hosts; each has as many ranks, and they are neighbours.
+        numels: elements of each slice, `numels[item][index]`.
+        dtype: of all slices and gradients.
+        ahead: blocks on their way while one is computed with.
+        timeout_s: a rank that is later than this counts as gone.
+
+    Raises:
+        SharedMemoryUnavailable: on all ranks of a host, if they cannot share memory.
+    """
+
+    moves_weights = True
+    defers_adds = False  # a slot must be free for the next unit
+    name = "hierarchical"
+
+    def __init__(
+        self,
+        *,
+        mesh: DeviceMesh,
+        hosts: int,
+        numels: Sequence[Sequence[int]],
+        dtype: torch.dtype,
+        ahead: int = 1,
+        timeout_s: float = 600.0,
+    ) -> None:
+        super().__init__(size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype)
+        self.num_hosts, self._per_host = hosts, self.size // hosts
+        m = self._per_host
+        self._host, self._place = divmod(self.position, m)
+        # Within a block, too, one's own place is first in forward and last in backward.
+        self._forward_order = [
+            (self._host - b) % hosts * m + (self._place - i) % m for b in range(hosts) for i in range(m)
+        ]
+        self._backward_order = [
+            (self._host + 1 + b) % hosts * m + (self._place + 1 + i) % m for b in range(hosts) for i in range(m)
+        ]
+        ranks = mesh.mesh.tolist()
+        self._weight_group, self._gradient_group = (message_group(ranks, timeout_s=timeout_s) for _ in range(2))
+        self._neighbours = slice(self._host * m, (self._host + 1) * m)
+        group = message_group(ranks[self._neighbours], timeout_s=timeout_s)
+        self._patience = Patience(group=group, timeout_s=timeout_s)
+        self._fence = threading.Lock()
+        largest = max((max(n) for n in self.numels), default=0)
+        self._num_sum_slots = sums = sum_slots(hosts)
+        homes = [[n[position] for n in self.numels] for position in range(self.size)[self._neighbours]]
+        sizes, header = [largest] * (sums + ahead + 1), _header_bytes(len(self.numels), sums)
+        extents, end = [], 0
+        for home in homes:
+            num_bytes = header + (2 * sum(home) + sum(sizes)) * dtype.itemsize
+            extents.append(Extent(end, num_bytes))
+            end += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = share_file(end, group=group, owned=[extents[self._place]])
+        self._shares = [
+            _Share(memory, extent, dtype=dtype, home=home, sizes=sizes, sums=sums)
+            for extent, home in zip(extents, homes, strict=True)
+        ]
+        self._own = own = self._shares[self._place]
+        self._home_weights, self._home_gradients = own.weights, own.gradients
+        self._all_home_gradients = own.all_gradients
+        self._arrival = torch.empty(largest, dtype=dtype)
+        """The sum of the hosts before this one, for this rank's slice of the next block."""
+        self._base, self._num_fetches, self._num_done, self._num_sums = 0, 0, 0, 0
+        self._rounds = [0] * len(self.numels)
+        self._most_ahead = ahead
+        self._ahead: deque[_Fetch] = deque()
+        self._hops: list[Exchange | None] = [None] * sums
+        """Per slot for sums: the messages that send it."""
+        self._arriving: Exchange | None = None
+        self._pending_item: int | None = None
+        """Item whose home gradient the arriving sum is for."""
+        self._passes = Passes(size=hosts)
+
+    def slots(self) -> list[Tensor]:
+        return [b for b in (*self._own.slots, *self._own.sums, self._arrival) if b.numel()]
+
+    # ------------------------------------------------------------- a step
+
+    def start(self, *, fresh: Sequence[bool]) -> None:
+        super().start(fresh=fresh)
+        self._drain()  # a pass without gradients ends without `finish`, an abandoned step in the middle
+        self._base += _STEP
+        self._num_fetches, self._num_done, self._num_sums = 0, 0, 0
+        self._rounds = [0] * len(self.numels)
+        self._passes.start()
+        with self._fence:
+            # Opens this rank's gradients to the others: its optimizer is done with those of the last step.
+            self._own.sum_turns[:] = self._base
+            self._own.home_turns[:] = self._base
+        self._announce(self._own.counts, _DONE, self._base)
+
+    def finish(self) -> None:
+        super().finish()
+        self._settle()
+        self._drain()
+
+    def close(self) -> None:
+        self._drain()
+
+    def _drain(self) -> None:
+        """Waits for all messages under way, and drops what they bring."""
+        self._drop_ahead()
+        for slot, hop in enumerate(self._hops):
+            if hop is not None:
+                hop.wait()
+            self._hops[slot] = None
+        self._arriving, self._pending_item = None, None
+
+    def restore_owners(self, *, after: BaseException | None = None) -> None:
+        if after is not None:  # weights are at home; neighbours must not wait for this rank's part of the step
+            self._announce(self._own.counts, _BROKEN_OFF, self._base)
+
+    # ------------------------------------------------------------- weights
+
+    def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
+        this, number = Pass(item, backward, fetch), 0
+        self._passes.enter(this)
+        here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
+        for step, index in enumerate(self.order(backward=backward)):
+            block, turn = divmod(step, self._per_host)
+            comes = fetch and index // self._per_host != self._host
+            if comes and turn == 0:
+                number = self._arrive(this, block)
+            weights = self._visiting(item, index, number) if fetch else None
+            self.status.now = here + index
+            if turn == 1:  # not before: neighbours may still compute with the last slice of the block before
+                coming = islice(self._passes.coming(this, block), len(self._ahead), self._most_ahead)
+                self._ahead.extend(self._post(*fetch) for fetch in coming)
+            yield Visit(index, weights, step)
+            if comes and turn == self._per_host - 1:
+                self._end_fetch()
+        if backward:
+            self.fresh[item] = False
+
+    def _arrive(self, this: Pass, block: int) -> int:
+        """Waits for this rank's slice of a block and shows it to its neighbours. Returns the fetch's number."""
+        if self._ahead and (self._ahead[0].target, self._ahead[0].block) != (this, block):
+            self._drop_ahead()  # this step makes other passes than the one before: these slices are not needed
+        flight = self._ahead.popleft() if self._ahead else self._post(this, block)
+        source = self._source(block, backward=this.backward)
+        self._mark_wait(Operation.AWAIT_SLICE, this.item, source, source=source)
+        flight.exchange.wait()
+        self._announce(self._own.counts, _ARRIVED, self._base + flight.number + 1)
+        return flight.number
+
+    def _visiting(self, item: int, index: int, number: int) -> Tensor:
+        """A slice in the memory of this host: at home, or where fetch `number` has brought it."""
+        host, place = divmod(index, self._per_host)
+        share = self._shares[place]
+        if host == self._host:
+            return share.weights[item]
+        if place != self._place:
+            self._mark_wait(Operation.AWAIT_SLICE, item, index, source=self._neighbours.start + place)
+            self._await(share.counts, _ARRIVED, self._base + number + 1, whom=lambda: place, what="a slice")
+        return share.slots[number % len(share.slots)][: self.numels[item][index]]
+
+    def _source(self, block: int, *, backward: bool) -> int:
+        """Position of the rank that sends this one its slice of a block of a pass."""
+        return self.order(backward=backward)[block * self._per_host] // self._per_host * self._per_host + self._place
+
+    def _post(self, target: Pass, block: int) -> _Fetch:
+        """Starts the messages of one block: this rank's own slice goes to one host, another host's comes here."""
+        number, slots = self._num_fetches, self._own.slots
+        self._num_fetches += 1
+        for place, share in enumerate(self._shares):  # see [Note: slots]
+            free = self._base + max(0, number + 1 - len(slots))
+            self._await(share.counts, _DONE, free, whom=lambda place=place: place, what="its visit of a slice")
+        source = self._source(block, backward=target.backward)
+        distance = source - self.position
+        exchange = Exchange(
+            send=self._home_weights[target.item],
+            to=(self.position - distance) % self.size,
+            receive=slots[number % len(slots)][: self.numels[target.item][source]],
+            source=source,
+            group=self._weight_group,
+        )
+        return _Fetch(target, block, number, exchange)
+
+    def _end_fetch(self) -> None:
+        """Tells the neighbours that this rank is done with a block."""
+        self._num_done += 1
+        self._announce(self._own.counts, _DONE, self._base + self._num_done)
+
+    def _drop_ahead(self) -> None:
+        """Waits for blocks under way and drops them."""
+        while self._ahead:
+            self._ahead.popleft().exchange.wait()
+            self._end_fetch()
+
+    # ------------------------------------------------------------- gradients
+
+    def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
+        host, place = divmod(visit.index, self._per_host)
+        turn, share = visit.step % self._per_host, self._shares[place]
+        turns, which, first = self._turns(item, visit)
+        if host == self._host:
+            flat, fresh = share.gradients[item], turn == 0 and self.fresh[item]
+        else:
+            flat, fresh = share.sums[which][: self.numels[item][visit.index]], turn == 0
+            if turn == 0:
+                self._open_sums(which, first)
+        if turns[which] < first + turn:
+            if not wait:
+                return None
+            here = self.status.now
+            waits_for = (place - 1 - max(0, int(turns[which]) - first)) % self._per_host
+            self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=self._neighbours.start + waits_for)
+            # The neighbours add in the order of their visits; before the first of them the slice's own place opens.
+            self._await(
+                turns,
+                which,
+                first + turn,
+                whom=lambda: (
+                    place if turns[which] < first else (place - 1 - (int(turns[which]) - first)) % self._per_host
+                ),
+                what="its part of a gradient",
+            )
+            self.status.now = here
+        with self._fence:  # reads of the gradient come after that of the turn which announced it
+            pass
+        return GradientBuffer(flat, fresh)
+
+    def _turns(self, item: int, visit: Visit) -> tuple[np.ndarray, int, int]:
+        """The numbers that count additions to a slice's gradient, the entry of this one, and its first value."""
+        host, place = divmod(visit.index, self._per_host)
+        share, per_use = self._shares[place], self._per_host + 1  # the last one opens the buffer to the next use
+        if host == self._host:
+            return share.home_turns, item, self._base + self._rounds[item] * per_use
+        uses, slot = divmod(self._num_sums, self._num_sum_slots)
+        return share.sum_turns, slot, self._base + uses * per_use
+
+    def _open_sums(self, slot: int, first: int) -> None:
+        """Lets neighbours write to a slot for sums, once what it held has left."""
+        hop, self._hops[slot] = self._hops[slot], None
+        if hop is not None:
+            hop.wait_sent()
+        if self._own.sum_turns[slot] < first:
+            self._announce(self._own.sum_turns, slot, first)
+
+    @torch.no_grad()
+    def pass_on(self, item: int, visit: Visit) -> None:
+        block, turn = divmod(visit.step, self._per_host)
+        turns, which, first = self._turns(item, visit)
+        self._announce(turns, which, first + turn + 1)
+        if turn < self._per_host - 1:
+            return
+        # The last turn of a block is that of the slice which has this rank's own place.
+        if visit.index == self.position:
+            self._rounds[item] += 1
+            self._pending_item = item  # not waited for here: the sum may arrive while later units compute
+            return
+        self._num_sums += 1
+        flat = self._own.sums[which][: self.numels[item][visit.index]]
+        if block > 0:
+            flat.add_(self._arrived(item, visit.index))
+        else:
+            self._settle()
+        m = self._per_host
+        self._hops[which] = self._arriving = Exchange(
+            send=flat,
+            to=(self.position - m) % self.size,
+            receive=self._arrival[: self.numels[item][(visit.index + m) % self.size]],
+            source=(self.position + m) % self.size,
+            group=self._gradient_group,
+        )
+
+    def _arrived(self, item: int, index: int) -> Tensor:
+        """Waits for the sum of the hosts before this one in the gradient of a slice."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            raise AssertionError("the sum of the other hosts' parts is not on its way")
+        here = self.status.now
+        self._mark_wait(Operation.AWAIT_GRADIENT, item, index, source=(self.position + self._per_host) % self.size)
+        arriving.wait_received()
+        self.status.now = here
+        return self._arrival[: self.numels[item][index]]
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Adds the pending sum to its home gradient, and opens that to the next pass of the item."""
+        item, self._pending_item = self._pending_item, None
+        if item is not None:
+            self._home_gradients[item].add_(self._arrived(item, self.position))
+            first = self._base + self._rounds[item] * (self._per_host + 1)
+            self._announce(self._own.home_turns, item, first)
+
+    # ------------------------------------------------------------- neighbours
+
+    def _announce(self, numbers: np.ndarray, index: int, value: int) -> None:
+        announce(numbers, index, value, fence=self._fence)
+
+    def _await(self, numbers: np.ndarray, index: int, value: int, *, whom: Callable[[], int], what: str) -> None:
+        """Waits until a number of the host's memory, which the rank at place `whom()` owes, has come so far.
+
+        Raises:
+            HeardFailure: that rank has left the step in the middle, or ended.
+            RankFailure: it is late.
+        """
+        ranks, patience = self._ranks[self._neighbours], self._patience
+
+        def left() -> bool:
+            return bool(self._shares[whom()].counts[_BROKEN_OFF] >= self._base > 0)
+
+        def late() -> str:
+            return f"rank {ranks[whom()]} is late: this one waited {patience.timeout_s:.0f} s for {what}"
+
+        if numbers[index] < value:
+            patience.wait(lambda: numbers[index] >= value or left(), whom=whom, ranks=ranks, what=what, late=late)
+            if numbers[index] < value:
+                raise HeardFailure(f"rank {ranks[whom()]} has left this step in the middle, before {what}")
+        with self._fence:  # reads of what was announced come after that of the number
+            pass

@@ -1,0 +1,109 @@
+"""Models over two hosts of two ranks: equal to one process, with the bytes and memory that the Layout says."""
+
+import platform
+
+import pytest
+import torch
+from torch import distributed as dist
+
+import rotorch
+from rotorch.comm.meter import Meter
+from rotorch.core.errors import ConfigError
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm
+from rotorch.shard.materialize import take_recipes
+from rotorch.strategies import parse_parallel
+from rotorch.testing.arithmetic import exact_arithmetic, widen
+from rotorch.testing.compare import gradient_errors
+from rotorch.testing.parity import parity_batch
+from rotorch.testing.ranks import run_ranks
+from rotorch.testing.reference import fill, plain_config, reference_step
+from rotorch.testing.traffic import traffic_problems
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+SEED, STEPS, EXACT = 5, 2, 1e-10
+HOSTS = "aabb"
+
+
+def build(config):
+    with rotorch.on_meta():
+        return widen(causal_lm(config).train())
+
+
+def one_process(config):
+    """Loss and gradients of every step."""
+    watched, module, steps = build(config), widen(causal_lm(config).train()), []
+    fill(module, spec=describe(watched), recipes=take_recipes(watched), seed=SEED)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(STEPS):
+        with exact_arithmetic():
+            loss = float(reference_step(module, parity_batch(step=step, vocab_size=config.vocab_size)))
+        steps.append((loss, {name: p.grad.clone() for name, p in module.named_parameters()}))
+        optimizer.step()
+    return steps
+
+
+def compared(config, layouts, hosts, expected):
+    """Largest error of each layout on this rank, and what is wrong with its traffic."""
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platform, "node", lambda: hosts[dist.get_rank()])
+        for layout in layouts:
+            model = rotorch.parallelize(build(config), layout, device="cpu").materialize(seed=SEED)
+            optimizer, worst = torch.optim.SGD(model.parameters(), lr=0.1), 0.0
+            assert model.holding.transport == "hierarchical"
+            for step, (loss, gradients) in enumerate(expected):
+                batch = parity_batch(step=step, vocab_size=config.vocab_size)
+                mine = {k: rows.tensor_split(len(hosts))[model.batch_rank] for k, rows in batch.items()}
+                with exact_arithmetic(), Meter() as meter:
+                    ours = float(model.forward_backward([mine]))
+                worst = max(worst, abs(ours - loss) / loss, *gradient_errors(model.weights, gradients).values())
+                optimizer.step()
+                optimizer.zero_grad()
+            problems = list(traffic_problems(model, meter))
+            slots = sum(slot.numel() * slot.element_size() for slot in model.holding.slots())
+            said = max(model.strategies[-1].layout(unit).slots_bytes for unit in model.spec.units)
+            found.append((worst, problems, slots - said))
+            model.close()
+    return found
+
+
+LAYOUTS = [f"rtp=4[transport=hierarchical,recompute={r}]" for r in ("none", "head", "slice")]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_two_hosts_are_one_process_with_the_bytes_of_the_layout(tiny, tied):
+    config = plain_config(tiny("llama"), layers=2)
+    config.tie_word_embeddings = tied
+    for of_rank in run_ranks(compared, config, LAYOUTS, HOSTS, one_process(config), num_ranks=4):
+        for worst, problems, beyond in of_rank:
+            assert worst <= EXACT and problems == [] and beyond == 0
+
+
+def test_replicas_of_two_hosts_are_one_process(tiny):
+    config = plain_config(tiny("llama"), layers=1)
+    layouts = ["ddp=2,rtp=4[transport=hierarchical]"]
+    for of_rank in run_ranks(compared, config, layouts, "aabbccdd", one_process(config), num_ranks=8):
+        for worst, _, beyond in of_rank:
+            assert worst <= EXACT and beyond == 0
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_ring_that_does_not_divide_into_hosts_is_refused(size, tiny):
+    config = plain_config(tiny("llama"), layers=1)
+    (rtp,) = parse_parallel(f"rtp={size}[transport=hierarchical]")
+    with pytest.raises(ConfigError, match=f"over 2 hosts, but a ring of {size} does not give each as many ranks"):
+        rtp.check(describe(build(config)))
+
+
+def test_hosts_without_the_transport_that_goes_by_them_are_refused(tiny):
+    (rtp,) = parse_parallel("rtp=6[hosts=3]")
+    with pytest.raises(ConfigError, match="hosts=3 is for transport=hierarchical, and transport is auto"):
+        rtp.check(describe(build(plain_config(tiny("llama"), layers=1))))
+
+
+def test_autocast_is_refused_by_name():
+    (rtp,) = parse_parallel("rtp=4[transport=hierarchical]")
+    with pytest.raises(ConfigError, match=r"passes compute with them in bfloat16\. Write transport=send_receive"):
+        rtp.at_precision("bfloat16")
