@@ -84,7 +84,7 @@ def no_place_in_a_job_is_left():
     if left != before:
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
-        pytest.fail(f"the test has left {({name: value for name, value in left.items() if value != before[name]})}")
+        pytest.fail(f"the test has left { ({name: value for name, value in left.items() if value != before[name]}) }")
 
 
 @pytest.fixture(autouse=True)
