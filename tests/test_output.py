@@ -95,7 +95,7 @@ def broken(*_, **__):
     ("arguments", "where"),
     [
         (["export", "x", "y"], "rotorch.train.checkpoint.export.export_checkpoint"),
-        (["inspect", "x"], "rotorch.train.checkpoint.saving.inspect_checkpoint"),
+        (["inspect", "x"], "rotorch.train.checkpoint.contents.inspect_checkpoint"),
         (["train", "{run}"], "rotorch.train.run.check_run"),
     ],
 )

@@ -520,7 +520,7 @@ def inspect(
 ) -> None:
     """Shows the contents of a checkpoint."""
     check_json(json_file)
-    from rotorch.train.checkpoint.saving import inspect_checkpoint
+    from rotorch.train.checkpoint.contents import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint, contents=contents)
     show(found, hidden=("tensors",))
