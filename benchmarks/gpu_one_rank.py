@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -99,7 +98,6 @@ def one_case(layout: str, *, shapes: dict[str, Any], device: str, tokens: int, s
     from rotorch.models.hf import causal_lm, config_from_dict
     from rotorch.testing.fake import as_rank
 
-    os.environ["LOCAL_RANK"] = "0"
     config = config_from_dict({**shapes, "use_cache": False}, source="benchmarks/gpu_one_rank.py")
     with as_rank(3, num_ranks=NUM_RANKS), unsent_gradients():
         with rotorch.on_meta():

@@ -14,6 +14,8 @@ TINY = ROOT / "configs" / "tiny"
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 SHARED_DOWN_TO = {
     "tests/conformance/test_invariants.py": 1,
     "tests/conformance/test_buffering.py": 2,
@@ -71,6 +73,18 @@ def no_group_is_left():
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()
         gc.collect()
+
+
+@pytest.fixture(autouse=True)
+def no_place_in_a_job_is_left():
+    """Variables of launchers that a test leaves in its process would make ranks of the tests after it."""
+    before = {name: os.environ.get(name) for name in LAUNCHERS}
+    yield
+    left = {name: os.environ.get(name) for name in LAUNCHERS}
+    if left != before:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+        pytest.fail(f"the test has left { ({name: value for name, value in left.items() if value != before[name]}) }")
 
 
 @pytest.fixture(autouse=True)

@@ -240,17 +240,18 @@ def test_wrong_commands(capsys, directory, monkeypatch, arguments, words):
     assert words in refused(capsys, directory, *arguments)
 
 
-def test_the_command_ends_with_its_exit_code_and_needs_no_torch_to_refuse(tmp_path):
+def test_the_command_needs_no_torch_to_refuse_or_to_inspect(tmp_path, finished):
     code = (
         "import sys; from rotorch import cli; c = cli.run(sys.argv[1:]); assert 'torch' not in sys.modules; sys.exit(c)"
     )
     environment = {**os.environ, "PYTHONPATH": SRC}
     run = write_run(tmp_path)
-    for arguments, expected in ((["--version"], 0), (["train", str(run), "--parallel", "rpt=2"], 2)):
+    inspecting = (["inspect", str(finished / "run"), "--contents"], 0)
+    for arguments, expected in ((["--version"], 0), (["train", str(run), "--parallel", "rpt=2"], 2), inspecting):
         command = [sys.executable, "-W", "error", "-c", code, *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == expected, done.stderr
-    assert "Traceback" not in done.stderr and done.stderr.count("\n") == 1
+        assert "Traceback" not in done.stderr and done.stderr.count("\n") == (expected != 0)
 
 
 def test_help_lists_every_command(capsys):

@@ -147,6 +147,7 @@ def test_a_bench_starts_its_ranks_afresh_from_a_process_that_is_in_a_group(in_a_
     assert started == [{}, MALLOC_ENVIRONMENT]
 
 
+@pytest.mark.slow
 def test_a_model_is_verified_where_no_gpu_is_in_sight(tiny, monkeypatch):
     monkeypatch.setattr(verify_module, "gpu_in_sight", lambda: True)
     assert verify_module.verify(tiny("llama"), parallel="rtp=2", steps=1).ok

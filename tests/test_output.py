@@ -1,5 +1,6 @@
 """Output that closes while a command runs, and errors that nobody foresaw. The real entry point, forked."""
 
+import io
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import pytest
 
 from rotorch import cli
 from rotorch.cli.output import leave_traceback
+from rotorch.core.phase_line import tell_phase
 from rotorch.process.forking import forking
 
 sys.path.insert(0, str(Path(__file__).parent / "train"))
@@ -95,7 +97,7 @@ def broken(*_, **__):
     ("arguments", "where"),
     [
         (["export", "x", "y"], "rotorch.train.checkpoint.export.export_checkpoint"),
-        (["inspect", "x"], "rotorch.train.checkpoint.saving.inspect_checkpoint"),
+        (["inspect", "x"], "rotorch.train.checkpoint.contents.inspect_checkpoint"),
         (["train", "{run}"], "rotorch.train.run.check_run"),
     ],
 )
@@ -123,3 +125,18 @@ def test_a_rank_that_fails_before_its_first_step_leaves_its_traceback_in_the_run
     command = rotorch(tmp_path / "log", "train", write_run(tmp_path))
     assert command.code == 3 and "ZeroDivisionError: of all things" in command.stderr
     assert "in broken" in (tmp_path / "run" / "traceback-rank0.txt").read_text()
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_phase_takes_the_place_of_the_one_before_and_is_erased(monkeypatch):
+    terminal, file = Terminal(), io.StringIO()
+    for stream in (terminal, file):
+        monkeypatch.setattr(sys, "stderr", stream)
+        for text in ("loading torch", "building", ""):
+            tell_phase(text)
+    assert terminal.getvalue() == "\r\x1b[2Kloading torch ...\r\x1b[2Kbuilding ...\r\x1b[2K"
+    assert file.getvalue() == ""

@@ -240,8 +240,10 @@ class OptimizerSection(_Section):
             scales and other vectors, nor on a state space's rates (`A_log`, `D`). See `models/decay.py`.
         clip_norm: the global gradient norm is scaled down to this; 0 leaves it alone.
         warmup_steps: steps over which the learning rate rises from 0 to `lr`.
-        schedule: "cosine" falls to `min_lr_ratio * lr` at the last step, "constant" stays.
+        schedule: "cosine" and "linear" fall to `min_lr_ratio * lr` at the last step, "wsd" (warm up, stay, decay) falls
+            there over the last steps only (arXiv 2404.06395), "constant" stays.
         min_lr_ratio: see `schedule`.
+        decay_fraction: of "wsd": share of the steps over which it falls.
     """
 
     name: Word = "adamw"
@@ -253,8 +255,9 @@ class OptimizerSection(_Section):
     weight_decay: NonNegativeFloat = 0.1
     clip_norm: NonNegativeFloat = 1.0
     warmup_steps: NonNegativeInt = 0
-    schedule: Literal["cosine", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     min_lr_ratio: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    decay_fraction: Annotated[float, Field(gt=0.0, le=1.0)] = 0.2
 
     @property
     def least_moments(self) -> int:

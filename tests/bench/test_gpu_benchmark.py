@@ -131,6 +131,7 @@ def test_what_a_layer_adds_is_taken_for_all_others():
     assert gpu_one_rank.scaled([measured[0], {"layers": 4, "error": "out of memory"}], layers=32) == {}
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_is_a_row_with_its_error(monkeypatch):
     import gpu_one_rank
 

@@ -127,6 +127,7 @@ def test_in_bfloat16_a_ring_holds_no_more_than_fsdp2_by_its_own_policy(task, row
         assert ours - 4 * (4 * NORMS) // 2 <= theirs  # norms are whole on every rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_gpt_models_on_four_ranks(task, accumulation):
     task = dataclasses.replace(task, model=GPT, num_ranks=4, accumulation=accumulation)
@@ -160,7 +161,7 @@ def test_clipping_is_the_same_for_all(task):
 
 @pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize("name", OF_OTHERS)
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_other_libraries_train_as_one_process(task, name, accumulation):
     if not PEERS[name].installed:
         pytest.skip(f"{PEERS[name].library} is not installed")

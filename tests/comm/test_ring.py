@@ -140,7 +140,7 @@ def one_step(ring):
     assert joined.sum() == torch.nansum(ring.all_home_gradients)
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_slice_visits_every_rank_and_gradients_arrive_complete(transport, n, ring):
     on_ranks(one_step, transport, n, ring)
@@ -248,7 +248,7 @@ def left_behind(ring):
         assert torch.equal(ring.home_gradients(item), summed(ring, item))
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_nobody_waits_for_a_rank_that_has_left_the_step(n, ring):
     on_ranks(left_behind, "shared_memory", n, ring)
 
@@ -334,7 +334,7 @@ def kept_back(ring):
         assert all(torch.equal(ring.home_gradients(item), summed(ring, item)) for item in (0, 2))
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_additions_that_were_kept_back_are_made_when_they_can_be(n, ring):
     on_ranks(kept_back, "shared_memory", n, ring)
 
@@ -387,7 +387,7 @@ def fetches_ahead(ring, *, most):
         ring.finish()
 
 
-@pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.parametrize("n", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", ["send_receive", "send_receive+ahead"])
 def test_messages_fetch_what_comes_next_during_a_visit(n, transport, ring):
     on_ranks(partial(fetches_ahead, most=2 if "ahead" in transport else 1), transport, n, ring)
@@ -424,7 +424,7 @@ def abandoned_steps(ring):
             assert torch.equal(ring.home_gradients(item), summed(ring, item))
 
 
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     "steps",

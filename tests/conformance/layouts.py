@@ -158,7 +158,8 @@ def says_new(layout: str, model: str) -> bool:
     if "[" in layout:
         return not _repeats_options(strategies[0])
     if is_grid(kind):
-        return size <= 4 or kind == "tesseract"  # whose depth shows on eight
+        sizes = (1, 2, 4, 8) if kind == "tesseract" else (1, 2, 4)  # a depth shows on eight
+        return (model == MODELS[0] and size in sizes) or (size, model) == (4, "qwen3")
     return size == 1 or (size, model) in {(2, "gpt_neox"), (3, "qwen3"), (4, "gemma2")}
 
 
@@ -172,8 +173,8 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     if len(strategies) > 1 or "[" in layout:
         return says_new(layout, model) and not any(is_grid(s.kind) and not getattr(s, "zero", 0) for s in strategies)
     if is_grid(kind):
-        return (size, model) in {(1, "llama"), (2, "llama"), (4, "qwen3"), (8 if kind == "tesseract" else 4, "llama")}
-    return (size, model) in {(1, "llama"), (2, "qwen3"), (3, "llama")}
+        return (size, model) in {(2, "llama"), (4, "qwen3"), (8 if kind == "tesseract" else 0, "llama")}
+    return (size, model) in {(2, "qwen3"), (3, "llama")} or (size == 1 and kind in ("single", "rtp"))
 
 
 def _repeats_options(strategy: Strategy) -> bool:

@@ -159,8 +159,13 @@ def measured(warm, config, expected):
 
 
 @pytest.mark.parametrize(("recompute", "accumulation"), cells(compile=False))
-@pytest.mark.parametrize(("transport", "buffering"), WAYS)
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "transport", "buffering"),
+    [
+        pytest.param(precision, *way, marks=() if precision == "float64" or way == WAYS[-1] else pytest.mark.slow)
+        for precision, way in product(PRECISIONS, WAYS)
+    ],
+)
 def test_a_cell_of_the_matrix(measured, bars, precision, transport, buffering, recompute, accumulation):
     holds(measured(precision, transport, buffering, False)[recompute, accumulation], bars[precision])
 

@@ -144,6 +144,7 @@ def test_experts_that_are_taken_one_by_one_stay_whole(monkeypatch):
     assert not any("experts" in name for name in alone(spec))
 
 
+@pytest.mark.slow
 def test_all_invariants_of_weights_inside_a_module(warm, tmp_path):
     config = transformers.DeepseekV2Config(**SIZES, **LATENT, attn_implementation="eager", tie_word_embeddings=False)
     path = tmp_path / "config.json"

@@ -90,7 +90,9 @@ def warmed():
     describe(wrapped("some layers"))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS[3:])]
+)
 def test_ranks_do_as_one_process(warmed, tmp_path, layout):
     shares = 1 if layout.startswith("megatron") else 2
     ranks = run_ranks(on_ranks, layout, tmp_path / "ranks", num_ranks=2)

@@ -62,7 +62,7 @@ def step(layout, compile, accumulation=1, autocast=None):
     ("layout", "graphs"),
     [
         ("rtp=2", 2),  # attention and MLP
-        ("rtp=2[recompute=slice]", 4),  # each also without gradients
+        pytest.param("rtp=2[recompute=slice]", 4, marks=pytest.mark.slow),  # each also without gradients
         ("rtp=3[transport=send_receive]", 3),  # 4 heads over 3 ranks: slices of 2 and of 1; the MLP's are alike
         ("fsdp=2", 1),
         pytest.param("pp=2[schedule=zb_h1]", 2, marks=pytest.mark.slow),

@@ -101,7 +101,7 @@ def in_the_optimizer(path, layout, updated):
     twin.close()
 
 
-@pytest.mark.parametrize("updated", [False, True])
+@pytest.mark.parametrize("updated", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_an_exception_in_the_optimizer_finds_weights_at_home(tiny, layout, updated):
     run_ranks(in_the_optimizer, tiny("llama"), layout, updated, num_ranks=3)
@@ -198,7 +198,14 @@ def gradients_from_before(path, layout, in_backward):
 
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("layout", [*LAYOUTS, "rtp=3[recompute=none]", "ddp=2,rtp=2", "pp=2,rtp=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *LAYOUTS,
+        "ddp=2,rtp=2",
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("rtp=3[recompute=none]", "pp=2,rtp=2")),
+    ],
+)
 def test_gradients_that_a_broken_step_was_adding_to_are_gone_and_it_says_so(tiny, layout, in_backward):
     size = 4 if ",rtp" in layout else 3
     run_ranks(gradients_from_before, tiny("llama"), layout, in_backward, num_ranks=size, timeout_s=90)
@@ -223,7 +230,10 @@ def frozen_in_part(path, layout):
     model.close()
 
 
-@pytest.mark.parametrize("layout", ["rtp=2", "ddp=2,rtp=2", "pp=2,rtp=2", "pp=2"])
+@pytest.mark.parametrize(
+    "layout",
+    ["rtp=2", "pp=2,rtp=2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("ddp=2,rtp=2", "pp=2"))],
+)
 def test_an_evaluation_that_breaks_off_leaves_gradients_alone(tiny, layout):
     run_ranks(frozen_in_part, tiny("llama"), layout, num_ranks=4 if "," in layout else 2, timeout_s=90)
 

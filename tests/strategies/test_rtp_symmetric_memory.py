@@ -46,10 +46,10 @@ def over_symmetric_memory(monkeypatch):
 @pytest.mark.parametrize(
     ("parallel", "model"),
     [
-        ("rtp=3", "qwen3"),
+        pytest.param("rtp=3", "qwen3", marks=pytest.mark.slow),
         ("rtp=2[recompute=none]", "mixtral"),
         ("rtp=3[recompute=slice]", "gemma2"),
-        ("ddp=2,rtp=2", "llama"),
+        pytest.param("ddp=2,rtp=2", "llama", marks=pytest.mark.slow),
     ],
 )
 def test_float64_parity(parallel, model, tiny):

@@ -21,7 +21,8 @@ from rotorch.parallel_model import ParallelModel
 from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 from rotorch.strategies import parse_parallel
 from rotorch.testing.ranks import run_ranks
-from rotorch.train.checkpoint.saving import check, inspect_checkpoint, latest, load, save
+from rotorch.train.checkpoint.contents import inspect_checkpoint
+from rotorch.train.checkpoint.saving import check, latest, load, save
 from rotorch.train.state import TrainState
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "tiny"

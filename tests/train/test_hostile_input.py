@@ -21,8 +21,9 @@ from rotorch.core.errors import ConfigError, RotorchError
 from rotorch.models.hf import load_config
 from rotorch.run_config import load_run_config
 from rotorch.testing.ranks import run_ranks
+from rotorch.train.checkpoint.contents import inspect_checkpoint
 from rotorch.train.checkpoint.manifest import json_digest, manifest_text, read_manifest
-from rotorch.train.checkpoint.saving import inspect_checkpoint, load, save
+from rotorch.train.checkpoint.saving import load, save
 from rotorch.train.data.corpus import find_corpus
 from rotorch.train.data.token_file import HEADER_BYTES, DamagedTokenFile, TokenFile
 

@@ -12,7 +12,7 @@ from rotorch.parallelize import parallelize
 from rotorch.run_config import OptimizerSection
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.metrics import read_metrics
-from rotorch.train.optim import clip_gradients, learning_rate, make_optimizer, squared_norm_share
+from rotorch.train.optim import clip_gradients, learning_rate, make_optimizer, schedule_numbers, squared_norm_share
 
 
 @pytest.fixture
@@ -32,6 +32,17 @@ def test_learning_rate_warms_up_and_falls_to_its_floor():
     assert rates[-1] == pytest.approx(0.1)
     constant = OptimizerSection(lr=1.0, schedule="constant")
     assert learning_rate(20, settings=constant, steps=20) == 1.0
+
+
+def test_learning_rates_fall_in_a_line_from_the_peak_or_over_the_last_steps():
+    linear = OptimizerSection(lr=1.0, warmup_steps=2, schedule="linear", min_lr_ratio=0.0)
+    assert [learning_rate(step, settings=linear, steps=6) for step in range(1, 7)] == [0.5, 1.0, 0.75, 0.5, 0.25, 0.0]
+    late = OptimizerSection(lr=1.0, warmup_steps=1, schedule="wsd", decay_fraction=0.4, min_lr_ratio=0.5)
+    rates = [learning_rate(step, settings=late, steps=10) for step in range(1, 11)]
+    assert rates[:6] == [1.0] * 6 and rates[6:] == pytest.approx([0.875, 0.75, 0.625, 0.5])
+    assert schedule_numbers(late, steps=10)["decay_fraction"] == 0.4
+    early = OptimizerSection(lr=1.0, warmup_steps=9, schedule="wsd", decay_fraction=1.0)  # never before the peak
+    assert learning_rate(9, settings=early, steps=10) == 1.0
 
 
 def module():

@@ -160,6 +160,7 @@ def test_a_holder_on_another_host_is_never_taken_for_ended():
 # ---------------------------------------------------------------- nothing is overwritten
 
 
+@pytest.mark.slow
 def test_a_run_without_checkpoints_begins_anew_and_keeps_its_earlier_metrics(tmp_path, warm):
     run, out = write_run(tmp_path), tmp_path / "run"
     (out / "checkpoints").mkdir(parents=True)

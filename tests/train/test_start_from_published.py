@@ -66,7 +66,9 @@ def tensors(directory):
 
 
 @pytest.mark.parametrize("published", [False, True], indirect=True, ids=["untied", "tied"])
-@pytest.mark.parametrize(("parallel", "num_ranks"), [("rtp=2", 2), ("rtp=4", 4), ("fsdp=2", 2)])
+@pytest.mark.parametrize(
+    ("parallel", "num_ranks"), [("rtp=2", 2), pytest.param("rtp=4", 4, marks=pytest.mark.slow), ("fsdp=2", 2)]
+)
 def test_what_was_not_trained_comes_out_as_it_was(published, tmp_path, warm, parallel, num_ranks):
     run_ranks(load_and_save, published, tmp_path / "run", parallel, num_ranks=num_ranks)
     export_checkpoint(tmp_path / "run", tmp_path / "out", max_shard_bytes=20_000)

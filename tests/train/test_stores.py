@@ -16,10 +16,11 @@ from three_weights import make, read_back, step
 
 from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.testing.ranks import run_ranks
+from rotorch.train.checkpoint.contents import inspect_checkpoint
 from rotorch.train.checkpoint.directories import candidates, checkpoints_of, prune, remove_leftovers
 from rotorch.train.checkpoint.export import export_checkpoint
 from rotorch.train.checkpoint.manifest import DamagedCheckpoint
-from rotorch.train.checkpoint.saving import check, inspect_checkpoint, latest, load, load_newest, save
+from rotorch.train.checkpoint.saving import check, latest, load, load_newest, save
 from rotorch.train.checkpoint.store import StorePath, as_path, check_writable, creating
 from rotorch.train.checks.out_of_memory import is_out_of_memory
 from rotorch.train.metrics import read_metrics

@@ -116,7 +116,15 @@ def test_peft_loads_what_is_exported_and_computes_what_the_merged_model_does(alo
     assert all(torch.allclose(theirs[name], value, atol=1e-7) for name, value in merged.state_dict().items())
 
 
-@pytest.mark.parametrize(("parallel", "micro"), [("rtp=2", 2), ("rtp=4", 1), ("fsdp=2", 2), ("ddp=2,rtp=2", 1)])
+@pytest.mark.parametrize(
+    ("parallel", "micro"),
+    [
+        ("rtp=2", 2),
+        pytest.param("rtp=4", 1, marks=pytest.mark.slow),
+        ("fsdp=2", 2),
+        pytest.param("ddp=2,rtp=2", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_any_layout_has_the_losses_of_one_process(alone, published, tmp_path, warm, parallel, micro):
     run = write_lora_run(tmp_path, published)
     options = ("--parallel", parallel, f"train.micro_batch={micro}", "train.global_batch=4")

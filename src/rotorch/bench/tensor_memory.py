@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from rotorch._torch_private import FakeTensor, TorchDispatchMode, in_backward, storage_key
 from rotorch.bench.contender import Contender
@@ -107,19 +108,22 @@ def measure_tensors(contender: Contender, *, step: int) -> TensorMemory:
 
 @contextmanager
 def _head_named(module: nn.Module, live: LiveStorages) -> Iterator[None]:
-    """Calls logits what a Hugging Face model's head returns, where that is a plain tensor."""
+    """Calls logits what a Hugging Face model's head returns, where that is a plain tensor.
 
-    def name(_: nn.Module, __: Any, output: Any) -> None:
-        if type(output) in PLAIN:
+    Heard of all modules, since a head with a hook of its own gives real logits (`real_for_hooks`): those of the whole
+    vocabulary, in place of the slices that are to be measured.
+    """
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+
+    def name(called: nn.Module, _: Any, output: Any) -> None:
+        if called is head and type(output) in PLAIN:
             live.name([output], category=LOGITS)
 
-    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    handle = head.register_forward_hook(name) if isinstance(head, nn.Module) else None
+    handle = register_module_forward_hook(name)
     try:
         yield
     finally:
-        if handle is not None:
-            handle.remove()
+        handle.remove()
 
 
 @dataclass

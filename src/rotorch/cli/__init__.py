@@ -25,6 +25,7 @@ from rotorch import __version__
 from rotorch.bench import peers
 from rotorch.cli.output import leave_traceback, outlive_closed_output
 from rotorch.core.errors import ConfigError, RankFailure, StoppedEarly
+from rotorch.core.phase_line import tell_phase
 from rotorch.train.launch.joining import JobRank, job_rank
 
 DONE, CHECK_FAILED, WRONG_INPUT, RANK_FAILED, UNFORESEEN, INTERRUPTED = 0, 1, 2, 3, 70, 130
@@ -113,6 +114,7 @@ def _hide_gpus() -> None:
 
 
 def _say(message: str, *, code: int) -> int:
+    tell_phase()
     print(f"rotorch: {' '.join(message.split())}", file=sys.stderr, flush=True)
     return code
 
@@ -176,6 +178,7 @@ def train(
     parse_parallel(config.parallel.layout)  # before seconds are spent on loading torch
     about: _Invocation = context.obj
     about.run_directory = Path(config.train.out)
+    tell_phase("loading torch")
     from rotorch.train.run import start
 
     words = ["rotorch", "train", str(run_file), *changes, *([f"--nproc={nproc}"] if nproc else ()), "--resume"]
@@ -211,6 +214,7 @@ def init(
 ) -> None:
     """Writes a commented run file for a model and a text, ready for `rotorch train`."""
     check_json(json_file)
+    tell_phase("loading torch")
     from rotorch.cli.init import init_command, last_lines
 
     file, run = init_command(model, data=data, out=out, nproc=nproc, parallel=parallel, force=force)
@@ -233,6 +237,7 @@ def verify(
     """Compares a model under a layout with one process, in float64."""
     check_json(json_file)
     _hide_gpus()
+    tell_phase("loading torch")
     from rotorch.testing.verify import verify as hold_against_one_process
 
     report = hold_against_one_process(
@@ -278,8 +283,10 @@ def bench(
     json_file: Json = None,
 ) -> int:
     """Measures layouts side by side: speed, memory, bytes sent."""
+    tell_phase("loading torch")
     from rotorch.bench.command import BenchOptions, bench_command
 
+    tell_phase()
     options = BenchOptions(
         rounds=rounds, steps=steps, process_memory=process_memory, profile_dir=profile, trace_dir=trace
     )
@@ -335,8 +342,10 @@ def plan(
     """Predicts memory and step time of every layout on a cluster; names the best, and reasons against the others."""
     check_json(json_file)
     _hide_gpus()
+    tell_phase("loading torch")
     from rotorch.cli.plan import plan_command
 
+    tell_phase()
     found = plan_command(
         model,
         cluster_name=cluster,
@@ -454,6 +463,7 @@ def export(
 ) -> None:
     """Writes a checkpoint as a Hugging Face directory of safetensors; adapters as a peft directory."""
     check_json(json_file)
+    tell_phase("loading torch")
     from rotorch.train.checkpoint.export import export_checkpoint
 
     written = export_checkpoint(
@@ -481,6 +491,7 @@ def generate(
 ) -> None:
     """Writes text with the model of a checkpoint."""
     check_json(json_file)
+    tell_phase("loading torch")
     from rotorch.train.continue_text import Wanted, generate_text
     from rotorch.train.saved_model import open_saved_model
 
@@ -505,6 +516,7 @@ def evaluate(
 ) -> None:
     """Measures the model of a checkpoint on text: bits per byte, perplexity."""
     check_json(json_file)
+    tell_phase("loading torch")
     from rotorch.train.measure_text import measure_text
     from rotorch.train.saved_model import open_saved_model
 
@@ -520,7 +532,7 @@ def inspect(
 ) -> None:
     """Shows the contents of a checkpoint."""
     check_json(json_file)
-    from rotorch.train.checkpoint.saving import inspect_checkpoint
+    from rotorch.train.checkpoint.contents import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint, contents=contents)
     show(found, hidden=("tensors",))
@@ -544,6 +556,7 @@ def doctor(json_file: Json = None) -> None:
 
 def show(values: dict[str, Any], *, hidden: Sequence[str] = ()) -> None:
     """Prints names and values, one a line; tables of names and values indented below their name."""
+    tell_phase()
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for name, value in values.items():
         if name in hidden:
@@ -558,6 +571,7 @@ def show(values: dict[str, Any], *, hidden: Sequence[str] = ()) -> None:
 
 def print_now(line: str) -> None:
     """Prints a line of progress at once, also into a file."""
+    tell_phase()
     print(line, flush=True)
 
 

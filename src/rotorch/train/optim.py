@@ -80,9 +80,13 @@ def learning_rate(step: int, *, settings: OptimizerSection, steps: int) -> float
         return settings.lr * step / warmup
     if settings.schedule == "constant":
         return settings.lr
-    progress = (step - warmup) / max(1, steps - warmup)
+    falls_after = warmup
+    if settings.schedule == "wsd":
+        falls_after = max(warmup, steps - math.ceil(settings.decay_fraction * steps))
+    progress = min(1.0, max(0, step - falls_after) / max(1, steps - falls_after))
+    left = 0.5 * (1.0 + math.cos(math.pi * progress)) if settings.schedule == "cosine" else 1.0 - progress
     floor = settings.lr * settings.min_lr_ratio
-    return floor + (settings.lr - floor) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return floor + (settings.lr - floor) * left
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, *, lr: float) -> None:
@@ -93,7 +97,14 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, *, lr: float) -> None:
 
 def schedule_numbers(settings: OptimizerSection, *, steps: int) -> dict[str, Any]:
     """All that `learning_rate` depends on, as plain JSON: what a checkpoint keeps to notice a change."""
-    return {**settings.model_dump(include={"lr", "warmup_steps", "schedule", "min_lr_ratio"}), "steps": steps}
+    names = {
+        "lr",
+        "warmup_steps",
+        "schedule",
+        "min_lr_ratio",
+        *(("decay_fraction",) if settings.schedule == "wsd" else ()),
+    }
+    return {**settings.model_dump(include=names), "steps": steps}
 
 
 def squared_norm_share(model: ParallelModel) -> float:

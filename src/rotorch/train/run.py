@@ -36,6 +36,7 @@ from rich.text import Text
 
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError, StoppedEarly
+from rotorch.core.phase_line import tell_phase
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.mesh import join_process_group, pick_device
 from rotorch.models.decay import num_decayed_parameters
@@ -149,11 +150,14 @@ def _start(
     if is_first and not only_plan:
         check_not_in_use(written)
     seen_with = contents(written)
+    if is_first:
+        tell_phase("checking the model, the text and the room for checkpoints")
     run = check_run(config, nproc=nproc, resume=resume, command=command, only_plan=only_plan)
     if not (only_plan or is_rank()):
         check_semaphores(run.num_ranks)
     console = Console(soft_wrap=True)
     if is_first:
+        tell_phase()
         _introduce(run, console)
     if only_plan:
         found = dry_run(run)
@@ -179,6 +183,7 @@ def _start(
         return True
 
     def launch_once(run: CheckedRun) -> int:
+        tell_phase("starting ranks")
         load_step_code(strategy.kind for strategy in run.strategies)
         backend = "cpu:gloo,cuda:nccl" if _uses_cuda(config) else "gloo"
         timeout_s = config.train.timeout_s
@@ -250,6 +255,9 @@ def _train(
 ) -> bool:
     config = run.config
     board.doing(RankPhase.BUILDING)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        tell_phase("building the model")
     running.state = state = build(run, store=store)
     model = state.model
     board.name_units(model.write_status_to(board.place, blocks=not config.train.compile))
@@ -259,6 +267,8 @@ def _train(
         board.will_compile()
     if run.resume is not None:
         board.doing(RankPhase.LOADING)
+        if is_first:
+            tell_phase(f"loading {run.resume.checkpoint}")
         load_newest(run.resume.checkpoint, state)
     windows, held_out = train_and_held_out(
         file,
@@ -267,6 +277,8 @@ def _train(
         seed=config.train.seed,
         held_out_fraction=config.data.held_out_fraction,
     )
+    if is_first:
+        tell_phase()
     with _listeners(run, state) as listeners:
         end = run_loop(
             state,

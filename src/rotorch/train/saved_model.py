@@ -17,6 +17,7 @@ import torch
 from pydantic import ValidationError
 
 from rotorch.core.errors import ConfigError, StoppedEarly
+from rotorch.core.phase_line import tell_phase
 from rotorch.core.traffic import MicroBatch
 from rotorch.mesh import pick_device
 from rotorch.models.hf import config_from_dict
@@ -35,7 +36,7 @@ from rotorch.train.checkpoint.store import AnyPath
 from rotorch.train.checks.preflight import check_model
 from rotorch.train.data.batches import BYTES
 from rotorch.train.launch.elastic import is_rank, launch
-from rotorch.train.launch.status import Phase, StatusBoard
+from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.module import make_module, precision_arguments
 from rotorch.train.state import TrainState
 
@@ -150,7 +151,10 @@ def use_saved_model(saved: SavedModel, use: Use) -> None:
 
 
 def _in_rank(board: StatusBoard, *, saved: SavedModel, use: Use) -> bool:
-    board.doing(Phase.BUILDING)
+    board.doing(RankPhase.BUILDING)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        tell_phase(f"loading {saved.checkpoint}")
     with on_meta():
         module = make_module(saved.model_config, lora=saved.lora)
     precision = saved.run.train.precision
@@ -159,10 +163,12 @@ def _in_rank(board: StatusBoard, *, saved: SavedModel, use: Use) -> bool:
     model = parallelize(module, saved.strategies, device=pick_device(saved.device), **precision_arguments(precision))
     board.name_units(model.write_status_to(board.place))
     model.materialize(seed=saved.manifest.seed)
-    board.doing(Phase.LOADING)
+    board.doing(RankPhase.LOADING)
     load(saved.checkpoint, TrainState(model=model), random_states=False)
     model.module.eval()
-    board.doing(Phase.EVALUATING)
+    if is_first:
+        tell_phase()
+    board.doing(RankPhase.EVALUATING)
     use(model)
     model.close()
     return True

@@ -368,38 +368,3 @@ def file_digest(file: AnyPath, *, look: LookAt | None = None) -> str:
     except OSError as error:
         raise ConfigError(f"checkpoint: {file}: cannot be read: {error.strerror or error}") from error
     return digest.hexdigest()
-
-
-# ---------------------------------------------------------------- for people
-
-
-def describe_manifest(path: AnyPath, manifest: Manifest) -> dict[str, Any]:
-    """Describes the contents of a checkpoint as plain JSON values (the fields of `rotorch inspect --json`)."""
-    groups = {"weights": MODEL, "buffers": BUFFER, "optimizer": OPTIMIZER, "rng": RNG}
-    tensors = {
-        name: {"dtype": e.dtype, "shape": list(e.shape), "bytes": e.num_bytes, "num_chunks": len(e.chunks)}
-        for name, e in manifest.tensors.items()
-    }
-    num_bytes = {g: sum(e.num_bytes for e in manifest.names(p).values()) for g, p in groups.items()}
-    total = sum(entry.num_bytes for entry in manifest.files.values())
-    return {
-        "path": str(path),
-        "format_version": manifest.version,
-        "step": manifest.step,
-        "tokens": manifest.tokens,
-        "seed": manifest.seed,
-        "parallel": manifest.parallel,
-        "num_ranks": manifest.num_ranks,
-        "versions": manifest.versions,
-        "model": manifest.model.name,
-        "model_type": (manifest.model.config or {}).get("model_type"),
-        "num_parameters": sum(math.prod(e.shape) for e in manifest.names(MODEL).values()),
-        "optimizer": manifest.optimizer.name if manifest.optimizer else None,
-        "schedule": manifest.schedule,
-        "data": manifest.data,
-        "bytes": num_bytes,
-        "total_bytes": total,
-        "total": format_bytes(total),
-        "files": {name: entry.num_bytes for name, entry in manifest.files.items()},
-        "tensors": tensors,
-    }

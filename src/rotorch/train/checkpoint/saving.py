@@ -44,7 +44,6 @@ from rotorch.train.checkpoint.auxiliary_files import TOKENIZER_FILES
 from rotorch.train.checkpoint.directories import (
     check,
     checkpoints_of,
-    find_checkpoint,
     latest,
     one_before,
     prune,
@@ -60,8 +59,6 @@ from rotorch.train.checkpoint.manifest import (
     Manifest,
     TensorEntry,
     check_contents,
-    check_sizes,
-    describe_manifest,
     read_manifest,
 )
 from rotorch.train.checkpoint.storage import (
@@ -95,7 +92,7 @@ from rotorch.train.state import (
     rng_tensor,
 )
 
-__all__ = ["check", "inspect_checkpoint", "latest", "load", "load_newest", "save", "save_as", "take", "write"]
+__all__ = ["check", "latest", "load", "load_newest", "save", "save_as", "take", "write"]
 
 _LOG = logging.getLogger(__name__)
 
@@ -290,24 +287,6 @@ def load_newest(path: AnyPath, state: TrainState) -> AnyPath:
             path = before
         else:
             return path
-
-
-def inspect_checkpoint(path: AnyPath | str, *, contents: bool = False) -> dict[str, Any]:
-    """Describes a checkpoint as plain JSON values: step, layout, versions, bytes by kind, every file and tensor.
-
-    One process. Takes a checkpoint's directory, or a run's (then its latest).
-
-    Args:
-        path: the directory.
-        contents: check not only sizes of files, but every byte of them.
-
-    Raises:
-        ConfigError: if it is no whole checkpoint; names the file and the reason.
-    """
-    path = find_checkpoint(path)
-    manifest = read_manifest(path)
-    (check_contents if contents else check_sizes)(path, manifest)
-    return {**describe_manifest(path, manifest), "checked": "every byte" if contents else "sizes of files"}
 
 
 # ---------------------------------------------------------------- saving
