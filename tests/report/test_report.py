@@ -352,3 +352,73 @@ def test_the_command_loads_no_torch(tmp_path):
         check=True,
     )
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+HOSTILE_VALUES = ["1e400", "-1e308", "1e308", "1" * 400, "true", "null", "NaN", "-Infinity", "5e-324", "0", "-1"]
+
+
+def test_any_number_is_drawn(tmp_path):
+    for number, value in enumerate(HOSTILE_VALUES):
+        run = write_run(tmp_path / str(number), [record(1), record(2)])
+        with (run / "metrics.jsonl").open("a") as stream:
+            fields = ", ".join(f'"{name}": {value}' for name in (*SERIES, "tokens"))
+            stream.write(f'{{"step": 3, {fields}}}\n')
+        written(run, out=tmp_path / "page.html")
+
+
+HOSTILE_EVENTS = [
+    '{"event": "ended", "step": 1, "peaks": 3, "memory": []}',
+    '{"event": "ended", "step": 1, "peaks": ["a", null], "memory": {"weights": "x"}}',
+    '{"event": "started", "step": 1, "versions": ["torch"], "predicted": 7}',
+    '{"event": ["note"], "step": 1}',
+    '{"event": "note", "step": ' + "1" * 400 + "}",
+    '{"event": "note", "step": -5}',
+    '{"event": "note", "step": NaN}',
+    '{"event": "note", "step": 1, "text": "\\ud800"}',
+    "[]",
+    "[" * 100_000,
+]
+HOSTILE_TRACES = [
+    "[]",
+    "{}",
+    '{"traceEvents": 3}',
+    '{"traceEvents": [{"ph": "X", "ts": NaN, "dur": 1, "pid": 0, "cat": "forward"}]}',
+    '{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1e400, "pid": 0, "cat": "forward"}]}',
+    '{"traceEvents": [{"ph": "X", "ts": 0, "dur": 0, "pid": 0, "cat": "forward"}]}',
+    '{"traceEvents": [{"ph": "X", "ts": 0, "dur": 1, "pid": 0, "cat": "unknown"}]}',
+    '{"traceEvents": [{"name": "process_name", "pid": 0, "args": 1}]}',
+]
+HOSTILE_FILES = [
+    *(("events.jsonl", text) for text in HOSTILE_EVENTS),
+    *(("limit/a.trace.json", text) for text in HOSTILE_TRACES),
+    ("run.json", '{"config": [], "parallel": 3, "command": {}}'),
+    ("run.json", '{"config": {"train": [], "model": {"a": {"b": [null, "\\ud800"]}}}, "parallel": "\\udfff"}'),
+    ("run.json", '{"config": {"train": {"checkpoint_dir": "\\u0000", "steps": "many"}}}'),
+    ("run.json", "{" * 100_000),
+    ("failure.txt", "\x00\n\x00"),
+    ("failure.txt", "now\nin step " + "9" * 40),
+    ("checkpoints/step-00000002/manifest.json", '{"versions": 3, "num_ranks": "two", "parallel": []}'),
+    ("checkpoints/step-00000002/manifest.json", "[]"),
+    ("checkpoints/step-00000002/manifest.json", '{"versions": {"torch": {}}}'),
+]
+
+
+def test_whatever_lies_beside_the_metrics_is_drawn_or_left_out(tmp_path):
+    for number, (name, text) in enumerate(HOSTILE_FILES):
+        run = write_run(tmp_path / str(number), [record(1), record(2)], checkpoints=[1])
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text(text)
+        assert "Loss in training" in written(run, out=tmp_path / "page.html"), name
+
+
+def test_a_checkpoint_that_goes_away_while_it_is_looked_at_is_no_error(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "run", [record(1)], checkpoints=[1, 2])
+    real = os.scandir
+
+    def gone(path, *more):
+        if Path(path).name == "step-00000001":
+            raise FileNotFoundError(path)
+        return real(path, *more)
+
+    monkeypatch.setattr(os, "scandir", gone)
+    assert [checkpoint.step for checkpoint in read_run(run, name="run").checkpoints] == [2]

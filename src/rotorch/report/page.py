@@ -49,7 +49,7 @@ def page(runs: Sequence[RecordedRun], *, most_bytes: int = MOST_BYTES) -> str:
     """
     columns = COLUMNS
     while True:
-        text = _page(runs, columns=columns)
+        text = _page(runs, columns=columns).encode("utf-8", "replace").decode()  # names may be no Unicode
         if len(text.encode()) <= most_bytes or columns <= _FEWEST_COLUMNS:
             return text
         columns = columns * 2 // 3

@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ KINDS = ("started", "resumed", "rolled_back", "skipped", "not_finite", "note", "
 """Kinds of events."""
 
 _STEP_NAME = re.compile(r"step-(\d{8,})")
+_HIGHEST, _LAST_STEP = 1e300, 10**15
 _WITHIN_STEP = re.compile(r"\bin step (\d{1,15})\b")
 _MOST_JSON_BYTES, _MOST_FAILURE_BYTES = 16 << 20, 1 << 20
 
@@ -167,9 +167,9 @@ def read_run(directory: Path, *, name: str) -> RecordedRun:
     if failure_text:
         headline = _headline(failure_text)
         within = _WITHIN_STEP.search(headline)
-        step = int(within[1]) if within else records[-1]["step"]
+        step = min(int(within[1]), _LAST_STEP) if within else records[-1]["step"]
         events.append(Event("failed", step, headline, failure_text.partition("\n")[0]))
-    of_checkpoints = [found for c in checkpoints if isinstance(found := c.about.get("versions"), dict)]
+    of_checkpoints = [found for c in checkpoints if (found := _words(c.about.get("versions")))]
     return RecordedRun(
         name=name,
         directory=directory,
@@ -189,7 +189,8 @@ def read_run(directory: Path, *, name: str) -> RecordedRun:
 
 
 def _finite(value: Any) -> float | None:
-    return value if isinstance(value, int | float) and math.isfinite(value) else None
+    """The number that a value is, None for any other; one beyond every figure of a run counts as infinite."""
+    return value if isinstance(value, int | float) and abs(value) <= _HIGHEST else None
 
 
 # ---------------------------------------------------------------- metrics
@@ -224,11 +225,15 @@ def _record(line: bytes) -> dict[str, Any] | None:
         record = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(record, dict) or type(record.get("step")) is not int or record["step"] < 0:
+    if not isinstance(record, dict) or not _is_step(record.get("step")):
         return None
     if any(not isinstance(record[key], int | float | None) for key in (*SERIES, "tokens") if key in record):
         return None
     return record
+
+
+def _is_step(step: Any) -> bool:
+    return type(step) is int and 0 <= step <= _LAST_STEP
 
 
 def _events_of_metrics(records: Sequence[Mapping[str, Any]], noted: Sequence[Event]) -> Iterator[Event]:
@@ -278,15 +283,19 @@ def _read_checkpoints(directory: Path, about: Mapping[str, Any], remarks: list[s
     found = []
     try:
         paths = sorted((parent / CHECKPOINTS).iterdir())
-    except OSError:
+    except (OSError, ValueError):  # no directory, or no path
         return []
     for path in paths:
         if (match := _STEP_NAME.fullmatch(path.name)) is None or not path.is_dir():
             continue
         manifest = _read_json(path / MANIFEST, told := [])
-        remarks.extend(f"{path.name}/{line}" for line in told)
         kept = {key: value for key, value in (manifest or {}).items() if key not in ("tensors", "files")}
-        found.append(Checkpoint(int(match[1]), _bytes_in(path), kept))
+        try:
+            num_bytes = _bytes_in(path)
+        except OSError:  # a run that goes on has removed it meanwhile
+            continue
+        remarks.extend(f"{path.name}/{line}" for line in told)
+        found.append(Checkpoint(min(int(match[1]), _LAST_STEP), num_bytes, kept))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
@@ -309,15 +318,19 @@ def _read_events(path: Path, remarks: list[str]) -> tuple[list[Event], dict[str,
     for number, line in enumerate(lines, start=1):
         try:
             found = json.loads(line)
-            kind, step, text = found["event"], int(found["step"]), str(found.get("text", ""))
+            kind, step, text = found["event"], found["step"], str(found.get("text", ""))
         except (ValueError, RecursionError, KeyError, TypeError):
+            kind, step, text = None, None, ""
+        if not isinstance(kind, str) or not _is_step(step):
             remarks.append(f"{path.name}, line {number}: damaged; it is left out")
             continue
         if kind == "ended":
-            extra["memory"] = {**extra["memory"], "measured": _counts(found.get("memory"))}
-            extra["peaks"] = [int(_finite(peak) or 0) for peak in found.get("peaks") or ()]
+            if measured := _counts(found.get("memory")):
+                extra["memory"] = {**extra["memory"], "measured": measured}
+            peaks = found.get("peaks")
+            extra["peaks"] = [int(_finite(peak) or 0) for peak in peaks] if isinstance(peaks, list) else ()
         elif kind == "started":
-            extra["versions"] = {str(key): str(value) for key, value in (found.get("versions") or {}).items()}
+            extra["versions"] = _words(found.get("versions"))
             if predicted := _counts(found.get("predicted")):
                 extra["memory"] = {"predicted": predicted}
             kind = "resumed" if step else "started"
@@ -329,6 +342,10 @@ def _read_events(path: Path, remarks: list[str]) -> tuple[list[Event], dict[str,
 
 def _counts(found: Any) -> dict[str, int]:
     return {str(k): int(_finite(v) or 0) for k, v in found.items()} if isinstance(found, dict) else {}
+
+
+def _words(found: Any) -> dict[str, str]:
+    return {str(key): str(value) for key, value in found.items()} if isinstance(found, dict) else {}
 
 
 def _read_failure(path: Path, remarks: list[str]) -> str:

@@ -28,6 +28,7 @@ STATES = {
 }
 """States of a rank, with the categories of spans that mean them."""
 
+_LONGEST_MS = 1e12
 _LIMIT = "limit.trace.json"  # of ranks that do not communicate: written beside each trace of a layout
 _MOST_BYTES = 64 << 20
 
@@ -87,6 +88,8 @@ def trace_of(events: Iterable[Mapping[str, Any]], *, name: str) -> Trace | None:
     for event in events:
         if event.get("ph") == "X":
             start, length = float(event["ts"]) / 1e3, float(event["dur"]) / 1e3
+            if not (abs(start) < _LONGEST_MS and 0 <= length < _LONGEST_MS):
+                raise ValueError("no time")
             spans.setdefault(int(event["pid"]), []).append((str(event["cat"]), start, start + length))
         elif event.get("name") == "process_name":
             name = str(event["args"]["name"]).rpartition(" rank ")[0] or name
