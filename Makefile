@@ -15,7 +15,7 @@ OLDEST = torch==2.13.0
 export OMP_NUM_THREADS ?= 1
 
 # Ranks of tests are forked from a process that computes, which with a GPU in sight does not work.
-test test-all test-peers failures reference idioms checkpoints chaos mutants zoo: export CUDA_VISIBLE_DEVICES =
+test test-all test-peers failures reference idioms report checkpoints chaos mutants zoo: export CUDA_VISIBLE_DEVICES =
 
 # The torch-free layers, which mypy holds to its strict rules.
 PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner src/rotorch/run_config.py \
@@ -23,7 +23,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner sr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all test-oldest test-peers failures reference idioms checkpoints chaos mutants test-gpu check zoo bench bars pages bench-links bench-gpu clean
+.PHONY: help setup train test test-all test-oldest test-peers failures reference idioms report checkpoints chaos mutants test-gpu check zoo bench bars pages bench-links bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -83,6 +83,9 @@ reference: setup ## write docs/reference.md and docs/run.schema.json: keys of a 
 idioms: setup ## write docs/idioms.md: loops as people write them under every layout, exact or refused
 	@ROTORCH_WRITE_IDIOMS=1 $(BIN)/python -m pytest -q tests/drop_in/test_idioms.py -k every_idiom
 	@$(BIN)/python -m pytest -q tests/drop_in/test_idioms.py
+
+report: setup ## draw the pictures of docs/report.md: two short runs and their page in Chromium (2 minutes)
+	@ROTORCH_WRITE_REPORT=1 $(BIN)/python -m pytest -q -n 0 tests/report/test_report_in_browser.py -k pictures
 
 checkpoints: setup ## write the tables of docs/checkpoints.md: every layout going on from every other (15 minutes)
 	@ROTORCH_WRITE_CHECKPOINTS=1 $(BIN)/python -m pytest -q tests/train/test_resharding.py tests/bench/test_saving.py

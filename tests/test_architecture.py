@@ -25,6 +25,7 @@ LAYERS = {
     "process.parent_death": 2,
     "mesh": 3,
     "source": 2,
+    "report": 2,
     "process": 3,
     "comm": 3,
     "_torch_private": 3,

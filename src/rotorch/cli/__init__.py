@@ -524,6 +524,27 @@ def evaluate(
     measure_text(saved, source=data, num_windows=windows, micro_batch=micro_batch, summary=json_file)
 
 
+@app.command("report")
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs: their train.out")],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.html", help="The page; by default report.html, in the directory of a single run"),
+    ] = None,
+    json_file: Json = None,
+) -> None:
+    """Draws runs as one page: curves, time line, memory, configuration; several runs overlaid."""
+    check_json(json_file)
+    from rotorch.cli.report import report_command
+
+    file, found = report_command(runs, out=out)
+    for run in found["runs"]:
+        for remark in run["remarks"]:
+            print(f"{run['name']}: {remark}", file=sys.stderr)
+    print_now(f"written: {file}")
+    write_json(json_file, found)
+
+
 @app.command("inspect")
 def inspect(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=_CHECKPOINT)],

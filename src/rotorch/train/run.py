@@ -25,6 +25,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from rotorch.mesh import join_process_group, pick_device
 from rotorch.models.decay import num_decayed_parameters
 from rotorch.models.lora import ADAPTERS
 from rotorch.parallelize import load_step_code, parallelize
+from rotorch.planner.prediction import predict
 from rotorch.process.forking import check_semaphores, why_no_ranks
 from rotorch.process.new_interpreter import call_fresh
 from rotorch.process.parent_death import die_with_torchrun
@@ -50,12 +52,13 @@ from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel
 from rotorch.train.checkpoint.auxiliary_files import auxiliary_files
 from rotorch.train.checkpoint.directories import checkpoints_of, make_directory
-from rotorch.train.checkpoint.saving import load_newest
+from rotorch.train.checkpoint.saving import load_newest, package_versions
 from rotorch.train.checks.dry_run import dry_run, show_dry_run
 from rotorch.train.checks.out_of_memory import Running, Share, explained_out_of_memory
 from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run, data_position
 from rotorch.train.data.batches import BYTES, TokenFile, prepare_corpus, train_and_held_out
 from rotorch.train.display import make_display
+from rotorch.train.events import EventsFile
 from rotorch.train.launch.elastic import is_rank, launch, run_as_rank
 from rotorch.train.launch.joining import JobRank, job_rank, rank_findings, rank_settings, telling
 from rotorch.train.launch.restart import ELASTIC_RUN, as_started, launch_again
@@ -279,7 +282,7 @@ def _train(
     )
     if is_first:
         tell_phase()
-    with _listeners(run, state) as listeners:
+    with _listeners(run, state) as (listeners, events):
         end = run_loop(
             state,
             config=config,
@@ -290,6 +293,8 @@ def _train(
             listeners=listeners,
             board=board,
         )
+        if events is not None:
+            events.ended(memory=asdict(end.tensors), peaks=end.peak_bytes)
     text = ""
     if config.sample.length and not end.stopped:
         board.doing(RankPhase.SAMPLING)
@@ -427,10 +432,10 @@ def _print_summary(run: CheckedRun, numbers: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener]]:
+def _listeners(run: CheckedRun, state: TrainState) -> Iterator[tuple[Sequence[Listener], EventsFile | None]]:
     """Rank 0: marks the directory as this run's, and opens the files and the display. Other ranks: nothing."""
     if state.rank != 0:
-        yield ()
+        yield (), None
         return
     make_directory(run.out)
     about = {
@@ -446,6 +451,15 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
     with ExitStack() as stack:
         listeners: list[Listener] = [MetricsFile(run.out, after_step=state.step, beside={RUN_FILE: text})]
         stack.callback(listeners[0].close)
+        events = EventsFile(
+            run.out,
+            after_step=state.step,
+            text=f"{run.num_ranks} ranks, {format_parallel(run.strategies)}",
+            versions=package_versions(),
+            predicted=_predicted_at_rest(run),
+        )
+        listeners.append(events)
+        stack.callback(events.close)
         if run.config.train.tensorboard:
             listeners.append(TensorBoard(run.out, after_step=state.step))
             stack.callback(listeners[-1].close)
@@ -455,7 +469,14 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[Sequence[Listener
             stack.callback(listener.close)
         display = make_display(Console(), first_step=state.step + 1, steps=run.config.train.steps)
         stack.callback(display.close)
-        yield (*listeners, display)
+        yield (*listeners, display), events
+
+
+def _predicted_at_rest(run: CheckedRun) -> dict[str, int]:
+    """Bytes of rank 0's tensors at rest by category, from the layout's formulas; only AdamW's state has one."""
+    ledger = predict(run.spec, strategies=run.strategies, rank=0).ledger
+    known = ("weights", "gradients", *(("optimizer",) if run.config.optimizer.name == "adamw" else ()))
+    return {category: ledger[category] or 0 for category in known}
 
 
 def _auxiliary_files(config: RunConfig) -> dict[str, Path]:

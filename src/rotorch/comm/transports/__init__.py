@@ -174,9 +174,11 @@ def _over_hosts(
         reason = str(error)
     # Asked of all: the hosts do not see each other's memory, so one of them may fail alone.
     if not any_rank(ring is None, mesh=mesh):
-        if mesh.get_local_rank() == 0:
+        if mesh.get_local_rank() == 0 and asked_for is None:  # as other choices of "auto", at a level that runs show
             each = mesh.size() // found
-            logger.info("rtp: hierarchical: %d hosts of %d ranks; a slice crosses to each once per pass", found, each)
+            logger.warning(
+                "rtp: hierarchical: %d hosts of %d ranks; a slice crosses to each once per pass", found, each
+            )
         return ring
     if asked_for is not None:
         raise ConfigError(f"rtp: transport=hierarchical is not possible: {reason}. Write transport=auto")

@@ -300,7 +300,7 @@ def _manifest(state: TrainState) -> Manifest:
             seed=state.seed,
             parallel=format_parallel(state.model.strategies),
             num_ranks=state.num_ranks,
-            versions=_versions(),
+            versions=package_versions(),
             model=model_entry(state.model),
             optimizer=optimizer_entry(state),
             schedule=state.schedule,
@@ -329,7 +329,8 @@ def _all_tensors(state: TrainState) -> dict[str, ChunkedTensor | Tensor]:
     return tensors
 
 
-def _versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that a run's numbers depend on, by name."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for name in ("rotorch", "transformers"):
         with suppress(PackageNotFoundError):  # run from its sources; a plain module needs no transformers

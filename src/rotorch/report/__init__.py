@@ -1,0 +1,1 @@
+"""`rotorch report`: directories of runs as one page. No torch."""

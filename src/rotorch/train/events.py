@@ -1,0 +1,95 @@
+"""Events of a run: `events.jsonl` beside the metrics, for `rotorch report`. Rank 0 only.
+
+Metrics lose the steps that a roll-back or a restart repeats; this file loses nothing: starts, notes, roll-backs, and
+the memory at the end. A run does not need it, so a file that cannot be written is told once, and the run continues.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TextIO
+
+from rotorch.train.metrics import StepRecord
+
+_LOG = logging.getLogger(__name__)
+
+EVENTS = "events.jsonl"
+
+
+class EventsFile:
+    """A listener that appends every event to `events.jsonl`, each line whole when the call returns."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        after_step: int,
+        text: str,
+        versions: Mapping[str, str],
+        predicted: Mapping[str, int],
+    ) -> None:
+        """Opens the file and notes that the run starts.
+
+        Args:
+            run_dir: directory of the run.
+            after_step: the step that the run resumes from; 0 at its beginning.
+            text: ranks and layout, in words.
+            versions: of packages, by name.
+            predicted: bytes per rank at rest by category, from the layout's formulas.
+        """
+        self._path = run_dir / EVENTS
+        self._step = after_step
+        self._stream: TextIO | None = None
+        try:
+            self._stream = self._path.open("a", encoding="utf-8")
+        except OSError as error:
+            self._give_up(error)
+        self._write("started", text=text, versions=dict(versions), predicted=dict(predicted))
+
+    def on_step(self, record: StepRecord) -> None:
+        """Remembers the step of the events that follow."""
+        self._step = record.step
+
+    def on_rolled_back(self, step: int) -> None:
+        """Notes that the run has gone back to the end of `step`."""
+        since, self._step = self._step, step
+        self._write("rolled_back", text=f"from step {since}")
+
+    def on_note(self, text: str) -> None:
+        """Notes a line that the user was told."""
+        self._write("note", text=text)
+
+    def ended(self, *, memory: Mapping[str, int], peaks: Sequence[int]) -> None:
+        """Notes the end of the training loop.
+
+        Args:
+            memory: bytes of this rank's tensors at rest, by category.
+            peaks: highest memory of each rank in bytes; 0 where the system does not tell.
+        """
+        self._write("ended", memory=dict(memory), peaks=list(peaks))
+
+    def close(self) -> None:
+        """Closes the file."""
+        if self._stream is not None:
+            with suppress(OSError):
+                self._stream.close()
+
+    def _write(self, event: str, **fields: Any) -> None:
+        if self._stream is None:
+            return
+        at = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        try:
+            self._stream.write(json.dumps({"event": event, "step": self._step, "at": at, **fields}) + "\n")
+            self._stream.flush()
+        except OSError as error:
+            self.close()
+            self._stream = None
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        _LOG.warning("%s: %s; the run goes on without it", self._path, error.strerror or error)
