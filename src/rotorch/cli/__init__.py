@@ -8,7 +8,6 @@ checkpoint before); 75 a rank that another program started, after the job was as
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -16,14 +15,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from rotorch import __version__
 from rotorch.bench import peers
-from rotorch.cli.output import leave_traceback, outlive_closed_output
+from rotorch.cli.output import check_json, leave_traceback, outlive_closed_output, print_now, show, write_json
 from rotorch.core.errors import ConfigError, RankFailure, StoppedEarly
 from rotorch.core.phase_line import tell_phase
 from rotorch.train.launch.joining import JobRank, job_rank
@@ -570,39 +568,3 @@ def doctor(json_file: Json = None) -> None:
     found = examine()
     show(found)
     write_json(json_file, found)
-
-
-# ---------------------------------------------------------------- what commands print and write
-
-
-def show(values: dict[str, Any], *, hidden: Sequence[str] = ()) -> None:
-    """Prints names and values, one a line; tables of names and values indented below their name."""
-    tell_phase()
-    console = Console(soft_wrap=True, highlight=False, markup=False)
-    for name, value in values.items():
-        if name in hidden:
-            continue
-        if isinstance(value, dict):
-            console.print(name)
-            for key, inner in value.items():
-                console.print(f"  {key:<16} {inner}")
-        else:
-            console.print(f"{name:<18} {value}")
-
-
-def print_now(line: str) -> None:
-    """Prints a line of progress at once, also into a file."""
-    tell_phase()
-    print(line, flush=True)
-
-
-def check_json(file: Path | None) -> None:
-    """Raises `ConfigError` unless `file` can be written; called before the work that makes its numbers."""
-    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise ConfigError(f"--json {file}: its directory is missing, or it is one. Write a file's path")
-
-
-def write_json(file: Path | None, values: dict[str, Any]) -> None:
-    """Writes the numbers of a command, if they were asked for."""
-    if file is not None:
-        file.write_text(json.dumps(values, indent=2) + "\n", "utf-8")

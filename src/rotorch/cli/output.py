@@ -1,4 +1,4 @@
-"""Output of a command in two hard cases: its reader is gone, or the error was not foreseen.
+"""Output of a command: values and lines, and two hard cases: its reader is gone, or the error was not foreseen.
 
 Standard output and standard error may close while a command runs: `| head -1`, `>&-`, a terminal that is gone. Printed
 text is never a command's only result: a run continues, with its metrics and checkpoints, and its exit code tells how it
@@ -8,12 +8,20 @@ ended. So output that cannot be written is dropped, from the first failure on.
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.phase_line import tell_phase
 
 _RUN_FILE = "run.json"  # marks a directory as a run's (`train/checks/preflight.py`, which would load numpy)
 _STANDARD = (0, 1, 2)
@@ -73,3 +81,36 @@ def leave_traceback(error: BaseException, *, run_directory: Path | None) -> str:
         path.write_text(text, "utf-8")
         return f". The traceback is in {path}"
     return ""
+
+
+def show(values: dict[str, Any], *, hidden: Sequence[str] = ()) -> None:
+    """Prints names and values, one a line; tables of names and values indented below their name."""
+    tell_phase()
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    for name, value in values.items():
+        if name in hidden:
+            continue
+        if isinstance(value, dict):
+            console.print(name)
+            for key, inner in value.items():
+                console.print(f"  {key:<16} {inner}")
+        else:
+            console.print(f"{name:<18} {value}")
+
+
+def print_now(line: str) -> None:
+    """Prints a line of progress at once, also into a file."""
+    tell_phase()
+    print(line, flush=True)
+
+
+def check_json(file: Path | None) -> None:
+    """Raises `ConfigError` unless `file` can be written; called before the work that makes its numbers."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ConfigError(f"--json {file}: its directory is missing, or it is one. Write a file's path")
+
+
+def write_json(file: Path | None, values: dict[str, Any]) -> None:
+    """Writes the numbers of a command, if they were asked for."""
+    if file is not None:
+        file.write_text(json.dumps(values, indent=2) + "\n", "utf-8")
