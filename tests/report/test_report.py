@@ -92,7 +92,7 @@ def test_the_page_says_what_happened(tmp_path):
         "rank 0: waiting for a slice 10.0%, waiting for a gradient 10.0%, optimizer 20.0%, compute 60.0%",
         "rank 1: waiting for a slice 20.0%",
         "one step of 10 ms, layout rtp=2",
-        "goes on with rotorch train run.toml --resume",
+        "resumes with rotorch train run.toml --resume",
         "peak of a rank 289 MiB",
     ):
         assert words in said, words

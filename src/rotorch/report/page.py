@@ -405,7 +405,7 @@ def _configuration(runs: Sequence[RecordedRun]) -> Iterator[str]:
     for number, run in enumerate(runs):
         command = run.about.get("command")
         if isinstance(command, str) and command:
-            yield f'<p class="r{number}">{_label(number, run)} goes on with <code>{escape(command)}</code></p>'
+            yield f'<p class="r{number}">{_label(number, run)} resumes with <code>{escape(command)}</code></p>'
 
 
 def _of_each(runs: Sequence[RecordedRun], texts: Sequence[str]) -> str:

@@ -288,7 +288,8 @@ def _read_checkpoints(directory: Path, about: Mapping[str, Any], remarks: list[s
     for path in paths:
         if (match := _STEP_NAME.fullmatch(path.name)) is None or not path.is_dir():
             continue
-        manifest = _read_json(path / MANIFEST, told := [])
+        told: list[str] = []
+        manifest = _read_json(path / MANIFEST, told)
         kept = {key: value for key, value in (manifest or {}).items() if key not in ("tensors", "files")}
         try:
             num_bytes = _bytes_in(path)

@@ -125,7 +125,8 @@ def _states(spans: Sequence[State], window: tuple[float, float]) -> list[State]:
             changes.append((max(since, start), meaning[doing], 1))
             changes.append((min(until, end), meaning[doing], -1))
     changes.sort()
-    open_now, found, at = [0] * len(names), [], start
+    open_now, at = [0] * len(names), start
+    found: list[State] = []
     for moment, number, by in [*changes, (end, 0, 0)]:
         if moment > at:
             state = next((names[n] for n, count in enumerate(open_now) if count), OTHER)

@@ -11,7 +11,7 @@ start                      once: in the launcher, or in every rank that torchrun
   launch.launch              ranks, from their start to their ends
     train                  in every rank
       build                  the model, spread over the ranks, with its first values or a checkpoint's
-      loggers.make_listeners   wandb, mlflow and callbacks, on the first rank
+      loggers.make_listeners   wandb, mlflow and callbacks, on the first rank; beside metrics.jsonl and events.jsonl
       loop.run_loop            step.train_step, loop.evaluate, checkpoint.save
       sample.write_sample
       summarise              the last lines
