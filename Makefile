@@ -55,6 +55,7 @@ test-all: setup ## run the tests, and those that repeat on more cells what other
 # What `make test` skips where a package is missing, with the torch that it was tried with. Here they are all installed,
 # so a test that is skipped fails.
 WITH_PEERS = tests/train/test_object_store.py \
+             tests/drop_in/test_foreign_models.py \
              tests/bench/test_grid_benchmarks.py::test_megatron_core_is_held_to_one_process \
              tests/bench/test_peers.py::test_other_libraries_train_as_one_process
 

@@ -87,6 +87,38 @@ def spread_twice(loop):
     rotorch.parallelize(loop.model, "ddp=2", device="cpu")
 
 
+def compiled(config):
+    """Refusals of torch.compile around a parallel model, in it, and before it."""
+    model = rotorch.parallelize(build(config, seed=1), "rtp=2", device="cpu")
+    loop = Loop(model, None, model.batch_rank, config.vocab_size)
+
+    @torch.compile(backend="eager")
+    def step(batch):
+        return model(**batch).loss
+
+    calls = (
+        lambda: torch.compile(model, backend="eager")(**loop.batch(0)),
+        lambda: model.compile(backend="eager"),
+        lambda: step(loop.batch(0)),
+        lambda: rotorch.parallelize(torch.compile(build(config, seed=1)), "rtp=2", device="cpu"),
+    )
+    told = [refusal(call) for call in calls]
+    model(**loop.batch(0)).loss.backward()  # goes on as if nothing had been
+    return told
+
+
+def forward_itself(config, layout):
+    """Differences of loss and gradients between a call of the model and one of its forward."""
+    found = []
+    for call in (lambda model: model, lambda model: model.forward):
+        model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
+        loss = call(model)(**Loop(model, None, model.batch_rank, config.vocab_size).batch(0)).loss
+        loss.backward()
+        found.append((float(loss.detach()), [model.full_tensor(name, grad=True) for name in model.weights]))
+    (loss, grads), (other_loss, other_grads) = found
+    return abs(loss - other_loss), max(float((a - b).abs().max()) for a, b in zip(grads, other_grads, strict=True))
+
+
 DANGERS = {
     data_that_is_assigned: "data was assigned: training would go on with the old values",
     a_weight_that_is_replaced: "was replaced by another object after parallelize",
@@ -110,6 +142,8 @@ def everything(config):
         told[layout, "autocast"] = autocast(config, layout)
         told[layout, "added"] = added(config, layout)
         told[layout, "scaled"] = scaled(config, layout)
+        told[layout, "forward"] = forward_itself(config, layout)
+    told["compiled"] = compiled(config)
     model = rotorch.parallelize(build(config, seed=1), "pp=2", device="cpu")
     told["pp", "means"] = refusal(lambda: [model.forward_backward(Loop(None, None, 0, 90).batch(0)) for _ in range(2)])
     model = rotorch.parallelize(build(config, seed=1), "pp=2", device="cpu")
@@ -241,3 +275,16 @@ def test_pipelines_and_float16_are_refused_in_one_line(ranks):
         assert "write model.forward_backward(micro_batches, loss=...)" in told["pp"]
         assert DANGERS[means_that_add_up] in told["pp", "means"]
         assert "torch.amp.GradScaler" in told["float16"]
+
+
+def test_torch_compile_is_refused_by_name(ranks):
+    for told in ranks:
+        around, within, in_a_function, before = told["compiled"]
+        assert all("compile=True), which compiles" in text for text in (around, within, in_a_function))
+        assert before is not None and "compile=True" in before and "\n" not in before
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_model_s_forward_is_a_call_of_the_model(ranks, layout):
+    for told in ranks:
+        assert told[layout, "forward"] == (0.0, 0.0)

@@ -51,13 +51,19 @@ class ParallelModule(nn.Module):
         """One pass of this module's own forward (see [Note: nothing stays open]). All ranks, equally often.
 
         Raises:
-            ConfigError: ranks do different things; the strategy has no such pass.
+            ConfigError: ranks do different things; the strategy has no such pass; torch.compile traces it.
         """
+        if torch.compiler.is_dynamo_compiling():
+            _refuse_compile()
         calls = calls_of(self)
         calls.settle()
         if calls.model.in_pass:
             return super().__call__(*args, **kwargs)
         return calls(args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: see `_refuse_compile`."""
+        _refuse_compile()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Works as in every module; parameters are at rest also after an interrupted backward."""
@@ -141,7 +147,7 @@ def make_parallel(module: Module, model: ParallelModel) -> Module:
     added.update(__module__=own.__module__, __qualname__=own.__qualname__, __doc__=own.__doc__)
     if hasattr(module, "module"):
         added["module"] = getattr(own, "module", None) or _own_attribute("module")
-    for name, method in (("save_pretrained", _save_pretrained), ("generate", _generate)):
+    for name, method in (("forward", _forward), ("save_pretrained", _save_pretrained), ("generate", _generate)):
         if hasattr(own, name):
             added[name] = functools.wraps(getattr(own, name))(method)
     if not hasattr(own, "peft_config"):
@@ -185,6 +191,22 @@ def _passed_on(name: str) -> Any:
         return self if result is self.parallel else result
 
     return call
+
+
+def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The module's own forward within a pass; called by a user it is a pass, as `model(...)` is."""
+    if calls_of(self).model.in_pass:
+        return super(ParallelModule, self).forward(*args, **kwargs)
+    return self(*args, **kwargs)
+
+
+@torch.compiler.disable
+def _refuse_compile() -> None:
+    """Disabled, so that torch.compile breaks its graph here, and the error is raised as anywhere."""
+    raise ConfigError(
+        "torch.compile would trace through what goes between ranks. Write rotorch.parallelize(model, ..., "
+        "compile=True), which compiles the blocks in between, and leave calls of the model out of compiled functions"
+    )
 
 
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
