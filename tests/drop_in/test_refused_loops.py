@@ -87,6 +87,24 @@ def spread_twice(loop):
     rotorch.parallelize(loop.model, "ddp=2", device="cpu")
 
 
+def compiled_in_place_before(loop):
+    plain = build(loop.model.config, seed=1)
+    plain.compile(backend="eager")
+    rotorch.parallelize(plain, "ddp=2", device="cpu")
+
+
+def a_base_called_by_itself(loop):
+    loop.model.model(input_ids=loop.batch(0)["input_ids"])
+
+
+def a_head_called_by_itself(loop):
+    loop.model.lm_head(torch.ones(1, 4, loop.model.config.hidden_size, dtype=torch.float64))
+
+
+def embeddings_called_by_themselves(loop):
+    loop.model.get_input_embeddings()(loop.batch(0)["input_ids"])
+
+
 def compiled(config):
     """Refusals of torch.compile around a parallel model, in it, and before it."""
     model = rotorch.parallelize(build(config, seed=1), "rtp=2", device="cpu")
@@ -120,6 +138,10 @@ def forward_itself(config, layout):
 
 
 DANGERS = {
+    compiled_in_place_before: "the model is compiled",
+    a_base_called_by_itself: "model.model(...) is called by itself",
+    a_head_called_by_itself: "model.lm_head(...) is called by itself",
+    embeddings_called_by_themselves: "model.model.embed_tokens(...) is called by itself",
     data_that_is_assigned: "data was assigned: training would go on with the old values",
     a_weight_that_is_replaced: "was replaced by another object after parallelize",
     a_hook_inside_of_what_is_cut: "would see a slice of its output. Hook 'model.layers.0.mlp'",

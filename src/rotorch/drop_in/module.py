@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
@@ -16,6 +18,7 @@ from rotorch.drop_in.calls import PlainCalls
 from rotorch.drop_in.published_tensors import published_tensors
 from rotorch.drop_in.whole import chunks_by_name, copy_into, full_state_dict
 from rotorch.models.lora import base_of, saved_names
+from rotorch.ops.partial_module import SEES_SLICES
 from rotorch.parallel_model import ParallelModel
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -157,7 +160,24 @@ def make_parallel(module: Module, model: ParallelModel) -> Module:
     _, base = base_of(module)
     if base is not module:
         vars(base)["forward"] = _through(module, base=base)
+    called = set(base.children())
+    with suppress(AttributeError, NotImplementedError):
+        called.add(base.get_input_embeddings())  # type: ignore[operator]
+    for name, part in base.named_modules():
+        if part in called:
+            hook = functools.partial(_refuse_part, model, name)
+            setattr(hook, SEES_SLICES, True)
+            part.register_forward_pre_hook(hook)
     return module
+
+
+def _refuse_part(model: ParallelModel, name: str, part: nn.Module, _: Any) -> None:
+    """Raises `ConfigError` if a part of the model is called by itself, outside of a pass."""
+    if not model.in_pass and isinstance(next(part.parameters(), None), DTensor):
+        raise ConfigError(
+            f"model.{name}(...) is called by itself, and its weights are there within calls of the model only. Call "
+            "model(...), or put what you need of it into the model's forward"
+        )
 
 
 def _through(module: nn.Module, *, base: nn.Module) -> Callable[..., Any]:

@@ -71,7 +71,7 @@ def refuse_wrapped(module: nn.Module) -> None:
     """Raises `ConfigError` for a model that is already parallel, or in an unknown wrapper."""
     if hasattr(module, "forward_backward") and hasattr(module, "parallel"):
         raise ConfigError(f"parallelize: this {type(module).__name__} is parallel already. Give each model once")
-    if hasattr(module, "_orig_mod"):
+    if any(hasattr(m, "_orig_mod") or vars(m).get("_compiled_call_impl") for m in module.modules()):
         raise ConfigError(
             "parallelize: the model is compiled: torch.compile would trace through what goes between ranks. Give the "
             "model as it is, and write compile=True"
