@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rotorch.strategies import batch_ranks, parse_parallel
@@ -62,6 +63,7 @@ def weights_of(module: Any) -> dict[str, np.ndarray]:
 
 def run_all(work: list[tuple[str, Any, str | None, Any, dict[str, Any]]]) -> dict[str, Run]:
     """On a rank: loops one after another, by name."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # as in a new process: a test here may have made one
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if all(layout is None for _, _, layout, _, _ in work):  # as a script without a launcher
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -92,6 +94,7 @@ def difference(ours: Run, theirs: Run) -> list[str]:
 
 def run_page(blocks: list[str], directory: Path) -> None:
     """On a rank: a page's programs one after another."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # as in a new process: a test here may have made one
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     os.chdir(directory)
     names: dict[str, Any] = {"__name__": "page", "rows": rows(8, seed=1)}

@@ -17,6 +17,9 @@ MODELS = ("llama", "qwen3", "gemma2", "gpt_neox")
 """A bias everywhere and uneven cuts; tied weights and norms inside attention; soft caps; heads fused in one matrix."""
 
 
+LEFT_OUT = ("auto", "hierarchical")
+"""Values of options that `options` leaves out."""
+
 PIPELINES = {
     ("pp=2", "gpt_neox"),
     ("pp=2[schedule=zb_h1]", "llama"),
@@ -72,7 +75,8 @@ def options(strategy: type[Strategy]) -> list[dict[str, object]]:
     """Every combination of a strategy's options that have finitely many values, except all defaults.
 
     "auto" is left out: it stands for one of the others, and the layouts without options have it. What needs a GPU (the
-    strategy refuses the device "cpu") is left out too: tests/gpu has it. So is what changes the model. Nor are there
+    strategy refuses the device "cpu") is left out too: tests/gpu has it. So is what changes the model, and what needs
+    several hosts, which tests/strategies/test_rtp_hierarchical.py has. Nor are there
     combinations that the strategy says are another one: tests/strategies/test_layouts.py holds it to that.
     """
     defaults = {name: field.default for name, field in strategy.model_fields.items() if not field.is_required()}
@@ -82,7 +86,7 @@ def options(strategy: type[Strategy]) -> list[dict[str, object]]:
         if kind is bool:
             choices[name] = [False, True]
         elif typing.get_origin(kind) is typing.Literal:
-            choices[name] = [value for value in typing.get_args(kind) if value != "auto"]
+            choices[name] = [value for value in typing.get_args(kind) if value not in LEFT_OUT]
     every = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
     other = (chosen for chosen in every if any(value != defaults[name] for name, value in chosen.items()))
     held = (works_on_cpu, can_be_written, is_exact)

@@ -71,9 +71,9 @@ def test_many_layers_are_judged_as_few_are():
     few, many = (search(task(layers=layers, rows=8), texts=texts) for layers in (16, 480))
     for text in texts:
         less, more = (next(p for p in found.plans if p.parallel == text) for found in (few, many))
-        assert more.memory.by_category["optimizer"] > 20 * less.memory.by_category["optimizer"]
+        assert more.memory.by_category["optimizer"] > 10 * less.memory.by_category["optimizer"]
         if more.fits:
-            assert more.step_s > 20 * less.step_s
+            assert more.step_s > 10 * less.step_s
 
 
 def test_larger_micro_batches_hold_more():
