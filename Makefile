@@ -3,6 +3,7 @@
 SHELL  := bash
 VENV   := .venv
 PEERS  := .venv-peers
+DOCS   := .venv-docs
 BIN    := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
              $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -23,7 +24,7 @@ PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner sr
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-all test-oldest test-peers failures reference idioms report checkpoints chaos mutants test-gpu check zoo bench bars pages bench-links bench-gpu clean
+.PHONY: help setup train test test-all test-oldest test-peers failures reference idioms report docs checkpoints chaos mutants test-gpu check zoo bench bars pages bench-links bench-gpu clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -84,8 +85,20 @@ failures: setup ## write docs/failures.md and docs/bad_inputs.md: what a user se
 	@ROTORCH_WRITE_FAILURES=1 $(BIN)/python -m pytest -q $$(grep -l "failures import\|import bad_inputs" tests/train/test_*.py)
 	@$(BIN)/python -m pytest -q tests/train/test_failure_page.py
 
-reference: setup ## write docs/reference.md and docs/run.schema.json: keys of a run, options of layouts, exit codes
+reference: setup ## write docs/reference.md, docs/run.schema.json and docs/strategies/ from the code
 	@$(BIN)/python docs/make_reference.py
+	@$(BIN)/python docs/make_strategies.py
+
+docs: $(DOCS)/.installed ## build the pages of docs/ as a site in site/; make docs ARGS=serve shows it while you write
+	@NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs $(if $(ARGS),$(ARGS),build --strict --quiet)
+
+# Only what pyproject.toml lists under `docs`: pages are built from files, so neither torch nor rotorch is needed.
+$(DOCS)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "docs: needs Python 3.11 or newer; name one with: make docs PYTHON=/path/to/python3"; exit 2; }
+	@$(PYTHON) -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt $$($(PYTHON) -c \
+	   'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])')
+	@touch $@
 
 idioms: setup ## write docs/idioms.md: loops as people write them under every layout, exact or refused
 	@ROTORCH_WRITE_IDIOMS=1 $(BIN)/python -m pytest -q tests/drop_in/test_idioms.py -k every_idiom
@@ -110,6 +123,7 @@ check: setup ## lint, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy $(PURE)
+	@$(BIN)/mypy --config-file tests/mypy_calls.ini src/rotorch
 
 zoo: setup ## hold a tiny model of every architecture in transformers against one process (an hour; goes on where it was)
 	@$(BIN)/rotorch zoo --out docs/models.md $(ARGS)
@@ -130,5 +144,5 @@ bench-gpu: setup ## what rotation holds, computes and costs on one GPU; without 
 	@$(BIN)/python benchmarks/gpu.py $(ARGS)
 
 clean: ## remove .venv, caches and build output (runs/ stays)
-	rm -rf $(VENV) .venv-oldest $(PEERS) .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf $(VENV) .venv-oldest $(PEERS) $(DOCS) site .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -91,30 +91,24 @@ def _sections(schema: Mapping[str, Any]) -> Iterator[str]:
     for cls in _section_classes():
         doc = inspect.cleandoc(cls.__doc__ or "")
         title, _, about = doc.splitlines()[0].partition(": ")
-        entries = schema["$defs"][cls.__name__]
-        rows = [
-            (f"`{key}`", _values(entry), _default(key, entry, entries), meaning)
-            for (key, entry), meaning in zip(entries["properties"].items(), _meanings(cls, entries), strict=True)
-        ]
-        table = _table(("key", "values", "default", "meaning"), rows)
+        table = _table_of(cls, schema["$defs"][cls.__name__], head="key")
         yield f"### `{title}`\n\n{about[:1].upper()}{about[1:]}\n\n{table}"
-
-
-def _meanings(cls: type, entries: Mapping[str, Any]) -> list[str]:
-    meanings = meanings_of(cls)
-    return [meanings[key] for key in entries["properties"]]
 
 
 def _strategies() -> Iterator[str]:
     for kind, strategy in STRATEGIES.items():
-        entries = strategy.model_json_schema()
-        meanings = meanings_of(strategy)
-        rows = [
-            (f"`{key}`", _values(entry), _default(key, entry, entries), meanings[key])
-            for key, entry in entries.get("properties", {}).items()
-        ]
         about = " ".join(inspect.cleandoc(strategy.__doc__ or "").split("\n\n")[0].split())
-        yield f"### `{kind}`\n\n{about}\n\n{_table(('option', 'values', 'default', 'meaning'), rows)}"
+        yield f"### `{kind}`\n\n{about}\n\n{_table_of(strategy, strategy.model_json_schema(), head='option')}"
+
+
+def _table_of(cls: type, entries: Mapping[str, Any], *, head: str) -> str:
+    """The keys of a class, with what its JSON schema and its docstring say of them."""
+    meanings = meanings_of(cls)
+    rows = [
+        (f"`{key}`", _values(entry), _default(key, entry, entries), meanings[key])
+        for key, entry in entries.get("properties", {}).items()
+    ]
+    return _table((head, "values", "default", "meaning"), rows)
 
 
 def _compositions() -> str:
