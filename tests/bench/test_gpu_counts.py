@@ -27,11 +27,23 @@ def record(monkeypatch, tmp_path, warm):
     return json.loads(out.read_text())
 
 
+def grouped(visits):
+    return f"rtp=8[transport=send_receive,visits={visits}]"
+
+
+def test_operators_of_a_layer_fall_with_its_visits(record):
+    ops = {row["parallel"]: row["ops_per_layer"] for row in record["rows"] if row["mode"] == "bfloat16"}
+    eight, four, two, one = ops["rtp=8[transport=send_receive]"], *(ops[grouped(visits)] for visits in (4, 2, 1))
+    assert eight > four > two > one
+    assert two <= 2.5 * ops["single"]
+
+
 def test_a_record_has_every_row_with_every_count(record):
     assert {"machine", "versions", "commit", "command", "tokens", "sync_calls_per_step"} <= record.keys()
     rows = {(row["parallel"], row["mode"]): row for row in record["rows"]}
     assert {parallel for parallel, _ in rows} == {
         *("single", "fsdp2", "rtp=8[transport=send_receive]", "rtp=8[transport=symmetric_memory]"),
+        *(grouped(visits) for visits in (4, 2, 1)),
     }
     for parallel in {parallel for parallel, mode in rows if mode == "autocast_bfloat16"}:
         under_autocast, plain = rows[parallel, "autocast_bfloat16"], rows[parallel, "bfloat16"]

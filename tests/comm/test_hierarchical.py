@@ -1,5 +1,6 @@
 """The ring over hosts as a state machine: visits, gradients, bytes between hosts, and steps that break off."""
 
+import mmap
 import platform
 import random
 import time
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from rotorch.comm import transports
 from rotorch.comm.meter import Meter
 from rotorch.comm.shared_file import SharedMemoryUnavailable
-from rotorch.comm.transports import make_ring
+from rotorch.comm.transports import hierarchical, make_ring
+from rotorch.comm.transports.messages import Exchange
 from rotorch.core.crossings import slices_between_hosts
 from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
 from rotorch.core.traffic import Kind
@@ -147,6 +149,76 @@ def test_each_slice_crosses_to_each_host_once_per_pass(hosts):
     assert [sum(of_rank[step] for of_rank, _ in found) for step in range(2)] == [(num_hosts - 1) * once] * 2
     largest = max(max(sizes) for sizes in numels)
     assert {slots for _, slots in found} == {largest * (4 if num_hosts == 2 else 5)}
+
+
+class SendsLate(Exchange):
+    """An exchange whose message is taken from memory only when the sender waits for anything of it."""
+
+    def __init__(self, *, send, to, receive, source, group):
+        self.message = dict(send=send, to=to, receive=receive[:0], source=source, group=group)
+        super().__init__(send=send[:0], to=to, receive=receive, source=source, group=group)
+
+    def leave(self):
+        message, self.message = self.message, None
+        if message is not None:
+            Exchange(**message).wait()
+
+    def wait_received(self):
+        self.leave()
+        super().wait_received()
+
+    def wait_sent(self):
+        self.leave()
+
+
+def sums_that_leave_late(hosts):
+    hierarchical.Exchange = SendsLate
+    ring = make(hosts)
+    for items in ([0, 1, 2], [0, 0, 1]):
+        train(ring, items)
+        for item in items:
+            has_sums(ring, item, times=items.count(item))
+
+
+def test_a_slot_for_sums_is_not_opened_before_what_it_held_has_left():
+    run_ranks(sums_that_leave_late, "aabb", num_ranks=4)
+
+
+def refilled_slot(hosts, note):
+    """Rank 1 keeps to a slice in a slot of rank 0, which goes on to the fetch after next, into the same slot."""
+    ring = make(hosts)
+    train(ring, [0, 1, 2])  # from here on fetches run ahead
+    dist.barrier()
+    ring.start(fresh=[True] * 3)
+    if ring.position == 0:
+        await_number = ring._await
+
+        def awaits(numbers, index, value, *, whom, what):
+            if what == "its visit of a slice" and numbers[index] < value:
+                note[0] = 1  # it waits for its neighbour, as it must
+            await_number(numbers, index, value, whom=whom, what=what)
+
+        class Arrives(Exchange):
+            def __init__(self, **message):
+                super().__init__(**message)
+                if ring._num_fetches == len(ring._own.slots) + 1:
+                    self.wait_received()  # the earliest that the slot can have other contents
+                    note[0] = 2
+
+        ring._await, hierarchical.Exchange = awaits, Arrives
+    for item in (0, 1, 2):
+        for visit in ring.visits(item, backward=False):
+            if ring.position == 1 and item == 0 and visit.index == 3:
+                while not note[0]:
+                    time.sleep(1e-3)
+            assert torch.equal(visit.weights, values(item, visit.index, ring.numels[item][visit.index]))
+    ring.finish()
+
+
+def test_a_slot_is_not_refilled_while_a_neighbour_computes_with_what_is_in_it():
+    with mmap.mmap(-1, mmap.PAGESIZE) as note:  # shared by the ranks
+        run_ranks(refilled_slot, "aaabbb", note, num_ranks=6)
+        assert note[0]
 
 
 def broken_off_together(hosts):

@@ -1,5 +1,7 @@
 """The meter sees every operation, whoever issues it, and counts what a ring algorithm sends."""
 
+from collections import Counter
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,6 +18,10 @@ from rotorch.testing.ranks import run_ranks
 def metered(function, **options):
     with Meter(**options) as meter:
         function()
+    by_kind = Counter()
+    for (kind, _), sent in meter.sent_by_group.items():
+        by_kind[kind] += sent
+    assert by_kind == meter.sent_bytes
     return dict(meter.sent_bytes), dict(meter.num_messages), dict(meter.not_counted), meter.total_sent_bytes
 
 

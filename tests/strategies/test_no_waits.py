@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from transformers import LlamaForCausalLM
 
 import rotorch
 from rotorch.models.hf import causal_lm, load_config
+from rotorch.models.losses import causal_lm_loss
 from rotorch.testing.operations import waits_of_micro_batches
 from rotorch.testing.ranks import run_ranks
 
@@ -99,3 +101,31 @@ def test_rows_that_may_be_packed_are_still_looked_at(tiny):
     (found,) = run_ranks(looks_for_packed_rows, tiny("llama"), num_ranks=1)
     assert found["plain"] == (found["numbered"][0], 0) and found["numbered"][1] == found["packed"][1] == 1
     assert found["packed"][0] != found["plain"][0]
+
+
+def losses_of_rows_packed_later(path):
+    """Losses of packed rows: told by the batch, by a loss of the user's own, and by a class of the user's own."""
+    ids = batches_of("llama", 0)[0]
+    positions = torch.arange(16).expand(2, 16) % 8
+
+    def packing_loss(module, batch, num_targets):
+        return causal_lm_loss(module, {**batch, "position_ids": positions}, num_targets)
+
+    class Packing(LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs, position_ids=positions)
+
+    def loss_of(batch, *, cls=None, loss=None):
+        torch.manual_seed(0)
+        module = causal_lm(load_config(path))
+        if cls is not None:
+            module.__class__ = cls
+        return float(rotorch.parallelize(module, "single", device="cpu").forward_backward(batch, loss=loss))
+
+    told = loss_of({**ids, "position_ids": positions})
+    return told, loss_of(ids, loss=packing_loss), loss_of(ids, cls=Packing), loss_of(ids)
+
+
+def test_rows_that_are_packed_within_a_call_are_looked_at(tiny):
+    ((told, by_loss, by_class, plain),) = run_ranks(losses_of_rows_packed_later, tiny("llama"), num_ranks=1)
+    assert told == by_loss == by_class != plain

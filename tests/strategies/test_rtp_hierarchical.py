@@ -55,7 +55,7 @@ def compared(config, layouts, hosts, expected):
             assert model.holding.transport == "hierarchical"
             for step, (loss, gradients) in enumerate(expected):
                 batch = parity_batch(step=step, vocab_size=config.vocab_size)
-                mine = {k: rows.tensor_split(len(hosts))[model.batch_rank] for k, rows in batch.items()}
+                mine = {k: rows.tensor_split(model.num_batch_ranks)[model.batch_rank] for k, rows in batch.items()}
                 with exact_arithmetic(), Meter() as meter:
                     ours = float(model.forward_backward([mine]))
                 worst = max(worst, abs(ours - loss) / loss, *gradient_errors(model.weights, gradients).values())
@@ -79,6 +79,14 @@ def test_two_hosts_are_one_process_with_the_bytes_of_the_layout(tiny, tied):
     for of_rank in run_ranks(compared, config, LAYOUTS, HOSTS, one_process(config), num_ranks=4):
         for worst, problems, beyond in of_rank:
             assert worst <= EXACT and problems == [] and beyond == 0
+
+
+def test_sequences_shared_within_a_host_and_over_two_are_one_process(tiny):
+    config = plain_config(tiny("llama"), layers=1)
+    layouts = [f"rtp=4[transport=hierarchical,context={c}]" for c in (2, 4)]
+    for of_rank in run_ranks(compared, config, layouts, HOSTS, one_process(config), num_ranks=4):
+        for worst, _, beyond in of_rank:
+            assert worst <= EXACT and beyond == 0
 
 
 def test_replicas_of_two_hosts_are_one_process(tiny):

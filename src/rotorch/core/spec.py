@@ -59,22 +59,22 @@ class Cut:
     groups: int
     blocks: int = 1
 
-    def ranges(self, size: int, *, num_slices: int, index: int) -> tuple[Range, ...]:
+    def ranges(self, size: int, *, num_slices: int, index: int, count: int = 1) -> tuple[Range, ...]:
         """Returns the ranges along `dim` that slice `index` of `num_slices` takes, one per block (see [Note: slices]).
 
         Args:
             size: length of the weight along `dim`; a multiple of `groups * blocks`.
             num_slices: number of slices.
             index: number of the slice, 0-based.
+            count: so many slices from this one on, together.
         """
         block, rest = divmod(size, self.blocks)
         group_size, odd = divmod(block, self.groups)
         if rest or odd:
             raise ValueError(f"size {size} is not a multiple of {self.blocks} blocks x {self.groups} groups")
         each, extra = divmod(self.groups, num_slices)
-        first = index * each + min(index, extra)
-        count = each + (1 if index < extra else 0)
-        return tuple(Range(b * block + first * group_size, count * group_size) for b in range(self.blocks))
+        first, end = (k * each + min(k, extra) for k in (index, index + count))
+        return tuple(Range(b * block + first * group_size, (end - first) * group_size) for b in range(self.blocks))
 
 
 @dataclass(frozen=True)
@@ -137,12 +137,12 @@ class Weight:
     def num_bytes(self) -> int:
         return self.numel * self.itemsize
 
-    def slice_shape(self, *, num_slices: int, index: int) -> tuple[int, ...]:
-        """Returns the shape of slice `index` of `num_slices`; the whole shape for a weight that is not cut."""
+    def slice_shape(self, *, num_slices: int, index: int, count: int = 1) -> tuple[int, ...]:
+        """Returns the shape of `count` slices of `num_slices` from `index` on; the whole shape if it is not cut."""
         if self.cut is None:
             return self.shape
         dim = self.cut.dim
-        ranges = self.cut.ranges(self.shape[dim], num_slices=num_slices, index=index)
+        ranges = self.cut.ranges(self.shape[dim], num_slices=num_slices, index=index, count=count)
         return (*self.shape[:dim], sum(r.length for r in ranges), *self.shape[dim + 1 :])
 
     def block_shape(self, *, size: int, row: int, column: int) -> tuple[int, ...]:
@@ -239,6 +239,16 @@ class LayerOrder:
 
     def place_of(self, name: str) -> int:
         """The layer of a weight by number; -1 before the layers, the number of layers behind them."""
+        if name not in self._places:
+            self._places[name] = self._find(name)
+        return self._places[name]
+
+    @cached_property
+    def _places(self) -> dict[str, int]:
+        """Results of `place_of`: a search asks for the same names in every layout."""
+        return {}
+
+    def _find(self, name: str) -> int:
         parts = name.split(".")
         for end in range(1, len(parts)):
             if (number := self._numbers.get(".".join(parts[:end]))) is not None:
@@ -272,6 +282,7 @@ class ModelSpec:
         features_stay_whole: the reason why activations cannot be cut along their features; "" if they can.
         tokens_stay_whole: the same for the tokens of a sequence, between the modules of its layers; "" also if that was
             not asked for.
+        sequences_stay_whole: the same for sequences of which each rank has a part from the embedding to the loss.
         order: the layers between which it may be cut into pipeline stages.
     """
 
@@ -282,6 +293,7 @@ class ModelSpec:
     by_plan: bool = False
     features_stay_whole: str = ""
     tokens_stay_whole: str = ""
+    sequences_stay_whole: str = ""
     order: LayerOrder = NO_ORDER
 
     def with_inside_cut(self) -> ModelSpec:
@@ -301,6 +313,18 @@ class ModelSpec:
     @property
     def weights(self) -> tuple[Weight, ...]:
         return tuple(w for u in self.units for w in u.weights)
+
+    @cached_property
+    def shared_by_layers(self) -> str:
+        """Name of a weight that several layers share, or a layer and what lies around the layers; "" if there is none.
+
+        An embedding tied to a head is none.
+        """
+        for weight in self.weights:
+            places = {self.order.place_of(name) for name in (weight.name, *weight.aliases)}
+            if len(places) > 1 and any(0 <= place < len(self.order.layers) for place in places):
+                return weight.name
+        return ""
 
     @property
     def num_parameters(self) -> int:

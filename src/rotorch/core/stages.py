@@ -99,13 +99,11 @@ def check_stages(spec: ModelSpec, *, num_stages: int, strategy: str) -> None:
     for weight in spec.weights:
         if not weight.shape:
             raise ConfigError(f"{strategy}: {weight.name!r} is a single number, which cannot be cut. Write rtp or ddp")
-        places = {order.place_of(name) for name in (weight.name, *weight.aliases)}
-        inside = {place for place in places if 0 <= place < len(order.layers)}
-        if inside and len(places) > 1:
-            raise ConfigError(
-                f"{strategy}: {weight.name!r} is shared by several layers, which may be of different stages. "
-                "Write rtp or fsdp"
-            )
+    if spec.shared_by_layers:
+        raise ConfigError(
+            f"{strategy}: {spec.shared_by_layers!r} is shared by several layers, which may be of different stages. "
+            "Write rtp or fsdp"
+        )
 
 
 def stage_layout(unit: Unit, *, position: int, rank_of: Callable[[int], int], axis: str) -> Layout:

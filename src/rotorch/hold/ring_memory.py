@@ -35,8 +35,8 @@ class RingMemory(Memory):
         """True if this step adds to gradients of earlier steps."""
         for unit in units:
             names = [weight.name for weight in unit.unit.weights]
-            slices = unit.slices.views(ring.home_weights(unit.item), index=ring.position)
-            gradients = unit.slices.views(ring.home_gradients(unit.item), index=ring.position)
+            slices = unit.slices.home.views(ring.home_weights(unit.item), index=ring.position)
+            gradients = unit.slices.home.views(ring.home_gradients(unit.item), index=ring.position)
             self._slices |= zip(names, slices, strict=True)
             self._gradients |= zip(names, gradients, strict=True)
 

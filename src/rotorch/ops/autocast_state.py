@@ -21,6 +21,10 @@ class AutocastState:
         enabled = torch.is_autocast_enabled(device_type)
         return AutocastState(device_type, torch.get_autocast_dtype(device_type) if enabled else None)
 
+    def dtype_for(self, x: torch.Tensor) -> torch.dtype:
+        """Returns the dtype of products with `x`: float64 stays, as under torch's own autocast."""
+        return x.dtype if self.dtype is None or x.dtype == torch.float64 else self.dtype
+
     def again(self) -> Any:
         """Returns the same autocast without its cache, which would hold every visited slice until the pass ends."""
         if self.dtype is None:

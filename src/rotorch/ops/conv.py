@@ -161,12 +161,12 @@ def _rows(unit: RotatingUnit, index: int) -> tuple[Range, int, int]:
     if weight.cut is None:
         raise AssertionError(f"{weight.name} is not cut")
     dim = weight.cut.dim
-    rows = weight.cut.ranges(weight.shape[dim], num_slices=unit.slices.num_slices, index=index)[0]
+    rows = unit.slices.ranges(weight, index=index)[0]
     return rows, weight.shape[dim], dim
 
 
 def _forward(unit: RotatingUnit, call: Convolution, x: Tensor, autocast: AutocastState) -> Tensor:
-    x_NIS = x.to(autocast.dtype or x.dtype)
+    x_NIS = x.to(autocast.dtype_for(x))
     y_NOS: Tensor | None = None
     with torch.autocast(x.device.type, enabled=False):  # inputs have its dtype already; it would cache each slice
         for visit in unit.visits(backward=False):
@@ -201,7 +201,7 @@ class _RotateConv(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: RotatingUnit = ctx.unit
         (x,) = ctx.saved_tensors
-        dtype, wants_input = ctx.autocast.dtype or x.dtype, ctx.needs_input_grad[3]
+        dtype, wants_input = ctx.autocast.dtype_for(x), ctx.needs_input_grad[3]
         x_NIS, grad_NOS = x.to(dtype), grad.to(dtype)
         dx_NIS = torch.zeros_like(x_NIS) if wants_input else None
         for visit in unit.visits(backward=True):

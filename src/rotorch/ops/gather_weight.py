@@ -16,7 +16,6 @@ from rotorch.comm.ring import Visit
 from rotorch.core.spec import Range
 from rotorch.ops.rotate import RotatingUnit, SliceGradient
 from rotorch.ops.side_by_side import OrderedAdds
-from rotorch.shard.sharded_weight import cut_chunks
 
 
 def gather_weights(unit: RotatingUnit) -> list[Tensor]:
@@ -37,7 +36,7 @@ def _gather(unit: RotatingUnit) -> list[Tensor]:
     whole = [home.new_empty(weight.shape, dtype=unit.dtype) for weight in unit.slices.weights]
     for visit in unit.visits(backward=False):
         for weight, part, target in zip(unit.slices.weights, unit.weights(visit), whole, strict=True):
-            for chunk in cut_chunks(weight, num_slices=unit.slices.num_slices, index=visit.index):
+            for chunk in unit.slices.chunks(weight, index=visit.index):
                 chunk.of_whole(target).copy_(chunk.of_local(part.detach()))
     return whole
 
@@ -73,7 +72,7 @@ def _add(unit: RotatingUnit, gradient: Tensor, fresh: bool, part: Range, whole: 
 def _add_slice(unit: RotatingUnit, visit: Visit, grads: tuple[Tensor, ...]) -> None:
     receiver = SliceGradient(unit, visit, wait=True)
     for number, (weight, grad) in enumerate(zip(unit.slices.weights, grads, strict=True)):
-        chunks = cut_chunks(weight, num_slices=unit.slices.num_slices, index=visit.index)
+        chunks = unit.slices.chunks(weight, index=visit.index)
         parts = [chunk.of_whole(grad) for chunk in chunks]
         # A fused weight has one part in each of its blocks; the slice has them side by side.
         receiver.add(number, parts[0] if len(parts) == 1 else torch.cat(parts, dim=chunks[0].dim))

@@ -20,10 +20,7 @@ from rotorch.ops.rotate import RotatingUnit, SliceGradient
 
 def slice_rows(unit: RotatingUnit, index: int) -> Range:
     """The rows of the unit's weight that slice `index` holds."""
-    weight = unit.slices.weights[0]
-    if weight.cut is None:
-        raise AssertionError(f"{weight.name} is not cut")
-    return weight.cut.ranges(weight.shape[0], num_slices=unit.slices.num_slices, index=index)[0]
+    return unit.slices.ranges(unit.slices.weights[0], index=index)[0]
 
 
 def rotate_linear(unit: RotatingUnit, x: Tensor) -> Tensor:
@@ -34,7 +31,7 @@ def rotate_linear(unit: RotatingUnit, x: Tensor) -> Tensor:
 
 
 def _linear_forward(unit: RotatingUnit, x: Tensor, autocast: AutocastState) -> Tensor:
-    dtype = autocast.dtype or x.dtype
+    dtype = autocast.dtype_for(x)
     x_BI = x.reshape(-1, x.shape[-1]).to(dtype)
     # The output itself, not a view of it: autograd lets nobody write into a view that a function returns.
     y = x_BI.new_empty(*x.shape[:-1], unit.slices.weights[0].shape[0])
@@ -64,7 +61,7 @@ class _RotateLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         unit: RotatingUnit = ctx.unit
         (x,) = ctx.saved_tensors
-        dtype = ctx.autocast.dtype or x.dtype
+        dtype = ctx.autocast.dtype_for(x)
         x_BI = x.reshape(-1, x.shape[-1]).to(dtype)
         grad_BO = grad.reshape(-1, grad.shape[-1]).to(dtype)
         dx_BI = torch.zeros_like(x_BI)

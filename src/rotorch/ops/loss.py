@@ -70,7 +70,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
         hidden_BD: Tensor,
         target_B: Tensor,
     ) -> Tensor:
-        dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
+        dtype = AutocastState.now(hidden_BD.device.type).dtype_for(hidden_BD)
         x_BD = hidden_BD.detach().to(dtype)
         seen = _SeenLogits()
         last: tuple[int, Tensor, Tensor | None] | None = None
@@ -149,7 +149,7 @@ class _KeptCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         # The same arguments as of `_SlicedCrossEntropy`: `apply` passes them by position, and `backward` returns a
         # gradient for each, so neither function could leave them to the other.
-        dtype = AutocastState.now(hidden_BD.device.type).dtype or hidden_BD.dtype
+        dtype = AutocastState.now(hidden_BD.device.type).dtype_for(hidden_BD)
         x_BD = hidden_BD.detach().to(dtype)
         others, dx = _SeenLogits(), _RunningSum()
         target_rows_BD = torch.zeros_like(x_BD) if ctx.needs_input_grad[4] else None

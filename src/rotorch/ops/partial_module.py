@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import Cut, Unit
+from rotorch.core.spec import Cut, Range, Unit
 from rotorch.models.compiled import compiled_forward
 from rotorch.ops.multihead import multihead_on_slice
 from rotorch.shard.buffers import buffers_untouched
@@ -47,6 +47,10 @@ class ModuleSlices(ABC):
     @abstractmethod
     def index(self) -> int:
         """Number of the slice that the module has now."""
+
+    def ranges(self, cut: Cut, size: int) -> tuple[Range, ...]:
+        """The ranges of a cut of `size` that belong to the slice which the module has now."""
+        return cut.ranges(size, num_slices=self.num_slices, index=self.index)
 
     @abstractmethod
     def own(self) -> list[Tensor] | None:
@@ -158,8 +162,7 @@ class PartialModule:
 
     def _attend(self, attention: nn.MultiheadAttention, *args: Any, **kwargs: Any) -> Any:
         """The attention's forward on the slice's heads."""
-        num_heads, num_slices = attention.num_heads, self._slices.num_slices
-        (heads,) = Cut(0, num_heads).ranges(num_heads, num_slices=num_slices, index=self._slices.index)
+        (heads,) = self._slices.ranges(Cut(0, attention.num_heads), attention.num_heads)
         return multihead_on_slice(attention, heads, *args, **kwargs)
 
     def _prove(self, run: Callable[[Sequence[Tensor]], Tensor]) -> None:

@@ -136,7 +136,7 @@ def _row(plane: Plane, x: Tensor, block: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _dtype(x: Tensor) -> torch.dtype:
-    return AutocastState.now(x.device.type).dtype or x.dtype
+    return AutocastState.now(x.device.type).dtype_for(x)
 
 
 def _summed_by_chunks(plane: Plane, x_BI: Tensor, multiply: Callable[[Tensor, Tensor], Any], width: int) -> Tensor:

@@ -51,7 +51,7 @@ class RotatingUnit:
         unit: its description.
         ring: brings the slices.
         item: its number on the ring.
-        slices: layout of a slice in a flat buffer.
+        slices: layout of a visit in a flat buffer.
         recompute: backward runs a slice's forward again instead of keeping its graph.
         dtype: of its weights as modules see them: that of visiting slices, or, under autocast, of slices at home.
         keep_attention: a recomputed forward takes the kept outputs of attention.
@@ -91,10 +91,7 @@ class RotatingUnit:
     def ranges(self) -> list[Range]:
         """Per slice: its range along the cut dim of the unit's one weight."""
         (weight,) = self.slices.weights
-        if weight.cut is None:
-            raise AssertionError(f"{weight.name} is not cut")
-        n, size = self.slices.num_slices, weight.shape[weight.cut.dim]
-        return [weight.cut.ranges(size, num_slices=n, index=k)[0] for k in range(n)]
+        return [self.slices.ranges(weight, index=k)[0] for k in range(self.slices.num_visits)]
 
     def visits(self, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         """Yields the slices that are not empty, in this rank's order; the ring still gets its calls for empty ones."""

@@ -8,6 +8,7 @@ Shapes: B tokens (all leading dims flattened), I input features, O output featur
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from rotorch.ops.rotate import RotatingUnit
 
 
 def slice_linear(
-    unit: RotatingUnit, number: int, bias_number: int | None, x: Tensor, *, weights: list[Tensor]
+    unit: RotatingUnit, number: int, bias_number: int | None, x: Tensor, *, weights: Sequence[Tensor]
 ) -> Tensor:
     """`x [.., I]` times weight `number` of the visiting slice, plus its bias if it is cut with it: `[.., O]`.
 

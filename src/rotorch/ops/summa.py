@@ -47,7 +47,7 @@ def summa_linear(grid: Grid, x: Tensor, weight: Tensor, bias: Tensor | None = No
     Differentiable. All ranks of the grid call it, for the same layers in the same order; those of a row with the same
     tokens. Per rank it sends q-1 blocks of x and of the weight; in backward two of each.
     """
-    dtype = AutocastState.now(x.device.type).dtype or x.dtype
+    dtype = AutocastState.now(x.device.type).dtype_for(x)
     return _Linear.apply(grid, dtype, x, weight, bias)
 
 
@@ -63,7 +63,7 @@ def summa_table_linear(grid: Grid, x: Tensor, table: Tensor, *, num_rows: Sequen
         table: its block.
         num_rows: rows of the table in the blocks of each row of the grid.
     """
-    dtype = AutocastState.now(x.device.type).dtype or x.dtype
+    dtype = AutocastState.now(x.device.type).dtype_for(x)
     return _TableLinear.apply(grid, dtype, tuple(num_rows), x, table)
 
 

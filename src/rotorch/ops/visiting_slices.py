@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Cut, Range
 from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
 from rotorch.ops.rotate import RotatingUnit, rotate_module
 from rotorch.ops.slice_linear import slice_linear
@@ -41,7 +42,7 @@ class VisitingSlices(ModuleSlices):
         whole: Callable[[str], Tensor],
         compiled: bool,
     ) -> None:
-        self.num_slices = rotating.slices.num_slices
+        self.num_slices = rotating.slices.num_visits
         self._module, self._rotating = module, rotating
         self._buffers = WrittenBuffers(module)
         self._whole = whole
@@ -71,12 +72,17 @@ class VisitingSlices(ModuleSlices):
     def index(self) -> int:
         return self._rotating.visiting
 
+    def ranges(self, cut: Cut, size: int) -> tuple[Range, ...]:
+        slices = self._rotating.slices
+        first = self.index * slices.per_visit
+        return cut.ranges(size, num_slices=slices.num_slices, index=first, count=slices.per_visit)
+
     def own(self) -> list[Tensor] | None:
         rotating = self._rotating
         home = rotating.ring.home_weights(rotating.item).to(rotating.dtype)
         if not home.numel():
             return None
-        return [w.detach() for w in rotating.slices.views(home, index=rotating.ring.position)]
+        return [w.detach() for w in rotating.slices.home.views(home, index=rotating.ring.position)]
 
     def total(self, run: RunOnSlice, leaves: list[Any], prove: Prove) -> list[Tensor]:
         """Runs the module once per visit, in one autograd function."""

@@ -55,12 +55,12 @@ class Chunk:
         return whole
 
 
-def cut_chunks(weight: Weight, *, num_slices: int, index: int) -> tuple[Chunk, ...]:
-    """Returns the chunks of slice `index` of `num_slices` of `weight`: one per block of its cut, none if empty."""
+def cut_chunks(weight: Weight, *, num_slices: int, index: int, count: int = 1) -> tuple[Chunk, ...]:
+    """Returns the chunks of `count` slices from `index` on: one per block of the weight's cut, none if empty."""
     if weight.cut is None:
         return (Chunk((0,) * len(weight.shape), weight.shape),)
     dim, chunks, local_start = weight.cut.dim, [], 0
-    for part in weight.cut.ranges(weight.shape[dim], num_slices=num_slices, index=index):
+    for part in weight.cut.ranges(weight.shape[dim], num_slices=num_slices, index=index, count=count):
         if part.length:
             offsets = tuple(part.start if d == dim else 0 for d in range(len(weight.shape)))
             sizes = tuple(part.length if d == dim else s for d, s in enumerate(weight.shape))

@@ -14,6 +14,7 @@ from rotorch.comm.collectives import any_rank, gather_objects, group_timeout_s
 from rotorch.comm.fp8 import Fp8Wire
 from rotorch.comm.ring import Ring
 from rotorch.comm.shared_file import SharedMemoryUnavailable
+from rotorch.comm.transports.grouped import GroupedRing, Piece
 from rotorch.comm.transports.hierarchical import HierarchicalRing
 from rotorch.comm.transports.hopping import HoppingRing
 from rotorch.comm.transports.peer_memory import OVERLAPPING, PeerMemoryUnavailable
@@ -40,6 +41,8 @@ def make_ring(
     buffering: str = "out_of_place",
     ahead: int = 1,
     num_hosts: int = 2,
+    num_visits: int | None = None,
+    pieces: Sequence[Sequence[Sequence[Piece]]] = (),
 ) -> Ring:
     """Makes the ring of a one-axis mesh. All its ranks call it and get the same transport.
 
@@ -57,6 +60,8 @@ def make_ring(
             memory there is nothing to buffer.
         ahead: fetches under way while a slice is computed with, over messages out of place.
         num_hosts: number of hosts that "hierarchical" was asked for.
+        num_visits: over messages out of place, visits of a pass, if fewer than ranks; see grouped.py.
+        pieces: of each slice then, `pieces[item][index]`.
 
     Raises:
         ConfigError: the transport that was asked for cannot be had.
@@ -140,6 +145,18 @@ def make_ring(
         logger.warning(no_shared_memory)
     if buffering == "in_place":
         return HoppingRing(mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, timeout_s=timeout_s)
+    if num_visits is not None and num_visits < mesh.size():
+        return GroupedRing(
+            mesh=mesh,
+            num_visits=num_visits,
+            numels=numels,
+            pieces=pieces,
+            dtype=dtype,
+            device=device,
+            wire=wire,
+            ahead=ahead,
+            timeout_s=timeout_s,
+        )
     return SendReceiveRing(
         mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, ahead=ahead, timeout_s=timeout_s
     )

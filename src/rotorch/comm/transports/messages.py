@@ -11,6 +11,7 @@ A send is never posted without the receive of the same hop, and no memory is sen
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -21,20 +22,41 @@ from rotorch.core.messages import CHUNK_BYTES, bounce_bytes
 
 
 class Exchange:
-    """One receive and one send under way (an empty slice needs neither); each is waited for once."""
+    """Receives and sends under way (an empty slice needs neither); each is waited for once.
 
-    def __init__(self, *, send: Tensor, to: int, receive: Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    Args:
+        send: goes to the rank at position `to`.
+        receive: comes from the one at `source`.
+        group: of the ring.
+        sends: further messages, each with the rank that it goes to.
+        receives: further messages, each with the rank that it comes from.
+    """
+
+    def __init__(
+        self,
+        *,
+        send: Tensor | None = None,
+        to: int = 0,
+        receive: Tensor | None = None,
+        source: int = 0,
+        group: dist.ProcessGroup | None,
+        sends: Sequence[tuple[Tensor, int]] = (),
+        receives: Sequence[tuple[Tensor, int]] = (),
+    ) -> None:
+        coming = [*([] if receive is None else [(receive, source)]), *receives]
+        going = [*([] if send is None else [(send, to)]), *sends]
         wanted = [
             dist.P2POp(operation, tensor, group=group, group_peer=peer)
-            for operation, tensor, peer in ((dist.irecv, receive, source), (dist.isend, send, to))
+            for operation, messages in ((dist.irecv, coming), (dist.isend, going))
+            for tensor, peer in messages
             if tensor.numel()
         ]
         works = dist.batch_isend_irecv(wanted) if wanted else []
         if len(works) < len(wanted):  # NCCL: one handle for the whole batch
             self._received, self._sent = list(works), list(works)
         else:
-            self._received = works[: 1 if receive.numel() else 0]
-            self._sent = works[len(self._received) :]
+            num_coming = sum(tensor.numel() > 0 for tensor, _ in coming)
+            self._received, self._sent = works[:num_coming], works[num_coming:]
 
     def has_received(self) -> bool:
         """Returns True if the message is known to have come, without waiting (gloo never knows)."""

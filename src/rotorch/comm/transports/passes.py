@@ -27,11 +27,12 @@ class Passes:
     """The passes of this step so far, and the expected ones; steps with and without gradients are kept apart.
 
     Args:
-        size: ranks on the ring.
+        size: ranks on the ring, or visits of a pass.
+        all_come: every visit brings something; else a rank's own slice is used at home.
     """
 
-    def __init__(self, *, size: int) -> None:
-        self._size = size
+    def __init__(self, *, size: int, all_come: bool = False) -> None:
+        self._size, self._all_come = size, all_come
         self._now: list[Pass] = []
         self._before: dict[bool, list[Pass]] = {}
         self._as_before = True
@@ -61,7 +62,7 @@ class Passes:
 
         A rank's own slice is the first in forward and the last in backward.
         """
-        if self._size == 1:
+        if self._size == 1 and not self._all_come:
             return
         if this.fetch:
             yield from ((this, later) for later in self._fetches(this) if later > step)
@@ -73,5 +74,7 @@ class Passes:
 
     def _fetches(self, of: Pass) -> range:
         """The visits of a pass for which something is fetched."""
+        if self._all_come:
+            return range(self._size)
         # The own slice is used at home: it is the first in forward and the last in backward.
         return range(self._size - 1) if of.backward else range(1, self._size)

@@ -43,7 +43,7 @@ from rotorch.comm.wire import Wire
 
 
 @dataclass
-class _Fetch:
+class Fetch:
     """A fetch under way: the pass and step that it is for, and the slot that it fills."""
 
     target: Pass
@@ -71,6 +71,7 @@ class SendReceiveRing(MessageRing):
         device: where they lie.
         wire: form in which slices travel; by default as they are at home.
         ahead: fetches under way while a slice is computed with. More than one if slices travel as they are at home.
+        room: elements of a slot; by default those of the largest slice.
         timeout_s: a neighbour that is later than this counts as gone.
     """
 
@@ -83,17 +84,19 @@ class SendReceiveRing(MessageRing):
         device: torch.device,
         wire: Wire | None = None,
         ahead: int = 1,
+        room: int | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         super().__init__(mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, timeout_s=timeout_s)
-        wire, largest = self._wire, self._largest
+        wire, largest = self._wire, room or self._largest
         length, travels = wire.length(largest), self.size > 1
         if ahead > 1 and not wire.as_at_home:
             raise AssertionError("what is sent lies in one buffer, which two messages under way would need")
         num_slots = (1 if wire.packs else ahead + 1) if travels or not wire.as_at_home else 0
         self._slots = [torch.empty(length, dtype=wire.message_dtype, device=device) for _ in range(num_slots)]
         self._unpacked = torch.empty(largest if wire.packs else 0, dtype=wire.dtype, device=device)
-        self._message = torch.empty(0 if wire.as_at_home else length, dtype=wire.message_dtype, device=device)
+        to_send = 0 if wire.as_at_home else wire.length(self._largest)
+        self._message = torch.empty(to_send, dtype=wire.message_dtype, device=device)
         """The message of this rank's slice, where that is not the home slice itself."""
         self._message_item: int | None = None
         self._gradient_slots = [torch.empty(largest if travels else 0, dtype=dtype, device=device) for _ in range(2)]
@@ -102,7 +105,7 @@ class SendReceiveRing(MessageRing):
         self._pending_add: _PendingAdd | None = None
         self._num_fetches = 0
         self._most_ahead = ahead
-        self._ahead: deque[_Fetch] = deque()
+        self._ahead: deque[Fetch] = deque()
         """Fetches under way, in the order of their visits."""
         self._passes = Passes(size=self.size)
 
@@ -141,8 +144,9 @@ class SendReceiveRing(MessageRing):
         self._passes.enter(this)
         here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
         for step, index in enumerate(self.order(backward=backward)):
-            if fetch and index != self.position:
-                self._mark_wait(Operation.AWAIT_SLICE, item, index, source=index)
+            source = self._comes_from(index)
+            if fetch and source is not None:
+                self._mark_wait(Operation.AWAIT_SLICE, item, index, source=source)
             weights = self._arrive(this, step, index) if fetch else None
             self.status.now = here + index
             coming = islice(self._passes.coming(this, step), len(self._ahead), self._most_ahead)
@@ -151,20 +155,29 @@ class SendReceiveRing(MessageRing):
         if backward:
             self.fresh[item] = False
 
+    def _comes_from(self, index: int) -> int | None:
+        """Position of a rank that sends this one what visit `index` needs; None if nothing comes."""
+        return None if index == self.position else index
+
     def _arrive(self, this: Pass, step: int, index: int) -> Tensor:
         """Returns slice `index`, waiting for it if need be."""
         numel = self.numels[this.item][index]
         if index == self.position:
             return self._home_weights[this.item] if self._wire.as_at_home else self._own(this)
-        if self._ahead and (self._ahead[0].target, self._ahead[0].step) != (this, step):
-            self._drop_ahead()  # this step makes other passes than the one before: these slices are not needed
-        flight = self._ahead.popleft() if self._ahead else self._post(this, step)
-        flight.exchange.wait()
+        flight = self._next_fetch(this, step)
         message = self._slots[flight.slot][: self._wire.length(numel)]
         if not self._wire.packs:
             return message
         self._wire.unpack(message, self._unpacked[:numel])
         return self._unpacked[:numel]
+
+    def _next_fetch(self, this: Pass, step: int) -> Fetch:
+        """Waits for the fetch of a visit, starting it if need be."""
+        if self._ahead and (self._ahead[0].target, self._ahead[0].step) != (this, step):
+            self._drop_ahead()  # this step makes other passes than the one before: these slices are not needed
+        flight = self._ahead.popleft() if self._ahead else self._post(this, step)
+        flight.exchange.wait()
+        return flight
 
     def _drop_ahead(self) -> None:
         """Waits for fetches under way and drops them."""
@@ -198,7 +211,7 @@ class SendReceiveRing(MessageRing):
             self._message_item = item
         return message
 
-    def _post(self, target: Pass, step: int) -> _Fetch:
+    def _post(self, target: Pass, step: int) -> Fetch:
         """Starts the exchange of one step: this rank's home slice goes to its reader, another rank's comes here."""
         n, r = self.size, self.position
         source = self.order(backward=target.backward)[step]
@@ -214,7 +227,7 @@ class SendReceiveRing(MessageRing):
             source=source,
             group=self._weight_group,
         )
-        return _Fetch(target, step, slot, exchange)
+        return Fetch(target, step, slot, exchange)
 
     # ------------------------------------------------------------- gradients
 

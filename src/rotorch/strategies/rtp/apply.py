@@ -26,6 +26,7 @@ from rotorch.comm.status_word import StatusWord
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Unit, UnitKind
+from rotorch.core.whole_units import is_whole
 from rotorch.hold.holding import Holding, ShardsHolding, StageHolding
 from rotorch.hold.ring_memory import RingMemory
 from rotorch.hold.setup import Setup
@@ -92,7 +93,8 @@ class RTPHolding(ShardsHolding, StageHolding):
                     like = self.ring.home_weights(rotating.item).new_empty(0, dtype=rotating.dtype)
                     shards.replace(weight.name, WeightProxy(use, like=like))
         if strategy.recomputes_units:
-            for norm in _between_units(module, [u.unit for u in self.units], whole=shards.leaves):
+            chosen = {weight.name for unit in spec.units if is_whole(unit) for weight in unit.weights}
+            for norm in _between_units(module, [u.unit for u in self.units], whole=shards.leaves.keys() - chosen):
                 recompute_norm(norm)
 
     def _whole_weight(self, alone: Mapping[str, RotatingUnit], name: str) -> Tensor:
@@ -103,6 +105,9 @@ class RTPHolding(ShardsHolding, StageHolding):
         barrier(mesh=self._mesh)  # in shared memory a rank reads values that another one has received
 
     def computed_backward(self, stage: int) -> None:
+        self.ring.flush()
+
+    def make_deferred_additions(self) -> None:
         self.ring.flush()
 
     def finish(self) -> None:
@@ -143,7 +148,10 @@ def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUni
     parameters, size = dict(setup.module.named_parameters()), strategy.size
     visiting = setup.spec.cut_units
     in_place = _one_by_one(visiting, sites=setup.sites, heads=heads)
-    slices = [FlatSlices(u.weights, num_slices=size) for u in visiting]
+    grouped = strategy.num_visits < size
+    slices = [
+        FlatSlices(u.weights, num_slices=size, num_visits=strategy.num_visits, cut_first=grouped) for u in visiting
+    ]
     side_by_side = [FlatSlices(u.weights, num_slices=size, side_by_side=True) for u in in_place]
     wire_dtype = None if strategy.compute is None else getattr(torch, strategy.compute)
     # Of another precision they would be converted whole, at each use; a graph gives gradients of all its weights.
@@ -151,7 +159,7 @@ def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUni
     ring = make_ring(
         strategy.transport,
         mesh=setup.mesh,
-        numels=[s.numels for s in slices],
+        numels=[s.home.numels for s in slices],
         numels_side_by_side=[s.numels for s in side_by_side] if reads_whole else None,
         dtype=_one_dtype(visiting, parameters),
         device=setup.device,
@@ -160,6 +168,8 @@ def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUni
         buffering=strategy.buffering,
         ahead=strategy.ahead,
         num_hosts=strategy.hosts,
+        num_visits=strategy.num_visits,
+        pieces=[list(map(s.pieces, range(size))) for s in slices] if grouped else (),
     )
     found = zip(in_place, side_by_side, strict=True) if ring.gives_whole else zip(visiting, slices, strict=True)
     return ring, [

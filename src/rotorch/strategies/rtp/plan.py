@@ -31,6 +31,13 @@ Cost (unit of P bytes, n ranks)
     hides      A fetch hides behind the compute of the slice before it, a gradient's hop behind that of the next slice;
                over symmetric memory, behind that of two. In place, only the first few MiB of a hop do.
 
+Long sequences (`context=c`; `tsp=n` is `rtp=n[context=n]`; c ranks, T tokens, K features of keys and values)
+    Neighbours in groups of c share a batch, and each has T/c of its tokens from the embedding to the loss, one chunk of
+    the front and one of the back. Attentions rotate weight by weight, so that all heads of a rank's tokens are there at
+    once, and every rank gets the keys and values that its tokens attend to: sent per layer 3/4 (c-1)/c T K in forward
+    on average, at most 2 w K with a window of w tokens, as much for their gradients; transient T K at most.
+    Source: TSP (arXiv 2604.26294), whose tensor and sequence parallelism share one axis.
+
 Precision
     Where a pass computes in bfloat16 (`compute`: under autocast, or with `param_dtype`), slices visit and travel in it:
     half the bytes. Masters, gradients and their hops stay in float32. No copy in bfloat16 is kept: over messages
@@ -48,17 +55,20 @@ Deviations
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, model_validator
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.messages import bounce_bytes, fp8_bytes, num_chunks, sum_slots
-from rotorch.core.spec import ModelSpec, Unit, UnitKind
+from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
+from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind
 from rotorch.core.stages import in_stage
 from rotorch.core.strategy import Strategy
-from rotorch.core.traffic import Kind, Phase, Transfer, all_reduce
+from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
+from rotorch.core.whole_units import check_memory, is_whole, whole_layout, with_whole_units
 
 _COMPUTE_ITEMSIZE = 2  # of bfloat16 and float16
 
@@ -84,7 +94,15 @@ class RTP(Strategy):
         ahead: messages under way while a slice is computed with, 1 to 4. 2 takes one more slot, and pays between two
             hosts whose link takes about as long as their compute (docs/lab_log.md); not where slices are converted,
             packed or replace each other.
+        visits: number of visits in which the slices of a unit come, over messages out of place; it divides `size`,
+            which it is by default. Fewer are larger: `size / visits` slices lie side by side in a slot, and are one
+            product.
         wire: "fp8": messages carry slices in eight bits; they are computed with in the pass's own precision.
+        context: number of neighbours on the ring that share a batch, each with its part of the tokens: keys and values
+            are exchanged among them. It divides `size`. `tsp=4` is short for `rtp=4[context=4]`.
+        memory: budget of a rank for weights, gradients and AdamW's moments, written `2GiB`: units that are worth most
+            are whole on every rank within it (`osdp=4[memory=2GiB]`, core/whole_units.py). A whole unit is computed
+            with as it is; `recompute` is for the others.
         compute: the precision in which slices are computed with, if it is not the weights' own: that of the autocast
             that `parallelize` was given, which fills it in.
     """
@@ -98,8 +116,22 @@ class RTP(Strategy):
     hosts: Annotated[int, Field(ge=2)] = 2
     buffering: Literal["out_of_place", "in_place"] = "out_of_place"
     ahead: Annotated[int, Field(ge=1, le=4)] = 1
+    visits: PositiveInt | None = None
     wire: Literal["fp8"] | None = None
+    context: PositiveInt = 1
+    memory: str | None = None
     compute: Literal["bfloat16", "float16"] | None = None
+
+    @model_validator(mode="after")
+    def _context_divides(self) -> Self:
+        check_divides(size=self.size, context=self.context, kind=self.kind)
+        check_memory(self.memory, kind=self.kind, context=self.context)
+        return self
+
+    @property
+    def num_visits(self) -> int:
+        """Visits of a pass."""
+        return self.visits or self.size
 
     @property
     def recomputes_units(self) -> bool:
@@ -118,14 +150,27 @@ class RTP(Strategy):
     def batch_axes(self) -> tuple[str, ...]:
         return ("rtp",)
 
+    @property
+    def context_axes(self) -> dict[str, int]:
+        return {"rtp": self.context} if self.context > 1 else {}
+
+    def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
+        return key_value_transfers(unit, batch=batch, num_ranks=self.context, axis="rtp", position=position)
+
     def units_of(self, spec: ModelSpec) -> ModelSpec:
-        return spec.with_inside_cut()
+        held = spec.with_inside_cut()
+        if self.memory is None:
+            return held
+        # Over messages: what a ring in shared memory spares is waiting for turns, which the same numbers rank.
+        transport = "send_receive" if self.transport == "auto" else self.transport
+        in_parts = self.model_copy(update={"memory": None, "transport": transport})
+        chosen = with_whole_units(held, strategy=in_parts, axis="rtp", memory=self.memory)
+        return replace(chosen, units=tuple(_uncut(unit) if is_whole(unit) else unit for unit in chosen.units))
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         n = self.size
         if unit.kind is UnitKind.REPLICATED:
-            reduced = (all_reduce(unit.trained_bytes, axis="rtp", size=n),) if n > 1 and unit.trained_bytes else ()
-            return Layout(resident_bytes=unit.num_bytes, transfers=reduced)
+            return whole_layout(unit, axis="rtp", size=n)
         slices = [unit.slice_bytes(num_slices=n, index=k) for k in range(n)]
         home, largest = slices[position], max(slices)
         # The ring's memory is in one piece: borrowed weights and their gradients keep a permanent slot.
@@ -149,8 +194,13 @@ class RTP(Strategy):
             numbers = ((self.hosts - 1) * unit.uses, (self.hosts - 1) * self._reads_in_backward(unit))
             hops = self.hosts - 1
         else:
-            numbers = ((n - 1) * unit.uses, (n - 1) * self._reads_in_backward(unit))
+            own = self._num_pieces(unit, position)
+            numbers = ((n - 1) * own * unit.uses, (n - 1) * own * self._reads_in_backward(unit))
             hops = n - 1
+            if (m := n // self.num_visits) > 1:
+                first = position // m * m
+                neighbours = sum(self._num_pieces(unit, k) for k in range(first, first + m) if k != position)
+                hops = self.num_visits - 1 + neighbours
         in_backward += hopped * num_hops
         transfers = (
             Transfer(Kind.SEND, "rtp", Phase.FORWARD, in_forward, in_forward, numbers[0]),
@@ -201,8 +251,20 @@ class RTP(Strategy):
         if self._in_place:
             traveller = message if copies else 0
             return traveller + unpacked + bounce_bytes(message) + largest + bounce_bytes(largest)
-        to_send = message if copies else 0
-        return (1 if self.wire == "fp8" else self.ahead + 1) * message + unpacked + to_send + 2 * largest
+        to_send, m = message if copies else 0, self.size // self.num_visits
+        return m * ((1 if self.wire == "fp8" else self.ahead + 1) * message + 2 * largest) + unpacked + to_send
+
+    def _num_pieces(self, unit: Unit, index: int) -> int:
+        """Messages that carry a slice: one, or one per block of each weight where slices lie side by side."""
+        if self.num_visits == self.size:
+            return 1
+        found = (
+            r
+            for w in unit.weights
+            if w.cut
+            for r in w.cut.ranges(w.shape[w.cut.dim], num_slices=self.size, index=index)
+        )
+        return sum(r.length > 0 for r in found)
 
     def _reads_in_backward(self, unit: Unit) -> int:
         """Number of times that backward needs the unit's slices: 0 for a head with kept logits (see `ops/loss.py`)."""
@@ -248,6 +310,30 @@ class RTP(Strategy):
         if self.ahead > 1 and reason:
             raise ConfigError(f"rtp: ahead={self.ahead}, but {reason}, so one is under way at a time. Leave ahead out")
 
+    def _check_visits(self) -> None:
+        if self.visits is None:
+            return
+        if self.size % self.visits:
+            some = [k for k in range(1, self.size) if self.size % k == 0]
+            raise ConfigError(
+                f"{self.kind}: visits={self.visits} does not divide the ring of {self.size}, and each visit brings as "
+                f"many slices. Write visits={' or '.join(map(str, some or [1]))}, or leave visits out"
+            )
+        idle = (
+            f"transport={self.transport}"
+            if self.transport != "send_receive"
+            else f"buffering={self.buffering}"
+            if self._in_place
+            else f"wire={self.wire}"
+            if self.wire is not None
+            else ""
+        )
+        if idle and self.visits < self.size:
+            raise ConfigError(
+                f"{self.kind}: visits={self.visits} brings several slices into one slot, and {idle} brings them one by "
+                f"one. Write {self.kind}={self.size}[visits={self.visits},transport=send_receive], or leave visits out"
+            )
+
     def without_idle_options(self) -> Self:
         if self.transport in ("auto", "send_receive"):
             return self
@@ -266,6 +352,7 @@ class RTP(Strategy):
             )
 
     def check(self, spec: ModelSpec) -> None:
+        check_shares(spec, context=self.context, kind=self.kind)
         self._check_ahead()
         if self.hosts != 2 and self.transport != "hierarchical":
             raise ConfigError(
@@ -277,6 +364,7 @@ class RTP(Strategy):
                 f"rtp: transport=hierarchical over {self.hosts} hosts, but a ring of {self.size} does not give each as "
                 "many ranks, more than one. Write a multiple of the hosts, or transport=send_receive"
             )
+        self._check_visits()
         if self.wire is not None and self.transport != "send_receive":
             raise ConfigError(
                 f"rtp: wire={self.wire} halves messages, and transport={self.transport} may send none. "
@@ -292,8 +380,14 @@ class RTP(Strategy):
                 f"rtp: a ring of {self.size} over {spec.name}, whose finest cut has {most} groups: "
                 f"ranks would hold nothing. Write rtp={most} or less"
             )
+        self.units_of(spec)  # finds units that fit into `memory`, or says that none do
 
     def __str__(self) -> str:
         defaults = type(self)(size=self.size)
         options = [f"{k}={v}" for k, v in self.model_dump(exclude={"size"}).items() if v != getattr(defaults, k)]
         return f"rtp={self.size}" + (f"[{','.join(options)}]" if options else "")
+
+
+def _uncut(unit: Unit) -> Unit:
+    """A unit that does not rotate: its module runs as it is, with the biases that slices add once."""
+    return replace(unit, kind=UnitKind.REPLICATED, combine=Combine.NONE, replicated=(), added_once=())

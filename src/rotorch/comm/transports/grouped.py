@@ -1,0 +1,241 @@
+"""The ring over messages in which several slices visit together: fewer and larger products, for larger slots.
+
+[Note: groups]
+    Of n ranks each n/g neighbours are a group; a pass has g visits. In each, all slices of one group come at once, from
+    each rank of that group its own, and lie side by side: the elements of one weight next to each other, so that
+    products see one larger slice. The order of groups is that of slices on a ring of g. Of its own group, too, a rank
+    receives the others' slices; its own it copies beside them.
+
+[Note: the way home]
+    A group's gradient hops from group to group, between the ranks that have the same place in theirs. So when a rank
+    has added to that of its own group, the buffer has the parts of all ranks of that place; each then gives every
+    neighbour the part that is the neighbour's slice, and adds what it gets to its own. That is as many bytes as hops of
+    single slices take. A home gradient is made of the sum of this rank's place, then those of the other places in their
+    order: an order that no timing changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.ring import GradientBuffer, Visit
+from rotorch.comm.transports.messages import Exchange
+from rotorch.comm.transports.passes import Pass, Passes
+from rotorch.comm.transports.send_receive import Fetch, SendReceiveRing
+from rotorch.comm.wire import Wire
+
+
+class Piece(Protocol):
+    """A run of elements of a slice: where it begins at home and in its visit, and its length."""
+
+    @property
+    def home(self) -> int: ...
+    @property
+    def visit(self) -> int: ...
+    @property
+    def numel(self) -> int: ...
+
+
+@dataclass
+class _Arriving:
+    """The sums of the other places in the gradient of a home slice, on their way into slot `into`."""
+
+    item: int
+    slot: int
+    into: int
+    fresh: bool
+    exchange: Exchange
+
+
+class GroupedRing(SendReceiveRing):
+    """See the module's notes. All ranks of `mesh` must make it together.
+
+    Args:
+        mesh: the ring's ranks.
+        num_visits: visits of a pass; a divisor of the number of ranks.
+        numels: elements of each slice, `numels[item][index]`.
+        pieces: of each slice, `pieces[item][index]`.
+        dtype: of slices at home and of gradients.
+        device: where they lie.
+        wire: form in which slices travel, the same in which they visit; by default as they are at home.
+        ahead: groups under way while one is computed with. More than one if slices travel as they are at home.
+        timeout_s: a neighbour that is later than this counts as gone.
+    """
+
+    def __init__(
+        self,
+        *,
+        mesh: DeviceMesh,
+        num_visits: int,
+        numels: Sequence[Sequence[int]],
+        pieces: Sequence[Sequence[Sequence[Piece]]],
+        dtype: torch.dtype,
+        device: torch.device,
+        wire: Wire | None = None,
+        ahead: int = 1,
+        timeout_s: float = 600.0,
+    ) -> None:
+        if wire is not None and wire.packs:
+            raise AssertionError("packed slices do not visit side by side")
+        per_visit = mesh.size() // num_visits
+        super().__init__(
+            mesh=mesh,
+            numels=numels,
+            dtype=dtype,
+            device=device,
+            wire=wire,
+            ahead=ahead,
+            room=per_visit * max((max(n) for n in numels), default=0),
+            timeout_s=timeout_s,
+        )
+        self._num_visits, self._per_visit, self._pieces = num_visits, per_visit, pieces
+        self._group, self._place = divmod(self.position, per_visit)
+        self._forward_order = [(self._group - i) % num_visits for i in range(num_visits)]
+        self._backward_order = [(self._group + 1 + j) % num_visits for j in range(num_visits)]
+        self._passes = Passes(size=num_visits, all_come=True)
+        self._visit_numels = [
+            [sum(of_item[k * per_visit : (k + 1) * per_visit]) for k in range(num_visits)] for of_item in self.numels
+        ]
+        self._arriving: _Arriving | None = None
+
+    def stays(self, visit: Visit) -> bool:
+        return False  # the own slice, too, lies in a slot
+
+    def _drain(self) -> None:
+        super()._drain()
+        if self._arriving is not None:
+            self._arriving.exchange.wait()
+            self._arriving = None
+
+    def _ranks_of(self, group: int) -> range:
+        return range(group * self._per_visit, (group + 1) * self._per_visit)
+
+    # ------------------------------------------------------------- weights
+
+    def _comes_from(self, index: int) -> int | None:
+        return next((rank for rank in self._ranks_of(index) if rank != self.position), None)
+
+    def _arrive(self, this: Pass, step: int, index: int) -> Tensor:
+        flight = self._next_fetch(this, step)
+        slot = self._slots[flight.slot][: self._visit_numels[this.item][index]]
+        if index == self._group:
+            home = self._home_weights[this.item]
+            for piece in self._pieces[this.item][self.position]:
+                self._wire.visit(_at_home(home, piece), _in_visit(slot, piece))
+        return slot
+
+    def _post(self, target: Pass, step: int) -> Fetch:
+        """Starts the messages of one visit: this rank's slice to all ranks of a group, another one's slices here."""
+        g, pieces = self._num_visits, self._pieces[target.item]
+        group = self.order(backward=target.backward)[step]
+        readers = (self._group - 1 - step) % g if target.backward else (self._group + step) % g
+        slot = self._num_fetches % len(self._slots)
+        self._num_fetches += 1
+        memory, outgoing = self._slots[slot], self._outgoing(target.item)
+        exchange = Exchange(
+            receives=[
+                (_in_visit(memory, piece), source)
+                for source in self._ranks_of(group)
+                if source != self.position
+                for piece in pieces[source]
+            ],
+            sends=[
+                (_at_home(outgoing, piece), reader)
+                for reader in self._ranks_of(readers)
+                if reader != self.position
+                for piece in pieces[self.position]
+            ],
+            group=self._weight_group,
+        )
+        return Fetch(target, step, slot, exchange)
+
+    # ------------------------------------------------------------- gradients
+
+    def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
+        slot, other = visit.step % 2, (visit.step + 1) % 2
+        travelling = self._gradient_slots[slot][: self._visit_numels[item][visit.index]]
+        if visit.step == 0:
+            if not wait and not self._is_free(slot):
+                return None
+            self._release(slot)
+            return GradientBuffer(travelling, True)
+        hop = self._hops[other]
+        if hop is not None:
+            if not wait and not hop.has_received():
+                return None
+            self._await_gradient(hop, item, visit.index)
+        return GradientBuffer(travelling, False)
+
+    def pass_on(self, item: int, visit: Visit) -> None:
+        step, m = visit.step, self._per_visit
+        slot, other = step % 2, (step + 1) % 2
+        self._release(other)
+        if step < self._num_visits - 1:
+            arriving = (visit.index + 1) % self._num_visits
+            self._hops[slot] = Exchange(
+                send=self._gradient_slots[slot][: self._visit_numels[item][visit.index]],
+                to=(self.position - m) % self.size,
+                receive=self._gradient_slots[other][: self._visit_numels[item][arriving]],
+                source=(self.position + m) % self.size,
+                group=self._gradient_group,
+            )
+            return
+        neighbours = [rank for rank in self._ranks_of(self._group) if rank != self.position]
+        self._hops[slot] = exchange = Exchange(
+            receives=[
+                (_at_home(part, piece), rank)
+                for part, rank in zip(self._parts(item, other), neighbours, strict=True)
+                for piece in self._pieces[item][self.position]
+            ],
+            sends=[
+                (_in_visit(self._gradient_slots[slot], piece), rank)
+                for rank in neighbours
+                for piece in self._pieces[item][rank]
+            ],
+            group=self._gradient_group,
+        )
+        # Not waited for here: the sums may arrive while later units compute.
+        self._arriving = _Arriving(item, slot, other, self.fresh[item], exchange)
+
+    def _parts(self, item: int, slot: int) -> tuple[Tensor, ...]:
+        """Room in a gradient slot for one home slice from each neighbour."""
+        numel, others = self.numels[item][self.position], self._per_visit - 1
+        memory = self._gradient_slots[slot]
+        return tuple(memory[i * numel : (i + 1) * numel] for i in range(others))
+
+    def _is_free(self, slot: int) -> bool:
+        arriving, hop = self._arriving, self._hops[slot]
+        return (arriving is None or arriving.exchange.has_received()) and (hop is None or hop.has_sent())
+
+    def _release(self, slot: int) -> None:
+        self._settle()  # it keeps both slots
+        super()._release(slot)
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Adds the sums of all places to the home gradient that they are for."""
+        arriving, self._arriving = self._arriving, None
+        if arriving is None:
+            return
+        item = arriving.item
+        self._await_gradient(arriving.exchange, item, self._group)
+        home, own = self._home_gradients[item], self._gradient_slots[arriving.slot]
+        for piece in self._pieces[item][self.position]:
+            target, part = _at_home(home, piece), _in_visit(own, piece)
+            target.copy_(part) if arriving.fresh else target.add_(part)
+        for part in self._parts(item, arriving.into):
+            home.add_(part)
+
+
+def _at_home(flat: Tensor, piece: Piece) -> Tensor:
+    return flat[piece.home : piece.home + piece.numel]
+
+
+def _in_visit(flat: Tensor, piece: Piece) -> Tensor:
+    return flat[piece.visit : piece.visit + piece.numel]

@@ -1,0 +1,121 @@
+"""Several slices in one visit: equal to one process, with the bytes and memory that the Layout says."""
+
+import pytest
+import torch
+from test_rtp_hierarchical import EXACT, SEED, build, one_process
+
+import rotorch
+from rotorch.comm.meter import Meter
+from rotorch.core.errors import ConfigError
+from rotorch.models.describe import describe
+from rotorch.strategies import parse_parallel
+from rotorch.testing.arithmetic import exact_arithmetic
+from rotorch.testing.compare import gradient_errors
+from rotorch.testing.parity import parity_batch
+from rotorch.testing.ranks import run_ranks
+from rotorch.testing.reference import plain_config
+from rotorch.testing.traffic import traffic_problems
+
+pytestmark = pytest.mark.usefixtures("warm")
+
+
+class Abandoned(Exception):
+    """A step ends here."""
+
+
+def step_of(model, step, vocab_size, num_ranks):
+    batch = parity_batch(step=step, vocab_size=vocab_size)
+    rows = {k: rows.tensor_split(num_ranks)[model.batch_rank] for k, rows in batch.items()}
+    with exact_arithmetic(), Meter() as meter:
+        return float(model.forward_backward([rows])), meter
+
+
+def leave_in_the_middle(model, step, vocab_size, num_ranks):
+    """Breaks a step off on all ranks, in backward."""
+
+    def leave(*_):
+        raise Abandoned
+
+    inner = next(m for name, m in model.module.named_modules() if name.endswith("layers.1"))
+    hook = inner.register_full_backward_hook(leave)
+    with pytest.raises(Abandoned):
+        step_of(model, step, vocab_size, num_ranks)
+    hook.remove()
+
+
+def compared(config, layouts, num_ranks, expected, break_off):
+    """Per layout: largest error of this rank, problems of its traffic, and bytes of slots beyond the Layout's."""
+    found = []
+    for layout in layouts:
+        model = rotorch.parallelize(build(config), layout, device="cpu").materialize(seed=SEED)
+        optimizer, worst = torch.optim.SGD(model.parameters(), lr=0.1), 0.0
+        assert model.holding.ring._num_visits < num_ranks
+        for step, (loss, gradients) in enumerate(expected):
+            if break_off:
+                leave_in_the_middle(model, step, config.vocab_size, num_ranks)
+                optimizer.zero_grad()
+            ours, meter = step_of(model, step, config.vocab_size, num_ranks)
+            worst = max(worst, abs(ours - loss) / loss, *gradient_errors(model.weights, gradients).values())
+            optimizer.step()
+            optimizer.zero_grad()
+        problems = [] if break_off else list(traffic_problems(model, meter))
+        slots = sum(slot.numel() * slot.element_size() for slot in model.holding.slots())
+        said = max(model.strategies[-1].layout(unit).slots_bytes for unit in model.spec.units)
+        found.append((worst, problems, slots - said))
+        model.close()
+    return found
+
+
+def layouts(num_ranks, visits, *options):
+    return [f"rtp={num_ranks}[transport=send_receive,visits={visits}{o}]" for o in options]
+
+
+EVERY = ("", ",recompute=none", ",recompute=slice", ",ahead=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "visits", "options"),
+    [
+        ("llama", 4, 2, EVERY),
+        ("llama", 4, 1, EVERY),
+        ("llama", 2, 1, ("", ",recompute=slice")),
+        ("llama", 3, 1, ("", ",recompute=none")),  # four groups on three ranks
+        ("qwen3", 4, 2, ("", ",recompute=slice")),  # tied weights, norms inside of attention
+        ("gemma2", 4, 2, ("",)),
+        ("gpt_neox", 4, 2, ("", ",recompute=none")),  # blocks fused in one matrix, biases
+        ("gpt_neox", 4, 1, ("",)),
+    ],
+)
+def test_slices_that_visit_together_are_one_process_with_the_bytes_of_the_layout(
+    tiny, name, num_ranks, visits, options
+):
+    config = plain_config(tiny(name), layers=2)
+    given = layouts(num_ranks, visits, *options)
+    for of_rank in run_ranks(compared, config, given, num_ranks, one_process(config), False, num_ranks=num_ranks):
+        for layout, (worst, problems, beyond) in zip(given, of_rank, strict=True):
+            assert worst < EXACT, layout
+            assert (problems, beyond) == ([], 0), layout
+
+
+@pytest.mark.parametrize("visits", [1, 2])
+def test_a_step_that_breaks_off_on_all_ranks_leaves_nothing_behind(tiny, visits):
+    config = plain_config(tiny("llama"), layers=2)
+    given = layouts(4, visits, "", ",recompute=slice")
+    for of_rank in run_ranks(compared, config, given, 4, one_process(config), True, num_ranks=4):
+        assert all(worst < EXACT for worst, _, _ in of_rank)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("rtp=4[transport=send_receive,visits=3]", "does not divide the ring of 4"),
+        ("rtp=4[visits=2]", "transport=auto brings them one by one"),
+        ("rtp=4[transport=shared_memory,visits=2]", "transport=shared_memory brings them one by one"),
+        ("rtp=4[transport=send_receive,buffering=in_place,visits=2]", "buffering=in_place brings them one by one"),
+        ("rtp=4[transport=send_receive,wire=fp8,visits=2]", "wire=fp8 brings them one by one"),
+    ],
+)
+def test_visits_that_cannot_be_are_refused_by_name(tiny, layout, said):
+    (strategy,) = parse_parallel(layout)
+    with pytest.raises(ConfigError, match=said):
+        strategy.check(describe(build(plain_config(tiny("llama"), layers=2))))
