@@ -15,7 +15,7 @@ from rotorch.comm.agreement import Agreement, Disagreement, Table
 from rotorch.comm.fresh_store import fresh_store
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
-from rotorch.strategies import format_parallel, num_ranks
+from rotorch.strategies import context_ranks, format_parallel, num_ranks
 
 _LEAVES_WITHIN_S = 30.0
 """Seconds that a rank which differs from others waits for all of them to read the verdict."""
@@ -156,6 +156,17 @@ def flat_position(axes: Mapping[str, int], positions: Mapping[str, int]) -> int:
     for axis, size in axes.items():
         number = number * size + positions[axis]
     return number
+
+
+def batch_place(strategies: Sequence[Strategy], positions: Mapping[str, int]) -> tuple[int, int]:
+    """This rank's share of a global batch by number, and how many there are, from its position on each axis.
+
+    Neighbours that share a sequence have one share.
+    """
+    sizes = {axis: size for strategy in strategies for axis, size in strategy.axes.items()}
+    number, total = place_along([axis for strategy in strategies for axis in strategy.batch_axes], sizes, positions)
+    sharing = context_ranks(strategies)  # they are neighbours on the innermost of these axes
+    return number // sharing, total // sharing
 
 
 def place_along(axes: Sequence[str], sizes: Mapping[str, int], positions: Mapping[str, int]) -> tuple[int, int]:

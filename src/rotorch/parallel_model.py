@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +27,15 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.hold.holding import Holding
-from rotorch.mesh import place_along
+from rotorch.mesh import batch_place, place_along
 from rotorch.models.blocks import mark_blocks
 from rotorch.models.checks import refuse_float16
 from rotorch.models.hf import head_weights
 from rotorch.models.lora import ADAPTERS
 from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.modes import evaluating
-from rotorch.models.packed_rows import nothing_packed
 from rotorch.models.pretrained import open_pretrained
+from rotorch.models.shared_sequence import SharedSequence, check_batch
 from rotorch.ops.deferred_logits import real_for_hooks
 from rotorch.ops.outputs import detached, last_logits, real_outputs
 from rotorch.process.host_memory import make_room
@@ -46,6 +46,7 @@ from rotorch.shard.load import load_stored
 from rotorch.shard.materialize import Recipe, initialise
 from rotorch.shard.sharded_weight import ChunkedTensor, ShardedWeight
 from rotorch.shard.sites import persistent_buffers
+from rotorch.strategies import context_ranks
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class ParallelModel:
         spec: the model's units.
         batch_rank: number of the share of a global batch that this rank computes, 0-based.
         num_batch_ranks: number of shares.
+        context_rank: number of this rank among those that have a share together, 0-based.
+        num_context_ranks: number of these ranks, each of which has a part of the tokens of each sequence.
         feature_rank: number of the part of the features of activations that this rank computes, 0-based.
         num_feature_ranks: number of parts.
         token_rank: number of the chunk of tokens that this rank has between the modules of layers, 0-based.
@@ -92,6 +95,7 @@ class ParallelModel:
         loss: LossFn = causal_lm_loss,
         autocast_dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
+        sequence: SharedSequence | None = None,
     ) -> None:
         self.module = module
         self.mesh = mesh
@@ -100,6 +104,7 @@ class ParallelModel:
         self._recipes = recipes
         self._holding = holding
         self._loss = loss
+        self._sequence = sequence
         self.written_buffers = WrittenBuffers(module)
         self._autocast_dtype = autocast_dtype
         self._param_dtype = param_dtype
@@ -114,10 +119,13 @@ class ParallelModel:
             held.belong_to(mesh)
         self.in_pass = False
         self.batch_axes = tuple(axis for s in strategies for axis in s.batch_axes)
+        self.context_axes = {axis: size for s in strategies for axis, size in s.context_axes.items()}
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         positions = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
-        self.batch_rank, self.num_batch_ranks = place_along(self.batch_axes, sizes, positions)
+        self.batch_rank, self.num_batch_ranks = batch_place(strategies, positions)
+        self.num_context_ranks = context_ranks(strategies)
+        self.context_rank = 0 if sequence is None else sequence.rank
         self.feature_axes = tuple(axis for s in strategies for axis in s.feature_axes)
         self.feature_rank, self.num_feature_ranks = place_along(self.feature_axes, sizes, positions)
         self.token_axes = tuple(axis for s in strategies for axis in s.token_axes)
@@ -244,7 +252,8 @@ class ParallelModel:
 
         Args:
             batch: this rank's micro-batch, or all its micro-batches of this step; every rank gives equally many. Best
-                on CPU: targets are counted there without waiting for a GPU, and copies run ahead of the passes.
+                on CPU: targets are counted there without waiting for a GPU, and copies run ahead of the passes. Ranks
+                that share sequences (`context`) are all given the same whole batch, and each takes its part.
             loss: function from a batch to its loss, the same on all ranks; by default that of `parallelize`. It
                 may return a pair, the loss and further results (logits, metrics).
             accumulate: add to gradients that are there. Each call gives the gradients of its own mean, and their sum
@@ -268,7 +277,13 @@ class ParallelModel:
         micro_batches = [self._on_device(micro_batch) for micro_batch in micro_batches]
         holding, beside = self._holding, list[Any]()
         self.written_buffers.start()
-        with self._noting_lost_gradients(), self.hooks.called_after(), self.unsharded() as callee, torch.enable_grad():
+        with (
+            self._noting_lost_gradients(),
+            self.hooks.called_after(),
+            self.unsharded() as callee,
+            torch.enable_grad(),
+            self._shared_sequences(),
+        ):
             holding.start()
             total = holding.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside))
             sums = torch.cat([total.cpu().view(1), self.written_buffers.written()])
@@ -279,7 +294,7 @@ class ParallelModel:
         loss_and_writers = summed()
         self.written_buffers.even_out(loss_and_writers[1:], mesh=self.mesh)
         self._status.now = 0
-        mean = loss_and_writers[0] * (self.num_batch_ranks / self.mesh.size())
+        mean = loss_and_writers[0] * self._weight_of_ranks
         return (mean, beside) if beside else mean
 
     @torch.no_grad()
@@ -292,7 +307,7 @@ class ParallelModel:
         num_targets = self._meet_with(micro_batches, doing=ModelCall.EVALUATION)
         micro_batches = [self._on_device(micro_batch) for micro_batch in micro_batches]
         loss = self._loss_over(1)
-        with evaluating(self.module), self.unsharded() as callee:
+        with evaluating(self.module), self.unsharded() as callee, self._shared_sequences():
             self._holding.start()
             loss_sum = sum(self._holding.forward(callee, micro_batches, lambda *a: float(loss(*a))))
         self._status.now = 0
@@ -353,8 +368,9 @@ class ParallelModel:
         loss = self._loss if loss is None else loss
 
         def loss_of(callee: nn.Module, micro_batch: Batch) -> Tensor:
-            with self.forward_pass(), nothing_packed(micro_batch.keys()):
-                found: Any = loss(callee, micro_batch, num_targets)
+            part = micro_batch if self._sequence is None else self._sequence.take(micro_batch)
+            with self.forward_pass():
+                found: Any = loss(callee, part, num_targets)
                 if isinstance(found, tuple):
                     found, more = found
                     if beside is not None:
@@ -387,19 +403,21 @@ class ParallelModel:
         converted: tuple[Any, Any] = tree_unflatten(found, tree)
         return converted
 
-    def meet(self, doing: ModelCall, *, num_micro_batches: int = 0, num_targets: int = 0) -> int:
+    def meet(self, doing: ModelCall, *, num_micro_batches: int = 0, num_targets: int = 0, **state: bool) -> int:
         """Waits for all ranks; returns the number of targets of all. Weights may be written afterwards.
 
         Raises:
             ConfigError: ranks are about to do different things, or weights of the module are not its own any more, or
                 a step would add its mean to gradients of another one. On all ranks.
         """
-        self._at_rest.check()
+        if not doing.is_end:  # since the operation began, only it can have replaced weights
+            self._at_rest.check()
         total, num_left = self._roll_call.meet(
             doing,
             num_micro_batches=num_micro_batches,
             num_targets=num_targets,
             num_left=int(doing is ModelCall.STEP and self._gradients_are_left()),
+            **state,
         )
         if num_left:
             raise ConfigError(
@@ -427,10 +445,28 @@ class ParallelModel:
     def _meet_with(self, micro_batches: Sequence[Batch], *, doing: ModelCall, loss: LossFn | None = None) -> int:
         """Returns the number of targets of all ranks' micro-batches, of which each has equally many."""
         self._status.now = at(Operation.COUNT_TARGETS)
+        if self._sequence is not None:
+            self._check_shared(micro_batches, loss=loss)
         count = getattr(self._loss if loss is None else loss, "count_targets", count_targets)
         targets = int(sum(count(b) for b in micro_batches))
         total = self.meet(doing, num_micro_batches=len(micro_batches), num_targets=targets)
         return total * self.num_batch_ranks // self.mesh.size()
+
+    def _check_shared(self, micro_batches: Sequence[Batch], *, loss: LossFn | None) -> None:
+        """Raises `ConfigError` for batches that ranks cannot share, or do not: this rank's, or others with it."""
+        if loss is not None:
+            raise ConfigError(
+                f"context={self.num_context_ranks}: a loss of your own would see a part of the sequence. Leave loss "
+                "out: the model's own is summed over all ranks"
+            )
+        assert self._sequence is not None
+        for micro_batch in micro_batches:
+            check_batch(micro_batch, num_ranks=self.num_context_ranks)
+        if not self._sequence.all_given([tensor for batch in micro_batches for tensor in batch.values()]):
+            raise ConfigError(
+                f"context={self.num_context_ranks}: ranks that share a sequence were given different batches. Give all "
+                f"ranks of one batch_rank the same whole batch (this is batch_rank {self.batch_rank})"
+            )
 
     def _on_device(self, batch: Batch) -> Batch:
         """Moves a batch to the model's device; returns it as it is if it is there."""
@@ -454,4 +490,13 @@ class ParallelModel:
         """
         total = torch.tensor([value], dtype=torch.float64)
         all_reduce_sum(total, mesh=self.mesh)
-        return float(total) * self.num_batch_ranks / self.mesh.size()
+        return float(total) * self._weight_of_ranks
+
+    @property
+    def _weight_of_ranks(self) -> float:
+        """Factor of sums over all ranks: ranks with the same rows and tokens have the same numbers."""
+        return self.num_batch_ranks * self.num_context_ranks / self.mesh.size()
+
+    def _shared_sequences(self) -> AbstractContextManager[None]:
+        """Lets attentions see the tokens of all ranks that share a sequence with this one, within the block."""
+        return nullcontext() if self._sequence is None else self._sequence.attention()

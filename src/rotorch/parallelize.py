@@ -16,6 +16,7 @@ from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.drop_in.module import make_parallel
 from rotorch.hold.holding import Holding
+from rotorch.hold.sequence_ranks import share_sequences
 from rotorch.hold.setup import Setup
 from rotorch.mesh import compare_over_ranks, flat_position, join_process_group, make_mesh, pick_device
 from rotorch.models.checks import make_stateless, refuse_layerdrop, refuse_wrapped
@@ -23,6 +24,7 @@ from rotorch.models.compiled import check_compiler
 from rotorch.models.describe import describe
 from rotorch.models.hf import Plan
 from rotorch.models.losses import LossFn, loss_of
+from rotorch.models.shared_sequence import refuse_attentions
 from rotorch.parallel_model import ParallelModel
 from rotorch.process.forking import start_autograd
 from rotorch.process.gloo_threads import let_computing_go_first
@@ -32,6 +34,7 @@ from rotorch.shard.sites import find_sites
 from rotorch.strategies import (
     STRATEGIES,
     check_composition,
+    cuts_context,
     cuts_features,
     cuts_tokens,
     format_parallel,
@@ -88,10 +91,18 @@ def parallelize(
     check_composition(strategies)
     if param_dtype is not None:
         _check_param_dtype(param_dtype, strategies, autocast_dtype=autocast_dtype)
+    if cuts_context(strategies):
+        _check_context(module, loss=loss, compile=compile)
     refuse_wrapped(module)
     if any(strategy.cuts_weights for strategy in strategies):
         refuse_layerdrop(module)
-    spec = describe(module, plan=plan, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
+    spec = describe(
+        module,
+        plan=plan,
+        features=cuts_features(strategies),
+        tokens=cuts_tokens(strategies),
+        context=cuts_context(strategies),
+    )
     autocast, of_passes = _name(autocast_dtype), _name(autocast_dtype or param_dtype)
     strategies = tuple(strategy.at_precision(of_passes) for strategy in strategies)
     for strategy in strategies:
@@ -150,6 +161,7 @@ def parallelize(
                 buffer_holder._buffers[name] = buffer.to(on)
     if on.type == "cpu":
         let_computing_go_first()  # now that the groups of a step are there
+    sequence = share_sequences(module, strategies, mesh=mesh, holding=holding, device=on)
     model = ParallelModel(
         module,
         holding=holding,
@@ -160,8 +172,21 @@ def parallelize(
         loss=loss_of(module) if loss is None else loss,
         autocast_dtype=autocast_dtype,
         param_dtype=param_dtype,
+        sequence=sequence,
     )
-    return make_parallel(module, model)
+    return make_parallel(module, model, compiled=compile)
+
+
+def _check_context(module: nn.Module, *, loss: LossFn | None, compile: bool) -> None:
+    """Raises `ConfigError` for arguments that do not go with sequences which ranks share."""
+    refuse_attentions(module)
+    if loss is not None:
+        raise ConfigError(
+            "context: a loss of your own would see a part of each sequence. Leave loss out: the model's own is summed "
+            "over all ranks"
+        )
+    if compile:
+        raise ConfigError("context: compile=True would trace through the exchange of keys and values. Leave it out")
 
 
 def _name(dtype: torch.dtype | None) -> str | None:

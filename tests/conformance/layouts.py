@@ -32,6 +32,27 @@ PIPELINES = {
 """Of pipelines, what says most: most of them is one code, `hold/pipeline.py`, on four ranks."""
 
 
+SHARED_SEQUENCES = {("rtp=2[context=2]", "qwen3"), ("fsdp=2[context=2]", "llama")}
+"""Of sequences that ranks share; tests/strategies/test_context.py has more models, sizes and transports."""
+
+WHOLE_UNITS = {
+    ("osdp=3[memory=4700KiB]", "llama"),
+    ("osdp=2[memory=4500KiB]", "qwen3"),
+    ("osdp=3[memory=4700KiB,inner=fsdp]", "llama"),
+    ("osdp=2[memory=4500KiB,inner=fsdp]", "qwen3"),
+    ("ddp=2,osdp=2[memory=4500KiB,recompute=slice]", "qwen3"),
+}
+"""Of units that are whole within a budget: some, never all; tests/core/test_whole_units.py has other budgets."""
+
+
+GROUPED_VISITS = {
+    ("rtp=3[transport=send_receive,visits=1]", "llama"),
+    ("rtp=4[transport=send_receive,visits=2]", "gpt_neox"),
+    ("rtp=4[transport=send_receive,visits=2,recompute=slice,ahead=2]", "qwen3"),
+}
+"""Of slices that visit together; tests/strategies/test_rtp_visits.py has their bytes and memory."""
+
+
 def of_size(kind: str, size: int) -> str | None:
     """The layout of one strategy on so many ranks; None if it has no size."""
     match STRATEGIES[kind].size_fields:
@@ -141,6 +162,7 @@ def table() -> list[tuple[str, str]]:
             if getattr(made, "num_stages", 0) > 2:  # the models have two layers: chunks on one rank
                 made = strategy(**{**for_options(strategy, chosen), "stages": 1}, **chosen)
             pairs.append((format_parallel([made]), "llama"))
+    pairs += sorted(SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS)
     for outer, inner in sorted(COMPOSES):
         models = MODELS[:1] if is_grid(inner) else MODELS
         pairs += [(f"{of_size(outer, 2)},{smallest(inner)}", model) for model in models]
@@ -153,6 +175,10 @@ def says_new(layout: str, model: str) -> bool:
     Each strategy is held against every model, on one to four ranks; of compositions one model is enough, since each of
     their parts is examined by itself; of combinations of options those are, between which every value of each is.
     """
+    if (layout, model) in SHARED_SEQUENCES:
+        return False  # tests/strategies/test_context.py has these models
+    if (layout, model) in WHOLE_UNITS | GROUPED_VISITS:
+        return True
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
     if any(is_pipeline(s.kind) for s in strategies):
@@ -169,6 +195,8 @@ def says_new(layout: str, model: str) -> bool:
 
 def says_new_of_invariants(layout: str, model: str) -> bool:
     """The same of the invariants, which have less to do with the model: tied weights and uneven cuts are enough."""
+    if (layout, model) in SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS:
+        return True
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
     if any(is_pipeline(s.kind) for s in strategies):

@@ -7,7 +7,7 @@ from shapes import transformer
 
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
-from rotorch.planner.search import Batch, Task, compositions, search
+from rotorch.planner.search import Batch, Task, compositions, search, why_nothing_fits
 from rotorch.planner.speeds import speeds_of
 from rotorch.strategies import num_ranks, parse_parallel
 
@@ -96,3 +96,37 @@ def test_what_cannot_hold_the_model_is_named():
     found = search(task(layers=4), texts=["pp=8", "ddp=8"])
     assert {plan.parallel for plan in found.plans} == {"ddp=8"}
     assert "8 stages over Transformer, which has 4 layers" in found.refused["pp=8"]
+
+
+def test_a_budget_for_whole_units_lies_between_a_ring_and_replicas():
+    asked = task(rows=8)
+    texts = ["ddp=8", "rtp=8", "osdp=8[memory=500MiB]", "fsdp=8", "osdp=8[memory=500MiB,inner=fsdp]"]
+    ddp, rtp, some, fsdp, gathered = (search(asked, texts=[text]).plans[0] for text in texts)
+    held = [sum(p.memory.by_category[c] for c in ("weights", "gradients", "optimizer")) for p in (some, gathered)]
+    for plan, inner, num_bytes in ((some, rtp, held[0]), (gathered, fsdp, held[1])):
+        least = sum(inner.memory.by_category[c] for c in ("weights", "gradients", "optimizer"))
+        assert least < num_bytes <= 500 * MIB
+        both = ddp.time.compute_s, inner.time.compute_s
+        assert 0.99 * min(both) <= plan.time.compute_s <= 1.01 * max(both)
+    assert "Write memory=" in search(asked, texts=["osdp=8[memory=1MiB]"]).refused["osdp=8[memory=1MiB]"]
+
+
+def test_nothing_fits_says_the_least_that_would_do_and_what_helps():
+    asked = task(budget_bytes=10 * MIB)
+    found = search(asked)
+    said, least = why_nothing_fits(found, asked), min(found.plans, key=lambda p: p.memory.total_bytes)
+    assert found.chosen is None and "\n" not in said
+    assert f"{least.memory.total_bytes / MIB:.0f} MiB, {least.parallel} with a micro-batch of 1" in said
+    assert said.endswith(
+        "What helps: weights of 2 bytes each instead of 4 (torch_dtype of its config.json), or more ranks"
+    )
+    enough = replace(asked, budget_bytes=least.memory.total_bytes)
+    assert search(enough).chosen.parallel == least.parallel
+
+
+def test_a_model_that_no_layout_can_hold_is_said_with_the_reason():
+    asked = task(rows=3)
+    found = search(asked, texts=["ddp=8"])
+    assert why_nothing_fits(found, asked) == (
+        "no layout of 8 ranks can hold Transformer: 3 rows are no multiple of its 8 batch ranks"
+    )

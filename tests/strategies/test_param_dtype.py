@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 ROTATED = (
     "rtp=2",
     "rtp=2[transport=send_receive]",
+    "rtp=2[transport=send_receive,visits=1]",
     "rtp=2[recompute=none,transport=send_receive]",
     "rtp=2[recompute=slice,buffering=in_place,transport=send_receive]",
 )

@@ -32,7 +32,7 @@ from rotorch.models.describe import describe
 from rotorch.planner.prediction import Prediction, predict
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
-from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, num_ranks, parse_parallel
+from rotorch.strategies import batch_ranks, cuts_context, cuts_features, cuts_tokens, num_ranks, parse_parallel
 
 OK, DOES_NOT_HOLD, RANK_FAILED = 0, 1, 3
 """Exit codes; 2, the input was wrong, is `ConfigError`."""
@@ -204,7 +204,12 @@ def check_model(task: Task, *, layouts: Layouts, peers: Sequence[str] = ()) -> M
     check_shares(task, layouts=list(layouts.values()))
     with on_meta():
         cut = layouts.values()
-        spec = describe(build(task), features=any(map(cuts_features, cut)), tokens=any(map(cuts_tokens, cut)))
+        spec = describe(
+            build(task),
+            features=any(map(cuts_features, cut)),
+            tokens=any(map(cuts_tokens, cut)),
+            context=any(map(cuts_context, cut)),
+        )
     for strategies in layouts.values():
         for strategy in strategies:
             strategy.at_precision(task.autocast).check(spec)

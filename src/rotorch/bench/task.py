@@ -106,8 +106,9 @@ def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
     if run.lora is not None:
         raise ConfigError("bench: adapters are not measured. Leave [lora] out")
     given = run.model.config
-    is_file = isinstance(given, str)
-    config = load_config(given) if is_file else config_from_dict(given, source="model.config", is_own=True)
+    config = (
+        load_config(given) if isinstance(given, str) else config_from_dict(given, source="model.config", is_own=True)
+    )
     longest = longest_sequence(config)
     if longest is not None and run.data.sequence_length > longest:
         raise ConfigError(

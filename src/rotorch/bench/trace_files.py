@@ -186,7 +186,9 @@ def _page(trace: RowTrace) -> str:
     figure = go.Figure()
     for doing in _INWARDS:
         bars = [
-            Bar(f"rank {rank} {lane}", *when, span.name) for rank, lane, span, *when in drawn if span.doing is doing
+            Bar(f"rank {rank} {lane}", start, length, span.name)
+            for rank, lane, span, start, length in drawn
+            if span.doing is doing
         ]
         if bars:
             add_bars(figure, bars, name=_LABELS[doing], colour=_COLOURS[doing], unit="ms")

@@ -15,7 +15,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
 from rotorch.mesh import device_type
 from rotorch.planner.cluster import Cluster, load_cluster
-from rotorch.planner.search import Batch, Plan, search
+from rotorch.planner.search import Batch, Plan, search, why_nothing_fits
 from rotorch.run_config import RunConfig
 
 AUTO = "auto"
@@ -67,8 +67,8 @@ def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
     best = found.chosen
     if best is None:
         raise ConfigError(
-            f"parallel: layout = auto: nothing fits within {format_bytes(task.budget_bytes)} on each of {ranks} ranks. "
-            "Write more ranks, a smaller train.global_batch, or a layout"
+            f"parallel: layout = auto on {ranks} ranks: {why_nothing_fits(found, task)}. Write that, a smaller "
+            "train.global_batch, or a layout"
         )
     others: dict[str, Plan] = {}
     for plan in found.plans:

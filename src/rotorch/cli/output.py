@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 
@@ -51,7 +51,7 @@ class _Lasting(io.FileIO):
             return super().write(data)  # type: ignore[arg-type]
 
 
-def _text(number: int, *, like: io.TextIOBase | None) -> io.TextIOWrapper:
+def _text(number: int, *, like: TextIO | None) -> io.TextIOWrapper:
     raw = _Lasting(number, "w", closefd=False)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),

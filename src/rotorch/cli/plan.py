@@ -15,7 +15,7 @@ from rotorch.cli.plan_page import page
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.planner.cluster import Cluster, load_cluster
-from rotorch.planner.search import Batch, Plan, SearchResult, Task, search
+from rotorch.planner.search import Batch, Plan, SearchResult, Task, search, why_nothing_fits
 from rotorch.planner.speeds import speeds_of
 from rotorch.strategies import num_ranks, parse_parallel
 
@@ -66,7 +66,7 @@ def plan_command(
         raise ConfigError(f"--parallel {refused[0]}: {found.refused[refused[0]]}")
     chosen = _chosen(found, objective=objective)
     if chosen is None:
-        raise ConfigError(_nothing_fits(found, task))
+        raise ConfigError(f"plan: {why_nothing_fits(found, task)}. Write a larger --budget, or that")
     if html is not None:
         html.write_text(page(found, chosen, task=task), encoding="utf-8")
     _show(found, chosen, task=task, objective=objective, console=Console())
@@ -148,19 +148,6 @@ def _chosen(found: SearchResult, *, objective: str) -> Plan | None:
     if objective == "memory" and fit:
         return min(fit, key=lambda plan: plan.memory.total_bytes)
     return found.chosen
-
-
-def _nothing_fits(found: SearchResult, task: Task) -> str:
-    where = f"within {format_bytes(task.budget_bytes)} per rank"
-    if not found.plans:
-        why = next(iter(found.refused.values()), "no layout has that many ranks")
-        return f"plan: no layout of {task.cluster.num_devices} ranks can hold {task.spec.name}: {why}"
-    least = min(found.plans, key=lambda plan: plan.memory.total_bytes)
-    return (
-        f"plan: nothing fits {where}: the least is {format_bytes(least.memory.total_bytes)}, "
-        f"{least.parallel} with a micro-batch of {least.micro_batch} (most of it {least.memory.largest()}). "
-        "Write a larger --budget, more devices, or shorter sequences"
-    )
 
 
 def _show(found: SearchResult, chosen: Plan, *, task: Task, objective: str, console: Console) -> None:

@@ -12,12 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch._torch_private import as_one_message
+from rotorch._torch_private import as_one_message, group_timeout
 from rotorch.comm import exchange
 from rotorch.comm.status_word import StatusWord
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
 """By name: the shape of the block that the rank at each position has."""
+
+_SWAPS = 3
+"""Tag of `swap`: a ring's slices, whose messages go over the same group, have none."""
 
 Wait = Callable[[], None]
 """Waits for a message under way; its tensors must not change before that."""
@@ -72,6 +75,28 @@ class AxisGroup:
         size = mesh.size(names.index(axis))
         group = mesh.get_group(axis) if size > 1 else None
         return AxisGroup(axis, size, mesh.get_local_rank(axis) if size > 1 else 0, group)
+
+    @staticmethod
+    def of_neighbours(mesh: DeviceMesh, axis: str, size: int, *, device: torch.device) -> AxisGroup:
+        """Makes the group of the `size` neighbours on an axis that this rank is one of. All ranks of the job.
+
+        Args:
+            mesh: of all ranks of the job.
+            axis: of it.
+            size: of the groups that the axis falls into.
+            device: of the tensors that they exchange.
+        """
+        whole, number = mesh.size((mesh.mesh_dim_names or ()).index(axis)), (mesh.mesh_dim_names or ()).index(axis)
+        if size == whole:
+            return AxisGroup.along(mesh, axis)
+        found: dist.ProcessGroup | None = None
+        timeout = group_timeout(dist.group.WORLD, device=device)
+        for ranks in mesh.mesh.movedim(number, -1).reshape(-1, size).tolist():
+            # Every rank makes every group, in one order: torch asks for that.
+            group = dist.new_group(ranks, timeout=timeout)
+            if mesh.get_rank() in ranks:
+                found = group
+        return AxisGroup(axis, size, mesh.get_local_rank(axis) % size, found)
 
     def broadcast(self, block: Tensor, *, source: int) -> Wait:
         """Starts sending `block` of the rank at `source` to all; the others' is overwritten. Contiguous."""
@@ -154,6 +179,28 @@ class AxisGroup:
         if self.group is not None and tensor.numel():
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
+
+    def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], *, peers: Sequence[int]) -> Wait:
+        """Starts sending a tensor to each of some positions and receiving one from each; empty ones need no message.
+
+        Contiguous. Both ends know the lengths; all ranks of the group call it in the same order.
+        """
+        if self.group is None:
+            return _nothing
+        # Receives first: over gloo a send that finds none posted waits for the other direction to be done.
+        wanted = [
+            dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=_SWAPS)
+            for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
+            for tensor, peer in zip(tensors, peers, strict=True)
+            if tensor.numel()
+        ]
+        works = dist.batch_isend_irecv(wanted) if wanted else []
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
 
     def all_gather(self, part: Tensor) -> Tensor:
         """Every rank's `part [n, ..]`, of the same shape on all, one after another: `[size * n, ..]`. Contiguous."""

@@ -37,6 +37,11 @@ class ModelCall(IntEnum):
     LOGITS_DONE = 13
     STEP_MORE = 14
 
+    @property
+    def is_end(self) -> bool:
+        """True if the rank has just done it."""
+        return self in (ModelCall.FORWARD_DONE, ModelCall.LOOK_DONE, ModelCall.BACKWARD_DONE, ModelCall.LOGITS_DONE)
+
 
 _TEXTS = {
     ModelCall.FORWARD: "calls the model",
@@ -82,14 +87,29 @@ class RollCall:
         self._model = int(all_reduce_sum(torch.tensor([drawn]), mesh=mesh))
 
     def meet(
-        self, doing: ModelCall, *, num_micro_batches: int = 0, num_targets: int = 0, num_left: int = 0
+        self,
+        doing: ModelCall,
+        *,
+        num_micro_batches: int = 0,
+        num_targets: int = 0,
+        num_left: int = 0,
+        is_changed: bool = False,
+        has_gradients: bool = False,
     ) -> tuple[int, int]:
         """Waits for all ranks and returns the sums of their `num_targets` and of their `num_left`.
+
+        Args:
+            doing: the operation that this rank is about to do.
+            num_micro_batches: of this rank.
+            num_targets: of this rank.
+            num_left: 1 if this rank has gradients that the operation must not find.
+            is_changed: this rank has written weights since its last pass, as an optimizer's step does.
+            has_gradients: this rank has gradients that it has not cleared.
 
         Raises:
             ConfigError: on all ranks: some are about to do something else, or have another number of micro-batches.
         """
-        alike = (int(doing), self._model, num_micro_batches)
+        alike = (int(doing), self._model, 4 * num_micro_batches + 2 * has_gradients + is_changed)
         sums = torch.tensor([*alike, *(x * x for x in alike), num_left * _TARGETS + num_targets])
         *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
         n, half = len(self._ranks), len(alike)
@@ -104,9 +124,12 @@ class RollCall:
         # A sum of tables with one row each is a gather; it costs a second message only where an error is certain.
         table = torch.zeros(len(self._ranks), len(alike), dtype=torch.int64)
         table[self._mine] = torch.tensor(alike)
-        doing, model, num_micro_batches = all_reduce_sum(table, mesh=self._mesh).T.tolist()
+        doing, model, states = all_reduce_sum(table, mesh=self._mesh).T.tolist()
         texts = [_TEXTS[ModelCall(each)] for each in doing]
         if len(set(texts)) == len(set(model)) == 1:
+            num_micro_batches = [state // 4 for state in states]
+            if len(set(num_micro_batches)) == 1:
+                self._refuse_states(states)
             theirs = self._by_ranks([str(number) for number in num_micro_batches])
             raise ConfigError(f"ranks have different numbers of micro-batches: {theirs}. Give every rank equally many")
         if len(set(texts)) == 1:
@@ -114,6 +137,19 @@ class RollCall:
         raise ConfigError(
             f"ranks do different things: {self._by_ranks(texts)}. Give every rank equally many batches, and let all "
             "of them call models, and backward, in the same order"
+        )
+
+    def _refuse_states(self, states: Sequence[int]) -> None:
+        if len({state % 2 for state in states}) > 1:
+            said = self._by_ranks(["yes" if state % 2 else "no" for state in states])
+            raise ConfigError(
+                f"some ranks have written their weights since the last pass, and others have not: {said}. Let all of "
+                "them call optimizer.step(), and write into parameters, at the same places"
+            )
+        said = self._by_ranks(["some" if state // 2 % 2 else "none" for state in states])
+        raise ConfigError(
+            f"ranks differ in gradients that are not cleared: {said}. Let all of them call optimizer.zero_grad() "
+            "at the same places"
         )
 
     def _by_ranks(self, texts: Sequence[str]) -> str:

@@ -47,7 +47,7 @@ class Strategy(BaseModel, ABC):
     @property
     @abstractmethod
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks see different data."""
+        """The axes along which ranks see different data: other rows, or (`context_axes`) other tokens."""
 
     @property
     def feature_axes(self) -> tuple[str, ...]:
@@ -58,6 +58,11 @@ class Strategy(BaseModel, ABC):
     def token_axes(self) -> tuple[str, ...]:
         """The axes along which ranks see different tokens of one batch, between the modules of a model's layers."""
         return ()
+
+    @property
+    def context_axes(self) -> dict[str, int]:
+        """Batch axes along which neighbours see different tokens of one batch, with the number that share one."""
+        return {}
 
     @abstractmethod
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:

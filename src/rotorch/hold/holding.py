@@ -105,6 +105,10 @@ class Holding(Observable, ABC):
         """Completes gradients after the last backward of a step, and attaches them to the DTensors."""
         return None
 
+    def make_deferred_additions(self) -> None:
+        """Makes additions to gradients that were put off: this rank waits next, and others may wait for these."""
+        return None
+
     def gradients(self) -> list[Tensor]:
         """This rank's gradients after `finish`, as few plain tensors as possible (flat buffers).
 
@@ -200,6 +204,9 @@ class OuterHolding(Holding):
     def __init__(self, inner: Holding) -> None:
         self._inner = inner
         self.no_plain_call = inner.no_plain_call
+
+    def make_deferred_additions(self) -> None:
+        self._inner.make_deferred_additions()
 
     def values_changed(self) -> None:
         self._inner.values_changed()

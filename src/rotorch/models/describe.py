@@ -34,6 +34,7 @@ from rotorch.models.rules import cut_what_is_left, large_and_left, spec_by_rule
 from rotorch.models.stages import layer_order
 from rotorch.models.trial.features import is_from_config, last_linear, why_not_in_halves
 from rotorch.models.trial.sequence import why_not_along_tokens
+from rotorch.models.trial.shared_sequence import SharedTrial, runs_whole, try_shared, with_sequences_shared
 from rotorch.models.trial.slices import Trial, try_tiny
 
 _log = logging.getLogger(__name__)
@@ -55,7 +56,14 @@ _NOT_CUT = {
 _KNOWN = {*_COLUMN_BLOCKS, *_ROW_BLOCKS, *_ALONE, *_NOT_CUT}
 
 
-def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = False, tokens: bool = False) -> ModelSpec:
+def describe(
+    module: nn.Module,
+    *,
+    plan: Plan | None = None,
+    features: bool = False,
+    tokens: bool = False,
+    context: bool = False,
+) -> ModelSpec:
     """Derives the units of `module` from `plan`, from the plan that it declares itself, or else by rules.
 
     Works on meta tensors.
@@ -65,16 +73,20 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
         plan: name patterns to roles, in place of its own.
         features: say also how its weights are cut where activations are cut along their features.
         tokens: say also whether activations between the modules of its layers may be cut along the sequence.
+        context: say also whether ranks may share a sequence, and describe attentions weight by weight: ranks that
+            exchange keys and values need the same heads at the same moment.
 
     Raises:
         ConfigError: a pattern that matches nothing, or a role that is not known.
     """
     prefix, base = base_of(module)
     if prefix and plan is None:
-        return _wrapped(describe(base, features=features, tokens=tokens), module, prefix=f"{prefix}.")
+        inside = describe(base, features=features, tokens=tokens, context=context)
+        return _wrapped(inside, module, prefix=f"{prefix}.")
     weights = _weights(module)
     roles: dict[str, str] = {}
     order = layer_order(base)
+    shared = try_shared(module) if context else SharedTrial()
     if plan is None and not module_declares(module):
         spec = spec_by_rule(module, weights)
     elif plan is not None:
@@ -87,10 +99,12 @@ def describe(module: nn.Module, *, plan: Plan | None = None, features: bool = Fa
         trial = try_tiny(module, describe=_trusting) if classes or large_and_left(module, spec) else Trial()
         for each in sorted(c.__name__ for c in classes - trial.on_slices):
             _log.info("%s does not run on slices of its weights: they rotate one by one", each)
-        spec = _spec(module, roles, weights, proven=trial.on_slices)
+        spec = _spec(module, roles, weights, proven=runs_whole(module, trial.on_slices, shared))
         spec = cut_what_is_left(module, spec, weights, uses=trial.uses)
         order = replace(order, refused=order.refused or trial.not_in_stages)
     spec = replace(_marked(spec, module), order=order)
+    if context:
+        spec = with_sequences_shared(spec, module, shared)
     if tokens and spec.order.layers:
         spec = replace(spec, tokens_stay_whole=why_not_along_tokens(module))
     return _with_features(spec, module, roles=roles) if features else spec

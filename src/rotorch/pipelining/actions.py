@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from rotorch.core.errors import RotorchError
 
@@ -39,6 +40,8 @@ class ActionKind(StrEnum):
     """Sends the gradient of the stage's input to the stage before."""
     RECV_BACKWARD = "RECV_B"
     """Receives the gradient of the stage's output from the next stage."""
+
+    __hash__ = str.__hash__  # Enum's own runs in Python, at every look-up of an action
 
 
 COMPUTE = frozenset(
@@ -127,7 +130,14 @@ class Schedule:
 
     def rank_of(self, stage: int) -> int:
         """The rank that holds `stage`."""
-        return self.placement.rank_of(stage, num_ranks=self.num_ranks)
+        if 0 <= stage < self.num_stages:
+            return self._ranks[stage]
+        return self.placement.rank_of(stage, num_ranks=self.num_ranks)  # of a table that is not valid
+
+    @cached_property
+    def _ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        return tuple(self.placement.rank_of(stage, num_ranks=self.num_ranks) for stage in range(self.num_stages))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that `rank` holds, its chunks, in the order of the model."""
@@ -155,13 +165,15 @@ def peer_stage(action: Action) -> int:
 
 def counterpart(action: Action) -> Action:
     """The other end of a message: of stage 2's SEND_FORWARD stage 3's RECV_FORWARD."""
-    other = {
-        ActionKind.SEND_FORWARD: ActionKind.RECV_FORWARD,
-        ActionKind.RECV_FORWARD: ActionKind.SEND_FORWARD,
-        ActionKind.SEND_BACKWARD: ActionKind.RECV_BACKWARD,
-        ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD,
-    }
-    return Action(other[action.kind], peer_stage(action), action.micro_batch)
+    return Action(_OTHER_END[action.kind], peer_stage(action), action.micro_batch)
+
+
+_OTHER_END = {
+    ActionKind.SEND_FORWARD: ActionKind.RECV_FORWARD,
+    ActionKind.RECV_FORWARD: ActionKind.SEND_FORWARD,
+    ActionKind.SEND_BACKWARD: ActionKind.RECV_BACKWARD,
+    ActionKind.RECV_BACKWARD: ActionKind.SEND_BACKWARD,
+}
 
 
 def table(rows: Sequence[Sequence[Action]]) -> str:

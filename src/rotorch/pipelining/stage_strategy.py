@@ -248,6 +248,16 @@ class StageStrategy(Strategy):
                 f"{self} around {inner}: tokens are cut from the first layer of a model to its last, not of a stage. "
                 "Leave sequence_parallel out"
             )
+        if inner.context_axes:
+            raise ConfigError(
+                f"{self} around {inner}: stages do not pass on parts of a sequence. Leave context out, or write "
+                f"ddp=..,{inner.kind}=..[context=..]"
+            )
+        if getattr(inner, "memory", None) is not None:
+            raise ConfigError(
+                f"{self} around {inner}: units are chosen to be whole over a whole model, and a rank has some of its "
+                "stages. Leave memory out"
+            )
         if self.recompute != "none":
             raise ConfigError(
                 f"{self} around {inner}: the strategy that holds the stages decides on recomputation. "

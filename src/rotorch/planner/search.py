@@ -305,7 +305,10 @@ class _Search:
             strategy.check(task.spec)
         stages = next((s for s in strategies if isinstance(s, StageStrategy)), None)
         inner = strategies[-1]
-        model = task.model if inner is stages else task.model.under(inner)
+        if getattr(inner, "memory", None) is not None:  # chosen over all layers, which are then no longer equal
+            model = fold(inner.units_of(task.spec)).short()
+        else:
+            model = task.model if inner is stages else task.model.under(inner)
         parts = stages.parts_of(task.spec) if stages is not None else ()
         return _Candidate(text, strategies, at_rest(model, strategies=strategies, parts=parts), parts, model)
 
@@ -380,6 +383,24 @@ def search(task: Task, *, texts: Sequence[str] | None = None) -> SearchResult:
         ConfigError: a layout that was asked for cannot hold the model.
     """
     return _Search(task).run(texts)
+
+
+def why_nothing_fits(found: SearchResult, task: Task) -> str:
+    """Says in a line why no plan of a search fits, the least memory that would do and its layout, and what helps."""
+    where = f"within {format_bytes(task.budget_bytes)} per rank"
+    if not found.plans:
+        why = next(iter(found.refused.values()), "no layout has that many ranks").rstrip(".")
+        return f"no layout of {task.cluster.num_devices} ranks can hold {task.spec.name}: {why}"
+    least = min(found.plans, key=lambda plan: plan.memory.total_bytes)
+    held = sum(least.memory.by_category[name] for name in ("weights", "gradients", "optimizer"))
+    itemsize = max(weight.itemsize for weight in task.spec.weights)
+    helps = "more ranks" if held > task.budget_bytes / 2 else "shorter sequences"
+    if held > task.budget_bytes / 2 and itemsize > 2:
+        helps = f"weights of 2 bytes each instead of {itemsize} (torch_dtype of its config.json), or more ranks"
+    return (
+        f"nothing fits {where}: the least is {format_bytes(least.memory.total_bytes)}, {least.parallel} with a "
+        f"micro-batch of {least.micro_batch} (most of it {least.memory.largest()}). What helps: {helps}"
+    )
 
 
 def judged(task: Task, text: str, *, rows: int, accumulation: int) -> Plan:

@@ -21,6 +21,7 @@ from functools import cached_property
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
+from rotorch.core.whole_units import is_whole
 from rotorch.planner.speeds import Row, Work
 
 _ALIGNED_BYTES = 16
@@ -259,15 +260,15 @@ def layer_passes(
     found: list[Passes] = []
     has_attention = False
     for unit in layer.units:
-        if unit.kind is UnitKind.REPLICATED:
+        whole = is_whole(unit) and any(len(w.shape) > 1 for w in unit.weights)
+        if unit.kind is UnitKind.REPLICATED and not whole:
             found.append(_norms(unit, tokens=tokens, width=model.width, batch=batch, cutting=cutting))
             continue
-        passes = unit_passes(
-            unit, tokens=tokens, batch=batch, cutting=cutting, experts=model.experts, numerics=numerics
-        )
+        cut = Cutting() if whole else cutting
+        passes = unit_passes(unit, tokens=tokens, batch=batch, cutting=cut, experts=model.experts, numerics=numerics)
         if not has_attention and model.attention_width:
             has_attention = True
-            attention = _attention(model.attention_width, batch=batch, cutting=cutting, numerics=numerics)
+            attention = _attention(model.attention_width, batch=batch, cutting=cut, numerics=numerics)
             passes = Passes.together([passes, attention])
         found.append(passes)
     return found

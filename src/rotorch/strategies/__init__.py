@@ -6,6 +6,7 @@ Grammar: `kind=size` joined by commas, outermost (slowest links) first; options 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from itertools import chain, pairwise, zip_longest
@@ -50,6 +51,12 @@ COMPOSES: frozenset[tuple[str, str]] = frozenset(
     }
 )
 """(outer, inner) pairs that work and are tested; every other composition is a ConfigError."""
+
+TSP = "tsp"
+"""Short for a ring whose ranks all share a sequence: `tsp=4` is `rtp=4[context=4]`."""
+
+OSDP = "osdp"
+"""Short for units that are whole on every rank within a budget: `osdp=4[memory=2GiB]` is `rtp=4[memory=2GiB]`."""
 
 _ITEM = re.compile(rf"^(?P<kind>{KIND})(?:=(?P<size>[^\[\]]*))?(?:\[(?P<options>[^\[\]]*)\])?$")
 
@@ -118,12 +125,17 @@ def num_ranks(strategies: Sequence[Strategy]) -> int:
 
 
 def batch_ranks(strategies: Sequence[Strategy]) -> int:
-    """Number of ranks that see different data."""
+    """Number of shares of a global batch: of ranks that see different data; those that share a sequence count once."""
     total = 1
     for strategy in strategies:
         for axis in strategy.batch_axes:
-            total *= strategy.axes[axis]
+            total *= strategy.axes[axis] // strategy.context_axes.get(axis, 1)
     return total
+
+
+def context_ranks(strategies: Sequence[Strategy]) -> int:
+    """Number of ranks that share a sequence, each with a part of its tokens."""
+    return math.prod(size for strategy in strategies for size in strategy.context_axes.values())
 
 
 def without_param_dtype(strategies: Sequence[Strategy]) -> Strategy | None:
@@ -144,15 +156,25 @@ def cuts_tokens(strategies: Sequence[Strategy]) -> bool:
     return any(strategy.token_axes for strategy in strategies)
 
 
+def cuts_context(strategies: Sequence[Strategy]) -> bool:
+    """Returns True if ranks share sequences; a model must be tried out, and is described for it."""
+    return any(strategy.context_axes for strategy in strategies)
+
+
 def _parse_item(item: str, *, text: str) -> Strategy:
     match = _ITEM.match(item)
     if match is None:
         raise ConfigError(f"parallel: cannot read {item!r} in {text!r}. Write kind=size, e.g. rtp=2 or ddp=2,rtp=4")
     kind, size, options = match["kind"], match["size"], match["options"]
+    if kind == TSP:
+        if "context" in (option.partition("=")[0].strip() for option in (options or "").split(",")):
+            raise ConfigError(f"parallel: {item!r}: all ranks of tsp share a sequence. Write rtp={size}[context=..]")
+        kind, options = "rtp", ",".join(filter(None, (options, f"context={size}")))
+    if kind == OSDP:
+        kind, options = _osdp(size, options or "", item=item)
     if kind not in STRATEGIES:
-        raise ConfigError(
-            f"parallel: unknown strategy {kind!r}{nearest(kind, known=STRATEGIES)}. Known: {', '.join(STRATEGIES)}"
-        )
+        known = [*STRATEGIES, TSP, OSDP]
+        raise ConfigError(f"parallel: unknown strategy {kind!r}{nearest(kind, known=known)}. Known: {', '.join(known)}")
     cls = STRATEGIES[kind]
     fields: dict[str, object] = {}
     if cls.size_fields:
@@ -174,6 +196,26 @@ def _parse_item(item: str, *, text: str) -> Strategy:
         if not where:  # of the whole strategy
             raise ConfigError(f"parallel: {item!r}: {first['msg'].removeprefix('Value error, ')}") from None
         raise ConfigError(f"parallel: {item!r}: {where}: {first['msg']}, got {first['input']!r}") from None
+
+
+def _osdp(size: str | None, options: str, *, item: str) -> tuple[str, str]:
+    """Kind and options of the strategy that holds the units which are not whole."""
+    inner, others, has_memory = "rtp", [], False
+    for option in filter(None, options.split(",")):
+        name, _, value = (part.strip() for part in option.partition("="))
+        has_memory = has_memory or name == "memory"
+        if name != "inner":
+            others.append(option)
+        elif value in ("rtp", "fsdp"):
+            inner = value
+        else:
+            raise ConfigError(f"parallel: {item!r}: inner={value} cuts no units. Write inner=rtp or inner=fsdp")
+    if not has_memory:
+        more = f",inner={inner}" if inner != "rtp" else ""
+        raise ConfigError(
+            f"parallel: {item!r} has no budget for units that are whole. Write osdp={size or 2}[memory=2GiB{more}]"
+        )
+    return inner, ",".join(others)
 
 
 def _sizes(text: str | None, *, item: str, cls: type[Strategy]) -> dict[str, int]:

@@ -35,6 +35,22 @@ def global_batch(
     return {"input_ids": input_ids, "labels": input_ids.masked_fill(ignored, -100)}
 
 
+def with_documents(batch: Rows, *, seed: int, most: int = 4) -> Rows:
+    """Cuts each row of a batch into documents, one to `most`, at places of its own.
+
+    Adds `position_ids`, which begin again with each document, and takes the first token of each out of the targets:
+    what a model of transformers needs to keep them apart.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    num_rows, num_tokens = batch["input_ids"].shape
+    begins = torch.zeros(num_rows, num_tokens, dtype=torch.bool)
+    begins.scatter_(1, torch.randint(num_tokens, (num_rows, most - 1), generator=generator), True)
+    begins[:, 0] = True
+    places = torch.arange(num_tokens).expand(num_rows, -1)
+    first = torch.where(begins, places, 0).cummax(dim=1).values
+    return {**batch, "labels": batch["labels"].masked_fill(begins, -100), "position_ids": places - first}
+
+
 def share_of(batch: Rows, *, share: int, num_shares: int, num_micro_batches: int) -> list[Rows]:
     """Returns the micro-batches of one share of a global batch, an equal part of every tensor's rows."""
     parts = {name: rows.chunk(num_shares * num_micro_batches) for name, rows in batch.items()}

@@ -24,7 +24,7 @@ from rotorch.models.hf import causal_lm, longest_sequence
 from rotorch.models.losses import Batch, LossFn, count_targets, loss_of
 from rotorch.models.trial.tiny import NUM_DRAWN_TOKENS, inputs_for, never_set, number_for, shrunk, with_values
 from rotorch.testing.arithmetic import exact_arithmetic, widen
-from rotorch.testing.batches import Rows, global_batch, share_of
+from rotorch.testing.batches import Rows, global_batch, share_of, with_documents
 
 NUM_MICRO_BATCHES, NUM_ROWS, NUM_TOKENS = 2, 2, 32
 """Of each share of a step, if nobody says; rows of a micro-batch, tokens of a row."""
@@ -50,10 +50,11 @@ class Subject(Protocol):
 
 @dataclass(frozen=True)
 class CausalLM:
-    """A causal language model with its own loss."""
+    """A causal language model with its own loss; with `documents`, rows of every second step hold several."""
 
     config: Any
     num_micro_batches: int = NUM_MICRO_BATCHES
+    documents: bool = False
 
     @property
     def loss(self) -> None:
@@ -63,7 +64,7 @@ class CausalLM:
         return causal_lm(self.config)
 
     def batch(self, *, seed: int, step: int, num_shares: int) -> Rows:
-        return global_batch(
+        rows = global_batch(
             seed=seed,
             step=step,
             num_shares=num_shares,
@@ -72,6 +73,7 @@ class CausalLM:
             num_tokens=min(NUM_TOKENS, longest_sequence(self.config) or NUM_TOKENS),
             vocab_size=self.config.get_text_config().vocab_size,
         )
+        return with_documents(rows, seed=seed) if self.documents and step % 2 else rows
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def model_classes(config_class: type) -> list[type]:
             modeling = importlib.import_module(name)
         except ImportError:
             continue
-        classes = [
+        classes: list[Any] = [
             c
             for c in vars(modeling).values()
             if inspect.isclass(c) and issubclass(c, PreTrainedModel) and c.__module__ == name and "forward" in vars(c)
@@ -224,10 +226,11 @@ def _first_error(subject: TinySubject) -> str | None:
             return None if bool(torch.isfinite(loss)) else f"its loss is {float(loss)}"
         except AttributeError as error:
             # What a configuration gets from the one that it is nested in, which there is none of here.
-            value = number_for(error.name) if error.obj is subject.config and error.name else None
-            if value is None:
+            name = error.name if error.obj is subject.config else None
+            value = number_for(name) if name else None
+            if name is None or value is None:
                 return _said(error)
-            setattr(subject.config, error.name, value)
+            setattr(subject.config, name, value)
         except Exception as error:
             return _said(error)
     return "its configuration lacks many fields"

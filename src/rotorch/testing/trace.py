@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rotorch._torch_private import tree_flatten
 from rotorch.core.spec import Cut
+from rotorch.core.zigzag import zigzag
 from rotorch.ops.partial_module import SEES_SLICES
 from rotorch.testing.compare import relative_error
 
@@ -81,6 +83,7 @@ def output_errors(
     total_rows: int,
     features: tuple[int, int] = (0, 1),
     tokens: tuple[int, int] = (0, 1),
+    context: tuple[int, int] = (0, 1),
 ) -> dict[str, float]:
     """Compares this rank's passes with the matching rows of one pass over all rows (see [Note: what compares]).
 
@@ -92,6 +95,7 @@ def output_errors(
         total_rows: rows of the global batch.
         features: number of this rank's part of the features (the last dim), and the number of parts.
         tokens: the same of the tokens (the second dim).
+        context: number of this rank among those that share sequences, and the number of them.
 
     Returns:
         The largest relative error of every module that compares, in the order in which the reference's forward
@@ -103,7 +107,7 @@ def output_errors(
         if len(ran) != len(first_rows):
             continue
         found = [
-            _call_error(mine, whole, (first, num_rows, total_rows), features=features, tokens=tokens)
+            _call_error(mine, whole, (first, num_rows, total_rows), features=features, tokens=tokens, context=context)
             for made, first in zip(ran, first_rows, strict=True)
             if len(made) == len(calls)
             for mine, whole in zip(made, calls, strict=True)
@@ -120,6 +124,7 @@ def _call_error(
     *,
     features: tuple[int, int],
     tokens: tuple[int, int],
+    context: tuple[int, int],
 ) -> float | None:
     if len(ours) != len(theirs):
         return None
@@ -133,6 +138,9 @@ def _call_error(
         if mine.shape != expected.shape and mine.dim() == expected.dim() == 3:
             (own,) = Cut(1, expected.shape[1]).ranges(expected.shape[1], num_slices=tokens[1], index=tokens[0])
             expected = expected.narrow(1, own.start, own.length)
+        if mine.shape != expected.shape and context[1] > 1 and expected.dim() >= 2:
+            chunks = zigzag(expected.shape[1], num_ranks=context[1])[context[0]]
+            expected = torch.cat([expected.narrow(1, chunk.start, chunk.length) for chunk in chunks], dim=1)
         if mine.shape != expected.shape:
             return None
         worst = max(worst, relative_error(mine, expected, floor=_OUTPUT_FLOOR))

@@ -37,7 +37,15 @@ from rotorch.parallelize import load_step_code, parallelize
 from rotorch.process.forking import gpu_in_sight, start_autograd
 from rotorch.process.new_interpreter import call_fresh
 from rotorch.shard.materialize import on_meta, take_recipes
-from rotorch.strategies import batch_ranks, cuts_features, cuts_tokens, format_parallel, num_ranks, parse_parallel
+from rotorch.strategies import (
+    batch_ranks,
+    cuts_context,
+    cuts_features,
+    cuts_tokens,
+    format_parallel,
+    num_ranks,
+    parse_parallel,
+)
 from rotorch.testing.arithmetic import exact_arithmetic, widen
 from rotorch.testing.batches import Rows, share_of
 from rotorch.testing.compare import gradient_errors, gradients_along, relative_error, value_errors
@@ -143,6 +151,7 @@ def verify(
     seed: int = 0,
     layers: int | None = None,
     micro_batches: int = NUM_MICRO_BATCHES,
+    documents: bool = False,
     timeout_s: float = 1800.0,
     device: str = "cpu",
 ) -> VerifyReport:
@@ -161,6 +170,7 @@ def verify(
         seed: of weights and data.
         layers: keep only the first so many layers; weights are then initialised.
         micro_batches: of each rank and step.
+        documents: rows of every second step hold several documents, which are kept apart.
         timeout_s: after this long the ranks are ended.
         device: "cpu", or "cuda": ranks take the GPUs in turn, several share one where there are fewer, and the calling
             process must not have touched CUDA before.
@@ -171,7 +181,7 @@ def verify(
     """
     if device == "cpu" and gpu_in_sight():  # the reference would start threads for it
         arguments = dict(nproc=nproc, steps=steps, seed=seed, layers=layers, micro_batches=micro_batches)
-        arguments |= dict(timeout_s=timeout_s, parallel=parallel)
+        arguments |= dict(timeout_s=timeout_s, parallel=parallel, documents=documents)
         return call_fresh(verify, model_path, why="a GPU is in sight", hide_gpus=True, **arguments)
     for what, number, least in (
         ("steps", steps, 1), ("layers", layers, 1), ("micro-batches", micro_batches, 1), ("seed", seed, 0)
@@ -184,7 +194,7 @@ def verify(
     why = why_not_trained(config)
     compute_exactly(config)
     report = verify_subject(
-        CausalLM(config, micro_batches),
+        CausalLM(config, micro_batches, documents),
         name=model_path,
         parallel=parallel,
         steps=steps,
@@ -226,7 +236,12 @@ def verify_subject(
     start_autograd()  # the reference computes gradients here, and ranks are forked after that
     with on_meta():
         module = widen(subject.build()).train()
-    spec = describe(module, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
+    spec = describe(
+        module,
+        features=cuts_features(strategies),
+        tokens=cuts_tokens(strategies),
+        context=cuts_context(strategies),
+    )
     for strategy in strategies:
         if strategy.changes_the_model:
             raise ConfigError(
@@ -350,6 +365,7 @@ class _Comparison:
             total_rows=len(batch["labels"]),
             features=(model.feature_rank, model.num_feature_ranks),
             tokens=(model.token_rank, model.num_token_ranks),
+            context=(model.context_rank, model.num_context_ranks),
         )
         ran = {name for calls in passes for name, outputs_of in calls.items() if outputs_of}
         outputs = {name: errors.get(name) if name in ran else math.nan for name in theirs.outputs}
@@ -419,7 +435,7 @@ def _report(by_rank: list[list[StepErrors]], *, spec: ModelSpec, model: str, par
 def _merge(found: list[StepErrors]) -> StepErrors:
     """The worst of all ranks; a module counts only if it compares on every rank that ran it."""
 
-    def worst(attribute: str) -> dict[str, float]:
+    def worst(attribute: str) -> dict[str, Any]:
         each = [getattr(f, attribute) for f in found]
         ran = {name: [e[name] for e in each if e[name] is None or not math.isnan(e[name])] for name in each[0]}
         return {name: max(errors) for name, errors in ran.items() if errors and None not in errors}

@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.errors import ConfigError
+from rotorch.core.whole_units import is_whole
 from rotorch.hold.gathered_stages import StageShards
 from rotorch.hold.holding import Holding
 from rotorch.hold.setup import Setup
-from rotorch.hold.sharded_weights import ShardPlacement
+from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.models.blocks import repeated_blocks
 from rotorch.shard.sharded_weight import ShardedWeight
 
@@ -34,16 +35,25 @@ class FSDPHolding(Holding):
             param_dtype=setup.param_dtype, reduce_dtype=None if setup.param_dtype is None else torch.float32
         )
         on_meta = any(p.is_meta for p in module.parameters())
+        whole = [weight for unit in setup.spec.units if is_whole(unit) for weight in unit.weights]
+        self._whole = setup.shards(
+            [ShardPlacement.whole(weight, mesh=mesh) for weight in whole], memory=Memory(gradients_stay=True)
+        )
+        ignored = {held.parameter for held in self._whole.held.values()}
+        options = {"reshard_after_forward": strategy.reshard, "mp_policy": precision}
         for block in repeated_blocks(module):
             block.register_forward_hook(_return_no_views)
-            fully_shard(block, mesh=mesh, reshard_after_forward=strategy.reshard, mp_policy=precision)
+            fully_shard(block, mesh=mesh, ignored_params=ignored, **options)
         module.register_forward_hook(_return_no_views)
-        fully_shard(module, mesh=mesh, reshard_after_forward=strategy.reshard, mp_policy=precision)
+        fully_shard(module, mesh=mesh, ignored_params=ignored, **options)
         if on_meta:
             # _apply is what nn.Module.to_empty calls; here only parameters that have no memory yet get some.
             module._apply(lambda t: torch.empty_like(t, device=setup.device) if t.is_meta else t.to(setup.device))
         self.weights = {}
         for weight in setup.spec.weights:
+            if weight.name in self._whole.held:
+                self.weights[weight.name] = self._whole.held[weight.name]
+                continue
             parameter = setup.sites[weight.name][0].get()
             if not isinstance(parameter, DTensor):
                 raise AssertionError(f"{weight.name} is no DTensor under fully_shard")
@@ -54,7 +64,8 @@ class FSDPHolding(Holding):
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
         try:
-            yield self._module
+            with self._whole.unsharded():
+                yield self._module
         except BaseException as error:
             part = self._called_while_sharded(error)
             self._recover()
@@ -68,6 +79,16 @@ class FSDPHolding(Holding):
             for child in self._module.modules():  # a pass without backward, or one that raised, leaves blocks gathered
                 if isinstance(child, FSDPModule):
                     child.reshard()
+
+    def start(self) -> None:
+        self._whole.start()
+
+    def finish(self) -> None:
+        self._whole.reduce()
+        for leaf in self._whole.leaves.values():
+            if leaf.grad is not None:
+                leaf.grad.div_(self.loss_scale)  # those of shards are averaged, and the loss scaled for it
+        self._whole.finish()
 
     def _called_while_sharded(self, error: BaseException) -> str:
         """The name of the innermost module that was running, if it failed because its weights were not gathered."""

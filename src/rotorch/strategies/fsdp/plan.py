@@ -15,6 +15,9 @@ Layout
 
 Cost
     Resident P/n. Transient: whole blocks, about 3 in forward and 4 to 5 in backward. Sent (n-1)/n (P + P + G).
+    With `context=c` each rank has T/c of a sequence's T tokens and gets keys and values that these attend to, K
+    features per token and layer: sent 3/4 (c-1)/c T K in forward on average, at most 2 w K with a window of w tokens
+    (again where blocks are recomputed), as much for their gradients.
 
 Deviations
     Gradients are summed, not averaged. One group per decoder block; embedding, head and final norm form the root group.
@@ -22,16 +25,18 @@ Deviations
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import PositiveInt
+from pydantic import PositiveInt, model_validator
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.gathered import gathered_layout
 from rotorch.core.layout import Layout
+from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.strategy import Strategy
-from rotorch.core.traffic import Phase
+from rotorch.core.traffic import MicroBatch, Phase, Transfer
+from rotorch.core.whole_units import check_memory, is_whole, whole_layout, with_whole_units
 
 
 class FSDP(Strategy):
@@ -41,7 +46,11 @@ class FSDP(Strategy):
         size: number of ranks.
         reshard: free a block's gathered weights after its forward (and gather them again for backward).
         recompute: computed again in backward: nothing, or every repeated block from its inputs (activation
-            checkpointing); gathers nothing more.
+            checkpointing); gathers no more weights.
+        context: number of neighbours that share a batch, each with its part of the tokens: keys and values are
+            exchanged among them. It divides `size`.
+        memory: budget of a rank for weights, gradients and AdamW's moments, written `2GiB`: units that are worth most
+            are whole on every rank within it (`osdp=4[memory=2GiB,inner=fsdp]`, core/whole_units.py).
     """
 
     kind: ClassVar[str] = "fsdp"
@@ -51,6 +60,14 @@ class FSDP(Strategy):
     size: PositiveInt
     reshard: bool = True
     recompute: Literal["none", "block"] = "none"
+    context: PositiveInt = 1
+    memory: str | None = None
+
+    @model_validator(mode="after")
+    def _context_divides(self) -> Self:
+        check_divides(size=self.size, context=self.context, kind=self.kind)
+        check_memory(self.memory, kind=self.kind, context=self.context)
+        return self
 
     @property
     def axes(self) -> dict[str, int]:
@@ -61,19 +78,39 @@ class FSDP(Strategy):
         return ("fsdp",)
 
     @property
+    def context_axes(self) -> dict[str, int]:
+        return {"fsdp": self.context} if self.context > 1 else {}
+
+    def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
+        forwards = 2 if self.recompute == "block" else 1
+        return key_value_transfers(
+            unit, batch=batch, num_ranks=self.context, axis="fsdp", position=position, num_forwards=forwards
+        )
+
+    @property
     def recomputes_layers(self) -> bool:
         return self.recompute == "block"
 
     def check(self, spec: ModelSpec) -> None:
-        """Raises `ConfigError` for a weight without a first dimension."""
+        """Raises `ConfigError` for a weight without a first dimension, or sequences that cannot be shared."""
+        check_shares(spec, context=self.context, kind=self.kind)
         scalars = [weight.name for weight in spec.weights if not weight.shape]
         if scalars:
             raise ConfigError(
                 f"fsdp: {scalars[0]!r} is a scalar, and weights are cut along their first dim. Give it the shape [1], "
                 "or write rtp or ddp"
             )
+        self.units_of(spec)  # finds units that fit into `memory`, or says that none do
+
+    def units_of(self, spec: ModelSpec) -> ModelSpec:
+        if self.memory is None:
+            return spec
+        in_parts = self.model_copy(update={"memory": None})
+        return with_whole_units(spec, strategy=in_parts, axis="fsdp", memory=self.memory)
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
+        if is_whole(unit):
+            return whole_layout(unit, axis="fsdp", size=self.size)
         gathers = [Phase.FORWARD, Phase.BACKWARD] if self.reshard else [Phase.FORWARD]
         return gathered_layout(
             unit,

@@ -1,0 +1,338 @@
+"""Sequences that ranks share: the part of a batch that a rank computes, and attention over keys of all its ranks.
+
+[Note: attention over ranks]
+    Each rank has some tokens of a sequence (`core/zigzag.py`), under their own positions, and all of its model's code
+    runs on them as on any batch. Only attentions look at other tokens. For the time of a pass a function of ours stands
+    in transformers' `AttentionInterface`, under a name that the model's configurations then have: it gets keys and
+    values of the tokens that this rank's attend to, as they are (those of grouped heads once), and calls the attention
+    that the model has without us, block by block of this rank's tokens, with a mask made from positions. So scales,
+    soft caps and sinks are the model's own. Transformers makes no masks for a name that its table of masks does not
+    have.
+
+    Outside of passes everything is as it was: trials on tiny models, and calls of the model, know nothing of us.
+
+[Note: blocks]
+    A block of queries needs no keys behind its last token, nor any before its window. Blocks are at most a sixteenth of
+    a sequence, so of the scores that are computed at most a sixteenth of a causal half is masked. Backward computes a
+    block again: masks and scores, of which there are tokens times tokens, exist for one block at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Range
+from rotorch.core.zigzag import KeyExchange, seen_by, zigzag
+from rotorch.models.losses import Batch
+
+Fetch = Callable[[Tensor, KeyExchange], Tensor]
+"""From `[rows, heads, tokens, features]` of this rank's tokens to those of all tokens that it needs, in order. In
+backward each rank gets the sum of all ranks' gradients of its own tokens."""
+
+_TEXT = ("input_ids", "inputs_embeds")
+_KNOWN = (*_TEXT, "labels", "shift_labels", "attention_mask", "position_ids")
+_IGNORED = -100
+_FEWEST_BLOCKS, _LARGEST_BLOCK = 16, 512
+_NO_OPTIONS = {"softcap", "s_aux", "position_bias", "cache"}  # of attentions: scaled_dot_product_attention has none
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """The sequence that is computed.
+
+    Attributes:
+        num_tokens: of it.
+        chunks: this rank's.
+        is_token: of `[rows, tokens]`, those that are there; None: all.
+        document: of `[rows, tokens]`, the number of each one's document; None: there is one per row.
+    """
+
+    num_tokens: int
+    chunks: tuple[Range, Range]
+    is_token: Tensor | None
+    document: Tensor | None
+
+
+class SharedSequence:
+    """This rank's part in computing sequences (see [Note: attention over ranks]).
+
+    Args:
+        module: a Hugging Face model.
+        rank: this rank's number among those that share a sequence.
+        num_ranks: of them.
+        fetch: exchanges keys and values among them.
+        all_equal: True if all of them gave the same number.
+
+    Attributes:
+        rank: this rank's number.
+        attended: modules that have called the attention since the last `take`.
+        exchanged: features of their keys and values together, per token, and their windows, in the order of calls.
+
+    Raises:
+        ConfigError: the model's attention is neither "sdpa" nor "eager".
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        rank: int,
+        num_ranks: int,
+        fetch: Fetch,
+        all_equal: Callable[[int], bool] = lambda _: True,
+    ) -> None:
+        self._name = f"rotorch_shared_sequence_{id(self)}"
+        self._configs = _configs_of(module)
+        self._own = {id(config): config._attn_implementation for config in self._configs}
+        refuse_attentions(module)
+        self.rank, self._num_ranks, self._fetch, self._all_equal = rank, num_ranks, fetch, all_equal
+        self._sequence: _Sequence | None = None
+        self.attended: list[nn.Module] = []
+        self.exchanged: list[tuple[int, int | None]] = []
+
+    # ---------------------------------------------------------------- batches
+
+    def take(self, batch: Batch) -> dict[str, Tensor]:
+        """Begins a micro-batch; returns this rank's part of it: its tokens, their targets and their positions.
+
+        Args:
+            batch: the same on all ranks that share it; `check_batch` has seen it.
+        """
+        first = next(batch[name] for name in _TEXT if name in batch)
+        num_tokens, mask = first.shape[1], batch.get("attention_mask")
+        chunks = zigzag(num_tokens, num_ranks=self._num_ranks)[self.rank]
+        is_token = None if mask is None else mask.bool()
+        self._sequence = _Sequence(num_tokens, chunks, is_token, _documents(batch.get("position_ids")))
+        self.attended, self.exchanged = [], []
+        whole = {name: tensor for name, tensor in batch.items() if name not in ("attention_mask", "labels")}
+        if "labels" in batch and "shift_labels" not in batch:
+            # Before the cut: the target of a chunk's last token is the first token of the next chunk.
+            whole["shift_labels"] = F.pad(batch["labels"], (0, 1), value=_IGNORED)[:, 1:]
+        if "position_ids" not in batch:
+            whole["position_ids"] = torch.arange(num_tokens, device=first.device).expand(first.shape[0], -1)
+        return {name: _chunks_of(tensor, chunks) for name, tensor in whole.items()}
+
+    def all_given(self, tensors: Sequence[Tensor]) -> bool:
+        """True if all ranks that share sequences were given the same tensors, by shapes and a checksum."""
+        checksum = 0
+        for tensor in tensors:
+            numbers = tensor.reshape(-1).double()
+            places = torch.arange(1, 1 + numbers.numel(), dtype=torch.float64, device=tensor.device)
+            found = (tuple(tensor.shape), float(numbers.sum()), float(numbers @ places))
+            checksum = zlib.crc32(repr(found).encode(), checksum)
+        return self._all_equal(checksum)
+
+    # ---------------------------------------------------------------- attention
+
+    @contextmanager
+    def attention(self) -> Iterator[None]:
+        """Lets the model's attentions see the keys of all ranks within the block, in forward and in backward."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS[self._name] = self._attend
+        try:
+            for config in self._configs:
+                config._attn_implementation = self._name
+            yield
+        finally:
+            for config in self._configs:  # parts behind the whole, which sets theirs too
+                config._attn_implementation = self._own[id(config)]
+            del ALL_ATTENTION_FUNCTIONS[self._name]
+            self._sequence = None
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention as transformers' models call it: `[rows, heads, tokens, features]` to `[rows, tokens, heads, ..]`.
+
+        Raises:
+            ConfigError: an attention that is not causal over the tokens of one sequence.
+        """
+        sequence = self._sequence
+        if sequence is None:
+            raise AssertionError("a pass over a shared sequence begins with `take`")
+        mine = sum(chunk.length for chunk in sequence.chunks)
+        if attention_mask is not None or query.shape[2] != mine or key.shape[2] != mine:
+            raise ConfigError(
+                f"{type(module).__name__} attends with a mask of its own, or to other tokens than those of the sequence"
+            )
+        if options.pop("is_causal", None) is False or getattr(module, "is_causal", True) is False:
+            raise ConfigError(f"{type(module).__name__} attends in both directions")
+        self.attended.append(module)
+        self.exchanged.append((key.shape[1] * (key.shape[3] + value.shape[3]), sliding_window))
+        exchange = KeyExchange(sequence.num_tokens, self._num_ranks, self.rank, sliding_window)
+        # One message; keys and values may differ in their features.
+        fetched = self._fetch(torch.cat([key, value], dim=-1), exchange)
+        keys, values = fetched.split([key.shape[3], value.shape[3]], dim=-1)
+        attend = self._attention_of(module, dropout=dropout, scaling=scaling, window=sliding_window, options=options)
+
+        def attend_block(here: Tensor, its_keys: Tensor, its_values: Tensor, block: Range) -> Tensor:
+            seen = seen_by(block, window=sliding_window)
+            mask = _mask(block, seen, window=sliding_window, sequence=sequence, device=here.device)
+            return attend(here, its_keys, its_values, mask)
+
+        outputs, done = [], 0
+        for chunk in sequence.chunks:
+            for block in blocks_of(chunk, num_tokens=sequence.num_tokens):
+                seen = seen_by(block, window=sliding_window)
+                here, place = query.narrow(2, done, block.length), exchange.place(seen)
+                its_keys, its_values = (x.narrow(2, place, seen.length) for x in (keys, values))
+                if torch.is_grad_enabled():
+                    output = checkpoint(
+                        attend_block, here, its_keys, its_values, block,
+                        use_reentrant=False, preserve_rng_state=dropout > 0,
+                    )  # fmt: skip
+                else:
+                    output = attend_block(here, its_keys, its_values, block)
+                outputs.append(output)
+                done += block.length
+        return torch.cat(outputs, dim=1), None
+
+    def _own_name(self, module: nn.Module) -> str:
+        return str(self._own.get(id(getattr(module, "config", None)), "eager"))
+
+    def _attention_of(
+        self, module: nn.Module, *, dropout: float, scaling: float | None, window: int | None, options: dict[str, Any]
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """The model's own attention of one block: a function of queries, keys, values and a mask (True: seen)."""
+        if self._own_name(module) == "sdpa":
+            if unknown := sorted(name for name in _NO_OPTIONS if options.get(name) is not None):
+                raise ConfigError(f"{type(module).__name__}: attention 'sdpa' has no {', '.join(unknown)}")
+
+            def fused(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+                key, value = (_repeated(x, times=query.shape[1] // x.shape[1]) for x in (key, value))
+                found = F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, dropout_p=dropout, scale=scaling
+                )
+                return found.transpose(1, 2)
+
+            return fused
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        if eager is None:
+            raise ConfigError(f"{type(module).__name__} has no attention 'eager' that could be called by itself")
+
+        def plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+            added = torch.zeros(mask.shape, dtype=query.dtype, device=query.device)
+            added.masked_fill_(~mask, torch.finfo(query.dtype).min)
+            found: Tensor = eager(
+                module, query, key, value, added, scaling=scaling, dropout=dropout, sliding_window=window, **options
+            )[0]
+            return found
+
+        return plain
+
+
+def check_batch(batch: Batch, *, num_ranks: int) -> None:
+    """Raises `ConfigError` for a batch whose sequences cannot be cut: too short, packed documents, unknown entries."""
+    if unknown := sorted(set(batch) - set(_KNOWN)):
+        raise ConfigError(
+            f"context={num_ranks}: nobody knows how the batch's {', '.join(map(repr, unknown))} is cut along the "
+            f"sequence. Give {', '.join(_KNOWN)} only, or leave context out"
+        )
+    first = next((batch[name] for name in _TEXT if name in batch), None)
+    if first is None or first.dim() < 2:
+        raise ConfigError(f"context={num_ranks}: the batch needs 'input_ids' [rows, tokens], has {sorted(batch)}")
+    num_tokens = first.shape[1]
+    if num_tokens < num_ranks:
+        raise ConfigError(
+            f"context={num_ranks}: a sequence of {num_tokens} tokens has none for some ranks. Give {num_ranks} or more"
+        )
+    for name, tensor in batch.items():
+        if tensor.shape[:2] != (first.shape[0] if name != "position_ids" else tensor.shape[0], num_tokens) or (
+            name not in _TEXT and tensor.dim() != 2
+        ):
+            raise ConfigError(
+                f"context={num_ranks}: {name!r} is {list(tensor.shape)}, not [rows, tokens] = {list(first.shape[:2])}"
+            )
+    positions = batch.get("position_ids")
+    if "attention_mask" in batch and positions is not None and bool((positions.diff(dim=-1) != 1).any()):
+        raise ConfigError(
+            f"context={num_ranks}: position_ids that begin anew tell documents apart, unless there is an "
+            "attention_mask, beside which models take no notice of them. Leave attention_mask out"
+        )
+
+
+def refuse_attentions(module: nn.Module) -> None:
+    """Raises `ConfigError` for attentions whose masks are not tensors: no block of theirs can be computed."""
+    for config in _configs_of(module):
+        name = config._attn_implementation
+        if name not in ("sdpa", "eager", None):
+            raise ConfigError(
+                f"context: attn_implementation={name!r} takes no masks made from positions. Write 'sdpa' or 'eager'"
+            )
+
+
+def _configs_of(module: nn.Module) -> list[Any]:
+    """The configurations of a model and of its parts, the whole before its parts."""
+    found: dict[int, Any] = {}
+
+    def add(config: Any) -> None:
+        if hasattr(config, "_attn_implementation") and id(config) not in found:
+            found[id(config)] = config
+            for name in getattr(config, "sub_configs", {}):
+                add(getattr(config, name, None))
+
+    for part in module.modules():
+        add(getattr(part, "config", None))
+    return list(found.values())
+
+
+def _chunks_of(tensor: Tensor, chunks: Sequence[Range]) -> Tensor:
+    """This rank's tokens of `[rows, tokens, ..]`, one chunk after the other."""
+    return torch.cat([tensor.narrow(1, chunk.start, chunk.length) for chunk in chunks], dim=1)
+
+
+def _repeated(x: Tensor, *, times: int) -> Tensor:
+    """Heads of keys or values, each as often as query heads share it."""
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
+
+
+def blocks_of(chunk: Range, *, num_tokens: int) -> Iterator[Range]:
+    """A chunk in blocks of queries (see [Note: blocks])."""
+    size = min(_LARGEST_BLOCK, max(1, num_tokens // _FEWEST_BLOCKS))
+    for start in range(chunk.start, chunk.stop, size):
+        yield Range(start, min(size, chunk.stop - start))
+
+
+def _mask(block: Range, seen: Range, *, window: int | None, sequence: _Sequence, device: torch.device) -> Tensor:
+    """The keys that each query of a block sees: `[rows or 1, 1, queries, keys]`."""
+    queries = torch.arange(block.start, block.stop, device=device)[:, None]
+    keys = torch.arange(seen.start, seen.stop, device=device)[None, :]
+    mask = keys <= queries
+    if window is not None:
+        mask &= keys > queries - window
+    mask = mask[None, None]
+    if sequence.is_token is not None:
+        mask = mask & sequence.is_token[:, None, None, seen.start : seen.stop]
+    if (document := sequence.document) is not None:
+        of_keys = document[:, None, None, seen.start : seen.stop]
+        mask = mask & (document[:, None, block.start : block.stop, None] == of_keys)
+    return mask
+
+
+def _documents(positions: Tensor | None) -> Tensor | None:
+    """The number of each token's document, by positions that begin anew, as transformers' masks read them."""
+    if positions is None:
+        return None
+    return F.pad((positions.diff(dim=-1) != 1).cumsum(dim=-1), (1, 0))

@@ -1,0 +1,202 @@
+"""Trial on a tiny model: is a sequence computed in two parts, with keys and values exchanged, the same as whole?
+
+[Note: sequence probe]
+    Ranks that share a sequence exchange keys and values in attentions that go through transformers' interface, and
+    nothing else. A layer's code may look at other tokens in other ways: convolutions, states that pass along the
+    sequence, attentions and masks of its own, statistics over all tokens. So a model with the same configuration but
+    smaller sizes runs twice at once, in two threads, each with its part of the tokens; logits of both must be those of
+    the whole model, and their losses must add up to its loss. Sequences are longer than windows and chunks, and of two
+    lengths, each longer than a limit at which rotary embeddings change: one part is then below it.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotorch.core.shared_context import KeysAndValues
+from rotorch.core.spec import ModelSpec, UnitKind
+from rotorch.core.zigzag import KeyExchange, zigzag
+from rotorch.models.losses import CausalLMLoss, LossFn, count_targets, loss_of
+from rotorch.models.shared_sequence import SharedSequence
+from rotorch.models.trial.two_threads import ThreadExchange, differ, in_two_threads, key_of, tiny_of, trial
+
+_LENGTHS = (40, 72)
+_NUM_PARTS = 2
+
+
+@dataclass(frozen=True)
+class SharedTrial:
+    """Result of the trial.
+
+    Attributes:
+        refused: the reason why sequences of the model cannot be shared; "" if they can.
+        attentions: classes of modules that attend.
+        knows_traffic: `_key_value_width` of a configuration and `_window_of` a module are those of its attentions.
+    """
+
+    refused: str = ""
+    attentions: frozenset[type] = frozenset()
+    knows_traffic: bool = False
+
+
+_known: dict[str, SharedTrial] = {}
+
+
+def try_shared(module: nn.Module) -> SharedTrial:
+    """Tries a tiny model like `module` (see [Note: sequence probe]); once per class and configuration in a process.
+
+    Deterministic, the same on all ranks; draws from no random generator of the caller's.
+    """
+    if not hasattr(module, "config") or not hasattr(module.config, "to_dict"):
+        return SharedTrial("it is no model of transformers, whose attentions could be told apart from the rest")
+    key = key_of(module)
+    if key not in _known:
+        with trial():
+            _known[key] = _try(module)
+    return _known[key]
+
+
+def _try(module: nn.Module) -> SharedTrial:
+    result = SharedTrial("nothing of it attends by transformers' interface")
+    for number, num_tokens in enumerate(_LENGTHS):
+        found = tiny_of(module, num_tokens=num_tokens)
+        if isinstance(found, str):
+            return result if number else SharedTrial(found)  # shorter ones run: its positions end before
+        tiny, inputs, _ = found
+        if set(inputs) != {"input_ids"}:
+            return SharedTrial(f"it takes more than tokens ({', '.join(sorted(inputs))})")
+        if not isinstance(loss_of(copy.deepcopy(tiny)), CausalLMLoss):
+            return SharedTrial("it is no causal language model with a loss of its own")
+        if module.config._attn_implementation == "eager":
+            tiny.config._attn_implementation = "eager"
+        result = _in_parts(tiny, {**inputs, "labels": inputs["input_ids"]})
+        if result.refused:
+            return result
+    return result
+
+
+def _in_parts(tiny: nn.Module, batch: dict[str, Tensor]) -> SharedTrial:
+    models, num_targets = [copy.deepcopy(tiny) for _ in range(_NUM_PARTS)], count_targets(batch)
+    of_whole = loss_of(tiny)
+    assert isinstance(of_whole, CausalLMLoss)
+    expected, loss = _passes(tiny, batch, of_whole, num_targets=num_targets)
+    if of_whole.adds_terms:
+        return SharedTrial("its loss is more than a sum over tokens: a router's, for one, is of all tokens together")
+    shared: list[SharedSequence] = []
+    losses: dict[int, Tensor] = {}
+
+    def run(mine: int, exchange: ThreadExchange) -> Tensor:
+        model = models[mine]
+
+        def fetch(x: Tensor, keys: KeyExchange) -> Tensor:
+            fetched = x.new_empty(*x.shape[:2], keys.num_needed, x.shape[3])
+            for source, theirs in enumerate(exchange.both(mine, x)):
+                places = zip(keys.other(source).sends(mine), keys.receives(source), strict=True)
+                for there, here in places:
+                    fetched.narrow(2, here.start, here.length).copy_(theirs.narrow(2, there.start, there.length))
+            return fetched
+
+        sequence = SharedSequence(model, rank=mine, num_ranks=_NUM_PARTS, fetch=fetch)
+        with sequence.attention():
+            part = sequence.take(batch)
+            logits, losses[mine] = _passes(model, part, loss_of(model), num_targets=num_targets)
+        shared.append(sequence)
+        return logits
+
+    parts = in_two_threads(run)
+    if isinstance(parts, Exception):
+        return SharedTrial(f"a tiny one does not run on parts of a sequence ({' '.join(str(parts).split())[:200]})")
+    if not all(sequence.attended for sequence in shared):
+        return SharedTrial("nothing of it attends by transformers' interface")
+    for logits, chunks in zip(parts, zigzag(expected.shape[1], num_ranks=_NUM_PARTS), strict=True):
+        whole = torch.cat([expected.narrow(1, chunk.start, chunk.length) for chunk in chunks], dim=1)
+        if differ(logits, whole):
+            return SharedTrial(
+                "a tiny one gives something else on parts of a sequence with keys and values exchanged: its tokens "
+                "look at others by more than attention"
+            )
+    if differ(losses[0] + losses[1], loss):
+        return SharedTrial("the losses of parts do not add up to that of the whole")
+    knows = all(
+        found == (_key_value_width(tiny.config), _window_of(each))
+        for sequence in shared
+        for each, found in zip(sequence.attended, sequence.exchanged, strict=True)
+    )
+    attentions = frozenset(type(each) for sequence in shared for each in sequence.attended)
+    return SharedTrial(attentions=attentions, knows_traffic=knows)
+
+
+def _passes(model: nn.Module, batch: dict[str, Tensor], loss_fn: LossFn, *, num_targets: int) -> tuple[Tensor, Tensor]:
+    """Logits, and the loss as a parallel model computes it."""
+    heard: list[Tensor] = []
+    handle = model.register_forward_hook(lambda _, __, output: heard.append(output.logits))
+    try:
+        loss = loss_fn(model, batch, num_targets)
+    finally:
+        handle.remove()
+    return heard[0], loss.view(1).double()
+
+
+def _key_value_width(config: Any) -> int:
+    """Features of keys and values together, per token; 0 if the configuration does not say."""
+    text = config.get_text_config()
+
+    def field(name: str) -> int:
+        try:
+            value = getattr(text, name, None)
+        except RuntimeError:  # so transformers answers where layers differ
+            return 0
+        return value if isinstance(value, int) else 0
+
+    heads = field("num_attention_heads")
+    if field("kv_lora_rank"):
+        return heads * (field("qk_nope_head_dim") + field("qk_rope_head_dim") + field("v_head_dim"))
+    head_dim = field("head_dim") or field("hidden_size") // max(heads, 1)
+    return 2 * (field("num_key_value_heads") or heads) * head_dim
+
+
+def _window_of(attention: nn.Module) -> int | None:
+    """The window that an attention's module declares, or its configuration for all of them; None: there is none."""
+    source = attention if hasattr(attention, "sliding_window") else getattr(attention, "config", None)
+    window = getattr(source, "sliding_window", None)
+    return window if isinstance(window, int) else None
+
+
+def runs_whole(module: nn.Module, classes: frozenset[type], found: SharedTrial) -> frozenset[type]:
+    """Returns the classes, out of `classes`, that may run on slices of weights: those without an attention inside.
+
+    A slice of an attention has some of the heads. Ranks have different slices at a moment, and keys of one head would
+    be exchanged for those of another.
+    """
+    attends = {
+        type(part)
+        for part in module.modules()
+        if type(part) in classes and any(type(inner) in found.attentions for inner in part.modules())
+    }
+    return classes - attends
+
+
+def with_sequences_shared(spec: ModelSpec, module: nn.Module, found: SharedTrial) -> ModelSpec:
+    """The same model with the trial's result, and a note of its keys and values at the first unit of each attention."""
+    if found.refused:
+        return replace(spec, sequences_stay_whole=found.refused)
+    attentions = {name: part for name, part in module.named_modules() if type(part) in found.attentions}
+    for unit in spec.units:
+        if unit.kind is UnitKind.MODULE and any(f"{name}.".startswith(f"{unit.name}.") for name in attentions):
+            return replace(spec, sequences_stay_whole=f"its {unit.name!r} is cut by heads, by a plan of the user's own")
+    width = _key_value_width(module.config) if found.knows_traffic else 0
+    units = list(spec.units)
+    for name, part in attentions.items() if width else ():
+        place = next((i for i, u in enumerate(units) if any(_inside(w.name, name) for w in u.weights)), None)
+        if place is not None and units[place].kind is not UnitKind.REPLICATED:
+            units[place] = units[place].with_note(KeysAndValues(width, _window_of(part)))
+    return replace(spec, units=tuple(units))
+
+
+def _inside(weight: str, module: str) -> bool:
+    return weight.startswith(f"{module}.")
