@@ -44,6 +44,7 @@ from rotorch._torch_private import (
     in_backward,
     lost_gpu_by_fork,
     put_hooks_after_accumulation,
+    put_hooks_of_gradient,
     saved_tensors_are_hooked,
     set_group_timeout,
     storage_key,
@@ -51,6 +52,7 @@ from rotorch._torch_private import (
     symmetric_empty,
     symmetric_rendezvous,
     take_hooks_after_accumulation,
+    take_hooks_of_gradient,
     tree_flatten,
     tree_unflatten,
     when_backward_ends,
@@ -448,8 +450,17 @@ def test_hooks_on_parameters_are_found_and_taken_off_for_a_while():
     handle = parameter.register_post_accumulate_grad_hook(lambda _: heard.append(1))
     (hook,) = hooks_of_gradient(parameter)
     assert hook(torch.ones(1)).item() == 3
+    hooks = take_hooks_of_gradient(parameter)
+    parameter.sum().backward()
+    assert parameter.grad.tolist() == [1, 1] and not take_hooks_of_gradient(parameter)
+    put_hooks_of_gradient(parameter, hooks)
+    parameter.sum().backward()
+    assert parameter.grad.tolist() == [4, 4] and heard == [1, 1]
+    heard.clear()
     taken = take_hooks_after_accumulation(parameter)
     assert parameter._post_accumulate_grad_hooks is None  # what fully_shard looks at
+    parameter.sum().backward()
+    assert heard == []
     put_hooks_after_accumulation(parameter, taken)
     parameter.sum().backward()
     assert heard == [1]

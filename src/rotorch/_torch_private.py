@@ -90,6 +90,7 @@ __all__ = [
     "in_backward",
     "lost_gpu_by_fork",
     "put_hooks_after_accumulation",
+    "put_hooks_of_gradient",
     "saved_tensors_are_hooked",
     "set_group_timeout",
     "storage_key",
@@ -97,6 +98,7 @@ __all__ = [
     "symmetric_empty",
     "symmetric_rendezvous",
     "take_hooks_after_accumulation",
+    "take_hooks_of_gradient",
     "tree_flatten",
     "tree_unflatten",
     "when_backward_ends",
@@ -230,22 +232,43 @@ def will_be_run(node: Node) -> bool:
 def hooks_of_gradient(parameter: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     """Returns the hooks that `register_hook` has put on a tensor.
 
-    Reason (of this and the next one): autograd calls them at leaves of its graph, which parameters at rest are not.
+    Reason (of this and the next four): autograd calls them at leaves of its graph, which parameters at rest are not.
     """
     return list((parameter._backward_hooks or {}).values())
 
 
-def take_hooks_after_accumulation(parameter: Tensor) -> dict[int, Callable[[Tensor], None]] | None:
-    """Takes off a tensor what `register_post_accumulate_grad_hook` has put on it, to be put back; None: nothing."""
-    hooks: dict[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks
-    if hooks is not None:
-        parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
-    return hooks
+def take_hooks_of_gradient(parameter: Tensor) -> Any:
+    """Takes off a tensor what `register_hook` has put on it; returns it, to be put back, or None."""
+    hooks = parameter._backward_hooks
+    if hooks:
+        parameter._backward_hooks = None
+    return hooks or None
 
 
-def put_hooks_after_accumulation(parameter: Tensor, hooks: dict[int, Callable[[Tensor], None]]) -> None:
+def put_hooks_of_gradient(parameter: Tensor, hooks: Any) -> None:
+    """Puts back what `take_hooks_of_gradient` took: the same object, by which handles find their hook."""
+    parameter._backward_hooks = hooks
+
+
+def take_hooks_after_accumulation(parameter: Tensor) -> tuple[Any, dict[int, Any]] | None:
+    """Takes off a tensor what `register_post_accumulate_grad_hook` has put on it, to be put back; None: nothing.
+
+    Emptied too: autograd goes on calling what is in the object that it was given.
+    """
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks is None:
+        return None
+    inside = dict(hooks)
+    hooks.clear()
+    parameter._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+    return hooks, inside
+
+
+def put_hooks_after_accumulation(parameter: Tensor, taken: tuple[Any, dict[int, Any]]) -> None:
     """Puts back what `take_hooks_after_accumulation` took: the same object, by which handles find their hook."""
-    parameter._post_accumulate_grad_hooks = hooks  # type: ignore[assignment]
+    hooks, inside = taken
+    hooks.update(inside)
+    parameter._post_accumulate_grad_hooks = hooks
 
 
 def saved_tensors_are_hooked() -> bool:

@@ -32,6 +32,16 @@ def a_padding_mask_and_positions(loop):
 
 
 @idiom
+def autocast_which_leaves_float64_alone(loop):
+    for step in range(NUM_STEPS):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            output = loop.model(**loop.batch(step))
+            loop.say(output.loss, output.logits[:, -1])
+        output.loss.backward()
+        yield
+
+
+@idiom
 def a_loss_on_hidden_states(loop):
     """As of embeddings of sentences, and of distillation by layers."""
     for step in range(NUM_STEPS):

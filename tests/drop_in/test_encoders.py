@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import T5Config, T5ForConditionalGeneration
+from foreign_models import t5, whisper
+from more_foreign_models import bart
 
 import rotorch
 from rotorch.core.errors import ConfigError
@@ -10,21 +11,32 @@ from rotorch.models.describe import describe
 from rotorch.parallelize import load_step_code
 from rotorch.testing.ranks import run_ranks
 
-
-def made():
-    sizes = dict(vocab_size=60, d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
-    return T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
+GIVEN = {
+    t5: torch.tensor([[3, 4, 5]]),
+    bart: torch.tensor([[3, 4, 5]]),
+    whisper: torch.zeros(1, 8, 16, dtype=torch.float64),
+}
+LAYOUTS = ("ddp=2", "fsdp=2", "rtp=2", "rtp=2[transport=send_receive]", "megatron=2")
 
 
 def said():
-    model = rotorch.parallelize(made(), "rtp=2", device="cpu")
-    with pytest.raises(ConfigError) as caught:
-        model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=2)
-    return str(caught.value)
+    """Messages by layout and model."""
+    found = {}
+    for layout in LAYOUTS:
+        for make, given in GIVEN.items():
+            model = rotorch.parallelize(make(), layout, device="cpu")
+            with pytest.raises(ConfigError) as caught:
+                model.generate(given, max_new_tokens=2)
+            found[layout, make.__name__] = str(caught.value)
+            model.close()
+    return found
 
 
 def test_generate_says_what_to_write_instead():
-    load_step_code(["rtp"])
-    describe(made())
-    for line in run_ranks(said, num_ranks=2):
-        assert "the encoder is called by itself" in line and "model.save_pretrained(directory)" in line
+    load_step_code(["ddp", "fsdp", "rtp", "megatron"])
+    for make in GIVEN:
+        describe(make())
+    for found in run_ranks(said, num_ranks=2, timeout_s=300):
+        for line in found.values():
+            assert "the encoder is called by itself" in line and "model.save_pretrained(directory)" in line
+            assert "\n" not in line

@@ -62,7 +62,27 @@ def one_closes(loop, rank):
         loop.model(**loop.batch(0))
 
 
+def a_step_that_one_leaves_out(loop, rank):
+    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.1)
+    loop.model(**loop.batch(0)).loss.backward()
+    if rank == 0:
+        optimizer.step()
+    optimizer.zero_grad()
+    loop.model(**loop.batch(1))
+
+
+def gradients_that_one_does_not_clear(loop, rank):
+    optimizer = torch.optim.SGD(loop.model.parameters(), lr=0.1)
+    for number in range(3):
+        loop.model(**loop.batch(number)).loss.backward()
+        optimizer.step()
+        if rank == 0 or number == 0:
+            optimizer.zero_grad()
+
+
 EXPECTED = {
+    a_step_that_one_leaves_out: "others have not: rank 0 yes, {others} no. Let all of them call optimizer.step()",
+    gradients_that_one_does_not_clear: "not cleared: rank 0 none, {others} some. Let all of them call",
     one_batch_more: "rank 0 calls the model, {others} calls evaluate",
     one_forward_more: "rank 0 calls the model, {others} calls backward",
     a_backward_that_one_leaves_out: "rank 0 calls backward, {others} calls the model",

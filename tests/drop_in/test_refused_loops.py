@@ -68,6 +68,20 @@ def a_gradient_of_a_gradient(loop):
     torch.autograd.grad(loop.model(inputs_embeds=given).logits.sum(), [given], create_graph=True)
 
 
+def gradients_of_some_weights(loop):
+    some = list(loop.model.parameters())[:2]
+    loop.model(**loop.batch(0)).loss.backward(inputs=some)
+
+
+def gradients_of_weights_by_autograd(loop):
+    torch.autograd.grad(loop.model(**loop.batch(0)).logits.sum(), list(loop.model.parameters()))
+
+
+def gradients_of_weights_that_may_be_unused(loop):
+    output = loop.model(**loop.batch(0))
+    torch.autograd.grad(output.loss, list(loop.model.parameters())[-1:], allow_unused=True)
+
+
 def means_that_add_up(loop):
     for part in range(2):
         loop.model.forward_backward(loop.batch(0, part))
@@ -105,6 +119,15 @@ def embeddings_called_by_themselves(loop):
     loop.model.get_input_embeddings()(loop.batch(0)["input_ids"])
 
 
+def a_layer_called_by_itself(loop):
+    x = torch.ones(1, 4, loop.model.config.hidden_size, dtype=torch.float64)
+    loop.model.model.layers[0](x)
+
+
+def a_projection_called_by_itself(loop):
+    loop.model.model.layers[0].self_attn.q_proj(torch.ones(1, 4, loop.model.config.hidden_size, dtype=torch.float64))
+
+
 def compiled(config):
     """Refusals of torch.compile around a parallel model, in it, and before it."""
     model = rotorch.parallelize(build(config, seed=1), "rtp=2", device="cpu")
@@ -137,15 +160,21 @@ def forward_itself(config, layout):
     return abs(loss - other_loss), max(float((a - b).abs().max()) for a, b in zip(grads, other_grads, strict=True))
 
 
+ASKS_FOR_WEIGHTS = "torch.autograd.grad cannot ask for gradients of weights here"
 DANGERS = {
     compiled_in_place_before: "the model is compiled",
     a_base_called_by_itself: "model.model(...) is called by itself",
     a_head_called_by_itself: "model.lm_head(...) is called by itself",
     embeddings_called_by_themselves: "model.model.embed_tokens(...) is called by itself",
+    a_layer_called_by_itself: "model.model.layers.0(...) is called by itself",
+    a_projection_called_by_itself: "model.model.layers.0.self_attn.q_proj(...) is called by itself",
     data_that_is_assigned: "data was assigned: training would go on with the old values",
     a_weight_that_is_replaced: "was replaced by another object after parallelize",
     a_hook_inside_of_what_is_cut: "would see a slice of its output. Hook 'model.layers.0.mlp'",
     a_gradient_of_a_gradient: "create_graph=True",
+    gradients_of_some_weights: ASKS_FOR_WEIGHTS,
+    gradients_of_weights_by_autograd: ASKS_FOR_WEIGHTS,
+    gradients_of_weights_that_may_be_unused: ASKS_FOR_WEIGHTS,
     means_that_add_up: "gradients of an earlier call are still there",
     a_mean_that_adds_to_other_gradients: "or write accumulate=True",
     one_rank_that_accumulates: "rank 0 calls forward_backward, rank 1 calls forward_backward(accumulate=True)",

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import Node, get_gradient_edge
 
 from rotorch._torch_private import graph_task, tree_flatten, tree_unflatten, when_backward_ends, will_be_run
 from rotorch.comm.collectives import all_reduce_sum
@@ -50,10 +51,11 @@ class PlainCalls:
     def __init__(self, model: ParallelModel) -> None:
         self.model = model
         self.scale = model.holding.loss_scale / model.num_batch_ranks
-        self.anchor = torch.zeros((), requires_grad=True)
-        """What every exit has in its graph: a backward comes by it if it asks for the gradients of weights."""
-        self._end = get_gradient_edge(self.anchor).node
+        self._leaf = torch.zeros((), requires_grad=True)
+        """A leaf of every graph: a backward comes to it if it is for all gradients."""
+        self._end = get_gradient_edge(self._leaf).node
         self._backward: _Backward | None = None
+        self._versions_then: int | None = None
         heads = head_weights(model.module)
         self._to_note: list[list[Tensor]] = []
         self._of_head = [held for name, held in model.weights.items() if heads & {name, *held.weight.aliases}]
@@ -62,6 +64,11 @@ class PlainCalls:
         """Runs the module's forward on this rank's own input; returns its output."""
         if self.model.holding.no_plain_call is not None:
             raise ConfigError(self.model.holding.no_plain_call)
+        if self.model.num_context_ranks > 1 and torch.is_grad_enabled():
+            raise ConfigError(
+                "context: model(...) would compute whole sequences on every rank. Write "
+                "loss = model.forward_backward(batch), or call it under torch.no_grad()"
+            )
         refuse_cut_request(self.model, kwargs)
         args, kwargs = self._entered((args, kwargs))
 
@@ -71,22 +78,23 @@ class PlainCalls:
             return self._left(output)
 
         learns = torch.is_grad_enabled()
-        self.model.meet(ModelCall.FORWARD if learns else ModelCall.LOOK)
+        self.model.meet(ModelCall.FORWARD if learns else ModelCall.LOOK, **self._state())
         return self._pass(run, done=ModelCall.FORWARD_DONE if learns else ModelCall.LOOK_DONE)
 
     def _pass(self, run: Callable[[nn.Module], Any], *, done: ModelCall) -> Any:
         """Runs part of the model between two meetings of all ranks, of which the first has been."""
         model = self.model
         model.written_buffers.start()
-        with model.unsharded(for_calls=True) as callee, model.forward_pass():
+        with _gradients_kept(model), model.unsharded(for_calls=True) as callee, model.forward_pass():
             with torch.no_grad():  # gradients are the backward's affair
                 model.holding.start()
             output = run(callee)
         # Not within the pass: where slices replace each other, this rank's place holds another one's until the end.
         while self._to_note:
-            self._to_note.pop().extend(self._norms_of_head())
+            self._to_note.pop().extend(self._bits_of_head())
         written = model.written_buffers.written()
         model.meet(done)  # weights may change from here on
+        self._versions_then = self._versions()
         if written.numel():
             model.written_buffers.even_out(all_reduce_sum(written, mesh=model.mesh), mesh=model.mesh)
         return output
@@ -96,6 +104,18 @@ class PlainCalls:
         if self._backward is not None and self._backward.task != graph_task():
             broken, self._backward = self._backward, None
             broken.break_off()
+            self._versions_then = self._versions()
+
+    def _state(self) -> dict[str, bool]:
+        """The loop's work since the last pass, for ranks to compare: a step that one leaves out is named."""
+        return {
+            "is_changed": self._versions_then not in (None, self._versions()),
+            "has_gradients": any(held.parameter.grad is not None for held in self.model.weights.values()),
+        }
+
+    def _versions(self) -> int:
+        """A number that every write into weights raises: into DTensors, or into this rank's parts of them."""
+        return sum(held.parameter._version + held.local._version for held in self.model.weights.values())
 
     # ---------------------------------------------------------------- what comes and goes
 
@@ -107,20 +127,28 @@ class PlainCalls:
     def _left(self, output: Any) -> Any:
         """Output of the module, as the user gets it."""
         known: dict[int, Tensor] = {}
+        anchor = self._anchor()
 
         def leave(tensor: Tensor) -> Tensor:
             if id(tensor) not in known:
-                known[id(tensor)] = self._leave(tensor)
+                known[id(tensor)] = self._leave(tensor, anchor)
             return known[id(tensor)]
 
         return _mapped(output, leave)
 
-    def _leave(self, tensor: Tensor) -> Tensor:
+    def _anchor(self) -> Tensor | None:
+        """A scalar that every exit has in its graph, made of the weights at rest: who asks for theirs comes by it."""
+        if not torch.is_grad_enabled():
+            return None
+        anchor: Tensor = _AtRest.apply(self._leaf, *(held.parameter for held in self.model.weights.values()))
+        return anchor
+
+    def _leave(self, tensor: Tensor, anchor: Tensor | None) -> Tensor:
         if isinstance(tensor, DeferredLogits) and tensor.origin.has_loss and tensor.made is None:
             tensor.origin.later = self._later()
             return tensor
         tensor = with_real_logits(tensor)
-        return _Exit.apply(tensor, self.anchor, self) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+        return _Exit.apply(tensor, anchor, self) if anchor is not None and tensor.requires_grad else tensor
 
     def _later(self) -> Later:
         """Returns the pass in which logits are made that nobody has asked for yet (see ops/deferred_logits.py)."""
@@ -132,7 +160,7 @@ class PlainCalls:
             if self.model.in_pass:
                 return make()
             self.settle()
-            changed = any(now != then for now, then in zip(self._norms_of_head(), before, strict=True))
+            changed = any(now != then for now, then in zip(self._bits_of_head(), before, strict=True))
             # Sums of the flag: a slice that has not changed may be one of a head that has.
             if self.model.meet(ModelCall.LOGITS, num_targets=int(changed)):
                 raise ConfigError(
@@ -141,30 +169,67 @@ class PlainCalls:
                 )
             as_called = torch.autocast(autocast.device_type, dtype=autocast.dtype, enabled=autocast.dtype is not None)
             with torch.set_grad_enabled(learns), as_called:
-                return self._pass(lambda _: self._leave(make()), done=ModelCall.LOGITS_DONE)
+                return self._pass(lambda _: self._leave(make(), self._anchor()), done=ModelCall.LOGITS_DONE)
 
         return make_later
 
     @torch.no_grad()
-    def _norms_of_head(self) -> list[Tensor]:
-        """Returns what tells this rank's part of the head from another one: an optimizer's step changes the norm."""
-        return [torch.linalg.vector_norm(held.local, dtype=torch.float64) for held in self._of_head]
+    def _bits_of_head(self) -> list[Tensor]:
+        """Returns what tells this rank's part of the head from another one: an optimizer's step changes the sum."""
+        return [_sum_of_bits(held.local) for held in self._of_head]
 
     # ---------------------------------------------------------------- backward
 
-    def begin_backward(self) -> None:
-        """Opens the backward pass at the first exit that a backward reaches, on all ranks."""
+    def begin_backward(self, anchor: Node) -> None:
+        """Opens the backward pass at the first exit that a backward reaches, on all ranks.
+
+        Args:
+            anchor: the node of the weights at rest in this exit's graph.
+
+        Raises:
+            ConfigError: the backward is for the gradients of some weights.
+        """
         self.settle()
+        all_gradients = will_be_run(self._end)
+        if not all_gradients and will_be_run(anchor):
+            raise ConfigError(
+                "backward(inputs=...) and torch.autograd.grad cannot ask for gradients of weights here: these arrive "
+                "in all weights' .grad at once. Call loss.backward() and read parameter.grad, after "
+                "requires_grad_(False) of weights that shall have none"
+            )
         if self._backward is None:
             self.model.meet(ModelCall.BACKWARD)
-            self._backward = _Backward(self.model, all_gradients=will_be_run(self._end))
-            when_backward_ends(self._end_backward)
+            self._backward = _Backward(self.model, all_gradients=all_gradients)
+            when_backward_ends(_AtEnd(self._end_backward, otherwise=self.settle))
 
     def _end_backward(self) -> None:
         ended, self._backward = self._backward, None
         if ended is not None:
             ended.end()
             self.model.meet(ModelCall.BACKWARD_DONE)
+            self._versions_then = self._versions()
+
+
+class _AtEnd:
+    """Called when a backward has ended. Autograd drops it uncalled if the backward breaks off, which nothing else says.
+
+    Args:
+        end: is called at the end.
+        otherwise: is called if there is none.
+    """
+
+    def __init__(self, end: Callable[[], None], *, otherwise: Callable[[], None]) -> None:
+        self._end, self._otherwise = end, otherwise
+        self._has_ended = False
+
+    def __call__(self) -> None:
+        self._has_ended = True
+        self._end()
+
+    def __del__(self) -> None:
+        # Here, before the loop gets the exception: what it does with gradients next must find them as they will stay.
+        if not self._has_ended:
+            self._otherwise()
 
 
 class _Backward:
@@ -181,6 +246,7 @@ class _Backward:
     def __init__(self, model: ParallelModel, *, all_gradients: bool) -> None:
         self.task = graph_task()
         self._model = model
+        self._before = [held.parameter for held in model.weights.values() if held.parameter.grad is not None]
         self._kept = None if all_gradients else _kept_gradients(model)
         self._unsharded = ExitStack()
         with self._breaking_off(), torch.enable_grad():
@@ -211,14 +277,46 @@ class _Backward:
                 held.local_grad.copy_(before)
 
     def break_off(self) -> None:
-        """Ends the backward pass as after an exception in it."""
+        """Ends the backward pass as after an exception in it; warns of what is lost by that."""
         error = RuntimeError("a backward pass broke off")
         with suppress(RuntimeError):  # what undoes a pass raises what broke it off
             self._unsharded.__exit__(RuntimeError, error, None)
+        for note in getattr(error, "__notes__", ()):
+            warnings.warn(f"{error}: {note}", stacklevel=2)
+        if any(parameter.grad is None for parameter in self._before):
+            warnings.warn(
+                f"{error} while it added to earlier gradients, and earlier gradients are gone: an optimizer's step "
+                "would be one without them. Call optimizer.zero_grad(), and begin with the step's first micro-batch",
+                stacklevel=2,
+            )
+
+
+@contextmanager
+def _gradients_kept(model: ParallelModel) -> Iterator[None]:
+    """Leaves earlier gradients as they are after an exception in a forward: torch's `fully_shard` drops them."""
+    before = [(held.parameter, held.parameter.grad) for held in model.weights.values()]
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in before:
+            parameter.grad = gradient
+        raise
 
 
 def _kept_gradients(model: ParallelModel) -> dict[str, Tensor]:
     return {name: held.local_grad.clone() for name, held in model.weights.items() if held.local_grad is not None}
+
+
+class _AtRest(torch.autograd.Function):
+    """A scalar that depends on weights at rest in name only: it gives them no gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, *weights: Tensor) -> Tensor:
+        return leaf.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        return (None,) * len(ctx.needs_input_grad)
 
 
 class _Exit(torch.autograd.Function):
@@ -226,7 +324,7 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor, calls: PlainCalls) -> Tensor:
-        ctx.calls = calls
+        ctx.calls, ctx.anchor = calls, get_gradient_edge(anchor).node
         return tensor.detach()  # no view: what the user writes into is seen by whoever has kept the tensor
 
     @staticmethod
@@ -237,7 +335,7 @@ class _Exit(torch.autograd.Function):
                 "backward(create_graph=True): gradients of gradients would need slices to go round a third time, which "
                 "no strategy here does. Compute such a penalty on one process, or leave it out"
             )
-        calls.begin_backward()
+        calls.begin_backward(ctx.anchor)
         return grad if calls.scale == 1.0 else grad * calls.scale, None, None
 
 
@@ -252,6 +350,14 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return grad * ctx.scale, None
+
+
+def _sum_of_bits(values: Tensor) -> Tensor:
+    """Sum of the memory of `values` as whole numbers, modulo 2**64: a seventh of the time of a norm in float64."""
+    flat = values.detach().flatten()
+    num_words = flat.numel() * flat.element_size() // 8
+    words, rest = flat.tensor_split([num_words * 8 // flat.element_size()])
+    return words.view(torch.int64).sum() + rest.view(torch.uint8).sum()
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

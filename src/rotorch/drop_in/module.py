@@ -18,6 +18,7 @@ from rotorch.drop_in.calls import PlainCalls
 from rotorch.drop_in.published_tensors import published_tensors
 from rotorch.drop_in.whole import chunks_by_name, copy_into, full_state_dict
 from rotorch.models.lora import base_of, saved_names
+from rotorch.models.packed_rows import nothing_packed
 from rotorch.ops.partial_module import SEES_SLICES
 from rotorch.parallel_model import ParallelModel
 
@@ -142,8 +143,14 @@ class ParallelModule(nn.Module):
         return self
 
 
-def make_parallel(module: Module, model: ParallelModel) -> Module:
-    """Gives `module` a class made on the fly, with its own class and `ParallelModule`; returns it."""
+def make_parallel(module: Module, model: ParallelModel, *, compiled: bool = False) -> Module:
+    """Gives `module` a class made on the fly, with its own class and `ParallelModule`; returns it.
+
+    Args:
+        module: the user's.
+        model: its passes, weights and ranks.
+        compiled: blocks are; parts of them then get no hooks, which would be compiled too.
+    """
     own = type(module)
     names = [n for n in (*vars(ParallelModel), *vars(model)) if not n.startswith("_") and not hasattr(module, n)]
     added: dict[str, Any] = {name: _passed_on(name) for name in names if name != "module"}
@@ -164,10 +171,10 @@ def make_parallel(module: Module, model: ParallelModel) -> Module:
     with suppress(AttributeError, NotImplementedError):
         called.add(base.get_input_embeddings())  # type: ignore[operator]
     for name, part in base.named_modules():
-        if part in called:
+        if part in called or (part is not base and not compiled):
             hook = functools.partial(_refuse_part, model, name)
             setattr(hook, SEES_SLICES, True)
-            part.register_forward_pre_hook(hook)
+            part.register_forward_pre_hook(hook, prepend=True)  # before that of fully_shard, which would gather
     return module
 
 
@@ -187,7 +194,8 @@ def _through(module: nn.Module, *, base: nn.Module) -> Callable[..., Any]:
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         if calls_of(module).model.in_pass:
-            return own(*args, **kwargs)
+            with nothing_packed(base, args, kwargs):
+                return own(*args, **kwargs)
         return module(**dict(zip(inspect.signature(own).parameters, args, strict=False)), **kwargs)
 
     return forward
@@ -215,9 +223,10 @@ def _passed_on(name: str) -> Any:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     """The module's own forward within a pass; called by a user it is a pass, as `model(...)` is."""
-    if calls_of(self).model.in_pass:
+    if not calls_of(self).model.in_pass:
+        return self(*args, **kwargs)
+    with nothing_packed(self, args, kwargs):
         return super(ParallelModule, self).forward(*args, **kwargs)
-    return self(*args, **kwargs)
 
 
 @torch.compiler.disable
@@ -231,7 +240,8 @@ def _refuse_compile() -> None:
 
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
     """Writes whole weights, once: all ranks gather them, the first one writes. One rank alone may give `state_dict`."""
-    model, own = self.parallel, super(ParallelModule, self)
+    model: ParallelModel = self.parallel
+    own: Any = super(ParallelModule, self)
     first = not any(model.mesh.get_coordinate() or [0])
     if (whole := kwargs.pop("state_dict", None)) is not None:
         return own.save_pretrained(save_directory, *args, state_dict=whole, **kwargs) if first else None

@@ -20,6 +20,11 @@ def check_plain_loop(strategies: Sequence[Strategy], model: nn.Module | None = N
             f"{who}: its loop calls the model, of which each rank of a pipeline has a part ({kinds}). Write rtp, fsdp, "
             "megatron or ddp, or train by model.forward_backward"
         )
+    if any(strategy.context_axes for strategy in strategies):
+        raise ConfigError(
+            f"{who}: its loop calls the model, and ranks that share a sequence train by model.forward_backward. Leave "
+            "context out"
+        )
     if hasattr(model, "_orig_mod"):
         raise ConfigError(f"{who}: torch.compile would trace through what goes between ranks. Give the model as it is")
     if model is not None and any(p.dtype == torch.float16 and p.requires_grad for p in model.parameters()):

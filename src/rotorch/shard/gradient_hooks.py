@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from rotorch._torch_private import (
     hooks_of_gradient,
     put_hooks_after_accumulation,
+    put_hooks_of_gradient,
     take_hooks_after_accumulation,
+    take_hooks_of_gradient,
 )
 from rotorch.shard.sharded_weight import EarlierGradient, ShardedWeight
 
@@ -34,7 +36,8 @@ class GradientHooks:
         taken = {n: hooks for n, h in self._weights.items() if (hooks := take_hooks_after_accumulation(h.parameter))}
         earlier = self._set_aside() if all_gradients else []
         try:
-            yield
+            with self._unseen():
+                yield
             if all_gradients:
                 self._call_on_gradients()
         finally:
@@ -45,8 +48,20 @@ class GradientHooks:
         if all_gradients:
             for name, hooks in taken.items():
                 if self._weights[name].parameter.grad is not None:
-                    for after in list(hooks.values()):
+                    for after in list(hooks[1].values()):
                         after(self._weights[name].parameter)
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """Takes hooks of gradients off parameters: where these are in a graph, autograd would call them with None."""
+        taken = {
+            name: hooks for name, held in self._weights.items() if (hooks := take_hooks_of_gradient(held.parameter))
+        }
+        try:
+            yield
+        finally:
+            for name, hooks in taken.items():
+                put_hooks_of_gradient(self._weights[name].parameter, hooks)
 
     def _set_aside(self) -> list[EarlierGradient]:
         """Takes gradients that the user has not cleared away, where a hook must see this step's alone."""
