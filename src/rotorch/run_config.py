@@ -100,7 +100,10 @@ class DataSection(_Section):
         text_field: the field of JSONL and Parquet records that holds the text.
         prompt_field: the field of a record of instructions that holds the prompt.
         response_field: the field that holds the response.
-        pack: several records of instructions may share a sample; else the rest of a sample is padding.
+        pack: several records of instructions may share a sample; else the rest of a sample is padding. Left out: they
+            do if the model keeps them apart.
+        documents: "apart": attention stays inside a document, and positions begin again with each; "joined": tokens see
+            all that is before them in the sample. Left out: text is joined, instructions are apart.
         suffixes: suffixes of files to read in a directory; by default all files that look like text.
         tokenizer: "bytes", a `tokenizer.json`, the directory of one, a GGUF file, or "model": that of `model.init`.
         eos_token: the token that ends a document, if the tokenizer's files do not name it.
@@ -114,7 +117,8 @@ class DataSection(_Section):
     text_field: Word = "text"
     prompt_field: Word = "prompt"
     response_field: Word = "response"
-    pack: bool = False
+    pack: bool | None = None
+    documents: Literal["joined", "apart"] | None = None
     suffixes: Words | None = None
     tokenizer: Word = "bytes"
     eos_token: Word | None = None

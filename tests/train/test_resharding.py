@@ -33,9 +33,14 @@ LAYOUTS = (
 FEW = ("rtp=3", "tesseract=2x2x1", "tesseract=1x1x2[zero=true]", "zeropp=2x2")
 """Uneven slices; blocks of two dims; shards of blocks; stages in shards. Between them, every way to cut a weight."""
 
+SOME_WHOLE = ("fsdp=2", "osdp=2[memory=9MB]", "osdp=3[memory=8MB,inner=fsdp]")
+"""Units that are whole beside others that are cut."""
+
 
 @pytest.mark.parametrize(
-    ("layouts", "also_same"), [(FEW, False), pytest.param(LAYOUTS, True, marks=pytest.mark.slow)], ids=["few", "all"]
+    ("layouts", "also_same"),
+    [(FEW, False), (SOME_WHOLE, False), pytest.param(LAYOUTS, True, marks=pytest.mark.slow)],
+    ids=["few", "some whole", "all"],
 )
 def test_every_layout_goes_on_from_every_other_exactly(layouts, also_same, tmp_path, warm):
     cells = matrix(layouts, tmp_path, also_same=also_same)

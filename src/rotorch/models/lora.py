@@ -65,7 +65,7 @@ def add_lora(
     chosen = sorted(_chosen(targets, module=module, layers=layers))
     config = LoraConfig(
         r=rank,
-        lora_alpha=alpha_of(alpha, rank=rank),
+        lora_alpha=alpha_of(alpha, rank=rank),  # type: ignore[arg-type]  # peft divides by the rank
         lora_dropout=dropout,
         target_modules=chosen,  # whole names: of shorter ones peft makes adapters of stacked experts, too
         fan_in_fan_out=any(not isinstance(layer, nn.Linear) for layer in layers.values()),

@@ -80,6 +80,9 @@ class CausalLMLoss:
 
     Args:
         module: the model; its `loss_function` is replaced by one that does the same.
+
+    Attributes:
+        adds_terms: the model's last loss had terms beyond that of its tokens.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -88,6 +91,7 @@ class CausalLMLoss:
         self._heard: list[tuple[Tensor, Tensor, int]] | None = None
         """In the call that is under way: results of `loss_function`, the copies that the model got instead, and the
         copies' versions. None outside of a call, where nobody asks."""
+        self.adds_terms = False
         module.loss_function = self._listen
 
     def _listen(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -112,7 +116,8 @@ class CausalLMLoss:
                 "Write loss=... of your own: loss(module, batch, num_targets) -> the sum of the losses / num_targets"
             )
         of_text, copy, version = heard[-1]
-        if loss is copy and loss._version == version:  # nothing was added; a look at the values would wait for a GPU
+        self.adds_terms = loss is not copy or loss._version != version
+        if not self.adds_terms:  # nothing was added; a look at the values would wait for a GPU
             return loss
         return of_text + _share(_targets_in(batch), num_targets, loss=loss) * (loss - of_text)
 

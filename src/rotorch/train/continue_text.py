@@ -21,8 +21,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from rotorch.core.errors import ConfigError
 from rotorch.parallel_model import ParallelModel
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.train.data.instructions import open_chat
-from rotorch.train.data.tokens import BYTES, Tokens, check_vocabulary, open_tokens
+from rotorch.train.data.tokens import BYTES, Tokens, check_vocabulary
 from rotorch.train.sample import agreed_token
 from rotorch.train.saved_model import SavedModel, use_saved_model
 
@@ -57,10 +58,10 @@ def generate_text(saved: SavedModel, wanted: Wanted, *, summary: Path | None = N
     Raises:
         ConfigError: the tokenizer is gone or does not fit, the prompt leaves no room, or the layout is a pipeline.
     """
-    if any(strategy.kind in ("pp", "zeropp") for strategy in saved.strategies):
+    if any(isinstance(strategy, StageStrategy) for strategy in saved.strategies):
         raise ConfigError("generate: a pipeline writes no text. Write another --parallel, e.g. single, fsdp=2 or rtp=2")
     data = saved.run.data
-    tokens = open_tokens(data.tokenizer, eos_token=data.eos_token)
+    tokens = saved.open_tokens()
     text_config = saved.model_config.get_text_config()
     check_vocabulary(tokens.vocab_size, model_vocab=text_config.vocab_size)
     ids = _prompt_ids(wanted.prompt, tokens=tokens, answers=data.kind == "instructions")
@@ -141,7 +142,7 @@ def _write(
     """One rank's part: all ranks write, each its own rows or the same ones; the first one prints."""
     module: Any = model.module
     first = model.mesh.size() == 1 or model.mesh.get_rank() == 0
-    tokens = open_tokens(saved.run.data.tokenizer, eos_token=saved.run.data.eos_token)
+    tokens = saved.open_tokens()
     printer = Printer(tokens) if first else None
     if first and saved.run.data.kind == "text":
         sys.stdout.write(wanted.prompt)

@@ -11,8 +11,9 @@ from pathlib import Path
 from rotorch.core.errors import ConfigError
 from rotorch.parallel_model import ParallelModel
 from rotorch.run_config import RunConfig
-from rotorch.train.checks.preflight import check_data, with_published_files
-from rotorch.train.data.batches import TokenFile, prepare_corpus, train_and_held_out
+from rotorch.train.checks.preflight import with_published_files
+from rotorch.train.checks.samples import check_data
+from rotorch.train.data.batches import Documents, TokenFile, prepare_corpus, train_and_held_out
 from rotorch.train.data.tokens import open_tokens
 from rotorch.train.data.windows import TokenWindows
 from rotorch.train.loop import evaluate
@@ -71,7 +72,7 @@ def measure_text(
     run = _run_on(saved.run, source=source)
     checked = check_data(run, model_config=saved.model_config)
     file = prepare_corpus(checked)
-    windows = _windows(run, file)
+    windows = _windows(run, file, documents=checked.documents)
     if not len(windows):
         raise ConfigError(
             f"eval: the run held nothing out of {run.data.source} (data.held_out_fraction = 0). Write a text: --data"
@@ -81,6 +82,7 @@ def measure_text(
         saved=saved,
         run=run,
         path=file.path,
+        documents=checked.documents,
         num_windows=len(windows) if num_windows is None else min(num_windows, len(windows)),
         micro_batch=micro_batch or run.train.micro_batch,
         part="held out" if source is None else "all",
@@ -95,13 +97,14 @@ def _run_on(run: RunConfig, *, source: str | None) -> RunConfig:
     return with_published_files(run)
 
 
-def _windows(run: RunConfig, file: TokenFile) -> TokenWindows:
+def _windows(run: RunConfig, file: TokenFile, *, documents: Documents) -> TokenWindows:
     train, held_out = train_and_held_out(
         file,
         tokens=open_tokens(run.data.tokenizer, eos_token=run.data.eos_token),
         sequence_length=run.data.sequence_length,
         seed=run.train.seed,
         held_out_fraction=run.data.held_out_fraction,
+        documents=documents,
     )
     return held_out if run.data.held_out_fraction else train
 
@@ -112,13 +115,14 @@ def _measure(
     saved: SavedModel,
     run: RunConfig,
     path: Path,
+    documents: Documents,
     num_windows: int,
     micro_batch: int,
     part: str,
     summary: Path | None,
 ) -> None:
     """One rank's part: all ranks measure, the first one prints."""
-    windows = _windows(run, TokenFile.open(path))
+    windows = _windows(run, TokenFile.open(path), documents=documents)
     found = evaluate(model, windows, micro_batch=micro_batch, max_windows=num_windows)
     if model.mesh.size() > 1 and model.mesh.get_rank() != 0:
         return

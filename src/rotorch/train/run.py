@@ -265,7 +265,7 @@ def _train(
     model = state.model
     board.name_units(model.write_status_to(board.place, blocks=not config.train.compile))
     file = TokenFile.open(tokens_path)
-    state.data = {**data_position(config, sizes=run.sizes), "corpus": file.fingerprint}
+    state.data = {**data_position(config, sizes=run.sizes, source=run.source), "corpus": file.fingerprint}
     if config.train.compile:
         board.will_compile()
     if run.resume is not None:
@@ -279,6 +279,7 @@ def _train(
         sequence_length=config.data.sequence_length,
         seed=config.train.seed,
         held_out_fraction=config.data.held_out_fraction,
+        documents=run.source.documents,
     )
     if is_first:
         tell_phase()
@@ -395,7 +396,7 @@ def _introduce(run: CheckedRun, console: Console) -> None:
         f"model   {spec.name}, {format_count(spec.num_parameters)} parameters{trained}",
         f"ranks   {run.num_ranks}, {format_parallel(run.strategies)}",
         f"batch   {batch}",
-        f"data    {run.source.corpus.source}, {format_bytes(run.source.corpus.text_bytes)} of text",
+        f"data    {run.source.corpus.source}, {format_bytes(run.source.corpus.text_bytes)} of text{_samples(run)}",
         f"out     {run.out}",
     ]
     if run.saves_in != run.out:
@@ -406,6 +407,14 @@ def _introduce(run: CheckedRun, console: Console) -> None:
         lines.append(f"tokens  reading the text once, into {run.source.path}")
     for line in lines:
         console.print(Text(line))
+
+
+def _samples(run: CheckedRun) -> str:
+    """Words on what shares a sample, where that is not what a user would expect."""
+    if run.source.documents != "joined":
+        return "; documents of a sample are kept apart"
+    chosen = run.config.data.kind == "instructions" and run.config.data.pack is None
+    return "; one record a sample: several would not be kept apart" if chosen else ""
 
 
 def _print_summary(run: CheckedRun, numbers: dict[str, Any]) -> None:
@@ -438,7 +447,7 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[tuple[Sequence[Li
         yield (), None
         return
     make_directory(run.out)
-    about = {
+    about: dict[str, Any] = {
         "command": run.command,
         "job": os.environ.get(ELASTIC_RUN),
         "parallel": format_parallel(run.strategies),

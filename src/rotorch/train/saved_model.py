@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from rotorch.core.errors import ConfigError, StoppedEarly
 from rotorch.core.phase_line import tell_phase
 from rotorch.core.traffic import MicroBatch
-from rotorch.mesh import pick_device
+from rotorch.mesh import device_type, pick_device
 from rotorch.models.hf import config_from_dict
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import load_step_code, parallelize
@@ -35,6 +35,7 @@ from rotorch.train.checkpoint.saving import load
 from rotorch.train.checkpoint.store import AnyPath
 from rotorch.train.checks.preflight import check_model
 from rotorch.train.data.batches import BYTES
+from rotorch.train.data.tokens import Tokens, open_tokens
 from rotorch.train.launch.elastic import is_rank, launch
 from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.module import make_module, precision_arguments
@@ -65,6 +66,10 @@ class SavedModel:
     def num_ranks(self) -> int:
         """Number of ranks of the layout."""
         return num_ranks(self.strategies)
+
+    def open_tokens(self) -> Tokens:
+        """Opens the tokenizer of the run."""
+        return open_tokens(self.run.data.tokenizer, eos_token=self.run.data.eos_token)
 
     @property
     def lora(self) -> LoraSection | None:
@@ -175,4 +180,4 @@ def _in_rank(board: StatusBoard, *, saved: SavedModel, use: Use) -> bool:
 
 
 def _on_gpu(saved: SavedModel) -> bool:
-    return saved.device == "cuda" or (saved.device == "auto" and torch.cuda.is_available())
+    return device_type(saved.device) == "cuda"

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -155,7 +155,13 @@ def _row_blocks(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _read_box(
-    stream: BinaryIO, chunk: StoredChunk, dtype: torch.dtype, *, offsets: Sequence[int], into: Tensor, file: AnyPath
+    stream: io.BufferedReader,
+    chunk: StoredChunk,
+    dtype: torch.dtype,
+    *,
+    offsets: Sequence[int],
+    into: Tensor,
+    file: AnyPath,
 ) -> None:
     """Fills `into` with the box of its shape that starts at `offsets` in `chunk`; reads the chunk's rows in blocks."""
     target = into.view(1) if into.dim() == 0 else into
@@ -163,7 +169,7 @@ def _read_box(
 
 
 def _read_rows(
-    stream: BinaryIO,
+    stream: io.BufferedReader,
     start: int,
     sizes: Sequence[int],
     dtype: torch.dtype,

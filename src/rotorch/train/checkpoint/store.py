@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias, cast
 
@@ -92,11 +93,11 @@ class StorePath:
         with self._asked() as (store, path):
             return bytes(store.cat_file(path))
 
-    def open(self, mode: str) -> BinaryIO:
+    def open(self, mode: str) -> BufferedReader:
         """Opens it to be read (`"rb"`); `creating` writes."""
         assert mode == "rb", "stores are written by creating()"
         with self._asked() as (store, path):
-            opened: BinaryIO = store.open(path, "rb")
+            opened: BufferedReader = store.open(path, "rb")
             return opened
 
     def iterdir(self) -> Iterator[StorePath]:

@@ -22,6 +22,8 @@ from rotorch.core.traffic import MicroBatch
 from rotorch.run_config import BatchSizes, LoraSection, OptimizerSection, RunConfig, batch_sizes
 from rotorch.strategies import (
     batch_ranks,
+    context_ranks,
+    cuts_context,
     cuts_features,
     cuts_tokens,
     for_batch,
@@ -38,7 +40,8 @@ from rotorch.train.checks.capacity import (
     check_text_lasts,
     check_weights_fit,
 )
-from rotorch.train.data.batches import BYTES, CheckedSource, check_source, default_cache_dir
+from rotorch.train.checks.samples import check_data
+from rotorch.train.data.batches import BYTES, CheckedSource, default_cache_dir
 from rotorch.train.launch.failure_report import REPORT
 from rotorch.train.launch.run_lock import LOCK
 from rotorch.train.loggers import check_listeners
@@ -123,6 +126,7 @@ def check_run(
     config = with_published_files(config)
     model_config = read_model_config(config)
     check_sequence(config, model_config=model_config)
+    check_context(config, strategies=strategies)
     on_this_machine = not only_plan and "RANK" not in os.environ and not _on_gpu(config)
     if on_this_machine:
         check_number_of_ranks(strategies)
@@ -142,7 +146,9 @@ def check_run(
     if on_this_machine:
         check_weights_fit(spec, optimizer=config.optimizer)
     going_on = (
-        find_resume(saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec) if resume else None
+        find_resume(saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec, source=source)
+        if resume
+        else None
     )
     check_room(saves_in, spec=spec, keep=config.train.keep, optimizer=config.optimizer)
     return CheckedRun(config, strategies, sizes, model_config, spec, source, out, saves_in, going_on, command)
@@ -358,6 +364,21 @@ def check_sequence(config: RunConfig, *, model_config: Any) -> None:
         )
 
 
+def check_context(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
+    """Samples are long enough for the ranks that share them, and nothing is asked for that does not go with it."""
+    if (sharing := context_ranks(strategies)) == 1:
+        return
+    if config.data.sequence_length < sharing:
+        raise ConfigError(
+            f"data.sequence_length = {config.data.sequence_length}, and {sharing} ranks share each sample (context). "
+            f"Write data.sequence_length={sharing} or more, or a smaller context"
+        )
+    if config.train.compile:
+        raise ConfigError(
+            "train.compile = true would trace through the exchange of keys and values (context). Leave one of them out"
+        )
+
+
 def check_init(config: RunConfig) -> None:
     """The weights to start from are there; `check_model` sees whether they fit."""
     from rotorch.models.gguf import find_gguf
@@ -374,25 +395,6 @@ def check_init(config: RunConfig) -> None:
         raise ConfigError(f"model.init: no directory {init}. Write a Hugging Face directory, a GGUF file, or 'random'")
     if not any(init.glob("*.safetensors")):
         raise ConfigError(f"model.init: {init} holds no *.safetensors. Write a Hugging Face directory, or 'random'")
-
-
-def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
-    """The text and the tokenizer are there, long enough, and fit the model's vocabulary and the disk."""
-    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
-    data = config.data
-    return check_source(
-        data.source,
-        tokens=data.tokenizer,
-        eos_token=data.eos_token,
-        text_field=data.text_field,
-        suffixes=data.suffixes,
-        sequence_length=data.sequence_length,
-        held_out_fraction=data.held_out_fraction,
-        model_vocab=getattr(text_config, "vocab_size", None),
-        cache_dir=data.cache_dir,
-        instructions=(data.prompt_field, data.response_field) if data.kind == "instructions" else None,
-        pack=data.pack,
-    )
 
 
 def micro_batch_of(config: RunConfig) -> MicroBatch:
@@ -428,7 +430,12 @@ def check_model(
         module = make_module(model_config, lora=lora)
     if why := why_not_trained(model_config):
         raise ConfigError(f"model: {why}")
-    spec = describe(module, features=cuts_features(strategies), tokens=cuts_tokens(strategies))
+    spec = describe(
+        module,
+        features=cuts_features(strategies),
+        tokens=cuts_tokens(strategies),
+        context=cuts_context(strategies),
+    )
     strategies = for_batch(strategies, spec, batch=batch, num_micro_batches=num_micro_batches)
     for strategy in strategies:
         strategy.check(spec)
@@ -455,7 +462,13 @@ def _check_optimizer(config: RunConfig, spec: ModelSpec) -> None:
 
 
 def find_resume(
-    saves_in: AnyPath, *, config: RunConfig, sizes: BatchSizes, model_config: Any, spec: ModelSpec
+    saves_in: AnyPath,
+    *,
+    config: RunConfig,
+    sizes: BatchSizes,
+    model_config: Any,
+    spec: ModelSpec,
+    source: CheckedSource,
 ) -> Resume | None:
     """The newest whole checkpoint, of this model and this order of data; None if none was written yet."""
     path = latest(saves_in)
@@ -468,7 +481,7 @@ def find_resume(
     check_sizes(path, manifest)
     check_same_model(path, manifest, model_config=model_config)
     check_same_adapters(path, manifest, config=config, spec=spec)
-    check_same_order(path, manifest, config=config, sizes=sizes)
+    check_same_order(path, manifest, config=config, sizes=sizes, source=source)
     if manifest.step >= config.train.steps:  # its bytes, which may be terabytes, are read by who loads them
         raise ConfigError(
             f"--resume: {path} is at step {manifest.step} and train.steps = {config.train.steps}: nothing is left to "
@@ -518,21 +531,31 @@ def check_same_adapters(path: AnyPath, manifest: Manifest, *, config: RunConfig,
             )
 
 
-def check_same_order(path: AnyPath, manifest: Manifest, *, config: RunConfig, sizes: BatchSizes) -> None:
+def check_same_order(
+    path: AnyPath, manifest: Manifest, *, config: RunConfig, sizes: BatchSizes, source: CheckedSource
+) -> None:
     """A resumed run reads on where it stopped: same seed, same samples, as many of them in a step."""
-    ours = {**data_position(config, sizes=sizes), "train.seed": config.train.seed}
-    theirs = {**manifest.data, "train.seed": manifest.seed}
+    ours = {**data_position(config, sizes=sizes, source=source), "train.seed": config.train.seed}
+    before = {"data.documents": "joined", "data.pack": (manifest.run.get("data") or {}).get("pack") is True}
+    theirs = {**before, **manifest.data, "train.seed": manifest.seed}  # `before`: of checkpoints that do not say
     for key, value in ours.items():
         if theirs.get(key, value) != value:
             raise ConfigError(
-                f"--resume: {path} was written by a run with {key} = {theirs[key]}, and here it is {value}. "
-                f"Write {key}={theirs[key]}"
+                f"--resume: {path} was written by a run with {key} = {_as_toml(theirs[key])}, and here it is "
+                f"{_as_toml(value)}. Write {key}={_as_toml(theirs[key])}"
             )
 
 
-def data_position(config: RunConfig, *, sizes: BatchSizes) -> dict[str, Any]:
+def _as_toml(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, bool) else str(value)
+
+
+def data_position(config: RunConfig, *, sizes: BatchSizes, source: CheckedSource) -> dict[str, Any]:
     """Returns the settings that, with corpus, seed and step, decide which tokens a step reads; as plain JSON."""
+    packed = {} if source.instructions is None else {"data.pack": source.instructions.pack}
     return {
+        **packed,
+        "data.documents": "joined" if source.documents == "joined" else "apart",
         "train.global_batch": sizes.global_batch,
         "data.sequence_length": config.data.sequence_length,
         "data.held_out_fraction": config.data.held_out_fraction,

@@ -41,6 +41,7 @@ from rotorch.train.data.tokens import BYTES, ByteTokens, Tokens, check_vocabular
 from rotorch.train.data.windows import (
     DEFAULT_HELD_OUT_FRACTION,
     Batch,
+    Documents,
     HeldOutBatch,
     TokenWindows,
     bits_per_byte,
@@ -57,6 +58,7 @@ __all__ = [
     "Batch",
     "CheckedSource",
     "DamagedTokenFile",
+    "Documents",
     "HeldOutBatch",
     "TokenFile",
     "TokenWindows",
@@ -86,6 +88,7 @@ class CheckedSource:
         path: The token file in the cache; its name follows from the files' names, sizes and times, the tokenizer's
             content and the text field.
         instructions: How records of prompts and responses become windows; None for text.
+        documents: Of a window, for `train_and_held_out`.
     """
 
     corpus: Corpus
@@ -94,6 +97,7 @@ class CheckedSource:
     held_out_fraction: float
     path: Path
     instructions: Instructions | None = None
+    documents: Documents = "joined"
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ConfigError if `num_tokens` are too few for the windows asked for."""
@@ -124,6 +128,7 @@ def check_source(
     cache_dir: str | os.PathLike[str] | None = None,
     instructions: tuple[str, str] | None = None,
     pack: bool = False,
+    apart: bool = False,
 ) -> CheckedSource:
     """Checks all that can be checked without tokenising. Writes nothing; call it before any rank starts.
 
@@ -139,6 +144,7 @@ def check_source(
         cache_dir: Where token files are kept; `default_cache_dir()` if left out.
         instructions: The fields of prompt and response, for records of which only responses are learnt.
         pack: Whether several such records may share a window.
+        apart: Whether documents of a window, such records or texts, are kept apart (`windows.py`, [Note: documents]).
 
     Raises:
         ConfigError: If anything is missing, empty, unreadable, too short, too large for the model or for the disk.
@@ -158,11 +164,18 @@ def check_source(
             response_field=response_field,
             sequence_length=sequence_length or 1,
             pack=pack,
+            apart=pack and apart,
             chat=None if isinstance(opened, ByteTokens) else open_chat(opened.name),
         )
         found.check_first()
         path = directory / f"{_key(found.corpus, tokens=opened, instructions=found)}.tokens"
-        return CheckedSource(found.corpus, opened, sequence_length, held_out_fraction, path, found)
+        documents: Documents = "marked" if found.apart else "joined"
+        return CheckedSource(found.corpus, opened, sequence_length, held_out_fraction, path, found, documents)
+    if apart and opened.end_id is None:
+        raise ConfigError(
+            f"tokenizer '{opened.name}': names no token that ends a document, so documents cannot be told apart. Write "
+            "data.eos_token=... with one of its tokens, or data.documents = 'joined'"
+        )
     corpus = find_corpus(source, text_field=text_field, suffixes=suffixes)
     checked = CheckedSource(
         corpus=corpus,
@@ -170,6 +183,7 @@ def check_source(
         sequence_length=sequence_length,
         held_out_fraction=held_out_fraction,
         path=directory / f"{_key(corpus, tokens=opened)}.tokens",
+        documents="apart" if apart else "joined",
     )
     if isinstance(opened, ByteTokens) and corpus.is_exact:
         checked.check_length(corpus.text_bytes + sum(file.num_documents for file in corpus.files))

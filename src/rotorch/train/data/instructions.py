@@ -7,7 +7,8 @@ the prompt and the response follow each other unchanged, and the end-of-text tok
 
 [Note: windows of examples] An example begins a window, and what is left of the window is filled up; with `pack` further
 whole examples follow while they fit, as documents do in windows of text. An example longer than a window loses its
-end. Ids that are no targets, filling included, carry `NOT_A_TARGET` in the token file.
+end. Ids that are no targets, filling included, carry `NOT_A_TARGET` in the token file; with `apart` the first id of
+each example carries `BEGINS_DOCUMENT`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.small_files import read_small
 from rotorch.train.data.corpus import Corpus, CorpusFile, read_json_lines
 from rotorch.train.data.tokens import Tokens, library_errors, without_surrogates
-from rotorch.train.data.windows import NOT_A_TARGET
+from rotorch.train.data.windows import BEGINS_DOCUMENT, NOT_A_TARGET
 
 _MOST_CONFIG_BYTES = 1 << 24
 _READ_BY_TRANSFORMERS = (
@@ -54,6 +55,7 @@ class Instructions:
         response_field: the field of the response.
         sequence_length: targets in a window, at most.
         pack: True if several examples may share a window.
+        apart: True if those that do are to be kept apart.
         chat: transformers' tokenizer of the same vocabulary, with its chat template; None without one.
     """
 
@@ -63,12 +65,14 @@ class Instructions:
     response_field: str
     sequence_length: int
     pack: bool
+    apart: bool
     chat: Any
 
     def digest(self) -> str:
         """A digest of all that decides which windows the files become, but the files and the tokenizer."""
         template = None if self.chat is None else self.chat.chat_template
         parts = [self.prompt_field, self.response_field, self.sequence_length, self.pack, template]
+        parts += ["apart"] if self.apart else []  # else as before there was a choice: token files of then are found
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def check_first(self) -> None:
@@ -104,6 +108,7 @@ class Instructions:
                 first_lost = first_lost or where
                 continue
             ids[0] |= NOT_A_TARGET  # nothing before it predicts it, and the end of another example should not
+            ids[0] |= BEGINS_DOCUMENT if self.apart else 0
             if window and (not self.pack or len(window) + len(ids) > length):
                 yield self._filled(window, length), examples, text_bytes
                 window, examples, text_bytes = [], 0, 0

@@ -38,7 +38,7 @@ _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "
 
 _MOST_BYTES = 1 << 29  # of a tokenizer.json; the largest that are published have some 40 MB
 _MOST_CONFIG_BYTES = 1 << 24
-_MOST_IDS = 1 << 31  # the bit above says of an id in a window that it is no target
+_MOST_IDS = 1 << 30  # the two bits above say of an id in a window that it is no target, or a document's first
 _SHOWN_CHARS = 40
 _NOT_OF_A_LIBRARY = (ConfigError, KeyboardInterrupt, SystemExit, GeneratorExit)
 

@@ -5,6 +5,11 @@
 token is ever trained on, at the price of one target in `sequence_length + 1`. Documents follow each other within a
 window, separated by the end-of-document id. The ids left over at the end of the file are not read.
 
+[Note: documents] Documents of a window are joined (tokens see all that is before them in the window) or apart:
+positions begin again at each document, which is how models of transformers are told that attention stays inside of
+it, and its first token is no target, since nothing before it may predict it. The window's loss is then the sum of its
+documents' losses. A document begins where the file is marked (`BEGINS_DOCUMENT`), or behind an end-of-document id.
+
 [Note: order] Sample number `n` of a run is training window `order(n mod W)` of epoch `n // W`: W windows, and every
 epoch an order of its own. The order is computed, not stored (`shuffle.py`), so a step needs no memory of earlier
 steps: step `s` of a run with global batch G reads samples `s G ... s G + G - 1`, whatever the number of ranks, and a
@@ -21,7 +26,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -35,11 +40,15 @@ from rotorch.train.data.tokens import Tokens
 IGNORED_LABEL = -100  # what torch's and Hugging Face's losses leave out by default
 NOT_A_TARGET = 1 << 31
 """Marks an id in a token file that is read but not learnt: a prompt's, or filling. Text has none."""
+BEGINS_DOCUMENT = 1 << 30
+"""Marks an id in a token file that is a document's first. Text has none: its documents end by an id of their own."""
 DEFAULT_HELD_OUT_FRACTION = 0.02
 
 _MAX_SECTIONS = 16
 
 Batch = dict[str, torch.Tensor]
+Documents = Literal["joined", "apart", "marked"]
+"""Documents of a window: joined; apart, each behind an end-of-document id; apart, each with its first id marked."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +73,14 @@ class TokenWindows:
     """
 
     def __init__(
-        self, ids: npt.NDArray[Any], *, sequence_length: int, ranges: Sequence[range], seed: int, tokens: Tokens
+        self,
+        ids: npt.NDArray[Any],
+        *,
+        sequence_length: int,
+        ranges: Sequence[range],
+        seed: int,
+        tokens: Tokens,
+        documents: Documents = "joined",
     ) -> None:
         """Prefer `train_and_held_out`, which chooses the ranges.
 
@@ -73,12 +89,14 @@ class TokenWindows:
             sequence_length: Targets in a window.
             ranges: Which windows of the file these are, in rising order.
             seed: Decides the order of `window`.
-            tokens: The tokenizer, for `num_bytes`.
+            tokens: The tokenizer, for `num_bytes` and the id that ends a document.
+            documents: See [Note: documents].
         """
         self.sequence_length = sequence_length
         self.seed = seed
         self._ids = ids
         self._tokens = tokens
+        self._documents = documents
         self._ranges = tuple(ranges)
         self._starts = [0, *itertools.accumulate(len(part) for part in self._ranges)]
 
@@ -102,7 +120,7 @@ class TokenWindows:
     def global_batch(self, step: int, *, global_batch: int) -> Batch:
         """Returns all samples of a step, in order of position, as one batch: the batch that all ranks together read."""
         first = step * global_batch
-        return _to_batch([self.window(sample) for sample in range(first, first + global_batch)])
+        return self._to_batch([self.window(sample) for sample in range(first, first + global_batch)])
 
     def micro_batches(
         self, step: int, *, global_batch: int, micro_batch: int, batch_rank: int = 0, num_batch_ranks: int = 1
@@ -120,7 +138,8 @@ class TokenWindows:
         Returns:
             An iterator over `global_batch / num_batch_ranks / micro_batch` micro-batches, each
             `{"input_ids": int64 [micro_batch, sequence_length], "shift_labels": int64 [micro_batch, sequence_length]}`;
-            `shift_labels[b, t]` is the id that follows `input_ids[b, t]`.
+            `shift_labels[b, t]` is the id that follows `input_ids[b, t]`. Where documents are apart, also
+            `"position_ids"`, of the same shape: positions within each document.
 
         Raises:
             ConfigError: If the sizes do not divide.
@@ -129,7 +148,7 @@ class TokenWindows:
         assert 0 <= batch_rank < num_batch_ranks
         first = step * global_batch + batch_rank * micro_batch * accumulation
         starts = range(first, first + micro_batch * accumulation, micro_batch)
-        return (_to_batch([self.window(start + row) for row in range(micro_batch)]) for start in starts)
+        return (self._to_batch([self.window(start + row) for row in range(micro_batch)]) for start in starts)
 
     def evaluation_batches(
         self, *, micro_batch: int, batch_rank: int = 0, num_batch_ranks: int = 1, max_windows: int | None = None
@@ -155,15 +174,48 @@ class TokenWindows:
             windows = [self.stored(index) for index in chosen[start : start + micro_batch]]
             num_bytes = sum(self.num_bytes(window) for window in windows)
             yield HeldOutBatch(
-                batch=_to_batch(windows, num_rows=micro_batch, sequence_length=self.sequence_length),
-                num_targets=sum(int(np.count_nonzero(window[1:] < NOT_A_TARGET)) for window in windows),
+                batch=self._to_batch(windows, num_rows=micro_batch),
+                num_targets=sum(int(np.count_nonzero(self._targets(window) != IGNORED_LABEL)) for window in windows),
                 num_bytes=num_bytes,
             )
 
     def num_bytes(self, window: npt.NDArray[Any]) -> int:
-        """Bytes of text that a window's targets, all ids but its first, stand for; end-of-document is 0 bytes."""
-        targets = window[1:]
-        return self._tokens.num_bytes(targets[targets < NOT_A_TARGET])
+        """Bytes of text that a window's targets stand for; end-of-document is 0 bytes."""
+        targets = self._targets(window)
+        return self._tokens.num_bytes(targets[targets != IGNORED_LABEL])
+
+    def _begins(self, window: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """True for each id of a window that a document begins with; the window's first counts as one."""
+        begins = np.zeros(len(window), bool)
+        if self._documents == "marked":
+            begins = window % NOT_A_TARGET >= BEGINS_DOCUMENT
+        elif self._documents == "apart":
+            begins[1:] = window[:-1] == self._tokens.end_id
+        begins[0] = True
+        return begins
+
+    def _targets(self, window: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Labels of a window's inputs, all ids but its first; -100 of those that are not learnt."""
+        learnt = (window < NOT_A_TARGET) & ~self._begins(window)
+        return np.where(learnt, window % BEGINS_DOCUMENT, IGNORED_LABEL)[1:]
+
+    def _to_batch(self, windows: Sequence[npt.NDArray[np.int64]], *, num_rows: int | None = None) -> Batch:
+        """Stacks windows; rows beyond the last window are input 0 with labels of -100."""
+        shape = (len(windows) if num_rows is None else num_rows, self.sequence_length)
+        places = np.arange(self.sequence_length + 1)
+        batch = {
+            "input_ids": torch.zeros(shape, dtype=torch.int64),
+            "shift_labels": torch.full(shape, IGNORED_LABEL, dtype=torch.int64),
+        }
+        if self._documents != "joined":
+            batch["position_ids"] = torch.from_numpy(places[:-1]).repeat(shape[0], 1)
+        for row, window in enumerate(windows):
+            batch["input_ids"][row] = torch.from_numpy(window[:-1] % BEGINS_DOCUMENT)
+            batch["shift_labels"][row] = torch.from_numpy(self._targets(window))
+            if self._documents != "joined":
+                first = np.maximum.accumulate(np.where(self._begins(window), places, 0))
+                batch["position_ids"][row] = torch.from_numpy((places - first)[:-1])
+        return batch
 
 
 def train_and_held_out(
@@ -173,6 +225,7 @@ def train_and_held_out(
     sequence_length: int,
     seed: int,
     held_out_fraction: float = DEFAULT_HELD_OUT_FRACTION,
+    documents: Documents = "joined",
 ) -> tuple[TokenWindows, TokenWindows]:
     """Cuts a token file into windows to train on and windows held out.
 
@@ -185,6 +238,7 @@ def train_and_held_out(
         seed: Decides the order in which training windows are read.
         held_out_fraction: Share of the windows that are held out, at least one; 0 holds out none (the second result
             is then empty).
+        documents: Of a window, joined or apart; see [Note: documents].
 
     Returns:
         (train, held_out), with no token in common.
@@ -201,11 +255,18 @@ def train_and_held_out(
         len(file.ids), sequence_length=sequence_length, held_out_fraction=held_out_fraction, source=file.header.source
     )
     num_windows = len(file.ids) // (sequence_length + 1)
-    train, held_out = split_windows(num_windows, held_out_fraction=held_out_fraction)
-    return (
-        TokenWindows(file.ids, sequence_length=sequence_length, ranges=train, seed=seed, tokens=tokens),
-        TokenWindows(file.ids, sequence_length=sequence_length, ranges=held_out, seed=seed, tokens=tokens),
+    train, held_out = (
+        TokenWindows(
+            file.ids,
+            sequence_length=sequence_length,
+            ranges=ranges,
+            seed=seed,
+            tokens=tokens,
+            documents=documents,
+        )
+        for ranges in split_windows(num_windows, held_out_fraction=held_out_fraction)
     )
+    return train, held_out
 
 
 def split_windows(num_windows: int, *, held_out_fraction: float) -> tuple[list[range], list[range]]:
@@ -286,18 +347,3 @@ def bits_per_byte(sum_nats: float, *, num_bytes: int) -> float:
     documents end.
     """
     return sum_nats / math.log(2) / num_bytes if num_bytes else math.nan
-
-
-def _to_batch(
-    windows: Sequence[npt.NDArray[np.int64]], *, num_rows: int | None = None, sequence_length: int | None = None
-) -> Batch:
-    """Stacks windows; rows beyond the last window are input 0 with labels of -100."""
-    num_rows = len(windows) if num_rows is None else num_rows
-    length = len(windows[0]) - 1 if sequence_length is None else sequence_length
-    input_ids = torch.zeros(num_rows, length, dtype=torch.int64)
-    shift_labels = torch.full((num_rows, length), IGNORED_LABEL, dtype=torch.int64)
-    for row, window in enumerate(windows):
-        ids = torch.from_numpy(window)
-        input_ids[row] = ids[:-1] % NOT_A_TARGET
-        shift_labels[row] = torch.where(ids[1:] < NOT_A_TARGET, ids[1:], IGNORED_LABEL)
-    return {"input_ids": input_ids, "shift_labels": shift_labels}

@@ -1,0 +1,55 @@
+"""Checks of a run's text, and the choice of what shares a sample."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rotorch.core.errors import ConfigError
+from rotorch.run_config import DataSection, RunConfig
+from rotorch.train.data.batches import CheckedSource, check_source
+
+
+def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
+    """The text and the tokenizer are there, long enough, and fit the model's vocabulary and the disk.
+
+    Documents that are to be kept apart are, by this model.
+    """
+    text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
+    data = config.data
+    pack, apart = _documents(data, model_config=model_config)
+    return check_source(
+        data.source,
+        tokens=data.tokenizer,
+        eos_token=data.eos_token,
+        text_field=data.text_field,
+        suffixes=data.suffixes,
+        sequence_length=data.sequence_length,
+        held_out_fraction=data.held_out_fraction,
+        model_vocab=getattr(text_config, "vocab_size", None),
+        cache_dir=data.cache_dir,
+        instructions=(data.prompt_field, data.response_field) if data.kind == "instructions" else None,
+        pack=pack,
+        apart=apart,
+    )
+
+
+def _documents(data: DataSection, *, model_config: Any) -> tuple[bool, bool]:
+    """Returns two facts: records of instructions share samples, and documents of a sample are kept apart.
+
+    Raises:
+        ConfigError: they were to be kept apart, and are not.
+    """
+    from rotorch.models.trial.documents import why_documents_meet
+
+    pack = data.kind == "instructions" and data.pack is not False
+    apart = data.documents == "apart" if data.kind == "text" else pack and data.documents != "joined"
+    if not apart:
+        return pack, apart
+    if not (why := why_documents_meet(model_config)):
+        return pack, apart
+    why = f"{getattr(model_config, 'model_type', 'the model')!r}: {why}"
+    if data.pack is None and data.documents is None:
+        return False, False
+    asked = "data.documents = 'apart'" if data.documents == "apart" else "data.pack = true"
+    instead = "data.documents = 'joined'" if data.kind == "text" else "data.pack = false"
+    raise ConfigError(f"{asked}: documents that share a sample would not be kept apart: {why}. Write {instead}")
