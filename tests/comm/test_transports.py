@@ -280,6 +280,30 @@ def test_a_rank_that_cannot_map_says_so_and_files_are_gone(monkeypatch, tmp_path
     assert left == left_too == []
 
 
+def too_large(directory):
+    """More than the host has: allocating it page by page would take all memory before the file system is full."""
+    import rotorch.comm.shared_file as module
+
+    allocated = []
+    module.os.posix_fallocate = lambda *extent: allocated.append(extent)
+    module.available_bytes = lambda: 1 << 20
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    message = ""
+    try:
+        SharedMemoryRing(mesh=mesh, numels=[[1 << 20, 1 << 20]], dtype=torch.float32)
+    except SharedMemoryUnavailable as error:
+        message = str(error)
+    dist.barrier()
+    return message, os.listdir(directory), allocated
+
+
+def test_more_shared_memory_than_the_host_has_is_refused_before_any_is_taken(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(tmp_path))
+    (told, left, allocated), (error, _, allocated_too) = run_ranks(too_large, tmp_path, num_ranks=2)
+    assert "do not fit into the memory that is available, 1.00 MiB" in told and error == told
+    assert left == allocated == allocated_too == []
+
+
 def late(transport):
     """Rank 1 takes no part in a backward pass; the passes before it were as they should be."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

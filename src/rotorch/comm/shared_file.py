@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.core.quantities import format_bytes
-from rotorch.process.host_memory import SHARED_MEMORY, room_in
+from rotorch.process.host_memory import SHARED_MEMORY, available_bytes, room_in
 
 _YIELDS = 2000  # then sleep: a rank that waits long must not take cycles from the one it waits for
 _SLEEP_S, _SLEEPS = 1e-4, 5000  # about a second; after longer waits a millisecond more does not matter
@@ -198,6 +198,12 @@ def _create(num_bytes: int) -> tuple[str | None, str]:
     directory, path = shared_memory_directory(), None
     try:
         sweep(directory)
+        # Before any is allocated: a memory file system may be as large as the memory, and filling it ends processes.
+        if num_bytes > shutil.disk_usage(directory).free:
+            return None, f"{format_bytes(num_bytes)} do not fit into {room_in(directory)}"
+        if num_bytes > (available := available_bytes()):
+            there = format_bytes(available)
+            return None, f"{format_bytes(num_bytes)} do not fit into the memory that is available, {there}"
         descriptor, path = tempfile.mkstemp(prefix=own_prefix(), dir=directory)
         try:
             # Takes no memory yet: each rank allocates its own extents, on its processor's memory node.
