@@ -58,6 +58,7 @@ class Numerics:
         heads: of an attention; needed only where it is not fused.
         optimizer_bytes: read and written per parameter in an optimizer's step, gradient norm included.
         recompute: backward computes every layer again.
+        recompute_attention: backward computes the scores of attentions again, which are not kept.
         adds_gradients: each micro-batch adds its gradients to those before.
     """
 
@@ -65,6 +66,7 @@ class Numerics:
     heads: int = 1
     optimizer_bytes: float = 40.0
     recompute: bool = False
+    recompute_attention: bool = False
     adds_gradients: bool = True
 
 
@@ -365,6 +367,8 @@ def _attention(width: int, *, batch: MicroBatch, cutting: Cutting, numerics: Num
     turned = (0.0, 0.0, moved, 2.0)
     forward = [turned, product, softmax, dropout, product, turned] * cutting.slices
     backward = [turned, product, product, dropout, softmax, product, product, turned] * cutting.slices
+    if numerics.recompute_attention:
+        backward = forward + backward
     return Passes(Work.of(*forward), Work.of(*backward), Work.of())
 
 

@@ -1,0 +1,53 @@
+"""Figures of docs/planner.md, held to the records that they are quoted from."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGE = (ROOT / "docs" / "planner.md").read_text("utf-8").replace("\n", " ")
+
+
+def record(name):
+    return json.loads((RESULTS / name).read_text("utf-8"))
+
+
+def percent(value):
+    return f"{100 * value:.1f} %"
+
+
+@pytest.mark.parametrize(
+    ("begins", "found"),
+    [
+        ("| 720 of 2 and 4 GPUs |", lambda r: r["errors"]["single_2_4gpus.csv"]),
+        ("| 54 of 64 to 512 GPUs |", lambda r: r["errors"]["multi_half.csv"]),
+        ("| half of the 720, at random |", lambda r: r["left_out"]["file 1"]),
+        ("| half of the 54 |", lambda r: r["left_out"]["file 2"]),
+        ("| 480 of 4 GPUs |", lambda r: r["left_out"]["4 GPUs"]),
+    ],
+)
+def test_errors_of_public_measurements_are_the_records(begins, found):
+    errors = found(record("planner-truth.json"))
+    row = PAGE[PAGE.index(begins) :].split("|")
+    assert [cell.strip() for cell in row[3:6]] == [percent(errors[key]) for key in ("mean", "median", "p90")]
+
+
+def test_errors_of_published_tables_are_the_records():
+    papers = record("planner-papers.json")
+    found, predicted = papers["korthikanti"]["all"], papers["korthikanti"]["predicted"]
+    text = re.search(r"over all eight rows is (.*?) in the mean and (.*?) at most; .*? it is (.*?) in the mean", PAGE)
+    assert text.groups() == (percent(found["mean"]), percent(found["max"]), percent(predicted["mean"]))
+    text = re.search(r"correlation is ([\d.]+), and ([\d.]+) without", PAGE)
+    assert text.groups() == tuple(
+        f"{papers['tesseract'][key]:.2f}" for key in ("spearman", "spearman_without_depth_sums")
+    )
+
+
+def test_errors_of_peaks_are_the_records():
+    errors = [abs(row["error"]) for row in record("planner-bench.json")["rows"]]
+    text = re.search(r"over (\d+) rows the error is ([\d.]+) % in the mean, ([\d.]+) % at most", PAGE)
+    mean = 100 * sum(errors) / len(errors)
+    assert text.groups() == (str(len(errors)), f"{mean:.2f}", f"{100 * max(errors):.1f}")
