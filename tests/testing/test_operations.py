@@ -6,6 +6,16 @@ import torch
 from rotorch.testing.operations import Operations, WithoutArithmetic, counted_waits
 
 
+def _of_fsdp(name):
+    import torch.distributed.fsdp._fully_shard._fsdp_collectives  # noqa: F401, PLC0415 (defines them)
+
+    return getattr(torch.ops.fsdp, name)
+
+
+def _two(first, second):
+    return [torch.empty(4, first), torch.empty(4, second)]
+
+
 def counts(operations):
     return operations.num_ops, operations.num_casts, operations.num_copies, operations.elementwise_bytes
 
@@ -26,6 +36,10 @@ def counts(operations):
         (lambda x, w: x[:1].expand(4, 4) + w, (1, 0, 0, 16 + 2 * 64)),
         (lambda x, w: torch.mm(x, w, out=torch.empty(4, 4)), (1, 0, 0, 0)),
         (lambda x, w: torch.add(x, w, out=torch.empty(4, 4)), (1, 0, 0, 3 * 64)),
+        (lambda x, w: x.view(2, 2, 4) @ w, (1, 0, 0, 0)),
+        # What `fully_shard` does to a message, by operations of its own: whole weights out of it, gradients into it.
+        (lambda x, w: _of_fsdp("split_with_sizes_copy")(x, [3, 1], 1, out=_two(3, 1)), (1, 0, 1, 2 * 64)),
+        (lambda x, w: _of_fsdp("chunk_cat")([x, w], 0, 2, out=torch.empty(2, 16)), (1, 0, 1, 4 * 64)),
     ],
 )
 def test_each_operation_counts_for_what_it_moves(run, expected):

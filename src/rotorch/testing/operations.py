@@ -70,7 +70,7 @@ class Operations(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "aten" and not self._paused:
+        if _is_counted(func) and not self._paused:
             self._count(func, args, kwargs or {}, out)
         return out
 
@@ -82,14 +82,18 @@ class Operations(TorchDispatchMode):
             return
         self.num_ops += 1
         source = next((t for t in _tensors((args[1:2] if name in _OVERWRITES else args[:1]))), None)
-        target = next(iter(_tensors(args[:1] if name in _OVERWRITES else out)), None)
+        # Custom operations return nothing, and write to what they are given by name.
+        target = next(iter(_tensors(args[:1] if name in _OVERWRITES else [out, kwargs.get("out")])), None)
         if name in ("_to_copy", "copy_", "_foreach_copy_", "clone") and source is not None and target is not None:
             if source.dtype != target.dtype:
                 self.num_casts += 1
             else:
                 self.num_copies += 1
         elif "cat" in name or "split_with_sizes_copy" in name:
-            self.num_copies += 1
+            if source is not None and target is not None and source.dtype != target.dtype:
+                self.num_casts += 1
+            else:
+                self.num_copies += 1
         if name not in _PRODUCTS and not any(name.startswith(attention) for attention in _ATTENTION):
             self.elementwise_bytes += _bytes_moved(func, name, args, kwargs, out)
 
@@ -201,8 +205,16 @@ def _name(func: Any) -> str:
     return found
 
 
+def _is_counted(func: Any) -> bool:
+    """True for torch's operations, and for copies into and out of the messages of `fully_shard`, one launch each."""
+    copies = func.namespace == "fsdp" and any(map(_is_written, func._schema.arguments))
+    return func.namespace == "aten" or copies
+
+
 def _is_view(func: Any) -> bool:
     """True for views and for functions that only tell of a tensor."""
+    if _name(func) == "_unsafe_view":  # how a product of three dims ends; its schema does not say that it is a view
+        return True
     returns = func._schema.returns
     aliases = [r.alias_info for r in returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
