@@ -7,7 +7,7 @@ from rotorch.testing.operations import Operations, WithoutArithmetic, counted_wa
 
 
 def _of_fsdp(name):
-    import torch.distributed.fsdp._fully_shard._fsdp_collectives  # noqa: F401, PLC0415 (defines them)
+    import torch.distributed.fsdp._fully_shard._fsdp_collectives  # defines them
 
     return getattr(torch.ops.fsdp, name)
 

@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -35,8 +35,10 @@ from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.ids_in_slice import add_rows
 from rotorch.ops.keep_attention import KeepAttention
 from rotorch.ops.no_saved_tensor_hooks import no_saved_tensor_hooks
+from rotorch.ops.product_into import add_product
 from rotorch.ops.random_state import RandomState
 from rotorch.ops.recompute_norm import recipe_of
+from rotorch.ops.running_sum import OutputSum, RunningSum
 from rotorch.shard.flat import FlatSlices
 
 RunSlice = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
@@ -59,6 +61,9 @@ class RotatingUnit:
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
         linear_weights: numbers of the weights whose gradients `slice_linear` hands to the receiver.
         receiver: takes the weights' gradients during the backward of a slice.
+        leaves: the inputs that the graph of a slice begins with, while its forward runs.
+        output_sum: sum of the slices' outputs, while their forward runs.
+        input_sums: sums of their gradients, while the backward of a slice runs; None for those that need none.
         visiting: number of the slice that came last.
     """
 
@@ -73,6 +78,9 @@ class RotatingUnit:
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     linear_weights: frozenset[int] = frozenset()
     receiver: SliceGradient | None = None
+    leaves: Sequence[Tensor] = ()
+    output_sum: OutputSum | None = None
+    input_sums: Sequence[RunningSum | None] = ()
     visiting: int = 0
     _views: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
@@ -103,6 +111,19 @@ class RotatingUnit:
                 # Other ranks may wait for this one's turn or message, also for an empty slice.
                 self.ring.gradient(self.item, visit, wait=True)
                 self.ring.pass_on(self.item, visit)
+
+    @contextmanager
+    def summing(self, leaves: Sequence[Tensor]) -> Iterator[OutputSum]:
+        """A block in which slices run forward from `leaves`; gives the sum of their outputs."""
+        self.leaves, self.output_sum = leaves, OutputSum()
+        try:
+            yield self.output_sum
+        finally:
+            self.leaves, self.output_sum = (), None
+
+    def leaf_of(self, x: Tensor) -> int | None:
+        """Number of the input that `x` is; None if it is none."""
+        return next((i for i, leaf in enumerate(self.leaves) if leaf is x), None)
 
     def weights(self, visit: Visit) -> list[Tensor]:
         """The visiting slice's weights as autograd leaves; the same objects for the same memory."""
@@ -159,11 +180,10 @@ class SliceGradient:
         """Adds `grad.T @ x`, the gradient of a linear layer's weight `[O, I]`."""
         if self._views is None:
             self._early.append(lambda: self.add_product(number, grad_BO, x_BI))
-        elif self._views[number].dtype != grad_BO.dtype:
-            self.add(number, grad_BO.t() @ x_BI)
-        else:
-            self._views[number].addmm_(grad_BO.t(), x_BI, beta=0 if self._fresh[number] else 1)
+        elif add_product(self._views[number], grad_BO.t(), x_BI, fresh=self._fresh[number]):
             self._fresh[number] = False
+        else:
+            self.add(number, grad_BO.t() @ x_BI)
 
     def add_rows(self, number: int, ids_B: Tensor, grad_BD: Tensor, *, rows: Range) -> None:
         """Adds the gradients of looked-up ids to that of an embedding's weight, of which the slice has `rows`."""
@@ -215,29 +235,13 @@ def rotate_module(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -
     return _RotateModule.apply(unit, run, unit.anchor, *inputs)
 
 
-class _Sum:
-    """Sum of tensors: the first is only referred to (a graph may own it), from the third on it adds in place."""
-
-    def __init__(self) -> None:
-        self.value: Tensor | None = None
-        self._owned = False
-
-    def add(self, part: Tensor) -> None:
-        part = part.detach()
-        if self.value is None:
-            self.value = part
-        elif self._owned:
-            self.value.add_(part)
-        else:
-            self.value, self._owned = self.value + part, True
-
-
 def _sum_slices(unit: RotatingUnit, run: RunSlice, inputs: Sequence[Tensor]) -> Tensor:
-    total = _Sum()
     autocast = AutocastState.now(unit.ring.home_weights(unit.item).device.type)
-    for visit in unit.visits(backward=False):
-        with autocast.again():
-            total.add(run(unit.weights(visit), inputs))
+    with unit.summing(inputs) as total:
+        for visit in unit.visits(backward=False):
+            with autocast.again():
+                while not total.take(run(unit.weights(visit), inputs)):
+                    pass
     if total.value is None:
         raise AssertionError(f"{unit.unit.name}: every slice is empty")
     return total.value
@@ -272,20 +276,12 @@ class _RotateModule(torch.autograd.Function):
         else:
             ctx.leaves = leaves  # where the kept graphs begin
         ctx.autocast = AutocastState.now(unit.ring.home_weights(unit.item).device.type)
-        total = _Sum()
-        for visit in unit.visits(backward=False):
-            weights = unit.weights(visit)
-            # Per slice: each draws on from where the slice before it left the generators.
-            random = RandomState.now(weights[0]) if unit.recompute else None
-            keep_graph, forget = torch.set_grad_enabled(not unit.recompute), _forget_weights(unit, visit, ctx.resident)
-            attention = KeepAttention() if unit.keep_attention else None
-            with keep_graph, forget, ctx.autocast.again(), attention or nullcontext():
-                output = run(weights, leaves)
-            total.add(output)
-            # The edge, not the output: the sum has its values already.
-            end = None if unit.recompute else get_gradient_edge(output)
-            ctx.kept[visit.index] = _Kept(weights, end, random, attention)
-            del output
+        with unit.summing(leaves) as total:
+            for visit in unit.visits(backward=False):
+                output, ctx.kept[visit.index] = _run_kept(ctx, visit, leaves)
+                while not total.take(output):
+                    output, ctx.kept[visit.index] = _run_kept(ctx, visit, leaves)
+                del output
         if total.value is None:
             raise AssertionError(f"{unit.unit.name}: every slice is empty")
         return total.value
@@ -301,13 +297,15 @@ class _RotateModule(torch.autograd.Function):
             )
         leaves = _leaves(_inputs_again(ctx), ctx.needs_input_grad[3:]) if unit.recompute else ctx.leaves
         wanted = [x for x in leaves if x.requires_grad]
-        sums = [_Sum() for _ in wanted]
+        sums = [RunningSum() for _ in wanted]
+        given = iter(sums)
+        unit.input_sums = [next(given) if x.requires_grad else None for x in leaves]
         for visit in unit.visits(backward=True):
             # Popped: this slice's graph is freed as soon as it has been differentiated.
             kept: _Kept = ctx.kept.pop(visit.index)
             weights, end = kept.weights, kept.end
             if end is None:
-                weights = unit.weights(visit)
+                weights, unit.leaves = unit.weights(visit), leaves
                 with torch.enable_grad(), ctx.autocast.again(), _again(kept.random), kept.same_attention():
                     end = get_gradient_edge(ctx.run(weights, leaves))
             # Tensors saved inside the slot are found here while autograd runs this slice's graph.
@@ -328,8 +326,23 @@ class _RotateModule(torch.autograd.Function):
             unit.receiver.pass_on()
         # The graph may live on with the loss that was computed from it; its inputs need not.
         unit.receiver = ctx.resident.weights = ctx.run = ctx.leaves = ctx.norm_recipes = None
-        given = iter(total.value for total in sums)
-        return (None, None, None, *(next(given) if x.requires_grad else None for x in leaves))
+        found, unit.leaves, unit.input_sums = unit.input_sums, (), ()
+        return (None, None, None, *(None if total is None else total.value for total in found))
+
+
+def _run_kept(ctx: Any, visit: Visit, leaves: list[Tensor]) -> tuple[Tensor, _Kept]:
+    """Runs the visiting slice; returns its output, and what backward needs of it."""
+    unit: RotatingUnit = ctx.unit
+    weights = unit.weights(visit)
+    # Per slice: each draws on from where the slice before it left the generators.
+    random = RandomState.now(weights[0]) if unit.recompute else None
+    keep_graph, forget = torch.set_grad_enabled(not unit.recompute), _forget_weights(unit, visit, ctx.resident)
+    attention = KeepAttention() if unit.keep_attention else None
+    with keep_graph, forget, ctx.autocast.again(), attention or nullcontext():
+        output = ctx.run(weights, leaves)
+    # The edge, not the output: the sum has its values already.
+    end = None if unit.recompute else get_gradient_edge(output)
+    return output, _Kept(weights, end, random, attention)
 
 
 def _inputs_again(ctx: Any) -> list[Tensor]:

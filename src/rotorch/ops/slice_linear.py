@@ -1,7 +1,9 @@
 """A linear layer inside a unit, on one slice: like `F.linear`, but its weight's gradient never exists on its own.
 
 In backward the product that makes the weight's gradient accumulates straight into the buffer that travels with the
-slice. Otherwise the gradient would be made, added, and freed: for few tokens that costs as much as the products.
+slice. Otherwise the gradient would be made, added, and freed: for few tokens that costs as much as the products. In the
+same way the gradient of a layer whose input is the unit's adds to the unit's input gradient, and the output of a layer
+that makes the unit's output adds to the sum over slices (`running_sum.py`).
 
 Shapes: B tokens (all leading dims flattened), I input features, O output features of the slice.
 """
@@ -20,7 +22,13 @@ from rotorch.ops.rotate import RotatingUnit
 
 
 def slice_linear(
-    unit: RotatingUnit, number: int, bias_number: int | None, x: Tensor, *, weights: Sequence[Tensor]
+    unit: RotatingUnit,
+    number: int,
+    bias_number: int | None,
+    x: Tensor,
+    *,
+    weights: Sequence[Tensor],
+    by_itself: bool = False,
 ) -> Tensor:
     """`x [.., I]` times weight `number` of the visiting slice, plus its bias if it is cut with it: `[.., O]`.
 
@@ -30,12 +38,26 @@ def slice_linear(
         bias_number: of the bias, or None.
         x: input.
         weights: the slice's weights.
+        by_itself: the output is not added to those of other slices, here or in a later slice.
     """
     bias = None if bias_number is None else weights[bias_number]
     if not torch.is_grad_enabled():
-        return F.linear(x, weights[number], bias)
-    # Detached: the weight's gradient goes to the receiver, and autograd must not make it too.
-    return _SliceLinear.apply(unit, number, bias_number, unit.anchor, x, weights[number].detach(), bias)
+        y = _forward(unit, number, x, weights[number], bias)
+    else:
+        # Detached: the weight's gradient goes to the receiver, and autograd must not make it too.
+        leaf, weight = unit.leaf_of(x), weights[number].detach()
+        y = _SliceLinear.apply(unit, number, bias_number, leaf, unit.anchor, x, weight, bias)
+    if unit.output_sum is not None and not by_itself:
+        unit.output_sum.note(number, y)
+    return y
+
+
+def _forward(unit: RotatingUnit, number: int, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if unit.output_sum is not None and bias is None:
+        total = unit.output_sum.product(number, x, weight)
+        if total is not None:
+            return total
+    return F.linear(x, weight, bias)
 
 
 class _SliceLinear(torch.autograd.Function):
@@ -45,14 +67,15 @@ class _SliceLinear(torch.autograd.Function):
         unit: RotatingUnit,
         number: int,
         bias_number: int | None,
+        leaf: int | None,
         anchor: Tensor,
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
     ) -> Tensor:
-        ctx.unit, ctx.number, ctx.bias_number = unit, number, bias_number
+        ctx.unit, ctx.number, ctx.bias_number, ctx.leaf = unit, number, bias_number, leaf
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, None if bias is None else bias.detach())
+        return _forward(ctx.unit, number, x, weight, None if bias is None else bias.detach())
 
     @staticmethod
     @once_differentiable
@@ -65,7 +88,12 @@ class _SliceLinear(torch.autograd.Function):
             if ctx.bias_number is not None:
                 receiver.add(ctx.bias_number, grad_BO.sum(0))
         dx = None
-        if ctx.needs_input_grad[4]:
-            # Not a view of a product: where layers share an input, autograd adds to the first one's in place.
-            dx = torch.matmul(grad_BO.view(grad.shape), weight.to(grad.dtype)).to(x.dtype)
-        return None, None, None, None, dx, None, None
+        if ctx.needs_input_grad[5]:
+            total = None if ctx.leaf is None or x.dtype != grad.dtype else ctx.unit.input_sums[ctx.leaf]
+            if total is not None:
+                # Past autograd, which would make a gradient of each layer and slice, and add them up.
+                total.add_product(grad, weight.to(grad.dtype))
+            else:
+                # Not a view of a product: where layers share an input, autograd adds to the first one's in place.
+                dx = torch.matmul(grad_BO.view(grad.shape), weight.to(grad.dtype)).to(x.dtype)
+        return None, None, None, None, None, dx, None, None

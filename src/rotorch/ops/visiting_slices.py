@@ -62,11 +62,13 @@ class VisitingSlices(ModuleSlices):
                 continue
             taken |= {weight} if bias is None else {weight, bias}
             # By the instance: the class's forward serves other modules too.
-            site.module.forward = partial(self._linear, weight, bias)  # type: ignore[method-assign]
+            site.module.forward = partial(self._linear, site.module, weight, bias)  # type: ignore[method-assign]
         return frozenset(taken)
 
-    def _linear(self, weight: int, bias: int | None, x: Tensor) -> Tensor:
-        return slice_linear(self._rotating, weight, bias, x, weights=self._visiting)
+    def _linear(self, layer: nn.Module, weight: int, bias: int | None, x: Tensor) -> Tensor:
+        # A hook sees the output of a slice, not a sum of several.
+        seen = bool(layer._forward_hooks)
+        return slice_linear(self._rotating, weight, bias, x, weights=self._visiting, by_itself=seen)
 
     @property
     def index(self) -> int:

@@ -1,0 +1,90 @@
+"""Sums of parts that come one after another: tensors, or products that add to the sum as they are computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class RunningSum:
+    """Sum of tensors of one shape: the first is only referred to (a graph may own it), later ones add in place.
+
+    Attributes:
+        value: the sum; None before the first part.
+    """
+
+    def __init__(self) -> None:
+        self.value: Tensor | None = None
+        self._owned = False
+
+    def add(self, part: Tensor) -> None:
+        """Adds a tensor."""
+        part = part.detach()
+        if self.value is None:
+            self.value = part
+        elif self._owned:
+            self.value.add_(part)
+        else:
+            self.value, self._owned = self.value + part, True
+
+    def add_product(self, a: Tensor, b_KN: Tensor) -> None:
+        """Adds `a [.., K] @ b [K, N]`: no product exists on its own, and the sum is rounded once per part."""
+        if self.value is None:
+            self.value, self._owned = torch.matmul(a, b_KN), True
+        elif self._owned:
+            # A view: the sum itself has the shape that autograd adds to in place.
+            self.value.view(-1, b_KN.shape[1]).addmm_(a.reshape(-1, a.shape[-1]), b_KN)
+        else:
+            self.value, self._owned = self.plus_product(a, b_KN), True
+
+    def plus_product(self, a: Tensor, b_KN: Tensor) -> Tensor:
+        """Returns the sum with `a [.., K] @ b [K, N]` added, as a new tensor."""
+        if self.value is None:
+            return torch.matmul(a, b_KN)
+        # Not a view of a product: autograd lets nobody write into a view that a function returns.
+        out = torch.empty_like(self.value, memory_format=torch.contiguous_format)
+        width = b_KN.shape[1]
+        torch.addmm(self.value.reshape(-1, width), a.reshape(-1, a.shape[-1]), b_KN, out=out.view(-1, width))
+        return out
+
+
+class OutputSum(RunningSum):
+    """Sum of the outputs of a module's slices in one pass.
+
+    If the output of the first slice is that of a linear layer, the layer's product adds to the sum in the slices after
+    it. What a slice returns is looked at each time: where something comes behind the layer after all, the slice has to
+    run again, and the layer no longer adds.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._adds: int | None = None
+        self._last: tuple[int, Tensor, int] | None = None
+        self._has_added = False
+
+    def product(self, number: int, x: Tensor, weight_OI: Tensor) -> Tensor | None:
+        """The sum and layer `number`'s product, if this layer adds to it; else None."""
+        if number != self._adds or self.value is None or not self.value.dtype == x.dtype == weight_OI.dtype:
+            return None
+        self._has_added = True
+        return self.plus_product(x, weight_OI.t())
+
+    def note(self, number: int, output: Tensor) -> None:
+        """Notes the output of layer `number`."""
+        if not output.is_inference():  # it counts no versions
+            self._last = number, output, output._version
+
+    def take(self, output: Tensor) -> bool:
+        """Adds a slice's output; returns False if the slice has to run again, since what it returned is not that."""
+        last, self._last, has_added, self._has_added = self._last, None, self._has_added, False
+        unchanged = last is not None and last[1] is output and last[2] == output._version
+        if has_added:
+            if not unchanged:
+                self._adds = None
+                return False
+            self.value = output.detach()
+            return True
+        if self.value is None and last is not None and unchanged:
+            self._adds = last[0]
+        self.add(output)
+        return True
