@@ -9,13 +9,15 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from rotorch.core.errors import ConfigError
 from rotorch.shard.recipes import Instruction, Recipe, Recorder, listening, recipe_of, set_recipe
@@ -23,8 +25,13 @@ from rotorch.shard.sharded_weight import Chunk, ShardedWeight
 
 _KEPT_ELEMENTS = 1 << 18
 """Values that a constructor writes directly (`nn.Parameter(torch.ones(n))`) are kept up to this size."""
-_CHUNK_ELEMENTS = 1 << 20
-"""Random numbers are made this many at a time, so that float64 temporaries stay small."""
+_BOX_ELEMENTS = 1 << 14
+"""Random numbers are made this many at a time on one thread, so that float64 temporaries stay in its cache."""
+_THREAD_ELEMENTS = 1 << 15
+"""The least that torch gives to a thread."""
+_VECTOR_ELEMENTS = 64
+"""A multiple of the numbers that torch computes at once on any processor."""
+_RANDOM = ("normal_", "uniform_", "trunc_normal_")
 
 
 _register = nn.Module.register_parameter
@@ -146,59 +153,74 @@ def _key(name: str, *, seed: int) -> int:
 
 
 def _replay(recipe: Recipe, target: Tensor, *, chunk: Chunk, shape: tuple[int, ...], key: int) -> None:
-    """Runs a recipe on one chunk, a few rows at a time so that temporaries stay small."""
+    """Runs a recipe on one chunk, a small box at a time."""
     if not chunk.sizes:
         values = _values(recipe, torch.zeros(1, dtype=torch.int64), key=key, shape=shape, chunk=None)
         target.copy_(values.reshape(()))
         return
-    row_elements = max(math.prod(chunk.sizes[1:]), 1)
-    step = max(1, _CHUNK_ELEMENTS // row_elements)
-    for first in range(0, chunk.sizes[0], step):
-        rows = min(step, chunk.sizes[0] - first)
-        part = Chunk((chunk.offsets[0] + first, *chunk.offsets[1:]), (rows, *chunk.sizes[1:]))
-        values = _values(recipe, _flat_indices(part, shape=shape), key=key, shape=shape, chunk=part)
-        target.narrow(0, first, rows).copy_(values.reshape(part.sizes))
+    threads = torch.get_num_threads()
+    for box in _boxes(chunk, most=_BOX_ELEMENTS if threads == 1 else threads * _THREAD_ELEMENTS):
+        values = _values(recipe, _flat_indices(box, shape=shape), key=key, shape=shape, chunk=box)
+        part = target
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            if size != chunk.sizes[dim]:
+                part = part.narrow(dim, offset - chunk.offsets[dim], size)
+        part.copy_(values.reshape(box.sizes))
+
+
+def _boxes(chunk: Chunk, *, most: int) -> Iterator[Chunk]:
+    """Boxes of at most so many elements that make up a chunk, each one run along dims behind the one that is split."""
+    for dim in range(len(chunk.sizes)):
+        inner = math.prod(chunk.sizes[dim + 1 :])
+        if inner <= most or dim == len(chunk.sizes) - 1:
+            break
+    step = max(1, most // max(inner, 1))
+    lines = list(range(0, chunk.sizes[dim], step))
+    for outer in itertools.product(*map(range, chunk.sizes[:dim])):
+        before = tuple(offset + i for offset, i in zip(chunk.offsets, outer, strict=False))
+        for first in lines:
+            size = min(step, chunk.sizes[dim] - first)
+            offsets = (*before, chunk.offsets[dim] + first, *chunk.offsets[dim + 1 :])
+            yield Chunk(offsets, (*[1] * dim, size, *chunk.sizes[dim + 1 :]))
 
 
 def _flat_indices(chunk: Chunk, *, shape: tuple[int, ...]) -> Tensor:
     """Global row-major indices of a chunk's elements, int64, in the chunk's own row-major order."""
-    index, stride = torch.zeros(chunk.sizes, dtype=torch.int64), 1
+    index, stride = torch.zeros(1, dtype=torch.int64), 1
     for dim in reversed(range(len(shape))):
-        line = torch.arange(chunk.offsets[dim], chunk.offsets[dim] + chunk.sizes[dim], dtype=torch.int64) * stride
-        index += line.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+        start, stop = chunk.offsets[dim] * stride, (chunk.offsets[dim] + chunk.sizes[dim]) * stride
+        line = torch.arange(start, stop, stride, dtype=torch.int64)
+        index = (line.unsqueeze(1) + index).reshape(-1)  # of the dims so far
         stride *= shape[dim]
-    return index.reshape(-1)
+    return index
 
 
 def _values(recipe: Recipe, index: Tensor, *, key: int, shape: tuple[int, ...], chunk: Chunk | None) -> Tensor:
     values = torch.zeros(index.shape, dtype=torch.float64)
     for instruction in recipe:
-        start, stop = instruction.flat_range or (0, math.prod(shape))
+        if instruction.flat_range is None:
+            if instruction.value is None:
+                values = _apply(instruction, values, index, key=key)
+            else:
+                source = instruction.value if chunk is None else chunk.of_whole(instruction.value.reshape(shape))
+                values = source.reshape(-1).double()
+            continue
+        start, stop = instruction.flat_range
         inside = (index >= start) & (index < stop)
         if instruction.value is None:
             done = _apply(instruction, values, index, key=key)
-        elif instruction.flat_range is None:
-            source = instruction.value if chunk is None else chunk.of_whole(instruction.value.reshape(shape))
-            done = source.reshape(-1).double()
         else:
             done = values.masked_scatter(inside, instruction.value.double().reshape(-1)[index[inside] - start])
-        values = done if instruction.flat_range is None else torch.where(inside, done, values)
+        values = torch.where(inside, done, values)
     return values
 
 
 def _apply(instruction: Instruction, values: Tensor, index: Tensor, *, key: int) -> Tensor:
     op, args = instruction.op, instruction.args
-    if op == "normal_":
-        mean, std = args
-        return _normal(index, key=key) * std + mean
-    if op == "uniform_":
-        low, high = args
-        return _uniform(index, key=key) * (high - low) + low
-    if op == "trunc_normal_":
-        mean, std, low, high = args
-        below, above = (math.erf((end - mean) / (std * math.sqrt(2.0))) for end in (low, high))
-        normal = torch.erfinv(_uniform(index, key=key) * (above - below) + below) * (std * math.sqrt(2.0)) + mean
-        return normal.clamp_(low, high)
+    if op in _RANDOM:
+        # Whole vectors for each thread: torch computes the rest by other functions, whose last bit may differ.
+        rest = -len(index) % (_VECTOR_ELEMENTS * torch.get_num_threads())
+        return _random(op, args, functional.pad(index, (0, rest)), key=key)[: len(index)]
     if op == "zero_":
         return torch.zeros_like(values)
     if op == "fill_":
@@ -206,21 +228,39 @@ def _apply(instruction: Instruction, values: Tensor, index: Tensor, *, key: int)
     return getattr(values.clone(), op)(*args)
 
 
+def _random(op: str, args: Sequence[float], index: Tensor, *, key: int) -> Tensor:
+    if op == "normal_":
+        mean, std = args
+        return _normal(index, key=key).mul_(std).add_(mean)
+    if op == "uniform_":
+        low, high = args
+        return _uniform(index, key=key).mul_(high - low).add_(low)
+    mean, std, low, high = args
+    below, above = (math.erf((end - mean) / (std * math.sqrt(2.0))) for end in (low, high))
+    uniform = _uniform(index, key=key).mul_(above - below).add_(below)
+    return uniform.erfinv_().mul_(std * math.sqrt(2.0)).add_(mean).clamp_(low, high)
+
+
 def _uniform(index: Tensor, *, key: int, stream: int = 0) -> Tensor:
     """float64 in [0, 1): 53 bits of a hash of (key, stream, index). SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    x = index * -7046029254386353131 + (key ^ stream * 0x1851F42D4C957F2D)
-    x = (x ^ _shift_right(x, 30)) * -4658895280553007687
-    x = (x ^ _shift_right(x, 27)) * -7723592293110705685
-    x = x ^ _shift_right(x, 31)
-    return _shift_right(x, 11).double() * 2.0**-53
+    x = index * -7046029254386353131
+    x += key ^ stream * 0x1851F42D4C957F2D
+    x ^= _shift_right(x, 30)
+    x *= -4658895280553007687
+    x ^= _shift_right(x, 27)
+    x *= -7723592293110705685
+    x ^= _shift_right(x, 31)
+    return _shift_right(x, 11).double().mul_(2.0**-53)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift of int64 (torch's own is arithmetic)."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    shifted = x >> bits
+    shifted &= (1 << (64 - bits)) - 1
+    return shifted
 
 
 def _normal(index: Tensor, *, key: int) -> Tensor:
     """float64 standard normal numbers by Box and Muller's transform of two uniform streams."""
-    radius = torch.sqrt(-2.0 * torch.log1p(-_uniform(index, key=key, stream=1)))
-    return radius * torch.cos(2.0 * math.pi * _uniform(index, key=key, stream=2))
+    radius = _uniform(index, key=key, stream=1).neg_().log1p_().mul_(-2.0).sqrt_()
+    return radius.mul_(_uniform(index, key=key, stream=2).mul_(2.0 * math.pi).cos_())
