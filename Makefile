@@ -20,6 +20,7 @@ test test-all test-peers failures reference idioms report checkpoints chaos muta
 
 # The torch-free layers, which mypy holds to its strict rules.
 PURE = $(wildcard src/rotorch/core src/rotorch/pipelining src/rotorch/planner src/rotorch/run_config.py \
+          src/rotorch/run_data.py \
           src/rotorch/strategies/__init__.py src/rotorch/strategies/*/plan.py src/rotorch/strategies/*/schedule.py)
 
 .DEFAULT_GOAL := help

@@ -22,6 +22,7 @@ LAYERS = {
     "strategies": 1,  # the dict of all, each plan.py, and pure schedules
     "planner": 2,
     "run_config": 2,
+    "run_data": 2,
     "process.parent_death": 2,
     "mesh": 3,
     "source": 2,

@@ -23,19 +23,18 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    StringConstraints,
     ValidationError,
     field_validator,
 )
 
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.small_files import read_small
+from rotorch.run_data import HELD_OUT, MOST_AT_ONCE, DataSection, EvalText, Section, Word, Words
 
 _MOST_BYTES = 1 << 22
 
@@ -49,24 +48,16 @@ _PATHS = {
     ("train", "checkpoint_dir"): (),
 }
 """Keys that hold a path, and the words they take instead of one."""
-
+_TABLES = (("train", "eval"),)
+"""Lists of tables whose `source` is a path, or a word of `data.source`."""
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-Word = Annotated[str, StringConstraints(min_length=1)]
-Words = Annotated[tuple[Word, ...], Field(strict=False, min_length=1)]
-"""TOML has lists and no tuples, hence `strict=False`; their elements are held to their type all the same."""
-
 _MOST_STEPS = 10**12
-_MOST_AT_ONCE = 10**9  # samples, passes, tokens
 _MOST_SEED = 2**63 - 1
 _MOST_S = 1e8  # three years; torch's clocks overflow above
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
-
-
-class ModelSection(_Section):
+class ModelSection(Section):
     """[model]: the model to train.
 
     Attributes:
@@ -79,7 +70,7 @@ class ModelSection(_Section):
     init: Word = "random"
 
 
-class ParallelSection(_Section):
+class ParallelSection(Section):
     """[parallel]: the layout over ranks.
 
     Attributes:
@@ -91,43 +82,7 @@ class ParallelSection(_Section):
     cluster: str = ""
 
 
-class DataSection(_Section):
-    """[data]: the text.
-
-    Attributes:
-        kind: "text", or "instructions": JSONL records of prompts and responses; only responses are learnt.
-        source: a text, JSONL or Parquet file, a directory of them, or "stdlib" (the running interpreter's own sources).
-        text_field: the field of JSONL and Parquet records that holds the text.
-        prompt_field: the field of a record of instructions that holds the prompt.
-        response_field: the field that holds the response.
-        pack: several records of instructions may share a sample; else the rest of a sample is padding. Left out: they
-            do if the model keeps them apart.
-        documents: "apart": attention stays inside a document, and positions begin again with each; "joined": tokens see
-            all that is before them in the sample. Left out: text is joined, instructions are apart.
-        suffixes: suffixes of files to read in a directory; by default all files that look like text.
-        tokenizer: "bytes", a `tokenizer.json`, the directory of one, a GGUF file, or "model": that of `model.init`.
-        eos_token: the token that ends a document, if the tokenizer's files do not name it.
-        sequence_length: tokens per sample.
-        held_out_fraction: share of the text that is never trained on and measures the model.
-        cache_dir: directory of tokenised text; by default `~/.cache/rotorch`.
-    """
-
-    kind: Literal["text", "instructions"] = "text"
-    source: Word = "stdlib"
-    text_field: Word = "text"
-    prompt_field: Word = "prompt"
-    response_field: Word = "response"
-    pack: bool | None = None
-    documents: Literal["joined", "apart"] | None = None
-    suffixes: Words | None = None
-    tokenizer: Word = "bytes"
-    eos_token: Word | None = None
-    sequence_length: Annotated[PositiveInt, Field(le=_MOST_AT_ONCE)] = 256
-    held_out_fraction: Annotated[float, Field(ge=0.0, le=0.5)] = 0.02
-    cache_dir: Word | None = None
-
-
-class TrainSection(_Section):
+class TrainSection(Section):
     """[train]: length of the run, batch sizes, precision, output and restarts.
 
     Attributes:
@@ -141,7 +96,12 @@ class TrainSection(_Section):
         compile: run blocks by torch.compile; the first step takes long.
         device: "auto", "cpu" or "cuda".
         eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.
-        eval_windows: held-out samples per evaluation.
+        eval_windows: samples per evaluation, of the held-out text and of each text of `eval`.
+        eval: further texts to measure the model on, with it and by name, see `EvalText`.
+        patience: the run ends, with a checkpoint, after so many evaluations without a lower loss than the lowest; 0
+            never.
+        patience_on: the text that `patience` goes by: "held-out", or the name of one of `eval`.
+        min_improvement: nats per token by which a loss must be lower to count.
         out: the run's directory; by default `runs/<name of the TOML file>` in the working directory.
         checkpoint_dir: a directory, or a URL of a store (`s3://bucket/my_run`), for `checkpoints/` in place of `out`.
         checkpoint_every: steps between checkpoints; 0 writes one at the end only.
@@ -165,15 +125,19 @@ class TrainSection(_Section):
     """
 
     steps: Annotated[PositiveInt, Field(le=_MOST_STEPS)]
-    micro_batch: Annotated[PositiveInt, Field(le=_MOST_AT_ONCE)] = 4
-    accumulation: Annotated[PositiveInt, Field(le=_MOST_AT_ONCE)] | None = None
-    global_batch: Annotated[PositiveInt, Field(le=_MOST_AT_ONCE)] | None = None
+    micro_batch: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] = 4
+    accumulation: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] | None = None
+    global_batch: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] | None = None
     seed: Annotated[NonNegativeInt, Field(le=_MOST_SEED)] = 0
     precision: Literal["float32", "bfloat16", "param_bfloat16"] = "float32"
     compile: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: NonNegativeInt = 0
     eval_windows: PositiveInt = 128
+    eval: Annotated[tuple[EvalText, ...], Field(strict=False)] = ()
+    patience: NonNegativeInt = 0
+    patience_on: Word = HELD_OUT
+    min_improvement: NonNegativeFloat = 0.0
     out: str = ""
     checkpoint_dir: Word | None = None
     checkpoint_every: NonNegativeInt = 0
@@ -211,7 +175,7 @@ class TrainSection(_Section):
         return int(least), int(most)
 
 
-class OptimizerGroup(_Section):
+class OptimizerGroup(Section):
     """[[optimizer.groups]]: weights that are trained in another way, by their names; the first group that fits counts.
 
     Attributes:
@@ -228,7 +192,7 @@ class OptimizerGroup(_Section):
     use_muon: bool | None = None
 
 
-class OptimizerSection(_Section):
+class OptimizerSection(Section):
     """[optimizer]: the optimizer, its schedule and clipping.
 
     Attributes:
@@ -251,7 +215,7 @@ class OptimizerSection(_Section):
     """
 
     name: Word = "adamw"
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = Field(default_factory=dict)
     groups: Annotated[tuple[OptimizerGroup, ...], Field(strict=False)] = ()
     lr: Annotated[PositiveFloat, Field(le=1e3)] = 1e-3
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)] = (0.9, 0.95)
@@ -271,7 +235,7 @@ class OptimizerSection(_Section):
         return {"adamw": 2, "lion": 1, "muon": 1}.get(self.name, 0)
 
 
-class LoraSection(_Section):
+class LoraSection(Section):
     """[lora]: small trained matrices beside frozen layers of `model.init` (arXiv 2106.09685); needs the package peft.
 
     Attributes:
@@ -287,7 +251,7 @@ class LoraSection(_Section):
     targets: Words | None = None
 
 
-class SampleSection(_Section):
+class SampleSection(Section):
     """[sample]: the text written at the end.
 
     Attributes:
@@ -308,7 +272,7 @@ class SampleSection(_Section):
         return temperature
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """A whole run. `load_run_config` reads it."""
 
     model: ModelSection
@@ -380,6 +344,7 @@ def load_run_config(path: str | Path, *, overrides: Sequence[str] = ()) -> RunCo
     except ValidationError as error:
         raise ConfigError(_explain(error, path=path)) from None
     _check_schedule(config, path=path)
+    _check_evaluations(config, path=path)
     if config.train.out:
         return config
     out = str(Path("runs", path.stem).absolute())
@@ -405,6 +370,32 @@ def _check_schedule(config: RunConfig, *, path: Path) -> None:
                 f"{path}: {where}.lr = {lr:g} times {where}.weight_decay = {decay:g} is 1 "
                 "or more: each step would decay the weights to zero or past it. Write a smaller one of the two"
             )
+
+
+def _check_evaluations(config: RunConfig, *, path: Path) -> None:
+    """Texts to measure have names of their own, and patience goes by one that is measured."""
+    train = config.train
+    names = [text.name for text in train.eval]
+    if twice := next((name for name in names if names.count(name) > 1 or name in (HELD_OUT, "held_out")), None):
+        raise ConfigError(f"{path}: train.eval: the name {twice!r} is taken already. Write another one")
+    if not train.patience:
+        return
+    if not train.eval_every:
+        raise ConfigError(
+            f"{path}: train.patience = {train.patience} counts evaluations, and there is none before the end. Write "
+            "train.eval_every=... too"
+        )
+    if train.patience_on == HELD_OUT:
+        if not config.data.held_out_fraction:
+            raise ConfigError(
+                f"{path}: train.patience goes by held-out text, and data.held_out_fraction = 0. Write another "
+                "fraction, or train.patience_on=... with the name of a text of train.eval"
+            )
+    elif train.patience_on not in names:
+        raise ConfigError(
+            f"{path}: train.patience_on = {train.patience_on!r}: there is no text of that name"
+            f"{nearest(train.patience_on, known=[HELD_OUT, *names])}. Write {HELD_OUT}, or a name of train.eval"
+        )
 
 
 def _complete_model(raw: dict[str, Any]) -> None:
@@ -464,6 +455,15 @@ def _make_paths_absolute(raw: dict[str, Any], *, base: Path) -> None:
         table = raw.get(section)
         if isinstance(table, dict) and isinstance(table.get(key), str):
             table[key] = _absolute(table[key], words=words, base=base)
+    for section, key in _TABLES:
+        if isinstance(raw.get(section), dict):
+            _make_sources_absolute(raw[section].get(key), base=base)
+
+
+def _make_sources_absolute(tables: Any, *, base: Path) -> None:
+    for table in tables if isinstance(tables, list) else ():
+        if isinstance(table, dict) and isinstance(table.get("source"), str):
+            table["source"] = _absolute(table["source"], words=_PATHS["data", "source"], base=base)
 
 
 def _absolute(text: str, *, words: Sequence[str], base: Path) -> str:
@@ -488,6 +488,8 @@ def _apply_override(raw: dict[str, Any], *, override: str) -> None:
     value = _parse_value(text.strip(), override=override)
     if tuple(keys) in _PATHS and isinstance(value, str):
         value = _absolute(value, words=_PATHS[keys[0], keys[1]], base=Path.cwd())
+    elif tuple(keys) in _TABLES:
+        _make_sources_absolute(value, base=Path.cwd())
     table = raw
     for key in keys[:-1]:
         table = table.setdefault(key, {})

@@ -21,5 +21,5 @@ def test_files_have_the_names_that_train_gives_them():
 
 def test_every_figure_of_a_step_is_drawn():
     record = StepRecord(1, 2.0, 3, 4.0, 5.0, 6.0, 7, 8.0, held_out=HeldOut(1.0, 2.0, 3), skipped=True)
-    assert {f.name for f in fields(StepRecord)} - {"held_out"} <= set(record.to_json())
+    assert {f.name for f in fields(StepRecord)} - {"held_out", "evals"} <= set(record.to_json())
     assert set(record.to_json()) - {"step", "tokens", "skipped"} == set(read.SERIES)

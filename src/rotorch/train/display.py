@@ -51,10 +51,11 @@ def _describe(record: StepRecord, *, brief: bool = False) -> str:
     return "  ".join(parts)
 
 
-def _held_out(record: StepRecord) -> str:
-    if record.held_out is None:
-        return ""
-    return f"held-out {record.held_out.bits_per_byte:.4f} bits per byte after step {record.step}"
+def _evaluated(record: StepRecord) -> str:
+    """One line about the evaluations after a step; "" if there was none."""
+    found = {"held-out": record.held_out, **record.evals}
+    parts = [f"{name} {value.bits_per_byte:.4f}" for name, value in found.items() if value is not None]
+    return f"{', '.join(parts)} bits per byte after step {record.step}" if parts else ""
 
 
 class _Plain:
@@ -70,8 +71,8 @@ class _Plain:
         if record.step in (self._first, self._steps) or record.step % self._every == 0:
             left = self._pace.left(self._steps - record.step)
             self._print(f"step {record.step}/{self._steps}  {_describe(record)}  {left} left")
-        if record.held_out is not None:
-            self._print(_held_out(record))
+        if text := _evaluated(record):
+            self._print(text)
 
     def on_rolled_back(self, step: int) -> None:
         return None
@@ -107,8 +108,8 @@ class _Live:
         if now - self._shown_s > 0.1 or record.step == self._steps:
             self._progress.refresh()
             self._shown_s = now
-        if record.held_out is not None:
-            self.on_note(_held_out(record))
+        if text := _evaluated(record):
+            self.on_note(text)
 
     def on_rolled_back(self, step: int) -> None:
         self._progress.update(self._task, completed=step)

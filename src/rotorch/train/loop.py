@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from rotorch.core.errors import FinalFailure
 from rotorch.parallel_model import Batch, ParallelModel
@@ -17,6 +18,7 @@ from rotorch.train.checks.memory import PeakMeter, TensorBytes, tensor_bytes
 from rotorch.train.checks.nonfinite import first_nonfinite
 from rotorch.train.checks.replicas import Sums, check_replicas, check_unchanged
 from rotorch.train.data.batches import TokenWindows, bits_per_byte
+from rotorch.train.early_stop import EarlyStop
 from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.metrics import HeldOut, Listener, StepRecord
 from rotorch.train.optim import learning_rate
@@ -31,9 +33,11 @@ class LoopEnd:
     Attributes:
         held_out: the last evaluation, None if there was none.
         checkpoint: the last checkpoint.
-        stopped: True if it was asked to stop before the last step.
+        stopped: True if it was asked to stop before its end.
         tensors: tensors of this rank after its last step.
         peak_bytes: the most memory each rank took, by rank.
+        evals: the last evaluation of each text of `train.eval`, by name.
+        ended_early: the reason, if the run's patience ended it before the last step.
     """
 
     held_out: HeldOut | None
@@ -41,6 +45,8 @@ class LoopEnd:
     stopped: bool
     tensors: TensorBytes
     peak_bytes: tuple[int, ...]
+    evals: Mapping[str, HeldOut] = field(default_factory=dict)
+    ended_early: str = ""
 
 
 def run_loop(
@@ -53,6 +59,7 @@ def run_loop(
     saves_in: AnyPath,
     listeners: Sequence[Listener],
     board: StatusBoard,
+    evals: Mapping[str, TokenWindows] = MappingProxyType({}),
 ) -> LoopEnd:
     """Trains from `state.step` to the last step, or to where all ranks agree to stop. All ranks.
 
@@ -68,12 +75,15 @@ def run_loop(
         saves_in: directory or store of its checkpoints.
         listeners: are told of every step; rank 0's only.
         board: board on which this rank notes its activity.
+        evals: further windows to evaluate on, by name.
     """
     model, optimizer, train = state.model, state.optimizer, config.train
     assert optimizer is not None, "training needs one"
     peak = PeakMeter(model.device)
     guard = DivergenceGuard(train, losses=recent_losses(state))
+    patience = EarlyStop(train, state=state)
     measured: HeldOut | None = None
+    by_name: dict[str, HeldOut] = {}
     checkpoint = saves_in
     at_rest: Sums | None = None
 
@@ -121,18 +131,23 @@ def run_loop(
                     listeners=listeners,
                     board=board,
                 ):
+                    patience.read_from(state)
                     continue
             num_tokens = sizes.global_batch * config.data.sequence_length
             state.step = step
             state.tokens += num_tokens if result.updated else 0
 
             is_last = step == train.steps
-            now_measured = None
-            if len(held_out) and (is_last or _is_due(step, every=train.eval_every)):
+            now_measured, now_by_name, ends = None, {}, ""
+            if is_last or _is_due(step, every=train.eval_every):
                 board.doing(RankPhase.EVALUATING)
-                now_measured = measured = evaluate(
-                    model, held_out, micro_batch=sizes.micro_batch, max_windows=train.eval_windows
-                )
+                rows, most = sizes.micro_batch, train.eval_windows
+                if len(held_out):
+                    now_measured = measured = evaluate(model, held_out, micro_batch=rows, max_windows=most)
+                now_by_name = by_name = {
+                    name: evaluate(model, text, micro_batch=rows, max_windows=most) for name, text in evals.items()
+                }
+                ends = patience.measured(step, held_out=now_measured, evals=now_by_name)
             record = StepRecord(
                 step=step,
                 loss=result.loss,
@@ -143,23 +158,36 @@ def run_loop(
                 peak_bytes=max(result.peak_bytes),
                 step_s=step_s,
                 held_out=now_measured,
+                evals=now_by_name,
                 skipped=not result.updated,
             )
             for listener in listeners:
                 listener.on_step(record)
-            if result.stop and not is_last:
+            if result.stop and not (is_last or ends):
                 _tell(listeners, f"asked to stop: writing a checkpoint after step {step}")
-            is_saving = is_last or result.stop or _is_due(step, every=train.checkpoint_every)
+            if ends and not is_last:
+                _tell(listeners, f"ending after step {step}: {ends}")
+            is_over = is_last or result.stop or bool(ends)
+            is_saving = is_over or _is_due(step, every=train.checkpoint_every)
             if train.check_every and (is_saving or _is_due(step, every=train.check_every)):
                 board.doing(RankPhase.EXAMINING)
                 at_rest = check_replicas(state)
             if is_saving:
                 board.doing(RankPhase.SAVING)
                 guard.remember_in(state)
+                patience.remember_in(state)
                 checkpoint = saver.save(state)
                 guard.saved()
-            if is_last or result.stop:
-                return LoopEnd(measured, checkpoint, not is_last, tensor_bytes(model, optimizer), result.peak_bytes)
+            if is_over:
+                return LoopEnd(
+                    measured,
+                    checkpoint,
+                    stopped=not (is_last or ends),
+                    tensors=tensor_bytes(model, optimizer),
+                    peak_bytes=result.peak_bytes,
+                    evals=by_name,
+                    ended_early="" if is_last else ends,
+                )
 
 
 def _went_back(

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TextIO
@@ -55,6 +55,7 @@ class StepRecord:
         step_s: seconds of the step.
         held_out: result of the evaluation after this step, if there was one.
         skipped: True if the weights were left as they were.
+        evals: results on the texts of `train.eval` after this step, by name.
     """
 
     step: int
@@ -67,16 +68,19 @@ class StepRecord:
     step_s: float
     held_out: HeldOut | None = None
     skipped: bool = False
+    evals: Mapping[str, HeldOut] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The object of `metrics.jsonl`; numbers that are not finite, which JSON does not have, are null."""
-        fields = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+        fields = asdict(self)
         if not self.skipped:
             del fields["skipped"]
         held_out = fields.pop("held_out")
+        for name, found in fields.pop("evals").items():
+            fields |= {f"eval_{name}_bits_per_byte": found["bits_per_byte"], f"eval_{name}_loss": found["loss"]}
         if held_out is not None:
             fields |= {"held_out_bits_per_byte": held_out["bits_per_byte"], "held_out_loss": held_out["loss"]}
-        return fields
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
 
 
 class Listener(Protocol):

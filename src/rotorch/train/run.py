@@ -56,7 +56,7 @@ from rotorch.train.checkpoint.saving import load_newest, package_versions
 from rotorch.train.checks.dry_run import dry_run, show_dry_run
 from rotorch.train.checks.out_of_memory import Running, Share, explained_out_of_memory
 from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run, data_position
-from rotorch.train.data.batches import BYTES, TokenFile, prepare_corpus, train_and_held_out
+from rotorch.train.data.batches import BYTES, TokenFile, all_windows, prepare_corpus, train_and_held_out
 from rotorch.train.display import make_display
 from rotorch.train.events import EventsFile
 from rotorch.train.launch.elastic import is_rank, launch, run_as_rank
@@ -174,11 +174,14 @@ def _start(
         if asked_to_resume:
             keep_earlier_metrics(run, tell=_tell)
     tokens = prepare_corpus(run.source)
+    files = [tokens, *(prepare_corpus(text) for _, text in run.evals)]
     check_same_corpus(run, tokens)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     work = partial(train, tokens_path=tokens.path, summary=summary)
     if job is not None:
-        job.compare(rank_findings(run, corpus=tokens.fingerprint), round_number=1, timeout_s=waits_s)
+        job.compare(
+            rank_findings(run, corpus=" ".join(file.fingerprint for file in files)), round_number=1, timeout_s=waits_s
+        )
         work = partial(work, store=job.store)
     if is_rank():
         if not run_as_rank(partial(work, run=run), traceback_dir=run.out, timeout_s=config.train.timeout_s):
@@ -293,6 +296,7 @@ def _train(
             saves_in=run.saves_in,
             listeners=listeners,
             board=board,
+            evals={name: all_windows(text, seed=config.train.seed) for name, text in run.evals},
         )
         if events is not None:
             events.ended(memory=asdict(end.tensors), peaks=end.peak_bytes)
@@ -368,6 +372,8 @@ def summarise(run: CheckedRun, state: TrainState, *, end: LoopEnd, sample: str) 
         "tokens": state.tokens,
         "held_out_bits_per_byte": end.held_out.bits_per_byte if end.held_out else None,
         "held_out_loss": end.held_out.loss if end.held_out else None,
+        "evals": {name: asdict(found) for name, found in end.evals.items()},
+        "ended_early": end.ended_early,
         "resident_bytes_per_rank": int(all_reduce_max(float(end.tensors.total), mesh=model.mesh)),
         # weights, and of those that are trained gradients and AdamW's two moments
         "resident_bytes_one_process": model.spec.num_bytes + 3 * model.spec.trained_bytes,
@@ -423,8 +429,12 @@ def _print_summary(run: CheckedRun, numbers: dict[str, Any]) -> None:
         lines += ["sample", *(f"  {line}" for line in numbers["sample"].splitlines()), ""]
     if numbers["stopped"]:
         lines.append(f"stopped     after step {numbers['step']} of {numbers['steps']}")
+    if numbers["ended_early"]:
+        lines.append(f"ended       after step {numbers['step']} of {numbers['steps']}: {numbers['ended_early']}")
     if numbers["held_out_bits_per_byte"] is not None:
         lines.append(f"held-out    {numbers['held_out_bits_per_byte']:.4f} bits per byte")
+    for name, found in numbers["evals"].items():
+        lines.append(f"{name:<11} {found['bits_per_byte']:.4f} bits per byte")
     memory = (
         f"{format_bytes(numbers['resident_bytes_per_rank'])} of weights, gradients and optimizer state per rank; "
         f"one process would need {format_bytes(numbers['resident_bytes_one_process'])}"

@@ -40,8 +40,9 @@ from rotorch.train.checks.capacity import (
     check_text_lasts,
     check_weights_fit,
 )
-from rotorch.train.checks.samples import check_data
+from rotorch.train.checks.samples import check_data, check_evals
 from rotorch.train.data.batches import BYTES, CheckedSource, default_cache_dir
+from rotorch.train.early_stop import check_not_ended
 from rotorch.train.launch.failure_report import REPORT
 from rotorch.train.launch.run_lock import LOCK
 from rotorch.train.loggers import check_listeners
@@ -76,6 +77,7 @@ class CheckedRun:
         saves_in: directory or store of its checkpoints.
         resume: checkpoint to resume from, or None at the beginning.
         command: the command that goes on with this run.
+        evals: the texts of `train.eval`, by name.
     """
 
     config: RunConfig
@@ -88,6 +90,7 @@ class CheckedRun:
     saves_in: AnyPath
     resume: Resume | None
     command: str
+    evals: tuple[tuple[str, CheckedSource], ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -133,6 +136,7 @@ def check_run(
         check_batch_fits(config, strategies=strategies, sizes=sizes, model_config=model_config)
     check_init(config)
     source = check_data(config, model_config=model_config)
+    evals = check_evals(config, model_config=model_config)
     check_text_lasts(sizes, config=config, source=source)
     strategies, spec = check_model(
         model_config,
@@ -151,7 +155,7 @@ def check_run(
         else None
     )
     check_room(saves_in, spec=spec, keep=config.train.keep, optimizer=config.optimizer)
-    return CheckedRun(config, strategies, sizes, model_config, spec, source, out, saves_in, going_on, command)
+    return CheckedRun(config, strategies, sizes, model_config, spec, source, out, saves_in, going_on, command, evals)
 
 
 def _on_gpu(config: RunConfig) -> bool:
@@ -482,6 +486,7 @@ def find_resume(
     check_same_model(path, manifest, model_config=model_config)
     check_same_adapters(path, manifest, config=config, spec=spec)
     check_same_order(path, manifest, config=config, sizes=sizes, source=source)
+    check_not_ended(manifest.data, train=config.train, checkpoint=path)
     if manifest.step >= config.train.steps:  # its bytes, which may be terabytes, are read by who loads them
         raise ConfigError(
             f"--resume: {path} is at step {manifest.step} and train.steps = {config.train.steps}: nothing is left to "

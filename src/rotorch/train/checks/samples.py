@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from rotorch.core.errors import ConfigError
-from rotorch.run_config import DataSection, RunConfig
+from rotorch.run_config import RunConfig
+from rotorch.run_data import DataSection
 from rotorch.train.data.batches import CheckedSource, check_source
 
 
@@ -31,6 +32,18 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
         pack=pack,
         apart=apart,
     )
+
+
+def check_evals(config: RunConfig, *, model_config: Any) -> tuple[tuple[str, CheckedSource], ...]:
+    """Each text of `train.eval` is as `check_data` wants it; returns them by name."""
+    found = []
+    for text in config.train.eval:
+        of_text = config.model_copy(update={"data": text.as_data(config.data)})
+        try:
+            found.append((text.name, check_data(of_text, model_config=model_config)))
+        except ConfigError as error:
+            raise ConfigError(f"train.eval {text.name!r}: {error}") from error.__cause__
+    return tuple(found)
 
 
 def _documents(data: DataSection, *, model_config: Any) -> tuple[bool, bool]:

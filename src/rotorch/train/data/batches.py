@@ -63,6 +63,7 @@ __all__ = [
     "TokenFile",
     "TokenWindows",
     "Tokens",
+    "all_windows",
     "bits_per_byte",
     "check_source",
     "check_vocabulary",
@@ -222,6 +223,20 @@ def prepare_corpus(checked: CheckedSource, *, progress: Callable[[int, int], Non
                 return file
         _build(checked, progress=progress or (lambda done, total: None))
     return TokenFile.open(path)
+
+
+def all_windows(checked: CheckedSource, *, seed: int) -> TokenWindows:
+    """Opens all windows of a prepared corpus of which nothing is held out. Every rank alone."""
+    assert checked.sequence_length is not None and not checked.held_out_fraction
+    windows, _ = train_and_held_out(
+        TokenFile.open(checked.path),
+        tokens=checked.tokens,
+        sequence_length=checked.sequence_length,
+        seed=seed,
+        held_out_fraction=0.0,
+        documents=checked.documents,
+    )
+    return windows
 
 
 def _build(checked: CheckedSource, *, progress: Callable[[int, int], None]) -> None:
