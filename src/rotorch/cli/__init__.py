@@ -21,6 +21,7 @@ import typer
 
 from rotorch import __version__
 from rotorch.bench import peers
+from rotorch.cli.options import Compile, Device, Json, Nproc, Overrides, OwnLayout, Parallel
 from rotorch.cli.output import check_json, leave_traceback, outlive_closed_output, print_now, show, write_json
 from rotorch.core.errors import ConfigError, RankFailure, StoppedEarly
 from rotorch.core.phase_line import tell_phase
@@ -32,15 +33,7 @@ _UsageError = typer.BadParameter.__bases__[0]  # typer does not export it, nor s
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
-Parallel = Annotated[str, typer.Option("--parallel", help="Layout, outermost first: ddp=2,rtp=4")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
-Nproc = Annotated[int | None, typer.Option("--nproc", help="Ranks to start; by default what the layout needs")]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(help="section.key=value, e.g. train.steps=9 optimizer.name=muon")
-]
 _CHECKPOINT = "A checkpoint, or a run (then its latest): a directory, or a URL like s3://bucket/my_run"
-Compile = Annotated[bool, typer.Option("--compile", help="Run blocks by torch.compile; the first step takes long")]
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to FILE, too")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -135,9 +128,7 @@ def train(
     run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run to train")],
     overrides: Overrides = None,
     nproc: Nproc = None,
-    parallel: Annotated[
-        str | None, typer.Option("--parallel", help="Layout in place of the file's: ddp=2,rtp=4")
-    ] = None,
+    parallel: OwnLayout = None,
     compile_blocks: Compile = False,
     resume: Annotated[bool, typer.Option("--resume", help="Resume from the run's last checkpoint")] = False,
     max_restarts: Annotated[
@@ -192,6 +183,35 @@ def train(
     if chosen is not None and not dry_run and (line := auto.compared(chosen, run_directory=about.run_directory)):
         print_now(line)
     return DONE if is_well else CHECK_FAILED
+
+
+@app.command("lr-find")
+def lr_find(
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run to find a learning rate for")],
+    overrides: Overrides = None,
+    nproc: Nproc = None,
+    parallel: OwnLayout = None,
+    lowest: Annotated[float, typer.Option(help="Learning rate of the first step")] = 1e-6,
+    highest: Annotated[float, typer.Option(help="Learning rate of the last step")] = 1.0,
+    steps: Annotated[int, typer.Option(help="Steps, each with a larger rate than the one before")] = 100,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.svg", help="Write a plot to FILE.svg")] = None,
+    json_file: Json = None,
+) -> int:
+    """Tries growing learning rates on a run's own layout and suggests one. Leaves no run directory."""
+    from rotorch.cli.lr_find import lr_find_command
+
+    changes = [*(overrides or ()), *([] if parallel is None else [f"parallel.layout={parallel}"])]
+    found = lr_find_command(
+        run_file,
+        overrides=changes,
+        nproc=nproc,
+        lowest=lowest,
+        highest=highest,
+        steps=steps,
+        plot=plot,
+        json_file=json_file,
+    )
+    return DONE if found else CHECK_FAILED
 
 
 @app.command("init")
