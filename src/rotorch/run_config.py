@@ -48,7 +48,7 @@ _PATHS = {
     ("train", "checkpoint_dir"): (),
 }
 """Keys that hold a path, and the words they take instead of one."""
-_TABLES = (("train", "eval"),)
+_TABLES = (("train", "eval"), ("data", "sources"))
 """Lists of tables whose `source` is a path, or a word of `data.source`."""
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -100,7 +100,8 @@ class TrainSection(Section):
         eval: further texts to measure the model on, with it and by name, see `EvalText`.
         patience: the run ends, with a checkpoint, after so many evaluations without a lower loss than the lowest; 0
             never.
-        patience_on: the text that `patience` goes by: "held-out", or the name of one of `eval`.
+        patience_on: the text that `patience` goes by: "held-out", or the name of one of `eval` or
+            of `data.sources`.
         min_improvement: nats per token by which a loss must be lower to count.
         out: the run's directory; by default `runs/<name of the TOML file>` in the working directory.
         checkpoint_dir: a directory, or a URL of a store (`s3://bucket/my_run`), for `checkpoints/` in place of `out`.
@@ -339,6 +340,7 @@ def load_run_config(path: str | Path, *, overrides: Sequence[str] = ()) -> RunCo
     for override in overrides:
         _apply_override(raw, override=override)
     _complete_model(raw)
+    _check_sources(raw, path=path)
     try:
         config = RunConfig.model_validate(raw)
     except ValidationError as error:
@@ -372,12 +374,23 @@ def _check_schedule(config: RunConfig, *, path: Path) -> None:
             )
 
 
+def _check_sources(raw: dict[str, Any], *, path: Path) -> None:
+    """A run has one source or several, not both."""
+    data = raw.get("data")
+    if isinstance(data, dict) and data.get("sources"):
+        for key in ("source", "suffixes"):
+            if key in data:
+                raise ConfigError(f"{path}: data.{key} beside data.sources: leave out one of the two")
+
+
 def _check_evaluations(config: RunConfig, *, path: Path) -> None:
     """Texts to measure have names of their own, and patience goes by one that is measured."""
     train = config.train
-    names = [text.name for text in train.eval]
+    sources = [text.name for text in config.data.sources]
+    names = [*sources, *(text.name for text in train.eval)]
     if twice := next((name for name in names if names.count(name) > 1 or name in (HELD_OUT, "held_out")), None):
-        raise ConfigError(f"{path}: train.eval: the name {twice!r} is taken already. Write another one")
+        where = "data.sources" if twice in sources else "train.eval"
+        raise ConfigError(f"{path}: {where}: the name {twice!r} is taken already. Write another one")
     if not train.patience:
         return
     if not train.eval_every:
@@ -391,7 +404,7 @@ def _check_evaluations(config: RunConfig, *, path: Path) -> None:
                 f"{path}: train.patience goes by held-out text, and data.held_out_fraction = 0. Write another "
                 "fraction, or train.patience_on=... with the name of a text of train.eval"
             )
-    elif train.patience_on not in names:
+    elif train.patience_on not in (names if config.data.held_out_fraction else names[len(sources) :]):
         raise ConfigError(
             f"{path}: train.patience_on = {train.patience_on!r}: there is no text of that name"
             f"{nearest(train.patience_on, known=[HELD_OUT, *names])}. Write {HELD_OUT}, or a name of train.eval"

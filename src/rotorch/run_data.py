@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, StringConstraints
 
 Word = Annotated[str, StringConstraints(min_length=1)]
 Words = Annotated[tuple[Word, ...], Field(strict=False, min_length=1)]
@@ -21,6 +21,37 @@ class Section(BaseModel):
     """A table of a run file: values have their own types, and unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
+
+
+class NamedText(Section):
+    """A text with a name: of `[[data.sources]]` and `[[train.eval]]`."""
+
+    name: Name
+    source: Word
+    text_field: Word | None = None
+    suffixes: Words | None = None
+
+    def _in_place_of(self, data: DataSection) -> DataSection:
+        changes = {"source": self.source, "text_field": self.text_field or data.text_field, "suffixes": self.suffixes}
+        return data.model_copy(update={**changes, "sources": ()})
+
+
+class DataSource(NamedText):
+    """[[data.sources]]: one of several texts that a run is trained on.
+
+    Attributes:
+        name: letters, digits, `_` and `-`; its held-out text is measured as `eval_NAME_loss`.
+        source: like `data.source`; of the run's `data.kind`.
+        weight: the source's share of samples is this over the sum of weights; at least a thousandth.
+        text_field: the field of records that holds the text; that of `[data]` by default.
+        suffixes: suffixes of files to read in a directory; by default all files that look like text.
+    """
+
+    weight: Annotated[PositiveFloat, Field(le=1e6)] = 1.0
+
+    def as_data(self, data: DataSection) -> DataSection:
+        """`data` of the run, with this text in place of all of them."""
+        return self._in_place_of(data)
 
 
 class DataSection(Section):
@@ -42,6 +73,7 @@ class DataSection(Section):
         sequence_length: tokens per sample.
         held_out_fraction: share of the text that is never trained on and measures the model.
         cache_dir: directory of tokenised text; by default `~/.cache/rotorch`.
+        sources: several texts in place of `source`, mixed by weights, see `DataSource`.
     """
 
     kind: Literal["text", "instructions"] = "text"
@@ -57,9 +89,10 @@ class DataSection(Section):
     sequence_length: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] = 256
     held_out_fraction: Annotated[float, Field(ge=0.0, le=0.5)] = 0.02
     cache_dir: Word | None = None
+    sources: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
 
 
-class EvalText(Section):
+class EvalText(NamedText):
     """[[train.eval]]: a text to measure the model on, all of it, beside the held-out text.
 
     Attributes:
@@ -69,12 +102,6 @@ class EvalText(Section):
         suffixes: suffixes of files to read in a directory; by default all files that look like text.
     """
 
-    name: Name
-    source: Word
-    text_field: Word | None = None
-    suffixes: Words | None = None
-
     def as_data(self, data: DataSection) -> DataSection:
         """`data` of the run, with this text in place of its own and nothing held out."""
-        changes = {"source": self.source, "text_field": self.text_field or data.text_field, "suffixes": self.suffixes}
-        return data.model_copy(update={**changes, "held_out_fraction": 0.0})
+        return self._in_place_of(data).model_copy(update={"held_out_fraction": 0.0})

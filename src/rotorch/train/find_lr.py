@@ -32,7 +32,7 @@ from rotorch.run_config import RunConfig
 from rotorch.strategies import format_parallel
 from rotorch.train.checks.memory import PeakMeter
 from rotorch.train.checks.preflight import CheckedRun, check_run
-from rotorch.train.data.batches import TokenFile, prepare_corpus, train_and_held_out
+from rotorch.train.data.batches import open_windows, prepare_sources
 from rotorch.train.launch.elastic import is_rank, launch
 from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.loop import read_batches
@@ -140,13 +140,13 @@ def find_learning_rate(config: RunConfig, *, sweep: Sweep, nproc: int | None = N
         run = check_run(_only_steps(config, sweep=sweep, out=Path(directory, "run")), nproc=nproc)
         check_semaphores(run.num_ranks)
         tell_phase("reading the text")
-        tokens = prepare_corpus(run.source)
+        prepare_sources(run.source)
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
         tell_phase("starting ranks")
         load_step_code(strategy.kind for strategy in run.strategies)
         result = Path(directory, "losses.json")
         number = launch(
-            partial(_sweep_in_rank, run=run, path=tokens.path, rates=sweep.rates(), result=result),
+            partial(_sweep_in_rank, run=run, rates=sweep.rates(), result=result),
             num_ranks=run.num_ranks,
             backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             timeout_s=config.train.timeout_s,
@@ -166,7 +166,7 @@ def _only_steps(config: RunConfig, *, sweep: Sweep, out: Path) -> RunConfig:
     return config.model_copy(update={"train": train})
 
 
-def _sweep_in_rank(board: StatusBoard, *, run: CheckedRun, path: Path, rates: Sequence[float], result: Path) -> bool:
+def _sweep_in_rank(board: StatusBoard, *, run: CheckedRun, rates: Sequence[float], result: Path) -> bool:
     """One rank's part; the first one writes the losses, one for each rate up to where they break off."""
     config = run.config
     board.doing(RankPhase.BUILDING)
@@ -176,14 +176,7 @@ def _sweep_in_rank(board: StatusBoard, *, run: CheckedRun, path: Path, rates: Se
     board.name_units(model.write_status_to(board.place, blocks=not config.train.compile))
     if config.train.compile:
         board.will_compile()
-    windows, _ = train_and_held_out(
-        TokenFile.open(path),
-        tokens=run.source.tokens,
-        sequence_length=config.data.sequence_length,
-        seed=config.train.seed,
-        held_out_fraction=config.data.held_out_fraction,
-        documents=run.source.documents,
-    )
+    windows, _, _ = open_windows(run.source, seed=config.train.seed)
     peak = PeakMeter(model.device)
     losses: list[float] = []
     for step, lr in enumerate(rates, start=1):

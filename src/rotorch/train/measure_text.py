@@ -13,8 +13,7 @@ from rotorch.parallel_model import ParallelModel
 from rotorch.run_config import RunConfig
 from rotorch.train.checks.preflight import with_published_files
 from rotorch.train.checks.samples import check_data
-from rotorch.train.data.batches import Documents, TokenFile, prepare_corpus, train_and_held_out
-from rotorch.train.data.tokens import open_tokens
+from rotorch.train.data.batches import CheckedSource, open_windows, prepare_sources
 from rotorch.train.data.windows import TokenWindows
 from rotorch.train.loop import evaluate
 from rotorch.train.saved_model import SavedModel, use_saved_model
@@ -71,8 +70,8 @@ def measure_text(
     """
     run = _run_on(saved.run, source=source)
     checked = check_data(run, model_config=saved.model_config)
-    file = prepare_corpus(checked)
-    windows = _windows(run, file, documents=checked.documents)
+    prepare_sources(checked)
+    windows = _windows(run, checked)
     if not len(windows):
         raise ConfigError(
             f"eval: the run held nothing out of {run.data.source} (data.held_out_fraction = 0). Write a text: --data"
@@ -81,8 +80,7 @@ def measure_text(
         _measure,
         saved=saved,
         run=run,
-        path=file.path,
-        documents=checked.documents,
+        checked=checked,
         num_windows=len(windows) if num_windows is None else min(num_windows, len(windows)),
         micro_batch=micro_batch or run.train.micro_batch,
         part="held out" if source is None else "all",
@@ -93,19 +91,14 @@ def measure_text(
 
 def _run_on(run: RunConfig, *, source: str | None) -> RunConfig:
     if source is not None:
-        run = run.model_copy(update={"data": run.data.model_copy(update={"source": source, "held_out_fraction": 0.0})})
+        run = run.model_copy(
+            update={"data": run.data.model_copy(update={"source": source, "sources": (), "held_out_fraction": 0.0})}
+        )
     return with_published_files(run)
 
 
-def _windows(run: RunConfig, file: TokenFile, *, documents: Documents) -> TokenWindows:
-    train, held_out = train_and_held_out(
-        file,
-        tokens=open_tokens(run.data.tokenizer, eos_token=run.data.eos_token),
-        sequence_length=run.data.sequence_length,
-        seed=run.train.seed,
-        held_out_fraction=run.data.held_out_fraction,
-        documents=documents,
-    )
+def _windows(run: RunConfig, checked: CheckedSource) -> TokenWindows:
+    train, held_out, _ = open_windows(checked, seed=run.train.seed)
     return held_out if run.data.held_out_fraction else train
 
 
@@ -114,15 +107,14 @@ def _measure(
     *,
     saved: SavedModel,
     run: RunConfig,
-    path: Path,
-    documents: Documents,
+    checked: CheckedSource,
     num_windows: int,
     micro_batch: int,
     part: str,
     summary: Path | None,
 ) -> None:
     """One rank's part: all ranks measure, the first one prints."""
-    windows = _windows(run, TokenFile.open(path), documents=documents)
+    windows = _windows(run, checked)
     found = evaluate(model, windows, micro_batch=micro_batch, max_windows=num_windows)
     if model.mesh.size() > 1 and model.mesh.get_rank() != 0:
         return
@@ -130,7 +122,7 @@ def _measure(
     measured = Measured(
         checkpoint=str(saved.checkpoint),
         step=saved.manifest.step,
-        source=run.data.source,
+        source=", ".join(part.corpus.source for part in checked.each),
         part=part,
         num_windows=num_windows,
         num_tokens=sum(window.num_targets for window in chosen),

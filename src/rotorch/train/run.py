@@ -53,10 +53,13 @@ from rotorch.strategies import format_parallel
 from rotorch.train.checkpoint.auxiliary_files import auxiliary_files
 from rotorch.train.checkpoint.directories import checkpoints_of, make_directory
 from rotorch.train.checkpoint.saving import load_newest, package_versions
+from rotorch.train.checks.divergence import read_ahead
 from rotorch.train.checks.dry_run import dry_run, show_dry_run
 from rotorch.train.checks.out_of_memory import Running, Share, explained_out_of_memory
 from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run, data_position
-from rotorch.train.data.batches import BYTES, TokenFile, all_windows, prepare_corpus, train_and_held_out
+from rotorch.train.data.batches import BYTES, all_windows, open_windows, prepare_corpus, prepare_sources
+from rotorch.train.data.mixture import MixedWindows
+from rotorch.train.data.windows import TokenWindows
 from rotorch.train.display import make_display
 from rotorch.train.events import EventsFile
 from rotorch.train.launch.elastic import is_rank, launch, run_as_rank
@@ -173,15 +176,14 @@ def _start(
         held.enter_context(lock_directories(written, seen_with=seen_with))
         if asked_to_resume:
             keep_earlier_metrics(run, tell=_tell)
-    tokens = prepare_corpus(run.source)
-    files = [tokens, *(prepare_corpus(text) for _, text in run.evals)]
-    check_same_corpus(run, tokens)
+    corpus = prepare_sources(run.source)
+    evals = [prepare_corpus(text).fingerprint for _, text in run.evals]
+    check_same_corpus(run, corpus)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
-    work = partial(train, tokens_path=tokens.path, summary=summary)
+    work = partial(train, corpus=corpus, summary=summary)
     if job is not None:
-        job.compare(
-            rank_findings(run, corpus=" ".join(file.fingerprint for file in files)), round_number=1, timeout_s=waits_s
-        )
+        findings = rank_findings(run, corpus=" ".join([corpus, *evals]))
+        job.compare(findings, round_number=1, timeout_s=waits_s)
         work = partial(work, store=job.store)
     if is_rank():
         if not run_as_rank(partial(work, run=run), traceback_dir=run.out, timeout_s=config.train.timeout_s):
@@ -210,15 +212,15 @@ def _start(
     return True
 
 
-def check_same_corpus(run: CheckedRun, tokens: TokenFile) -> None:
+def check_same_corpus(run: CheckedRun, corpus: str) -> None:
     """A resumed run reads the text that it was begun with."""
     if run.resume is None:
         return
-    begun_with = run.resume.manifest.data.get("corpus", tokens.fingerprint)
-    if begun_with != tokens.fingerprint:
+    begun_with = run.resume.manifest.data.get("corpus", corpus)
+    if begun_with != corpus:
         raise ConfigError(
             f"--resume: data.source = {run.config.data.source!r} is not the text that {run.resume.checkpoint} was "
-            f"trained on ({tokens.fingerprint} now, {begun_with} then). Write the source that the run was begun with"
+            f"trained on ({corpus} now, {begun_with} then). Write the source that the run was begun with"
         )
 
 
@@ -235,7 +237,7 @@ def keep_earlier_metrics(run: CheckedRun, *, tell: Callable[[str], None]) -> Non
 
 
 def train(
-    board: StatusBoard, *, run: CheckedRun, tokens_path: Path, summary: Path | None, store: dist.Store | None = None
+    board: StatusBoard, *, run: CheckedRun, corpus: str, summary: Path | None, store: dist.Store | None = None
 ) -> bool:
     """Runs one rank's training. Returns whether it came to the last step."""
     share = Share(
@@ -247,14 +249,14 @@ def train(
         copies_to_save=run.config.train.async_save,
     )
     with explained_out_of_memory(share) as running:
-        return _train(board, run=run, tokens_path=tokens_path, summary=summary, running=running, store=store)
+        return _train(board, run=run, corpus=corpus, summary=summary, running=running, store=store)
 
 
 def _train(
     board: StatusBoard,
     *,
     run: CheckedRun,
-    tokens_path: Path,
+    corpus: str,
     summary: Path | None,
     running: Running,
     store: dist.Store | None,
@@ -267,8 +269,7 @@ def _train(
     running.state = state = build(run, store=store)
     model = state.model
     board.name_units(model.write_status_to(board.place, blocks=not config.train.compile))
-    file = TokenFile.open(tokens_path)
-    state.data = {**data_position(config, sizes=run.sizes, source=run.source), "corpus": file.fingerprint}
+    state.data = {**data_position(config, sizes=run.sizes, source=run.source), "corpus": corpus}
     if config.train.compile:
         board.will_compile()
     if run.resume is not None:
@@ -276,14 +277,8 @@ def _train(
         if is_first:
             tell_phase(f"loading {run.resume.checkpoint}")
         load_newest(run.resume.checkpoint, state)
-    windows, held_out = train_and_held_out(
-        file,
-        tokens=run.source.tokens,
-        sequence_length=config.data.sequence_length,
-        seed=config.train.seed,
-        held_out_fraction=config.data.held_out_fraction,
-        documents=run.source.documents,
-    )
+    seed = config.train.seed
+    windows, held_out, by_source = open_windows(run.source, seed=seed)
     if is_first:
         tell_phase()
     with _listeners(run, state) as (listeners, events):
@@ -296,7 +291,7 @@ def _train(
             saves_in=run.saves_in,
             listeners=listeners,
             board=board,
-            evals={name: all_windows(text, seed=config.train.seed) for name, text in run.evals},
+            evals={**by_source, **{name: all_windows(text, seed=seed) for name, text in run.evals}},
         )
         if events is not None:
             events.ended(memory=asdict(end.tensors), peaks=end.peak_bytes)
@@ -312,6 +307,7 @@ def _train(
         )
     board.doing(RankPhase.REPORTING)
     numbers = summarise(run, state, end=end, sample=text)
+    numbers["sources"] = _shares(run, state, windows)
     if state.rank == 0:
         _print_summary(run, numbers)
         if summary is not None:
@@ -384,6 +380,15 @@ def summarise(run: CheckedRun, state: TrainState, *, end: LoopEnd, sample: str) 
     }
 
 
+def _shares(run: CheckedRun, state: TrainState, windows: TokenWindows) -> dict[str, Any]:
+    """Shares of a mixture's sources in what was read so far, by name; nothing of a single source."""
+    if not isinstance(windows, MixedWindows):
+        return {}
+    read = (state.step + read_ahead(state)) * run.sizes.global_batch
+    found = windows.shares(read, names=[part.name for part in run.source.parts])
+    return {share.name: asdict(share) for share in found}
+
+
 # ---------------------------------------------------------------- what a person sees
 
 
@@ -402,17 +407,29 @@ def _introduce(run: CheckedRun, console: Console) -> None:
         f"model   {spec.name}, {format_count(spec.num_parameters)} parameters{trained}",
         f"ranks   {run.num_ranks}, {format_parallel(run.strategies)}",
         f"batch   {batch}",
-        f"data    {run.source.corpus.source}, {format_bytes(run.source.corpus.text_bytes)} of text{_samples(run)}",
+        *(f"data    {line}" for line in _texts(run)),
         f"out     {run.out}",
     ]
     if run.saves_in != run.out:
         lines.append(f"saves   {run.saves_in}")
     if run.resume is not None:
         lines.append(f"resume  step {run.resume.manifest.step}, from {run.resume.checkpoint}")
-    if not run.source.path.exists():
-        lines.append(f"tokens  reading the text once, into {run.source.path}")
+    for source in run.source.each:
+        if not source.path.exists():
+            lines.append(f"tokens  reading {source.corpus.source} once, into {source.path}")
     for line in lines:
         console.print(Text(line))
+
+
+def _texts(run: CheckedRun) -> list[str]:
+    """A line for each source: its share, if there are several, its place and its size."""
+    total = sum(part.weight for part in run.source.parts)
+    heads = [f"{part.name} {part.weight / total:.1%}: " for part in run.source.parts] or [""]
+    texts = [
+        f"{head}{source.corpus.source}, {format_bytes(source.corpus.text_bytes)} of text"
+        for head, source in zip(heads, run.source.each, strict=True)
+    ]
+    return [*texts[:-1], f"{texts[-1]}{_samples(run)}"]
 
 
 def _samples(run: CheckedRun) -> str:
@@ -433,6 +450,8 @@ def _print_summary(run: CheckedRun, numbers: dict[str, Any]) -> None:
         lines.append(f"ended       after step {numbers['step']} of {numbers['steps']}: {numbers['ended_early']}")
     if numbers["held_out_bits_per_byte"] is not None:
         lines.append(f"held-out    {numbers['held_out_bits_per_byte']:.4f} bits per byte")
+    for name, share in numbers["sources"].items():
+        lines.append(f"{name:<11} {share['samples']} samples, {share['epochs']:.3g} times its text")
     for name, found in numbers["evals"].items():
         lines.append(f"{name:<11} {found['bits_per_byte']:.4f} bits per byte")
     memory = (

@@ -69,7 +69,12 @@ def check_batch_fits(
 
 def check_text_lasts(sizes: BatchSizes, *, config: RunConfig, source: CheckedSource) -> None:
     """Checks that one step does not read the text several times. Known before tokenising for bytes only."""
-    if config.data.tokenizer != "bytes" or source.instructions is not None or not source.corpus.is_exact:
+    if (
+        config.data.tokenizer != "bytes"
+        or source.parts
+        or source.instructions is not None
+        or not source.corpus.is_exact
+    ):
         return
     windows = max(1, source.corpus.text_bytes // (config.data.sequence_length + 1))
     if sizes.global_batch > _MOST_READINGS * windows:

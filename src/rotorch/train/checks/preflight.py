@@ -558,8 +558,10 @@ def _as_toml(value: Any) -> str:
 def data_position(config: RunConfig, *, sizes: BatchSizes, source: CheckedSource) -> dict[str, Any]:
     """Returns the settings that, with corpus, seed and step, decide which tokens a step reads; as plain JSON."""
     packed = {} if source.instructions is None else {"data.pack": source.instructions.pack}
+    mixed = {"data.sources": [[part.name, part.weight] for part in source.parts]} if source.parts else {}
     return {
         **packed,
+        **mixed,
         "data.documents": "joined" if source.documents == "joined" else "apart",
         "train.global_batch": sizes.global_batch,
         "data.sequence_length": config.data.sequence_length,

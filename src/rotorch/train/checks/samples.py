@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rotorch.core.errors import ConfigError
 from rotorch.run_config import RunConfig
 from rotorch.run_data import DataSection
-from rotorch.train.data.batches import CheckedSource, check_source
+from rotorch.train.data.batches import CheckedSource, MixedPart, check_source
+from rotorch.train.data.mixture import places
 
 
 def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
@@ -15,6 +17,8 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
 
     Documents that are to be kept apart are, by this model.
     """
+    if config.data.sources:
+        return _check_mixture(config, model_config=model_config)
     text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     data = config.data
     pack, apart = _documents(data, model_config=model_config)
@@ -32,6 +36,19 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
         pack=pack,
         apart=apart,
     )
+
+
+def _check_mixture(config: RunConfig, *, model_config: Any) -> CheckedSource:
+    """Each source of a mixture is as `check_data` wants it; returns the first, which has all of them as its parts."""
+    places([source.weight for source in config.data.sources])
+    parts = []
+    for source in config.data.sources:
+        of_source = config.model_copy(update={"data": source.as_data(config.data)})
+        try:
+            parts.append(MixedPart(source.name, source.weight, check_data(of_source, model_config=model_config)))
+        except ConfigError as error:
+            raise ConfigError(f"data.sources {source.name!r}: {error}") from error.__cause__
+    return replace(parts[0].checked, parts=tuple(parts))
 
 
 def check_evals(config: RunConfig, *, model_config: Any) -> tuple[tuple[str, CheckedSource], ...]:

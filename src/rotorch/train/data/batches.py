@@ -28,6 +28,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
 from rotorch.train.data.corpus import STDLIB, Corpus, find_corpus
 from rotorch.train.data.instructions import Instructions, find_records, open_chat
+from rotorch.train.data.mixture import MixedWindows
 from rotorch.train.data.token_file import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -60,6 +61,7 @@ __all__ = [
     "DamagedTokenFile",
     "Documents",
     "HeldOutBatch",
+    "MixedPart",
     "TokenFile",
     "TokenWindows",
     "Tokens",
@@ -70,11 +72,22 @@ __all__ = [
     "default_cache_dir",
     "num_accumulated",
     "open_tokens",
+    "open_windows",
     "prepare_corpus",
+    "prepare_sources",
     "train_and_held_out",
 ]
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class MixedPart:
+    """One source of a mixture: its name, its weight, and its text."""
+
+    name: str
+    weight: float
+    checked: CheckedSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,6 +103,7 @@ class CheckedSource:
             content and the text field.
         instructions: How records of prompts and responses become windows; None for text.
         documents: Of a window, for `train_and_held_out`.
+        parts: All sources of a mixture, of which this is the first; empty if it is the only one.
     """
 
     corpus: Corpus
@@ -99,6 +113,12 @@ class CheckedSource:
     path: Path
     instructions: Instructions | None = None
     documents: Documents = "joined"
+    parts: tuple[MixedPart, ...] = ()
+
+    @property
+    def each(self) -> tuple[CheckedSource, ...]:
+        """The sources: those of the mixture, or this one."""
+        return tuple(part.checked for part in self.parts) or (self,)
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ConfigError if `num_tokens` are too few for the windows asked for."""
@@ -225,18 +245,46 @@ def prepare_corpus(checked: CheckedSource, *, progress: Callable[[int, int], Non
     return TokenFile.open(path)
 
 
-def all_windows(checked: CheckedSource, *, seed: int) -> TokenWindows:
-    """Opens all windows of a prepared corpus of which nothing is held out. Every rank alone."""
-    assert checked.sequence_length is not None and not checked.held_out_fraction
-    windows, _ = train_and_held_out(
+def prepare_sources(checked: CheckedSource) -> str:
+    """Tokenises all sources of a run (`prepare_corpus`); returns the fingerprint of their tokens together."""
+    return " ".join(prepare_corpus(part).fingerprint for part in checked.each)
+
+
+def open_windows(checked: CheckedSource, *, seed: int) -> tuple[TokenWindows, TokenWindows, dict[str, TokenWindows]]:
+    """Opens the windows of prepared sources. Every rank alone.
+
+    Args:
+        checked: From `check_source`, with a length of windows.
+        seed: Decides the order in which training windows are read, and are mixed.
+
+    Returns:
+        (train, held_out, by_name): of a mixture all windows that its sources hold out, and those of each by its name.
+    """
+    pairs = [_windows(part, seed=seed) for part in checked.each]
+    if not checked.parts:
+        return *pairs[0], {}
+    weights = [part.weight for part in checked.parts]
+    train, held_out = (MixedWindows(windows, weights=weights) for windows in zip(*pairs, strict=True))
+    names = [part.name for part in checked.parts]
+    return train, held_out, {name: pair[1] for name, pair in zip(names, pairs, strict=True) if len(pair[1])}
+
+
+def _windows(checked: CheckedSource, *, seed: int) -> tuple[TokenWindows, TokenWindows]:
+    assert checked.sequence_length is not None
+    return train_and_held_out(
         TokenFile.open(checked.path),
         tokens=checked.tokens,
         sequence_length=checked.sequence_length,
         seed=seed,
-        held_out_fraction=0.0,
+        held_out_fraction=checked.held_out_fraction,
         documents=checked.documents,
     )
-    return windows
+
+
+def all_windows(checked: CheckedSource, *, seed: int) -> TokenWindows:
+    """Opens all windows of a prepared corpus of which nothing is held out. Every rank alone."""
+    assert not checked.held_out_fraction
+    return _windows(checked, seed=seed)[0]
 
 
 def _build(checked: CheckedSource, *, progress: Callable[[int, int], None]) -> None:
