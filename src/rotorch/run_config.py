@@ -324,18 +324,19 @@ def batch_sizes(train: TrainSection, *, batch_ranks: int) -> BatchSizes:
     return sizes
 
 
-def load_run_config(path: str | Path, *, overrides: Sequence[str] = ()) -> RunConfig:
+def load_run_config(path: str | Path, *, overrides: Sequence[str] = (), content: bytes | None = None) -> RunConfig:
     """Reads a run from a TOML file and `key=value` overrides.
 
     Args:
         path: the TOML file.
+        content: text of the file, if it was read already, from standard input: then `path` only names it in messages.
         overrides: `section.key=value`; the value is written as in TOML, and quotes around text may be left out.
 
     Raises:
         ConfigError: if the file or an override cannot be read, a key is unknown or a value is not allowed; one line.
     """
     path = Path(path)
-    raw = _read_toml(path)
+    raw = _parsed(_read(path) if content is None else content, path=path)
     _make_paths_absolute(raw, base=path.absolute().parent)
     for override in overrides:
         _apply_override(raw, override=override)
@@ -418,9 +419,9 @@ def _complete_model(raw: dict[str, Any]) -> None:
         model.setdefault("config", model["init"])
 
 
-def _read_toml(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> bytes:
     try:
-        content = read_small(path, most_bytes=_MOST_BYTES, what="a run's TOML file")
+        return read_small(path, most_bytes=_MOST_BYTES, what="a run's TOML file")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{_beside(path)}") from None
     except IsADirectoryError:
@@ -431,6 +432,11 @@ def _read_toml(path: Path) -> dict[str, Any]:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{str(path)!r} is no path: {error}. Write another one") from None  # a null byte
+
+
+def _parsed(content: bytes, *, path: Path) -> dict[str, Any]:
+    if len(content) > _MOST_BYTES:
+        raise ConfigError(f"{path}: more than {_MOST_BYTES} bytes, too large for a run's TOML file. Write another one")
     try:
         return tomllib.loads(_decode(content, path=path))
     except ConfigError:

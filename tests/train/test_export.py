@@ -206,3 +206,17 @@ def test_experts_come_out_one_by_one_as_they_were_published(tmp_path, warm, max_
     _, model = loaded_logits(tmp_path / "out")
     again = model.state_dict()
     assert all(torch.equal(again[name], value) for name, value in original.state_dict().items())
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve café ☕ \n\t\r", "\x00\x7f\x80\xad\xff", "  two  spaces "])
+def test_the_tokenizer_of_bytes_is_that_of_the_run(text, tmp_path):
+    from transformers import AutoTokenizer
+
+    from rotorch.train.checkpoint.byte_tokenizer import byte_tokenizer, tokenizer_config
+    from rotorch.train.data.tokens import ByteTokens
+
+    byte_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(longest=32)))
+    opened, ours = AutoTokenizer.from_pretrained(tmp_path), ByteTokens()
+    assert opened(text).input_ids == ours.encode(text) and opened.decode(ours.encode(text)) == text
+    assert opened.eos_token_id == ours.end_id and len(opened) == ours.vocab_size and opened.model_max_length == 32

@@ -21,7 +21,7 @@ import typer
 
 from rotorch import __version__
 from rotorch.bench import peers
-from rotorch.cli.options import Compile, Device, Json, Nproc, Overrides, OwnLayout, Parallel
+from rotorch.cli.options import Compile, Device, Json, Nproc, Overrides, OwnLayout, Parallel, standard_input
 from rotorch.cli.output import check_json, leave_traceback, outlive_closed_output, print_now, show, write_json
 from rotorch.core.errors import ConfigError, RankFailure, StoppedEarly
 from rotorch.core.phase_line import tell_phase
@@ -31,7 +31,7 @@ DONE, CHECK_FAILED, WRONG_INPUT, RANK_FAILED, UNFORESEEN, INTERRUPTED = 0, 1, 2,
 
 _UsageError = typer.BadParameter.__bases__[0]  # typer does not export it, nor say whether it is click's or its own
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 _CHECKPOINT = "A checkpoint, or a run (then its latest): a directory, or a URL like s3://bucket/my_run"
 
@@ -125,7 +125,7 @@ def _root(
 @app.command("train")
 def train(
     context: typer.Context,
-    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run to train")],
+    run_file: Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run to train; `-`: from standard input")],
     overrides: Overrides = None,
     nproc: Nproc = None,
     parallel: OwnLayout = None,
@@ -144,6 +144,7 @@ def train(
     json_file: Json = None,
 ) -> int:
     """Trains a model on ranks of this machine, or as one rank under torchrun."""
+    tell_phase(f"reading {run_file}")
     from rotorch.process.parent_death import die_with_torchrun
     from rotorch.run_config import load_run_config
     from rotorch.strategies import parse_parallel
@@ -153,7 +154,9 @@ def train(
     changes += ["train.compile=true"] if compile_blocks else []
     changes += [] if max_restarts is None else [f"train.max_restarts={max_restarts}"]
     changes += [] if elastic is None else [f'train.elastic="{elastic}"']
-    config = load_run_config(run_file, overrides=changes)
+    piped = None if str(run_file) != "-" else standard_input(job=context.obj.job)
+    name = Path("stdin") if piped is not None else run_file
+    config = load_run_config(name, overrides=changes, content=piped)
     check_json(json_file)
     chosen = None
     if config.parallel.layout == "auto":
@@ -163,7 +166,7 @@ def train(
         for line in chosen.told:
             print_now(line)
         changes += chosen.changes
-        config = load_run_config(run_file, overrides=changes)
+        config = load_run_config(name, overrides=changes, content=piped)
     parse_parallel(config.parallel.layout)  # before seconds are spent on loading torch
     about: _Invocation = context.obj
     about.run_directory = Path(config.train.out)
@@ -175,7 +178,7 @@ def train(
         config,
         nproc=nproc,
         resume=resume,
-        command=shlex.join(words),
+        command=shlex.join(words) + (" < RUN.toml" if piped is not None else ""),
         summary=json_file,
         only_plan=dry_run,
         job=about.job,
@@ -332,8 +335,10 @@ def suite(
     tables: Annotated[bool, typer.Option("--tables", help="Measure nothing; write table and plots")] = False,
 ) -> int:
     """Runs many benches: a JSON file for each, and a table and a plot of all. Continues an interrupted suite."""
+    tell_phase("loading torch")
     from rotorch.bench.suite_command import list_cases, suite_command, write_tables
 
+    tell_phase()
     if only_list or tables:
         list_cases(suite_file, out=out) if only_list else write_tables(suite_file, out=out)
         return DONE
@@ -449,8 +454,10 @@ def zoo(
     for layout in parallel or ():
         parse_parallel(layout)
     _hide_gpus()
+    tell_phase("loading torch")
     from rotorch.testing.zoo import LAYOUTS, configurations, run_zoo, table
 
+    tell_phase()
     if known and again:
         raise ConfigError("zoo: --known runs nothing, and --again runs what is known. Leave out one of the two")
     layouts = tuple(parallel or LAYOUTS)

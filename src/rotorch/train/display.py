@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from typing import Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -16,7 +17,14 @@ _RECENT = 0.9
 """How much of the pace shown is the pace before: the time left should not jump."""
 
 
-def make_display(console: Console, *, first_step: int, steps: int) -> Listener:
+class Display(Listener, Protocol):
+    """A listener that also shows what goes on between two steps."""
+
+    def phase(self, text: str) -> None:
+        """Shows a phase, such as "saving", until the next step."""
+
+
+def make_display(console: Console, *, first_step: int, steps: int) -> Display:
     """Returns the display that suits `console`, for a run from `first_step` to `steps`."""
     return (
         _Live(console, first_step=first_step, steps=steps)
@@ -80,6 +88,9 @@ class _Plain:
     def on_note(self, text: str) -> None:
         self._print(text)
 
+    def phase(self, text: str) -> None:
+        return None
+
     def close(self) -> None:
         return None
 
@@ -116,6 +127,10 @@ class _Live:
 
     def on_note(self, text: str) -> None:
         self._progress.console.print(text, markup=False, highlight=False)
+
+    def phase(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+        self._progress.refresh()
 
     def close(self) -> None:
         self._progress.refresh()

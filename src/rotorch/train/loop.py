@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -60,6 +60,7 @@ def run_loop(
     listeners: Sequence[Listener],
     board: StatusBoard,
     evals: Mapping[str, TokenWindows] = MappingProxyType({}),
+    phase: Callable[[str], None] = lambda text: None,
 ) -> LoopEnd:
     """Trains from `state.step` to the last step, or to where all ranks agree to stop. All ranks.
 
@@ -76,6 +77,7 @@ def run_loop(
         listeners: are told of every step; rank 0's only.
         board: board on which this rank notes its activity.
         evals: further windows to evaluate on, by name.
+        phase: is told what goes on between two steps.
     """
     model, optimizer, train = state.model, state.optimizer, config.train
     assert optimizer is not None, "training needs one"
@@ -141,6 +143,7 @@ def run_loop(
             now_measured, now_by_name, ends = None, {}, ""
             if is_last or _is_due(step, every=train.eval_every):
                 board.doing(RankPhase.EVALUATING)
+                phase("evaluating")
                 rows, most = sizes.micro_batch, train.eval_windows
                 if len(held_out):
                     now_measured = measured = evaluate(model, held_out, micro_batch=rows, max_windows=most)
@@ -174,6 +177,7 @@ def run_loop(
                 at_rest = check_replicas(state)
             if is_saving:
                 board.doing(RankPhase.SAVING)
+                phase("saving a checkpoint")
                 guard.remember_in(state)
                 patience.remember_in(state)
                 checkpoint = saver.save(state)

@@ -281,7 +281,7 @@ def _train(
     windows, held_out, by_source = open_windows(run.source, seed=seed)
     if is_first:
         tell_phase()
-    with _listeners(run, state) as (listeners, events):
+    with _listeners(run, state) as (listeners, events, phase):
         end = run_loop(
             state,
             config=config,
@@ -292,6 +292,7 @@ def _train(
             listeners=listeners,
             board=board,
             evals={**by_source, **{name: all_windows(text, seed=seed) for name, text in run.evals}},
+            phase=phase,
         )
         if events is not None:
             events.ended(memory=asdict(end.tensors), peaks=end.peak_bytes)
@@ -470,10 +471,12 @@ def _print_summary(run: CheckedRun, numbers: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _listeners(run: CheckedRun, state: TrainState) -> Iterator[tuple[Sequence[Listener], EventsFile | None]]:
+def _listeners(
+    run: CheckedRun, state: TrainState
+) -> Iterator[tuple[Sequence[Listener], EventsFile | None, Callable[[str], None]]]:
     """Rank 0: marks the directory as this run's, and opens the files and the display. Other ranks: nothing."""
     if state.rank != 0:
-        yield (), None
+        yield (), None, lambda text: None
         return
     make_directory(run.out)
     about: dict[str, Any] = {
@@ -507,7 +510,7 @@ def _listeners(run: CheckedRun, state: TrainState) -> Iterator[tuple[Sequence[Li
             stack.callback(listener.close)
         display = make_display(Console(), first_step=state.step + 1, steps=run.config.train.steps)
         stack.callback(display.close)
-        yield (*listeners, display), events
+        yield (*listeners, display), events, display.phase
 
 
 def _predicted_at_rest(run: CheckedRun) -> dict[str, int]:

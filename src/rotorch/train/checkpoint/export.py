@@ -19,8 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.phase_line import tell_phase
 from rotorch.core.quantities import format_bytes
-from rotorch.models.hf import config_from_dict
+from rotorch.models.hf import config_from_dict, longest_sequence
 from rotorch.models.lora import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -33,6 +34,7 @@ from rotorch.models.lora import (
 from rotorch.models.published import Published, as_published
 from rotorch.shard.materialize import on_meta
 from rotorch.train.checkpoint.auxiliary_files import AUXILIARY_FILES
+from rotorch.train.checkpoint.byte_tokenizer import byte_tokenizer, tokenizer_config
 from rotorch.train.checkpoint.directories import check, find_checkpoint, fsync, make_directory
 from rotorch.train.checkpoint.manifest import BUFFER, MODEL, Manifest
 from rotorch.train.checkpoint.storage import (
@@ -44,6 +46,7 @@ from rotorch.train.checkpoint.storage import (
     write_safetensors,
 )
 from rotorch.train.checkpoint.store import AnyPath, creating
+from rotorch.train.data.tokens import BYTES
 
 _CONFIG_DTYPES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -63,8 +66,8 @@ def export_checkpoint(
     merged.
 
     The directory gets `config.json`, the weights as safetensors (several files and an index where one would be larger
-    than `max_shard_bytes`; tied weights once, as transformers expects), and the files of the run's tokenizer and of the
-    model that it started from, if it had one.
+    than `max_shard_bytes`; tied weights once, as transformers expects), and the files of the run's tokenizer (that of
+    bytes is made here) and of the model that it started from, if it had one.
     It is written beside `out_dir` and renamed when it is whole. Needs no process group, and memory for one weight
     (merging for a few).
 
@@ -93,6 +96,7 @@ def export_checkpoint(
         raise ConfigError(f"export: {out_dir}: a file is in the way")
     if not force and out_dir.is_dir() and any(out_dir.iterdir()):
         raise ConfigError(f"export: {out_dir}: not empty. Write another directory, or --force to replace it")
+    tell_phase(f"checking {checkpoint}")
     manifest = check(checkpoint)
     if manifest.model.config is None:
         raise ConfigError(
@@ -103,6 +107,7 @@ def export_checkpoint(
         raise ConfigError(f"export: {checkpoint}: has no adapters to merge. Leave --merge out")
     temporary = out_dir.parent / f".{out_dir.name}.tmp-{os.getpid()}"
     try:
+        tell_phase(f"writing {out_dir}")
         make_directory(out_dir.parent)
         temporary.mkdir()
         entries = _entries(CheckpointReader(checkpoint, manifest=manifest), manifest, dtype=target, merged=merge)
@@ -234,7 +239,16 @@ def _write(
                 shutil.copyfileobj(source, copy)
     if manifest.file_of("tokenizer.json") and not manifest.file_of("tokenizer_config.json"):
         _write_json(directory / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    if not manifest.file_of("tokenizer.json") and _is_of_bytes(manifest):
+        byte_tokenizer().save(str(directory / "tokenizer.json"))
+        longest = longest_sequence(config_from_dict(manifest.model.config or {}, source="it", checks_keys=False))
+        _write_json(directory / "tokenizer_config.json", tokenizer_config(longest=longest))
     return _sizes(directory)
+
+
+def _is_of_bytes(manifest: Manifest) -> bool:
+    data = manifest.run.get("data")
+    return isinstance(data, dict) and data.get("tokenizer") == BYTES
 
 
 def _sizes(directory: Path) -> dict[str, int]:
