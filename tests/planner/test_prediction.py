@@ -1,7 +1,13 @@
+from dataclasses import replace
+
+import pytest
+
+from rotorch.core.layout import Layout
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.traffic import MicroBatch
-from rotorch.planner.prediction import predict
-from rotorch.strategies import parse_parallel
+from rotorch.planner.prediction import predict, predict_ranks
+from rotorch.strategies import num_ranks, parse_parallel
+from rotorch.strategies.rtp.plan import RTP
 
 MLP = Unit(
     "mlp", UnitKind.MODULE, Combine.SUM, (Weight("up", (12, 8), 4, Cut(0, 12)), Weight("down", (8, 12), 4, Cut(1, 12)))
@@ -53,6 +59,31 @@ def test_ranks_have_their_own_slices():
     uneven = [of("rtp=5[transport=send_receive]", rank=rank).weights_bytes for rank in range(5)]
     assert sum(uneven) == P + 5 * R and len(set(uneven)) == 2
     assert [of("ddp=2,rtp=5[transport=send_receive]", rank=r).weights_bytes for r in range(10)] == uneven * 2
+
+
+@pytest.mark.parametrize(
+    "text", ["ddp=4", "ddp=3,rtp=5[transport=send_receive]", "fsdp=5", "ddp=2,megatron=2", "rtp=4"]
+)
+def test_all_ranks_at_once_are_each_of_them(text):
+    batch, strategies = MicroBatch(3, 5), parse_parallel(text)
+    each = [predict(SPEC, strategies=strategies, rank=r, batch=batch) for r in range(num_ranks(strategies))]
+    assert predict_ranks(SPEC, strategies=strategies, batch=batch) == each
+
+
+def test_frozen_weights_have_no_gradients_on_any_rank():
+    frozen = replace(NORM, weights=(replace(NORM.weights[0], trained=False),))
+    found = predict_ranks(replace(SPEC, units=(MLP, frozen)), strategies=parse_parallel("ddp=2,rtp=4"))
+    assert {(each.weights_bytes, each.trained_bytes) for each in found} == {(P // 4 + R, P // 4)}
+
+
+@pytest.mark.parametrize("replicas", [2, 128])
+def test_replicas_are_worked_out_once(replicas, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        RTP, "layout", lambda self, unit, *, position=0: asked.append(position) or Layout(unit.num_bytes)
+    )
+    predict_ranks(SPEC, strategies=parse_parallel(f"ddp={replicas},rtp=8"))
+    assert len(asked) == 8 * 2 * len(SPEC.units)  # once in its replicas, once for buffers that all units share
 
 
 def test_activations_that_move_are_counted_where_the_batch_is_known():

@@ -29,7 +29,7 @@ from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 from rotorch.mesh import check_world_size, device_type
 from rotorch.models.describe import describe
-from rotorch.planner.prediction import Prediction, predict
+from rotorch.planner.prediction import Prediction, predict_ranks
 from rotorch.run_config import load_run_config
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import batch_ranks, cuts_context, cuts_features, cuts_tokens, num_ranks, parse_parallel
@@ -252,7 +252,7 @@ def _predictions(
     rows = task.global_batch // task.accumulation // batch_ranks(strategies)
     # Under autocast some activations have its precision and some their weights', as the model's code will have it.
     batch = None if task.autocast else MicroBatch(rows, task.sequence_length)
-    return [predict(spec, strategies=as_run, rank=rank, batch=batch) for rank in range(num_ranks(strategies))]
+    return predict_ranks(spec, strategies=as_run, batch=batch)
 
 
 def _check_options(options: BenchOptions, *, json_file: Path | None) -> None:

@@ -33,6 +33,9 @@ class Strategy(BaseModel, ABC):
     gathers_weights: ClassVar[bool] = False
     """True if ranks that share weights have them whole while they compute: all of a module, or of a stage."""
 
+    ranks_alike: ClassVar[bool] = False
+    """True if all its ranks hold and send the same of any unit, whatever their position."""
+
     has_param_dtype: ClassVar[bool] = False
     """True if passes can compute with copies of its weights in another dtype, without autocast."""
 

@@ -28,6 +28,7 @@ class Prediction:
         num_weights: number of trained parameters that it holds (parts of).
         sent_bytes: per kind of transfer, in one step of one micro-batch.
         padding_bytes: bytes that weights take beyond themselves.
+        num_messages: number of messages, or collectives, in such a step.
     """
 
     weights_bytes: int
@@ -37,6 +38,7 @@ class Prediction:
     sent_bytes: dict[str, int]
     trained_bytes: int
     padding_bytes: int = 0
+    num_messages: int = 0
 
     @property
     def ledger(self) -> dict[str, int | None]:
@@ -72,9 +74,36 @@ def predict(
         rank: the rank to predict for.
         batch: batch of the rank, for strategies that move activations; None leaves activations out.
     """
-    num_weights = sum(weight.trained for weight in _units_of(spec, strategies=strategies).weights)
-    spec = part_of_rank(spec, strategies=strategies, rank=rank)
-    return replace(predict_part(spec, strategies=strategies, rank=rank, batch=batch), num_weights=num_weights)
+    return _predict(_units_of(spec, strategies=strategies), strategies=strategies, rank=rank, batch=batch)
+
+
+def predict_ranks(
+    spec: ModelSpec, *, strategies: Sequence[Strategy], batch: MicroBatch | None = None
+) -> list[Prediction]:
+    """Predicts for every rank, by number, as `predict` does; ranks that are alike are worked out once.
+
+    Args:
+        spec: the model.
+        strategies: outermost first.
+        batch: batch of each rank, for strategies that move activations; None leaves activations out.
+    """
+    spec = _units_of(spec, strategies=strategies)
+    found: dict[tuple[int, ...], Prediction] = {}
+    ranks = []
+    for rank in range(prod(strategy.num_ranks for strategy in strategies)):
+        positions = _positions(strategies, rank=rank)
+        differ = tuple(0 if s.ranks_alike else at for s, at in zip(strategies, positions, strict=True))
+        if differ not in found:
+            found[differ] = _predict(spec, strategies=strategies, rank=rank, batch=batch)
+        ranks.append(found[differ])
+    return ranks
+
+
+def _predict(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int, batch: MicroBatch | None) -> Prediction:
+    """`predict` of units as strategies hold them (`_units_of`)."""
+    num_weights = sum(weight.trained for weight in spec.weights)
+    part = _part_of_rank(spec, strategies=strategies, rank=rank)
+    return replace(predict_part(part, strategies=strategies, rank=rank, batch=batch), num_weights=num_weights)
 
 
 def predict_part(
@@ -83,19 +112,21 @@ def predict_part(
     """Sums the Layouts of units as strategies hold them; `rank` takes part in all of these units."""
     positions = _positions(strategies, rank=rank)
     total = combine_layouts(_layout(unit, strategies=strategies, positions=positions) for unit in spec.units)
-    trained = combine_layouts(
-        _layout(replace(unit, weights=weights), strategies=strategies, positions=positions)
-        for unit in spec.units
-        if (weights := tuple(weight for weight in unit.weights if weight.trained))
-    )
-    sent: dict[str, int] = defaultdict(int)
-    for transfer in total.transfers:
-        sent[str(transfer.kind)] += transfer.sent_bytes
+    trained = total
+    if not all(weight.trained for weight in spec.weights):
+        trained = combine_layouts(
+            _layout(replace(unit, weights=weights), strategies=strategies, positions=positions)
+            for unit in spec.units
+            if (weights := tuple(weight for weight in unit.weights if weight.trained))
+        )
+    transfers = list(total.transfers)
     if batch is not None:
         for strategy, position in zip(strategies, positions, strict=True):
             for unit in spec.units:
-                for transfer in strategy.activation_transfers(unit, batch=batch, position=position):
-                    sent[str(transfer.kind)] += transfer.sent_bytes
+                transfers += strategy.activation_transfers(unit, batch=batch, position=position)
+    sent: dict[str, int] = defaultdict(int)
+    for transfer in transfers:
+        sent[str(transfer.kind)] += transfer.sent_bytes
     inner = strategies[-1].layout_of(spec, batch=batch, position=positions[-1])
     return Prediction(
         weights_bytes=total.resident_bytes,
@@ -105,12 +136,16 @@ def predict_part(
         sent_bytes=dict(sent),
         trained_bytes=trained.resident_bytes,
         padding_bytes=total.padding_bytes,
+        num_messages=sum(transfer.num_messages for transfer in transfers if transfer.sent_bytes),
     )
 
 
 def part_of_rank(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int) -> ModelSpec:
     """The units that `rank` has anything to do with under `strategies` (outermost first)."""
-    spec = _units_of(spec, strategies=strategies)
+    return _part_of_rank(_units_of(spec, strategies=strategies), strategies=strategies, rank=rank)
+
+
+def _part_of_rank(spec: ModelSpec, *, strategies: Sequence[Strategy], rank: int) -> ModelSpec:
     for strategy, position in zip(strategies, _positions(strategies, rank=rank), strict=True):
         spec = strategy.part_of(spec, position=position)
     return spec

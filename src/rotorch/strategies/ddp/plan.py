@@ -43,6 +43,7 @@ class DDP(Strategy):
     """
 
     kind: ClassVar[str] = "ddp"
+    ranks_alike: ClassVar[bool] = True
     has_param_dtype: ClassVar[bool] = True
     size: PositiveInt
     recompute: Literal["none", "block"] = "none"

@@ -21,7 +21,7 @@ from rotorch.core.stage_balance import layer_costs
 from rotorch.mesh import device_type
 from rotorch.models.decay import num_decayed_parameters
 from rotorch.pipelining.stage_strategy import StageStrategy
-from rotorch.planner.prediction import Prediction, predict
+from rotorch.planner.prediction import Prediction, predict_ranks
 from rotorch.process.host_memory import address_space_left_bytes, available_bytes
 from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel
@@ -70,7 +70,9 @@ _EXACT = {"adamw", "lion", "sgd"}
 
 def dry_run(run: CheckedRun) -> dict[str, Any]:
     """Works out what the ranks of a checked run would read and hold; returns plain JSON values."""
-    ranks = [_plan(run, rank=rank) for rank in range(run.num_ranks)]
+    predictions = predict_ranks(run.spec, strategies=run.strategies)
+    read = None if run.resume is None else _Reading(run, run.resume.manifest)
+    ranks = [_plan(run, found, read, rank=rank) for rank, found in enumerate(predictions)]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
     on_gpus = device_type(run.config.train.device) == "cuda"
     on_host = [plan.copies_bytes if on_gpus else plan.host_bytes for plan in ranks]
@@ -112,13 +114,12 @@ def _stages(run: CheckedRun) -> dict[str, Any] | None:
     return None
 
 
-def _plan(run: CheckedRun, *, rank: int) -> RankPlan:
-    found = predict(run.spec, strategies=run.strategies, rank=rank)
+def _plan(run: CheckedRun, found: Prediction, read: _Reading | None, *, rank: int) -> RankPlan:
     ledger, settings = found.ledger, run.config.optimizer
     optimizer_bytes = ledger["optimizer"] or 0  # AdamW's
     if settings.name != "adamw":
         optimizer_bytes = settings.least_moments * found.trained_bytes
-    checks, reads = (0, 0) if run.resume is None else _reading(run, found, run.resume.manifest, rank=rank)
+    checks, reads = (0, 0) if read is None else (read.checks_bytes(rank), read.reads_bytes(found, rank=rank))
     return RankPlan(
         rank=rank,
         checks_bytes=checks,
@@ -131,18 +132,37 @@ def _plan(run: CheckedRun, *, rank: int) -> RankPlan:
     )
 
 
-def _reading(run: CheckedRun, found: Prediction, manifest: Manifest, *, rank: int) -> tuple[int, int]:
-    """Bytes that a rank reads to check, and to load (see [Note: what a resume reads])."""
-    checks = sum(manifest.files[name].num_bytes for name in sorted(manifest.files)[rank :: run.num_ranks])
-    reads = found.weights_bytes + sum(entry.num_bytes for entry in manifest.names(BUFFER).values())
-    whole = {MODEL + weight.name: weight for weight in run.spec.weights if weight.trained}
-    whole_bytes = sum(manifest.tensors[name].num_bytes for name in whole if name in manifest.tensors)
-    for key, kind in (manifest.optimizer.kinds if manifest.optimizer is not None else {}).items():
-        of_key = sum(entry.num_bytes for entry in manifest.names(f"{OPTIMIZER}{key}/").values())
-        reads += of_key * found.trained_bytes // max(1, whole_bytes) if kind == WEIGHT else of_key
-    if manifest.num_ranks == run.num_ranks and rng_name(rank) in manifest.tensors:
-        reads += manifest.tensors[rng_name(rank)].num_bytes
-    return checks, reads
+class _Reading:
+    """Bytes that ranks read to check, and to load (see [Note: what a resume reads]).
+
+    What is the same for all ranks is found once: a manifest has entries, and files, of every rank that wrote it.
+    """
+
+    def __init__(self, run: CheckedRun, manifest: Manifest) -> None:
+        self._num_ranks, self._manifest = run.num_ranks, manifest
+        self._file_bytes = [manifest.files[name].num_bytes for name in sorted(manifest.files)]
+        whole = {MODEL + weight.name for weight in run.spec.weights if weight.trained}
+        self._trained_bytes = max(1, sum(manifest.tensors[name].num_bytes for name in whole & manifest.tensors.keys()))
+        self._whole_bytes = sum(entry.num_bytes for entry in manifest.names(BUFFER).values())
+        self._element_bytes: list[int] = []
+        for key, kind in (manifest.optimizer.kinds if manifest.optimizer is not None else {}).items():
+            of_key = sum(entry.num_bytes for entry in manifest.names(f"{OPTIMIZER}{key}/").values())
+            if kind == WEIGHT:
+                self._element_bytes.append(of_key)
+            else:
+                self._whole_bytes += of_key
+
+    def checks_bytes(self, rank: int) -> int:
+        """Bytes that a rank reads to hold files against their digests."""
+        return sum(self._file_bytes[rank :: self._num_ranks])
+
+    def reads_bytes(self, found: Prediction, *, rank: int) -> int:
+        """Bytes that a rank reads into tensors."""
+        reads = found.weights_bytes + self._whole_bytes
+        reads += sum(of_key * found.trained_bytes // self._trained_bytes for of_key in self._element_bytes)
+        if self._manifest.num_ranks == self._num_ranks and rng_name(rank) in self._manifest.tensors:
+            reads += self._manifest.tensors[rng_name(rank)].num_bytes
+        return reads
 
 
 def show_dry_run(found: dict[str, Any], *, console: Console) -> None:
