@@ -6,6 +6,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
+from rotorch.comm import fresh_store as fresh_store_module
 from rotorch.comm.fresh_store import fresh_store
 from rotorch.core.errors import RankFailure
 
@@ -46,3 +47,29 @@ def test_a_start_that_was_broken_off_is_not_taken_for_the_next():
         fresh_store(shared, rank=1, num_ranks=3, timeout_s=0.2)
     shared.set_timeout(timedelta(seconds=60))
     assert start(shared, ranks=(2, 1, 0), num_ranks=3) == [(False, [0, 1, 2])] * 3
+
+
+class AllHaveAsked:
+    """A store in which every rank has asked, and takes the answer at once."""
+
+    def __init__(self):
+        self.taken, self.looks = set(), 0
+
+    def check(self, keys):
+        self.looks += 1
+        kind, *_, rank = keys[0].split("/")
+        return kind == "asks" or rank in self.taken
+
+    def get(self, key):
+        return key.split("/")[1].encode()
+
+    def set(self, key, value):
+        self.taken.add(key.split("/")[1])
+
+
+@pytest.mark.parametrize("num_ranks", [64, 1024])
+def test_rank_0_answers_all_that_have_asked_before_it_pauses(num_ranks, monkeypatch):
+    store, pauses = AllHaveAsked(), []
+    monkeypatch.setattr(fresh_store_module.time, "sleep", pauses.append)
+    fresh_store_module._invite(store, num_ranks=num_ranks, timeout_s=60)
+    assert len(pauses) == 1 and store.looks == 3 * (num_ranks - 1)

@@ -17,6 +17,7 @@ import time
 
 import torch.distributed as dist
 
+from rotorch.comm.agreement import format_ranks
 from rotorch.core.errors import RankFailure
 
 _LOOK_EVERY_S = 0.01
@@ -42,16 +43,26 @@ def fresh_store(shared: dist.Store, *, rank: int, num_ranks: int, timeout_s: flo
 def _invite(store: dist.Store, *, num_ranks: int, timeout_s: float) -> str:
     """Tells all other ranks a new prefix; called by rank 0."""
     prefix, end = secrets.token_hex(8), time.monotonic() + timeout_s
-    for rank in range(1, num_ranks):
-        while not store.check([f"taken/{prefix}/{rank}"]):
-            if store.check([f"asks/{rank}"]):
-                # May still be a number of an earlier start: read again until the rank has taken the prefix.
-                asked = store.get(f"asks/{rank}").decode()
-                store.set(f"answer/{asked}", prefix)
-            if time.monotonic() > end:
-                raise RankFailure(f"rank {rank} did not come within {timeout_s:g} s of the start")
+    missing = list(range(1, num_ranks))
+    while missing:
+        # All that have asked are answered before the next pause: a pause per rank would be ten seconds for 1,000.
+        missing = [rank for rank in missing if not _answered(store, prefix, rank=rank)]
+        if missing and time.monotonic() > end:
+            raise RankFailure(f"{format_ranks(missing)} did not come within {timeout_s:g} s of the start")
+        if missing:
             time.sleep(_LOOK_EVERY_S)
     return prefix
+
+
+def _answered(store: dist.Store, prefix: str, *, rank: int) -> bool:
+    """Tells a rank the prefix if it asks for it; returns True once it has taken it."""
+    if store.check([f"taken/{prefix}/{rank}"]):
+        return True
+    if store.check([f"asks/{rank}"]):
+        # May still be a number of an earlier start: answered again until the rank has taken the prefix.
+        asked = store.get(f"asks/{rank}").decode()
+        store.set(f"answer/{asked}", prefix)
+    return False
 
 
 def _ask(store: dist.Store, *, rank: int) -> str:
