@@ -9,7 +9,7 @@ import pytest
 from rotorch.core.errors import ConfigError, FinalFailure, HeardFailure, RankFailure
 from rotorch.train.launch.elastic import _kind_of
 from rotorch.train.launch.exit_status import RankMonitor, explain
-from rotorch.train.launch.status import FailureKind, RankPhase, RankStatus, StatusBoard
+from rotorch.train.launch.status import FailureKind, RankPhase, RankStatus, StatusBoard, in_groups
 
 
 def failed(rank, *, kind, at_s, message):
@@ -22,6 +22,25 @@ def test_a_rank_that_only_heard_of_a_failure_is_not_the_first():
     told = explain([heard, cause], exits={})
     assert isinstance(told, RankFailure) and str(told).startswith("rank 1 failed")
     assert "IndexError: too large" in str(told)
+
+
+def test_a_failure_of_many_ranks_is_one_short_line():
+    waiting = [RankStatus(r, 100 + r, 3, RankPhase.READING, FailureKind.NONE, 0.0, 0.0, "", "") for r in range(1000)]
+    saving = [
+        RankStatus(r, 100 + r, 3, RankPhase.SAVING, FailureKind.NONE, 0.0, 0.0, "", "") for r in range(1000, 1023)
+    ]
+    cause = failed(1023, kind=FailureKind.OWN, at_s=2.0, message="IndexError: too large")
+    told = str(explain([*waiting, *saving, cause], exits={}))
+    assert told.startswith("rank 1023 failed in step 3") and len(told) < 400
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 992 more were in step 3, reading data; ranks 1000, 1001" in told
+
+
+def test_ranks_that_all_do_something_else_are_counted():
+    told = in_groups({rank: f"in step {rank}" for rank in range(100)}, verbs=("was", "were"))
+    assert told.startswith("rank 0 was in step 0; rank 1 was in step 1; ")
+    assert told.endswith("; rank 7 was in step 7; and 92 ranks more")
+    few = in_groups({rank: "leaving" for rank in range(3)}, verbs=("was", "were"))
+    assert few == "rank 0 was leaving; rank 1 was leaving; rank 2 was leaving"
 
 
 @pytest.mark.parametrize(

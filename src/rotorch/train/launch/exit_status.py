@@ -14,7 +14,7 @@ from pathlib import Path
 from rotorch.core.errors import ConfigError, FinalFailure, RankFailure, RotorchError
 from rotorch.core.first_failure import is_ending
 from rotorch.train.launch.failure_report import process_state, take_records, take_stacks, write_report
-from rotorch.train.launch.status import FailureKind, RankPhase, RankStatus, StatusBoard
+from rotorch.train.launch.status import FailureKind, RankPhase, RankStatus, StatusBoard, in_groups
 from rotorch.train.launch.watchdog import StallClock, explain_hang
 
 _LOOK_EVERY_S = 0.02
@@ -193,5 +193,5 @@ def explain(statuses: list[RankStatus], *, exits: Mapping[int, ProcessExit]) -> 
         kind = FinalFailure if first.failure is FailureKind.FINAL else RankFailure
     else:
         return RankFailure("a rank failed, and none of them says why")
-    others = "; ".join(f"rank {s.rank} was {s}" for s in statuses if s.rank != first.rank)
+    others = in_groups({s.rank: str(s) for s in statuses if s.rank != first.rank}, verbs=("was", "were"))
     return kind(what + (f" ({others})" if others else ""))

@@ -11,10 +11,11 @@ from __future__ import annotations
 import mmap
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from rotorch.comm.agreement import format_ranks
 from rotorch.comm.status_word import STATUS_BYTES, StatusWord, describe_status
 
 _HEADER_BYTES = 64
@@ -24,6 +25,7 @@ _TEXT_START = _SLOT.size + STATUS_BYTES
 _TEXT_BYTES = _SLOT_BYTES - _TEXT_START - 8
 _NAMES_BYTES = 1 << 18  # pages that nobody writes take no memory
 _STOP, _RECORD, _STOPPED = 0, 1, 2
+_MOST_RANKS, _MOST_GROUPS = 16, 8
 
 
 class RankPhase(IntEnum):
@@ -118,6 +120,26 @@ class RankStatus:
     def when(self) -> str:
         """Completes "failed ..."."""
         return str(self) if self.step else f"while {self.phase.text}"
+
+
+def in_groups(said: Mapping[int, str], *, verbs: tuple[str, str]) -> str:
+    """`rank 1 was leaving; rank 3 was saving`: what is said of ranks, in one line.
+
+    Of many ranks those of which the same is said stand together, and the first few of these groups are named.
+
+    Args:
+        said: by rank, in the order in which they are to stand.
+        verbs: between ranks and text, for one and for several.
+    """
+    if len(said) <= _MOST_RANKS:
+        return "; ".join(f"rank {rank} {verbs[0]} {text}" for rank, text in said.items())
+    ranks_of: dict[str, list[int]] = {}
+    for rank, text in said.items():
+        ranks_of.setdefault(text, []).append(rank)
+    shown = dict(list(ranks_of.items())[:_MOST_GROUPS])
+    left = len(said) - sum(map(len, shown.values()))
+    groups = [f"{format_ranks(sorted(ranks))} {verbs[len(ranks) > 1]} {text}" for text, ranks in shown.items()]
+    return "; ".join(groups) + (f"; and {left} ranks more" if left else "")
 
 
 class StatusBoard:

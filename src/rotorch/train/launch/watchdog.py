@@ -34,7 +34,7 @@ from typing import Any
 from rotorch._torch_private import flight_record
 from rotorch.core.errors import RankFailure
 from rotorch.train.launch.failure_report import REPORT, RUNNING, describe_rank, process_state, record_file
-from rotorch.train.launch.status import RankPhase, RankStatus, StatusBoard
+from rotorch.train.launch.status import RankPhase, RankStatus, StatusBoard, in_groups
 
 BACKSTOP_S = 20.0
 """How much later than the watchdog a rank gives up by itself."""
@@ -97,7 +97,7 @@ def explain_hang(
     first, *others = sorted(statuses, key=lambda s: (s not in stopped, -still_s[s.rank]))
     kind = f" ({states[first.rank]})" if first in stopped else ""
     what = f"rank {first.rank}{kind} has not got on for {still_s[first.rank]:.0f} s: it is {_where(first)}"
-    rest = "; ".join(f"rank {s.rank} is {_where(s)}, for {still_s[s.rank]:.0f} s" for s in others)
+    rest = in_groups({s.rank: f"{_where(s)}, for {still_s[s.rank]:.0f} s" for s in others}, verbs=("is", "are"))
     return RankFailure(what + (f" ({rest})" if rest else "") + _if_slow(states.get(first.rank, "")))
 
 
