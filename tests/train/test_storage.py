@@ -9,12 +9,19 @@ import pytest
 import torch
 from three_weights import make
 
-from rotorch.core.errors import FinalFailure
+from rotorch.core.errors import FinalFailure, RankFailure
 from rotorch.train.checkpoint import manifest, storage
 from rotorch.train.checkpoint.directories import leftovers
-from rotorch.train.checkpoint.manifest import StoredChunk
+from rotorch.train.checkpoint.manifest import StoredChunk, read_manifest
 from rotorch.train.checkpoint.saving import check, latest, save
-from rotorch.train.checkpoint.storage import LazyTensor, _read_box, write_safetensors
+from rotorch.train.checkpoint.storage import (
+    CheckpointReader,
+    ChunksLoadPlanner,
+    LazyTensor,
+    _read_box,
+    write_safetensors,
+)
+from rotorch.train.state import model_tensors
 
 BUFFER_BYTES = 24  # six float32
 
@@ -92,3 +99,24 @@ def test_a_chunk_ends_with_its_file_or_before(tmp_path):
         moved = entry.model_copy(update={"chunks": (chunk.model_copy(update={"start": start}),)})
         changed = written.model_copy(update={"tensors": {**written.tensors, "model/norm": moved}})
         assert manifest._nonsense(changed) == problem
+
+
+def test_a_plan_for_loading_stays_on_its_rank(tmp_path):
+    """Rank 0 collects what `create_local_plan` gives, of every rank."""
+    save(tmp_path, make(), keep=1)
+    tensors, planner = model_tensors(make().model), ChunksLoadPlanner()
+    reader = CheckpointReader(latest(tmp_path), manifest=read_manifest(latest(tmp_path)))
+    planner.set_up_planner(tensors, reader.read_metadata(), is_coordinator=False)
+    sent = planner.create_local_plan()
+    assert sent.items == []
+    assert {item.dest_index.fqn for item in planner.finish_plan(sent).items} == tensors.keys()
+
+
+def test_a_weight_that_all_ranks_leave_to_others_is_not_left_out_silently(tmp_path):
+    state = make()
+    norm = state.model.weights["norm"]
+    norm.num_holders, norm.holder = 2, 1
+    save(tmp_path, state, keep=1)  # the second of two has the second half of the model, in which it begins
+    norm.holder = 0
+    with pytest.raises(RankFailure, match="no rank saves 'model/norm'"):
+        save(tmp_path, state, keep=1)

@@ -18,7 +18,7 @@ import base64
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,22 @@ def model_tensors(model: ParallelModel) -> dict[str, ChunkedTensor | Tensor]:
     return tensors
 
 
+def names_to_save(model: ParallelModel) -> set[str]:
+    """Names of the weights that this rank saves: of those that hold the same chunks one does, and all know which.
+
+    So rank 0 plans each chunk once, however many hold it. Holders get weights that follow each other in the model's
+    description, equal shares of its bytes.
+    """
+    total_bytes, start_bytes, names = max(1, model.spec.num_bytes), 0, set()
+    for weight in model.spec.weights:
+        held = model.weights.get(weight.name)
+        # By the whole model's bytes, which all ranks see alike; each holds other weights, and other parts of them.
+        if held is not None and start_bytes * held.num_holders // total_bytes == held.holder:
+            names.add(weight.name)
+        start_bytes += weight.num_bytes
+    return names
+
+
 def model_entry(model: ParallelModel) -> ModelEntry:
     """Returns the manifest's entry of the model."""
     config = model_config(model.module)
@@ -181,10 +197,15 @@ def optimizer_entry(state: TrainState) -> OptimizerEntry | None:
     return OptimizerEntry(name=type(optimizer).__name__, groups=groups, kinds=kinds)
 
 
-def optimizer_tensors(state: TrainState) -> dict[str, ChunkedTensor | Tensor]:
-    """The optimizer's state under its names in a checkpoint (see [Note: names in a checkpoint])."""
+def optimizer_tensors(state: TrainState, *, names: Container[str]) -> dict[str, ChunkedTensor | Tensor]:
+    """The optimizer's state of the weights `names` under its names in a checkpoint.
+
+    See [Note: names in a checkpoint].
+    """
     tensors: dict[str, ChunkedTensor | Tensor] = {}
     for held, key, value in optimizer_values(state):
+        if held.name not in names:
+            continue
         name = f"{OPTIMIZER}{key}/{held.name}"
         match _kind(state.optimizer, held, key, value):
             case "weight":

@@ -31,6 +31,7 @@ from rotorch.train.state import (
     empty_optimizer_state,
     loading_tensors,
     model_entry,
+    names_to_save,
     optimizer_entry,
     optimizer_tensors,
     restore_groups,
@@ -59,7 +60,7 @@ def save_optimizer(directory: Path, *, model: ParallelModel, optimizer: torch.op
             data={},
             run={},
         )
-        tensors = optimizer_tensors(state)
+        tensors = optimizer_tensors(state, names=names_to_save(model))
     writer = CheckpointWriter(directory, manifest=manifest, copies={})
     try:
         with _as_ours(f"saving {directory}"), without_dcp_notices():

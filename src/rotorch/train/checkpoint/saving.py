@@ -83,6 +83,7 @@ from rotorch.train.state import (
     model_entry,
     model_tensors,
     moved_between_groups,
+    names_to_save,
     object_name,
     optimizer_entry,
     optimizer_tensors,
@@ -130,13 +131,14 @@ def save_as(directory: AnyPath | str, state: TrainState) -> AnyPath:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Contents of one checkpoint: `tensors` may be the run's own, or copies of them."""
+    """Contents of one checkpoint: `tensors` are those that this rank saves, its own or copies; `names` all weights'."""
 
     path: AnyPath
     tensors: dict[str, ChunkedTensor | Tensor]
     manifest: Manifest
     copies: dict[str, Path]
     keep: int
+    names: frozenset[str]
     damaged: frozenset[int]
     rank: int
     num_ranks: int
@@ -150,9 +152,10 @@ def take(run_dir: AnyPath | str, state: TrainState, *, keep: int) -> Snapshot:
         manifest = _manifest(state)
         tensors = _all_tensors(state)
     copies = {**state.auxiliary_files, **({TOKENIZER_FILES[0]: state.tokenizer_file} if state.tokenizer_file else {})}
+    names = frozenset(MODEL + name for name in state.model.weights)
     path = checkpoints_of(run_dir) / step_name(state.step)
     state.damaged.discard(state.step)  # this one takes its place
-    return Snapshot(path, tensors, manifest, copies, keep, frozenset(state.damaged), state.rank, state.num_ranks)
+    return Snapshot(path, tensors, manifest, copies, keep, names, frozenset(state.damaged), state.rank, state.num_ranks)
 
 
 def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> AnyPath:
@@ -163,7 +166,7 @@ def write(snapshot: Snapshot, *, group: ProcessGroup | None = None) -> AnyPath:
         group: of all ranks, for what they tell each other; by default the run's own.
     """
     path = snapshot.path
-    writer = CheckpointWriter(path, manifest=snapshot.manifest, copies=snapshot.copies)
+    writer = CheckpointWriter(path, manifest=snapshot.manifest, copies=snapshot.copies, names=snapshot.names)
     alone = snapshot.num_ranks == 1
     try:
         in_thread = threading.current_thread() is not threading.main_thread()  # then filters are everybody's affair
@@ -316,9 +319,11 @@ def _manifest(state: TrainState) -> Manifest:
 
 
 def _all_tensors(state: TrainState) -> dict[str, ChunkedTensor | Tensor]:
+    names = names_to_save(state.model)
+    left_out = state.model.weights.keys() - names
     tensors = {
-        **model_tensors(state.model),
-        **optimizer_tensors(state),
+        **{key: value for key, value in model_tensors(state.model).items() if key.removeprefix(MODEL) not in left_out},
+        **optimizer_tensors(state, names=names),
         rng_name(state.rank): rng_tensor(),
         **state.objects,
     }

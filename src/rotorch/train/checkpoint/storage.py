@@ -17,7 +17,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -228,13 +228,15 @@ class ChunksLoadPlanner(LoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         assert self._metadata is not None, "a CheckpointReader always has metadata"
-        return create_default_local_load_plan(self._tensors, self._metadata)
+        self._plan = create_default_local_load_plan(self._tensors, self._metadata)
+        # Rank 0 collects every rank's plan, and has nothing to change in one: it would hold all of them for nothing.
+        return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
+        return self._plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise AssertionError("a checkpoint holds tensors only")
@@ -277,13 +279,17 @@ class CheckpointWriter(StorageWriter):
         directory: the final `.../checkpoints/step-00000100`, the same on all ranks.
         manifest: everything but tensors and files; only rank 0's is used.
         copies: further files to take along, by the name they get.
+        names: of tensors that some rank has to save, for which each relies on others.
     """
 
-    def __init__(self, directory: AnyPath, *, manifest: Manifest, copies: dict[str, Path]) -> None:
+    def __init__(
+        self, directory: AnyPath, *, manifest: Manifest, copies: dict[str, Path], names: Collection[str] = ()
+    ) -> None:
         self._commit = commit_to(directory)
         self._writes_to: AnyPath = directory
         self._manifest = manifest
         self._copies = copies
+        self._names = names
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         return None
@@ -299,6 +305,9 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        planned = {item.index.fqn for plan in plans for item in plan.items}
+        if missing := [name for name in self._names if name not in planned]:
+            raise AssertionError(f"no rank saves {missing[0]!r}: its holders are numbered wrongly")
         self._writes_to = self._commit.begin(sum(_num_bytes(item) for plan in plans for item in plan.items))
         suffix = self._commit.file_suffix()
         names = [f"rank-{rank:05d}{suffix}.safetensors" for rank in range(len(plans))]

@@ -41,7 +41,8 @@ class RankPlan:
         reads_bytes: read into tensors.
         weights_bytes, gradients_bytes, optimizer_bytes: held at rest.
         passes_bytes: buffers and gathered weights in a pass, at most.
-        copies_bytes: of what is saved while training goes on (`train.async_save`), in host memory.
+        copies_bytes: of what is saved while training goes on (`train.async_save`), in host memory; at most, since
+            of ranks that hold the same each copies its share.
     """
 
     rank: int
