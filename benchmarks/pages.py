@@ -112,10 +112,46 @@ def pipelines(read: Callable[[str], Record]) -> list[str]:
     return [*lines, "", *wrapped([*said, origin_of(record), processes_of(record)])]
 
 
+def layouts_at_scale(read: Callable[[str], Record]) -> list[str]:
+    """docs/scale.md: memory, bytes and messages of one rank, by the Layouts, as ranks are added."""
+    record = read("scale/scale.json")
+    shown = (8, 64, 256, 1024)
+    lines = table_head("layout, n replicas", "of one rank", *(f"{ranks:,} ranks" for ranks in shown))
+    for family in dict.fromkeys(row["family"] for row in record["layouts"]):
+        rows = {row["ranks"]: row for row in record["layouts"] if row["family"] == family}
+        for key, name in (("at_rest_bytes", "at rest"), ("sent_bytes", "sent"), ("messages", "messages")):
+            cells = [_at_scale(rows.get(ranks), key) for ranks in shown]
+            lines.append(f"| `{family}` | {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def _at_scale(row: Record | None, key: str) -> str:
+    if row is None:
+        return NONE
+    return f"{row[key]:,}" if key == "messages" else f"{row[key] / 2**30:,.1f} GiB"
+
+
+def steps_at_scale(read: Callable[[str], Record]) -> list[str]:
+    """docs/scale.md: steps that are done once per rank, or by one rank for all."""
+    record = read("scale/scale.json")
+    lines = table_head("step", "whose", "layout", "processor time", "memory", "counted")
+    for row in record["rows"]:
+        if row["ranks"] not in (64, 1024):
+            continue
+        counted = ", ".join(f"{number:,} {name.replace('_', ' ')}" for name, number in row["counts"].items())
+        lines.append(
+            f"| {row['step']} | {row['whose']} | `{row['layout']}` | {row['cpu_s']:.2f} s | "
+            f"{mebibytes(row['peak_bytes'])} | {counted} |"
+        )
+    return [*lines, "", *wrapped([origin_of(record)])]
+
+
 PAGES: Mapping[str, tuple[Path, Callable[[Callable[[str], Record]], list[str]]]] = {
     "speed": (Path("README.md"), speed),
     "grids": (Path("docs") / "grids.md", grids),
     "pipelines": (Path("docs") / "pipelines.md", pipelines),
+    "layouts at scale": (Path("docs") / "scale.md", layouts_at_scale),
+    "steps at scale": (Path("docs") / "scale.md", steps_at_scale),
 }
 
 
