@@ -155,3 +155,14 @@ def test_many_micro_batches_take_as_long_as_if_all_were_in_the_table(monkeypatch
     few = seconds(text, layers=24, accumulation=60, parts=parts)
     monkeypatch.setattr("rotorch.planner.step_time._MOST_PERIODS", 1000)
     assert few == pytest.approx(seconds(text, layers=24, accumulation=60, parts=parts), rel=2e-3)
+
+
+def test_fewer_visits_make_larger_products_and_bring_every_part():
+    text = "rtp=8[recompute=none,transport=send_receive,visits={}]"
+    small = replace(SPEEDS, half_size=64.0, launch_s=1e-6)
+    compute = [step_time(planned(text.format(g), speeds=small)).compute_s for g in (8, 4, 2)]
+    assert compute[0] > compute[1] > compute[2]
+    assert compute[0] == step_time(planned("rtp=8[recompute=none,transport=send_receive]", speeds=small)).compute_s
+    # In one visit everything comes before the first product, in eight a rank begins with its own slice.
+    waiting = [step_time(planned(text.format(g))).waiting_s for g in (8, 1)]
+    assert waiting[1] > waiting[0]

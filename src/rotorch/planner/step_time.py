@@ -129,7 +129,7 @@ def cutting_of(strategy: Strategy) -> Cutting:
     if strategy.kind == "megatron":
         return Cutting(interior=strategy.num_ranks)
     if strategy.kind == "rtp":
-        return Cutting(slices=strategy.num_ranks)
+        return Cutting(slices=visits_of(strategy))
     if strategy.kind == "atp":
         features = strategy.axes[strategy.feature_axes[0]]
         return Cutting(interior=strategy.num_ranks // features, features=features)
@@ -137,6 +137,12 @@ def cutting_of(strategy: Strategy) -> Cutting:
         side = strategy.axes[strategy.feature_axes[0]]
         return Cutting(interior=side, features=side, steps=side)
     return Cutting()
+
+
+def visits_of(strategy: Strategy) -> int:
+    """Returns the number of visits in which a unit's slices come."""
+    visits: int | None = getattr(strategy, "visits", None)
+    return visits or strategy.num_ranks
 
 
 @dataclass(frozen=True)
@@ -149,6 +155,8 @@ class _Part:
     forward_host_s: float
     backward_host_s: float
     parts: int = 1
+    all_come: bool = False
+    """True if every part of a unit's weights comes from other ranks; else the first is this rank's own."""
     gathers_s: tuple[float, float] = (0.0, 0.0)
     fetches_s: tuple[float, float] = (0.0, 0.0)
     activations_s: tuple[float, float] = (0.0, 0.0)
@@ -227,6 +235,7 @@ class _Step:
             forward_host_s=speeds.host_s(passes.forward),
             backward_host_s=speeds.host_s(backward) + recompute_host,
             parts=self.cutting.parts,
+            all_come=plan.inner.kind == "rtp" and visits_of(plan.inner) < plan.inner.num_ranks,
         )
         for unit in units:
             found = self._with_transfers(found, unit)
@@ -334,6 +343,8 @@ class _Step:
         start = lanes.end_s
         done, before_that = start, start
         """Ends of the last computation, and of the last one of the layer before."""
+        last = start
+        """Start of the last computation."""
         for parts in row:
             gather_s = 0.0 if self.at_once else sum(part.gathers_s[back] for part in parts)
             gathered = lanes.put(Lane.FETCH, gather_s, after=[before_that]) if gather_s else start
@@ -345,12 +356,11 @@ class _Step:
                 number = part.parts if fetch_s or part.hop_s else 1
                 beside = fetch_s + part.hop_s * back + gather_s + part.scatter_s * back
                 compute_s *= 1.0 + self.plan.speeds.overlap * (min(1.0, beside / compute_s) if compute_s else 0.0)
-                last = done
+                come_s = fetch_s / max(number - (not part.all_come), 1)
                 for piece in range(number):
-                    # One part comes while the one before is computed with; the first is this rank's own.
-                    come = (
-                        lanes.put(Lane.FETCH, fetch_s / (number - 1), after=[last]) if piece and fetch_s else gathered
-                    )
+                    # One part comes while the one before is computed with.
+                    comes = fetch_s and (piece or part.all_come)
+                    come = lanes.put(Lane.FETCH, come_s, after=[last]) if comes else gathered
                     last = done
                     done = lanes.put(Lane.COMPUTE, compute_s / number, after=[come, done], issue_s=host_s / number)
                     if back and part.hop_s:
