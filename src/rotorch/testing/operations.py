@@ -158,7 +158,9 @@ class WithoutArithmetic(TorchDispatchMode):
         if func.namespace != "aten" or _is_view(func) or _name(func) in _ALLOCATES | _WAITS:
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
-        is_large = any(t.is_floating_point() and t.numel() > _SMALL for t in given)
+        # Products with wider sums are on CUDA only: here they have shapes, whatever their size.
+        wider = _name(func) in _PRODUCTS and func._overloadname.startswith("dtype")
+        is_large = wider or any(t.is_floating_point() and t.numel() > _SMALL for t in given)
         if not is_large and (given or math.prod(_shape_asked_for(args)) <= _SMALL):
             return func(*args, **kwargs)
         shapes = func(*_mapped(_on_meta, args), **_mapped(_on_meta, {**kwargs, **_no_device(kwargs)}))
