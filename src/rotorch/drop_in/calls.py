@@ -60,8 +60,8 @@ class PlainCalls:
         self._to_note: list[list[Tensor]] = []
         self._of_head = [held for name, held in model.weights.items() if heads & {name, *held.weight.aliases}]
 
-    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the module's forward on this rank's own input; returns its output."""
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, part: nn.Module | None = None) -> Any:
+        """Runs the module's forward, or that of a part of it, on this rank's own input; returns its output."""
         if self.model.holding.no_plain_call is not None:
             raise ConfigError(self.model.holding.no_plain_call)
         if self.model.num_context_ranks > 1 and torch.is_grad_enabled():
@@ -73,7 +73,7 @@ class PlainCalls:
         args, kwargs = self._entered((args, kwargs))
 
         def run(callee: nn.Module) -> Any:
-            output = callee(*args, **kwargs)
+            output = _called(callee, part, args, kwargs, at_root=self.model.holding.calls_start_at_root)
             refuse_cut_outputs(self.model, kwargs, output)
             return self._left(output)
 
@@ -289,6 +289,19 @@ class _Backward:
                 "would be one without them. Call optimizer.zero_grad(), and begin with the step's first micro-batch",
                 stacklevel=2,
             )
+
+
+def _called(module: nn.Module, part: nn.Module | None, args: Any, kwargs: Any, *, at_root: bool) -> Any:
+    """Output of the module, or of a part of it; `at_root`: with the hooks of the module around that of the part."""
+    if part is None or not at_root:
+        return (part or module)(*args, **kwargs)
+    own = vars(module).copy()  # a user may have put a forward of one's own there
+    vars(module)["forward"] = part
+    try:
+        return module(*args, **kwargs)
+    finally:
+        del vars(module)["forward"]
+        vars(module).update({"forward": own["forward"]} if "forward" in own else {})
 
 
 @contextmanager

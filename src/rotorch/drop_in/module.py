@@ -157,7 +157,8 @@ def make_parallel(module: Module, model: ParallelModel, *, compiled: bool = Fals
     added.update(__module__=own.__module__, __qualname__=own.__qualname__, __doc__=own.__doc__)
     if hasattr(module, "module"):
         added["module"] = getattr(own, "module", None) or _own_attribute("module")
-    for name, method in (("forward", _forward), ("save_pretrained", _save_pretrained), ("generate", _generate)):
+    replaced = {"save_pretrained": _save_pretrained, "generate": _generate, "get_encoder": _get_encoder}
+    for name, method in {"forward": _forward, **replaced}.items():
         if hasattr(own, name):
             added[name] = functools.wraps(getattr(own, name))(method)
     if not hasattr(own, "peft_config"):
@@ -256,16 +257,50 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     """Works as in every model; ranks with shorter sequences continue until all are done, since each holds slices."""
-    if self.parallel.mesh.size() > 1 and getattr(getattr(self, "config", None), "is_encoder_decoder", False):
+    if self.parallel.num_feature_ranks > 1 and _has_encoder(self):
         raise ConfigError(
-            f"generate: of a {type(self).__name__} the encoder is called by itself, and its weights are there within "
-            "calls of the model only. Write model.save_pretrained(directory), and generate from that on one process"
+            f"generate: the encoder's output is cut along its features under this layout, and {type(self).__name__} "
+            "hands it on. Write ddp, fsdp, rtp or megatron, or generate from model.save_pretrained(directory)"
         )
-    if kwargs.get("synced_gpus") is None and self.parallel.mesh.size() > 1:
+    if self.parallel.mesh.size() > 1:
         kwargs["synced_gpus"] = True
     if "generation_config" not in kwargs and all(s.kind in _CACHE_FITS for s in self.parallel.strategies):
         kwargs.setdefault("use_cache", True)  # parallelize has switched it off, for passes with gradients
     return super(ParallelModule, self).generate(*args, **kwargs)
+
+
+def _has_encoder(module: nn.Module) -> bool:
+    return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
+
+
+def _get_encoder(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """The encoder; of a model with a decoder one that can be called by itself, as `generate` does."""
+    calls, encoder = calls_of(self), super(ParallelModule, self).get_encoder(*args, **kwargs)
+    return encoder if encoder is self or calls.model.in_pass or not _has_encoder(self) else _Encoder(encoder, calls)
+
+
+class _Encoder:
+    """An encoder whose call is a pass of the model that it is part of. All ranks call it; without gradients.
+
+    Args:
+        module: the encoder.
+        calls: of the model.
+    """
+
+    def __init__(self, module: nn.Module, calls: PlainCalls) -> None:
+        self._module, self._calls = module, calls
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "model.get_encoder()(...) is called by itself, and weights get gradients by calls of the model only. "
+                "Call model(...), or write torch.no_grad()"
+            )
+        self._calls.settle()
+        return self._calls(args, kwargs, part=self._module)
 
 
 def _own_attribute(name: str) -> property:

@@ -73,13 +73,7 @@ def check_values(model: nn.Module) -> None:
 
 def check_model(model: ParallelModel, *, arguments: Any) -> None:
     """Raises `ConfigError` for a layout or a model that a trainer's loop cannot be right with."""
-    config = getattr(model.module, "config", None)
     check_plain_loop(model.strategies, model.module, who="TrainerMixin")
-    if getattr(arguments, "predict_with_generate", False) and getattr(config, "is_encoder_decoder", False):
-        raise ConfigError(
-            "TrainerMixin: predict_with_generate=True calls the encoder by itself, which has no weights then. Leave it "
-            "out, and generate from what was saved"
-        )
     if model.num_batch_ranks == model.mesh.size():
         return
     if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":

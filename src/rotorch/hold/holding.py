@@ -43,6 +43,9 @@ class Holding(Observable, ABC):
     no_plain_call: str | None = None
     """The reason why a user's own loop cannot call the model, and what to write instead; None if it can."""
 
+    calls_start_at_root: bool = False
+    """True if a part that is called by itself needs what the module's own hooks gather."""
+
     @abstractmethod
     def unsharded(self) -> AbstractContextManager[nn.Module]:
         """Puts plain tensors into the module for one pass and yields the module to call (see [Note: unsharding]).
@@ -204,6 +207,7 @@ class OuterHolding(Holding):
     def __init__(self, inner: Holding) -> None:
         self._inner = inner
         self.no_plain_call = inner.no_plain_call
+        self.calls_start_at_root = inner.calls_start_at_root
 
     def make_deferred_additions(self) -> None:
         self._inner.make_deferred_additions()

@@ -14,7 +14,7 @@ from rotorch.core.spec import Cut, Range
 from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
 from rotorch.ops.rotate import RotatingUnit, rotate_module
 from rotorch.ops.slice_linear import slice_linear
-from rotorch.ops.sliced_cache import CacheOfSlice, is_cache, make_room
+from rotorch.ops.sliced_cache import is_cache, make_room, of_slice
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.sites import Site
 
@@ -105,7 +105,7 @@ class VisitingSlices(ModuleSlices):
             for i, tensor in zip(where, inputs, strict=False):
                 given[i] = tensor
             for i in caches:
-                given[i] = CacheOfSlice(leaves[i], self.index)
+                given[i] = of_slice(leaves[i], self.index)
             parts = run(weights, given)
             self._put_whole(whole)  # other modules may share them, and must not compute with leaves of this graph
             return packed.pack(parts)

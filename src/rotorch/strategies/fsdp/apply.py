@@ -26,6 +26,8 @@ from rotorch.shard.sharded_weight import ShardedWeight
 class FSDPHolding(Holding):
     """The model under `fully_shard`: gathered block by block for a pass, sharded along dim 0 at rest."""
 
+    calls_start_at_root = True
+
     def __init__(self, setup: Setup) -> None:
         module, mesh, strategy = setup.module, setup.mesh, setup.strategy
         self._module = module
