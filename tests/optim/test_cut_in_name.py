@@ -19,6 +19,12 @@ ELEMENT_WISE = {
     "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
 }
 NOT_LOCAL = {
     "matmul": lambda p, q: p @ p.T,
@@ -27,9 +33,6 @@ NOT_LOCAL = {
     "a norm of rows": lambda p, q: torch.linalg.vector_norm(p, dim=-1),
     "redistribute": lambda p, q: p.redistribute(p.device_mesh, [torch.distributed.tensor.Replicate()]),
     "a plain tensor": lambda p, q: p + torch.ones(p.shape, dtype=p.dtype),
-    "torch's Muon": lambda p, q: torch.optim.Muon([p]).step(),
-    "torch's LBFGS": lambda p, q: torch.optim.LBFGS([p, q]).step(lambda: torch.zeros(())),
-    "torch's Adafactor": lambda p, q: torch.optim.Adafactor([p]).step(),
 }
 
 

@@ -1,13 +1,44 @@
-"""Optimizers that were made over a plain module, before it became parallel."""
+"""Optimizers of a user's own: made over a plain module before it became parallel, or such as need whole matrices."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rotorch.core.errors import ConfigError
+from rotorch.shard.sharded_weight import weight_of
+
+_NEED_WHOLE = {
+    torch.optim.LBFGS: "adds up all weights as one vector. Write another optimizer",
+    torch.optim.Adafactor: "needs means of whole rows. Write rotorch.optim.Adafactor",
+    torch.optim.Muon: "would orthogonalise sums of parts, rounded to bfloat16 in between. Write rotorch.optim.Muon",
+}
+"""Classes of torch whose steps are not right on parts of weights, and what to write instead."""
+
+
+@functools.cache
+def refuse_what_needs_whole_matrices() -> None:
+    """Makes steps of torch's LBFGS, Adafactor and Muon raise `ConfigError` over cut weights, for good; once."""
+    register_optimizer_step_pre_hook(_refuse_if_cut)
+
+
+def _refuse_if_cut(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:
+    why = next((why for kind, why in _NEED_WHOLE.items() if isinstance(optimizer, kind)), None)
+    if why is None:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            held = weight_of(parameter)
+            if held is not None and held.mesh is not None and held.num_holders < held.mesh.size():
+                raise ConfigError(
+                    f"torch.optim.{type(optimizer).__name__} on a weight of shape {list(parameter.shape)}, of which "
+                    f"each rank has a part: it {why}, or a layout that keeps weights whole (ddp)"
+                )
 
 
 class PlainParameters:

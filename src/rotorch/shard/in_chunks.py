@@ -35,6 +35,8 @@ _PASS = {
     "fill_",
     "full_like",
     "linalg_vector_norm",
+    "masked_fill",
+    "masked_fill_",
     "max",
     "min",
     "norm",
