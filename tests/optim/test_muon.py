@@ -40,28 +40,36 @@ CASES = {
         ("tied", "rtp=2", {"nesterov": False, "adjust_lr_fn": "match_rms_adamw"}),
         ("tied", "fsdp=2", {"momentum": 0.8, "ns_steps": 3, **unclamped()}),
         ("gpt_neox", "rtp=2", {}),
+        ("tied", "megatron=2", {}),
+        ("gpt_neox", "fsdp=2", {}),
         ("gpt_neox", "megatron=2", {}),
     ],
     3: [
         ("llama", "rtp=3", {}),
         ("llama", "rtp=3[transport=send_receive]", {}),
         ("llama", "fsdp=3", {}),
+        ("llama", "megatron=3", {}),
+        ("llama", "tesseract=1x1x3[zero=true]", {}),
         ("gpt_neox", "rtp=3", {}),
     ],
     4: [
         ("llama", "tesseract=2x2x1", {}),
+        ("tied", "tesseract=2x2x1", {}),
+        ("gpt_neox", "tesseract=2x2x1", {}),
         ("gpt_neox", "tesseract=1x1x4[zero=true]", {}),
         ("llama", "ddp=2,rtp=2", {}),
         ("tied", "ddp=2,fsdp=2", {}),
     ],
 }
+EVEN = ("rtp=2", "fsdp=2", "megatron=2", "tesseract=2x2x1")
+"""Layouts that cut each matrix of "llama" into as many equal parts as there are ranks."""
 CELLS = [(num_ranks, *case) for num_ranks, cases in CASES.items() for case in cases]
 
 
 @pytest.fixture(scope="module")
 def configs(tiny):
-    paths = {"llama": "llama", "tied": "llama", "gpt_neox": "gpt_neox"}
-    return {name: config_of(tiny(paths[name]), **changes) for name, changes in CONFIGS.items()}
+    paths = {"gpt_neox": "gpt_neox"}
+    return {name: config_of(tiny(paths.get(name, "llama")), **changes) for name, changes in CONFIGS.items()}
 
 
 @pytest.fixture(scope="module", params=[3, pytest.param(20, marks=pytest.mark.slow)])
@@ -108,13 +116,16 @@ def test_each_part_goes_to_the_owner_and_comes_back_once(found, num_ranks, name,
     least, most = (sum(2 * (end(there[matrix]) + end(back[matrix])) for matrix in there) for end in (min, max))
     assert least <= sum(of_rank["sent"] for of_rank in of_ranks) <= most
     assert not any(of_rank["not_counted"] for of_rank in of_ranks)
-    if layout in ("rtp=2", "fsdp=2", "megatron=2") and name == "llama":  # even: 2 (n-1)/n of them
-        assert least == most == 2 * sum(of_ranks[0]["numels"].values())
+    if layout in EVEN and name == "llama":  # 2 (n-1)/n of them
+        assert least == most == 2 * 2 * (num_ranks - 1) * sum(of_ranks[0]["numels"].values()) // num_ranks
 
 
-def test_an_update_takes_at_most_one_whole_matrix_and_its_gram_matrix(configs):
+@pytest.mark.parametrize(
+    ("num_ranks", "layouts"), [(2, ["rtp=2", "ddp=2", "fsdp=2", "megatron=2"]), (4, ["tesseract=2x2x1"])]
+)
+def test_an_update_takes_at_most_one_whole_matrix_and_its_gram_matrix(configs, num_ranks, layouts):
     config = config_of_size(configs["llama"], hidden_size=256, intermediate_size=768)
-    for of_layouts in run_ranks(memory_of_an_update, config, ["rtp=2", "ddp=2", "fsdp=2"], num_ranks=2):
+    for of_layouts in run_ranks(memory_of_an_update, config, layouts, num_ranks=num_ranks):
         for found in of_layouts:
             largest = max(found["numels"][name] + found["grams"][name] for name in found["numels"])
             assert found["most_bytes"] <= 4 * (largest + BLOCK_NUMEL), found["most_bytes"] / (4 * largest)
