@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 import rotorch
 from rotorch.hf import TrainerMixin
@@ -195,6 +196,31 @@ def reward(layout: str | None, directory: Path) -> Run:
         processing_class=tokenizer(),
     )
     trainer.train()
+    return finish(trainer, layout)
+
+
+def chosen(probabilities: torch.Tensor, num_samples: int, **_: Any) -> torch.Tensor:
+    """In place of `torch.multinomial`: the likeliest token in even rows, the next one in odd ones, on any rank."""
+    ranks = (torch.arange(len(probabilities)) % 2).unsqueeze(1)
+    return probabilities.argsort(dim=-1, descending=True).gather(1, ranks)
+
+
+def grpo(layout: str | None, directory: Path) -> Run:
+    """Two texts for each prompt, made in training; those with more even tokens are better."""
+    args = arguments(
+        GRPOConfig, directory, layout, rows=4, num_generations=2, max_completion_length=5, num_iterations=2,
+        gradient_checkpointing=False, learning_rate=1e-3,
+    )  # fmt: skip
+    generator = np.random.default_rng(5)
+    with patch("torch.multinomial", chosen):
+        trainer = trainer_class(GRPOTrainer, layout)(
+            model=model(),
+            args=args,
+            reward_funcs=lambda completion_ids, **_: [float(sum(t % 2 == 0 for t in ids)) for ids in completion_ids],
+            train_dataset=Dataset.from_dict({"prompt": [text(generator, least=4, most=5) for _ in range(16)]}),
+            processing_class=tokenizer(),
+        )
+        trainer.train()
     return finish(trainer, layout)
 
 

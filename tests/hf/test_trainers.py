@@ -29,6 +29,7 @@ SCRIPTS = {
     "dpo with adapters": (scripts.dpo, {"lora": True}),
     "dpo of a model that is parallel": (scripts.dpo, {"given": True}),
     "reward": (scripts.reward, {}),
+    "grpo": (scripts.grpo, {}),
     "stream": (scripts.of_a_stream, {}),
 }
 AFTERWARDS = dict(zip(LAYOUTS, ("fsdp=2", "megatron=2", MESSAGES, "rtp=2", "ddp=2"), strict=True))
@@ -96,7 +97,7 @@ def test_trainers_do_as_on_one_process(alone, alone_in, tmp_path, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_rest_of_them_too(alone, tmp_path, layout):
-    names = [name for name in SCRIPTS if (layout, name) not in QUICK]
+    names = [name for name in SCRIPTS if (layout, name) not in {*QUICK, ("megatron=2", "grpo")}]
     for found in run_ranks(run_all, work_of(layout, tmp_path, names), num_ranks=2):
         hold_to(alone, found)
 
@@ -113,6 +114,17 @@ def test_a_run_of_two_ranks_goes_on_on_one_and_back(alone, tmp_path):
     hold_to(alone, run_ranks(run_all, work_resumed("single", tmp_path), num_ranks=1)[0])
     for found in run_ranks(run_all, work_resumed("fsdp=2", tmp_path), num_ranks=2):
         hold_to(alone, found)
+
+
+def test_texts_that_ranks_share_are_refused(alone, tmp_path):
+    for found in run_ranks(refused_texts, tmp_path, num_ranks=2):
+        assert "GRPOConfig's trainer makes texts" in found and "\n" not in found
+
+
+def refused_texts(directory):
+    with pytest.raises(ConfigError) as caught:
+        run_all([("grpo", scripts.grpo, "megatron=2", directory, {})])
+    return str(caught.value)
 
 
 def test_the_optimizers_state_in_one_piece_is_refused(alone, alone_in):

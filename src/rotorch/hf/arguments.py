@@ -27,6 +27,8 @@ _REFUSED = {
     "activation_offloading": "moves what passes save for backward, and slices are not saved. Leave it out",
     "precompute_ref_log_probs": "looks into the model's weights for a name of its cache. Leave it out",
     "sync_ref_model": "is not tried under a layout. Leave it out",
+    "use_vllm": "copies weights of which ranks have parts. Leave it out: the model itself generates",
+    "use_transformers_continuous_batching": "reads weights past the model's calls. Leave it out",
 }
 """Arguments that must be left out, and why."""
 
@@ -76,6 +78,11 @@ def check_model(model: ParallelModel, *, arguments: Any) -> None:
     check_plain_loop(model.strategies, model.module, who="TrainerMixin")
     if model.num_batch_ranks == model.mesh.size():
         return
+    if hasattr(arguments, "num_generations"):
+        raise ConfigError(
+            f"TrainerMixin: {type(arguments).__name__}'s trainer makes texts and compares them over all ranks, and "
+            "ranks of this layout share them. Write rtp, fsdp or ddp"
+        )
     if getattr(arguments, "train_sampling_strategy", None) == "batch_rebalance":
         raise ConfigError("TrainerMixin: train_sampling_strategy='batch_rebalance' knows no ranks that share a batch")
     if getattr(arguments, "eval_use_gather_object", False):
