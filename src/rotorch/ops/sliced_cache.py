@@ -27,7 +27,7 @@ def is_cache(value: Any) -> bool:
 
 
 def of_slice(cache: Any, index: int) -> Any:
-    """What takes the cache's place in the forward of one slice of an attention.
+    """Stand-in for the cache in the forward of one slice of an attention.
 
     Args:
         cache: the user's own, after `make_room`.
