@@ -64,7 +64,7 @@ from rotorch.train.display import make_display
 from rotorch.train.events import EventsFile
 from rotorch.train.launch.elastic import is_rank, launch, run_as_rank
 from rotorch.train.launch.joining import JobRank, job_rank, rank_findings, rank_settings, telling
-from rotorch.train.launch.restart import ELASTIC_RUN, as_started, launch_again
+from rotorch.train.launch.restart import as_started, job_id, launch_again
 from rotorch.train.launch.run_lock import check_not_in_use, contents, directories_of, lock_directories
 from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.launch.watchdog import BACKSTOP_S
@@ -481,7 +481,7 @@ def _listeners(
     make_directory(run.out)
     about: dict[str, Any] = {
         "command": run.command,
-        "job": os.environ.get(ELASTIC_RUN),
+        "job": job_id(),
         "parallel": format_parallel(run.strategies),
         "config": run.config.model_dump(mode="json"),
         "model_config": model_config(state.model.module),

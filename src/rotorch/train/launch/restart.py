@@ -5,8 +5,9 @@
       of ranks is tried first. A run that fails again before a new checkpoint takes the next smaller number that
       `train.elastic` allows, if there is one.
     - torchrun: it restarts the ranks, on the nodes that are left. A rank that finds the directory of a run that its own
-      job (`--rdzv-id`) began resumes this run without `--resume`, and with `train.elastic` chooses the layout for the
-      present number of ranks. torchrun's number of restarts is of no use: each node counts for itself.
+      job (`--rdzv-id`, or ROTORCH_JOB_ID under other launchers) began resumes this run without `--resume`, and with
+      `train.elastic` chooses the layout for the present number of ranks. torchrun's number of restarts is of no use:
+      each node counts for itself.
 
     The global batch stays the same: fewer ranks take more micro-batches each. So the losses equal those of an
     undisturbed run.
@@ -32,6 +33,9 @@ from rotorch.strategies import batch_ranks, format_parallel, num_ranks, parse_pa
 from rotorch.strategies.resize import resized
 from rotorch.train.checkpoint.directories import latest
 from rotorch.train.checks.preflight import CheckedRun, begun_by, check_run, holds_run
+
+JOB_ID = "ROTORCH_JOB_ID"
+"""A job's name where something other than torchrun starts the ranks, and starts them again (Slurm, Ray)."""
 
 ELASTIC_RUN = "TORCHELASTIC_RUN_ID"
 """torchrun's name for a job; the same in all its restarts. A job without one is called "none"."""
@@ -161,8 +165,14 @@ def on_ranks(config: RunConfig, *, num_ranks: int) -> RunConfig:
     return config.model_copy(update={"train": train, "parallel": layout})
 
 
+def job_id() -> str | None:
+    """Name of the job that this process belongs to, the same in all its restarts; None if its launcher gives none."""
+    job = os.environ.get(JOB_ID) or os.environ.get(ELASTIC_RUN)
+    return None if job == "none" else job
+
+
 def as_started(config: RunConfig, *, resume: bool) -> tuple[RunConfig, bool]:
-    """Settings of a rank that torchrun started, perhaps not for the first time: the run, and whether it resumes.
+    """Settings of a rank that something else started, perhaps not for the first time: the run, and True if it resumes.
 
     Raises:
         ConfigError: `train.elastic` has no layout for the ranks that there are.
@@ -173,5 +183,5 @@ def as_started(config: RunConfig, *, resume: bool) -> tuple[RunConfig, bool]:
         if not least <= world_size <= most:
             raise ConfigError(f"train.elastic = {config.train.elastic!r}, but there are {world_size} ranks")
         config = on_ranks(config, num_ranks=world_size)
-    job = os.environ.get(ELASTIC_RUN, "none")
-    return config, resume or (job != "none" and begun_by(Path(config.train.out)) == job)
+    job = job_id()
+    return config, resume or (job is not None and begun_by(Path(config.train.out)) == job)

@@ -2,8 +2,6 @@
 
 import ast
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ import yaml
 from rotorch import cli
 from rotorch.strategies import num_ranks, parse_parallel
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 FILES = ROOT / "examples" / "clusters"
 
 
@@ -59,15 +57,16 @@ def test_ranks_that_pytorchjob_may_lose():
     assert elastic == f"{policy['minReplicas'] * per_node}:{policy['maxReplicas'] * per_node}"
 
 
-@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_of_slurm(run_toml, capsys):
-    path = FILES / "slurm.sbatch"
-    subprocess.run(["bash", "-n", path], check=True)
-    text = path.read_text()
-    usage = re.search(r"#   sbatch \S+ (.*)", text)[1].split()
-    assert is_understood(["train", *usage], run_toml, capsys)
-    nodes, per_node = (int(re.search(rf"--{name}=(\d+)", text)[1]) for name in ("nodes", "gpus-per-node"))
-    assert num_ranks(parse_parallel(usage[-1])) == nodes * per_node
+    text = (FILES / "slurm.sbatch").read_text()
+    usages = [usage.split() for usage in re.findall(r"#   sbatch .*?(my_run.*)", text)]
+    options = dict(re.findall(r"#SBATCH --(\S+?)=(\S+)", text))
+    on_cpus = dict(re.findall(r"--(\S+?)=(\S+)", re.search(r"#   (sbatch --nodes.*)", text)[1]))
+    assert options["ntasks-per-node"] == options["gpus-per-node"]  # a rank per GPU
+    assert len(usages) == 2
+    for usage, of in zip(usages, (options, on_cpus), strict=True):
+        assert is_understood(["train", *usage], run_toml, capsys)
+        assert num_ranks(parse_parallel(usage[-1])) == int(of["nodes"]) * int(of["ntasks-per-node"])
 
 
 def test_of_ray():
