@@ -150,6 +150,31 @@ def test_predicted_memory_stands_beside_measured(tmp_path):
     assert "predicted: 1.00 MiB per rank" in said and "measured: 1.50 MiB per rank" in said
 
 
+def test_memory_of_every_rank_over_the_steps(tmp_path):
+    mib = 1 << 20
+    predicted = [{"weights": mib, "gradients": mib}, {"weights": 2 * mib, "gradients": mib}]
+    events = [
+        {"event": "started", "step": 0, "predicted": predicted[0], "predicted_by_rank": predicted},
+        {"event": "memory", "step": 1, "weights": [mib, 2 * mib], "gradients": [mib, mib], "peak": [9 * mib, 8 * mib]},
+        {"event": "memory", "step": 3, "weights": [mib, 3 * mib], "gradients": [mib, mib], "peak": [9 * mib, 8 * mib]},
+        {"event": "started", "step": 2, "predicted": predicted[0], "predicted_by_rank": predicted},
+        {"event": "memory", "step": 3, "weights": [mib, 4 * mib], "gradients": [mib, mib], "peak": [9 * mib, 8 * mib]},
+        {"event": "memory", "step": 4, "weights": "damaged", "gradients": [None, "x"]},
+    ]
+    text = written(
+        write_run(tmp_path / "run", [record(n) for n in range(1, 6)], events=events[:-1]), out=tmp_path / "p"
+    )
+    curves = charts(text)["Memory: weights"]["curves"]
+    assert [c["label"] for c in curves] == ["run", "run predicted"]
+    assert curves[0]["x"] == [1, 3] and curves[0]["y"] == pytest.approx([2 * mib, 4 * mib], rel=1e-5)
+    assert curves[1]["y"] == pytest.approx([2 * mib, 2 * mib], rel=1e-5)
+    said = in_words(text)
+    assert "rank 0: predicted 2.00 MiB, measured 2.00 MiB, peak 9.00 MiB" in said
+    assert "rank 1: predicted 3.00 MiB, measured 5.00 MiB, peak 8.00 MiB" in said
+    damaged = write_run(tmp_path / "damaged", [record(n) for n in range(1, 6)], events=events)
+    assert read_run(damaged, name="damaged").memory_columns["weights"] == [2 * mib, 4 * mib, None]
+
+
 def test_several_runs_lie_over_each_other_with_a_legend(tmp_path):
     for parent, rate in (("a", 1e-3), ("b", 2e-3)):
         config = {"train": {"steps": 9}, "optimizer": {"lr": rate}}

@@ -21,13 +21,16 @@ def test_a_run_that_is_resumed_notes_both_starts_and_its_memory(tmp_path):
     assert rotorch(tmp_path / "log", "train", run, *more, "train.steps=4", "optimizer.schedule=constant").code == 0
     done = rotorch(tmp_path / "log", "train", run, *more, "--resume", "optimizer.schedule=constant")
     assert done.code == 0, done.stderr
-    first, ended, again, last = noted(out)
+    first, ended, again, last = (e for e in noted(out) if e["event"] != "memory")
     assert [e["event"] for e in (first, ended, again, last)] == ["started", "ended", "started", "ended"]
     assert (first["step"], again["step"], last["step"]) == (0, 4, 6) and first["text"] == "2 ranks, rtp=2"
     assert first["predicted"] == last["memory"], "the formulas of a layout are exact"
     assert len(last["peaks"]) == 2 and "torch" in first["versions"]
     found = read_run(out, name="run")
     assert [(e.kind, e.step) for e in found.events] == [("started", 0), ("resumed", 4)]
+    assert found.memory_steps == [1, 2, 3, 4, 5, 6] and len(found.rank_memory["measured"]) == 2
+    for predicted, measured in zip(found.rank_memory["predicted"], found.rank_memory["measured"], strict=True):
+        assert measured.pop("peak") > 0 and predicted == measured
     assert list(found.steps) == [1, 2, 3, 4, 5, 6]
     assert len(found.values("held_out_loss")) == 3  # the first run's end, too
     assert [c.step for c in found.checkpoints] == [4, 6] and not found.remarks
@@ -48,7 +51,7 @@ def test_skipped_steps_are_noted_with_their_reason(tmp_path, monkeypatch):
 
 
 def events_file(directory):
-    return EventsFile(directory, after_step=3, text="1 rank, single", versions={}, predicted={})
+    return EventsFile(directory, after_step=3, text="1 rank, single", versions={}, predicted=[{}])
 
 
 def test_a_roll_back_is_noted_with_both_steps(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 
 from rotorch.core.quantities import format_bytes, format_count, format_duration
 from rotorch.report.chart import COLUMNS, NUM_COLOURS, Curve, Unit, chart, place_of_step, step_axis
-from rotorch.report.read import Event, RecordedRun
+from rotorch.report.read import CATEGORIES, MOST_RANKS, Event, RecordedRun
 from rotorch.report.style import SCRIPT, STYLE
 from rotorch.report.trace import STATES, Trace
 
@@ -23,6 +23,7 @@ _STATE_COLUMNS = 800
 _FEWEST_COLUMNS = 25
 
 _BYTES = Unit("bytes", "highest of all ranks so far", from_zero=True)
+_AT_REST = Unit("bytes", "at rest, of the rank that has the most; predicted: dots", from_zero=True)
 _NATS, _BITS = Unit("number", "nats per target token"), Unit("number", "bits per byte of held-out text")
 _PLAIN, _RATE = Unit("number", "global, before clipping"), Unit("number", "of each step")
 _TOKENS, _SECONDS = Unit("count", "target tokens per second, all ranks", from_zero=True), Unit("number", "s", True)
@@ -74,7 +75,7 @@ def _page(runs: Sequence[RecordedRun], *, columns: int) -> str:
         *_charts(runs, first=first, last=last, columns=columns),
         "</div>",
         "<h2>Memory by category</h2>",
-        _memory(runs),
+        _memory(runs, first=first, last=last, columns=columns),
         "<h2>Who computed, and who waited</h2>",
         _traces(runs),
         *_failures(runs),
@@ -254,7 +255,6 @@ def _charts(runs: Sequence[RecordedRun], *, first: int, last: int, columns: int)
             )
             for name in names
             for number, run in enumerate(runs)
-            if name != "peak_bytes" or any(run.values(name))  # 0 where the system does not tell
         ]
         return chart(title, curves, unit=unit, first=first, last=last, columns=columns, if_empty=if_empty)
 
@@ -267,35 +267,90 @@ def _charts(runs: Sequence[RecordedRun], *, first: int, last: int, columns: int)
     yield drawn("Learning rate", "lr", unit=_RATE, if_empty=f"no learning rate recorded in {this}")
     yield drawn("Speed", "tokens_per_s", unit=_TOKENS, if_empty=f"no speed recorded in {this}")
     yield drawn("Time of a step", "step_s", unit=_SECONDS, if_empty=f"no times recorded in {this}")
-    yield drawn(
-        "Peak memory of a rank", "peak_bytes", unit=_BYTES, if_empty=f"the system did not tell the memory of {this}"
-    )
 
 
 # ---------------------------------------------------------------- memory, and a traced step
 
 
-def _memory(runs: Sequence[RecordedRun]) -> str:
-    categories = list(dict.fromkeys(c for run in runs for found in run.memory.values() for c in found))
+def _memory(runs: Sequence[RecordedRun], *, first: int, last: int, columns: int) -> str:
+    this = "this run" if len(runs) == 1 else "these runs"
+    whole = chart(
+        "Peak memory of a rank",
+        [  # 0 where the system does not tell
+            Curve(run.name, number, run.steps, run.columns["peak_bytes"])
+            for number, run in enumerate(runs)
+            if any(run.values("peak_bytes"))
+        ],
+        unit=_BYTES,
+        first=first,
+        last=last,
+        columns=columns,
+        if_empty=f"the system did not tell the memory of {this}",
+    )
+    categories = list(dict.fromkeys(c for run in runs for found in _all_memory(run) for c in found if c != "peak"))
     if not categories:
-        return _empty(
-            "no memory by category recorded: a run writes it at its end. The curve above is the peak of a whole rank"
-        )
-    most = max(sum(found.values()) for run in runs for found in run.memory.values()) or 1
+        none = _empty("no memory by category recorded: a run writes it after its first step")
+        return f'<div class="cards">{whole}</div>{none}'
+    most = max((_total(found) for run in runs for found in _all_memory(run)), default=0) or 1
     keys = "".join(
         f'<span><i class="key s{n % 6}"></i>{escape(category)}</span>' for n, category in enumerate(categories)
     )
+
+    def bar(found: Mapping[str, int]) -> str:
+        return f'<div class="bar">{_segments({n % 6: found.get(c, 0) / most for n, c in enumerate(categories)})}</div>'
+
     parts = []
     for number, run in enumerate(runs):
         bars = [
             f"<p>{kind}: {format_bytes(sum(found.values()))} per rank"
-            f" ({escape(', '.join(f'{c} {format_bytes(b)}' for c, b in found.items()))})</p>"
-            f'<div class="bar">{_segments({categories.index(c) % 6: b / most for c, b in found.items()})}</div>'
+            f" ({escape(', '.join(f'{c} {format_bytes(b)}' for c, b in found.items()))})</p>{bar(found)}"
             for kind, found in run.memory.items()
         ]
         none = _empty("no memory by category recorded")
-        parts.append(f'<div class="card r{number}"><b>{_label(number, run)}</b>{"".join(bars) or none}</div>')
-    return f'<div class="keys">{keys}</div><div class="cards">{"".join(parts)}</div>'
+        by_rank = (
+            "".join(_memory_of_rank(run, rank, bar) for rank in range(max(map(len, run.rank_memory.values()))))
+            if run.rank_memory
+            else ""
+        )
+        parts.append(f'<div class="card r{number}"><b>{_label(number, run)}</b>{"".join(bars) or none}{by_rank}</div>')
+    drawn = "".join([*_memory_charts(runs, first=first, last=last, columns=columns), whole])
+    return f'<div class="cards">{drawn}</div><div class="keys">{keys}</div><div class="cards">{"".join(parts)}</div>'
+
+
+def _all_memory(run: RecordedRun) -> list[Mapping[str, int]]:
+    return [*run.memory.values(), *(of for ranks in run.rank_memory.values() for of in ranks)]
+
+
+def _total(found: Mapping[str, int]) -> int:
+    return sum(count for category, count in found.items() if category != "peak")
+
+
+def _memory_of_rank(run: RecordedRun, rank: int, bar: Callable[[Mapping[str, int]], str]) -> str:
+    """Bars of one rank, predicted above measured."""
+    found = {kind: ranks[rank] for kind, ranks in run.rank_memory.items() if rank < len(ranks)}
+    told = ", ".join(f"{kind} {format_bytes(_total(of))}" for kind, of in found.items())
+    peak = next((f", peak {format_bytes(of['peak'])}" for of in found.values() if of.get("peak")), "")
+    bars = "".join(bar(of) for of in found.values())
+    return f'<p><small>rank {rank}: {told}{peak}</small></p><div class="pair">{bars}</div>'
+
+
+def _memory_charts(runs: Sequence[RecordedRun], *, first: int, last: int, columns: int) -> Iterator[str]:
+    """A chart per category: what the rank that has the most holds over the steps, and what was predicted."""
+    for category in CATEGORIES[:-1]:
+        curves = []
+        for number, run in enumerate(runs):
+            if not run.memory_steps:
+                continue
+            curves.append(Curve(run.name, number, run.memory_steps, run.memory_columns[category]))
+            told = [of[category] for of in run.rank_memory.get("predicted", ()) if category in of]
+            if told:
+                ends = sorted({run.memory_steps[0], run.memory_steps[-1]})
+                curves.append(Curve(f"{run.name} predicted", number, ends, [max(told)] * len(ends), dots=True))
+        if curves:
+            yield chart(
+                f"Memory: {category}", curves, unit=_AT_REST, first=first, last=last, columns=columns,
+                if_empty=f"no {category} recorded",
+            )  # fmt: skip
 
 
 def _segments(shares: Mapping[int, float]) -> str:
@@ -324,7 +379,7 @@ def _traces(runs: Sequence[RecordedRun]) -> str:
 
 def _trace(trace: Trace, number: int, run: RecordedRun) -> str:
     lanes = []
-    for rank, states in enumerate(trace.ranks[:64]):
+    for rank, states in enumerate(trace.ranks[:MOST_RANKS]):
         shares = ", ".join(f"{name} {share:.1%}" for name, share in trace.shares(rank).items() if share >= 5e-4)
         rects = "".join(
             f'<rect class="s{_LOOKS[state]}" x="{start}" width="{end - start}" height="1"/>'

@@ -27,6 +27,12 @@ CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
 SERIES = ("loss", "held_out_loss", "held_out_bits_per_byte", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes")
 """Fields of a line of metrics that are drawn."""
 
+CATEGORIES = ("weights", "gradients", "optimizer", "peak")
+"""Of memory: tensors at rest, and the most that the process or its GPU has taken."""
+
+MOST_RANKS = 64
+"""Ranks whose memory and whose traced step are drawn."""
+
 KINDS = ("started", "resumed", "rolled_back", "skipped", "not_finite", "note", "failed")
 """Kinds of events."""
 
@@ -77,6 +83,9 @@ class RecordedRun:
         checkpoints: by step.
         failure: text of the report of its last failure, "" if there is none.
         memory: bytes per rank by category, "predicted" and "measured", where the run has recorded them.
+        rank_memory: the same of each rank, by rank; "measured" after the last step that tells it.
+        memory_steps: steps after which ranks told their memory; ascending.
+        memory_columns: by category, of the rank that has the most, one value per step of `memory_steps`.
         peaks: highest memory of each rank in bytes, where the run has recorded it.
         versions: versions of packages, by name.
         trace: a traced step, None without one.
@@ -93,6 +102,9 @@ class RecordedRun:
     checkpoints: Sequence[Checkpoint]
     failure: str
     memory: Mapping[str, Mapping[str, int]]
+    rank_memory: Mapping[str, Sequence[Mapping[str, int]]]
+    memory_steps: Sequence[int]
+    memory_columns: Mapping[str, Sequence[float | None]]
     peaks: Sequence[int]
     versions: Mapping[str, str]
     trace: Trace | None
@@ -181,6 +193,9 @@ def read_run(directory: Path, *, name: str) -> RecordedRun:
         checkpoints=checkpoints,
         failure=failure_text,
         memory=extra["memory"],
+        rank_memory=extra["ranks"],
+        memory_steps=sorted(extra["noted"]),
+        memory_columns=_highest(extra["noted"]),
         peaks=extra["peaks"],
         versions=extra["versions"] or (of_checkpoints[-1] if of_checkpoints else {}),
         trace=read_trace(directory, remarks),
@@ -307,7 +322,7 @@ def _bytes_in(path: Path) -> int:
 
 def _read_events(path: Path, remarks: list[str]) -> tuple[list[Event], dict[str, Any]]:
     """The events that a run has noted; and the versions, the memory and the peaks that are told with them."""
-    extra: dict[str, Any] = {"versions": {}, "memory": {}, "peaks": ()}
+    extra: dict[str, Any] = {"versions": {}, "memory": {}, "peaks": (), "ranks": {}, "noted": {}}
     events: list[Event] = []
     try:
         lines = read_small(path, most_bytes=_MOST_JSON_BYTES, what="a run's list of events").splitlines()
@@ -330,15 +345,34 @@ def _read_events(path: Path, remarks: list[str]) -> tuple[list[Event], dict[str,
                 extra["memory"] = {**extra["memory"], "measured": measured}
             peaks = found.get("peaks")
             extra["peaks"] = [int(_finite(peak) or 0) for peak in peaks] if isinstance(peaks, list) else ()
+        elif kind == "memory":
+            if ranks := _by_rank(found):
+                extra["noted"][step] = extra["ranks"]["measured"] = ranks  # of a repeated step the later one counts
         elif kind == "started":
             extra["versions"] = _words(found.get("versions"))
             if predicted := _counts(found.get("predicted")):
                 extra["memory"] = {"predicted": predicted}
+            by_rank = found.get("predicted_by_rank")
+            if isinstance(by_rank, list) and (ranks := [_counts(of) for of in by_rank[:MOST_RANKS]]):
+                extra["ranks"] = {"predicted": ranks}
             kind = "resumed" if step else "started"
-        if kind != "ended":
+        if kind not in ("ended", "memory"):
             kind = kind if kind in KINDS else "note"
             events.append(Event(kind, step, text, str(found.get("at", ""))))
     return events, extra
+
+
+def _by_rank(found: Mapping[str, Any]) -> list[dict[str, int]]:
+    """Bytes by category of each rank, of an event that has a list of all ranks for each category."""
+    lists = {c: found[c][:MOST_RANKS] for c in CATEGORIES if isinstance(found.get(c), list)}
+    num_ranks = min(map(len, lists.values()), default=0)
+    return [{c: int(_finite(of[rank]) or 0) for c, of in lists.items()} for rank in range(num_ranks)]
+
+
+def _highest(noted: Mapping[int, Sequence[Mapping[str, int]]]) -> dict[str, list[float | None]]:
+    """By category the most that a rank has, of each noted step; None where the step does not tell."""
+    steps = [noted[step] for step in sorted(noted)]
+    return {c: [max((of[c] for of in ranks if c in of), default=None) for ranks in steps] for c in CATEGORIES}
 
 
 def _counts(found: Any) -> dict[str, int]:

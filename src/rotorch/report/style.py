@@ -44,7 +44,7 @@ path{fill:none;vector-effect:non-scaling-stroke;stroke:currentColor}
 overflow:hidden}
 .lanes .xs{margin:0 1.6rem 0 .8rem}
 .bar{display:flex;height:1.1rem;background:var(--line);margin:.1rem 0 .5rem;overflow:hidden;border-radius:.15rem}
-.bar i{display:block;height:100%}
+.bar i{display:block;height:100%}.pair .bar{height:.5rem;margin:0 0 .1rem}
 .states{width:100%;height:1.2rem;display:block}.states rect,.bar i.s0,.key.s0{stroke:none}
 .keys{display:flex;flex-wrap:wrap;gap:.1rem 1rem;font-size:.85rem}
 .s0{--s:#4a90c4}.s1{--s:#d62728}.s2{--s:#ff7f0e}.s3{--s:#9467bd}.s4{--s:#7f7f7f}.s5{--s:#c3c9d2}

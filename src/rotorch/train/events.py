@@ -1,7 +1,8 @@
 """Events of a run: `events.jsonl` beside the metrics, for `rotorch report`. Rank 0 only.
 
 Metrics lose the steps that a roll-back or a restart repeats; this file loses nothing: starts, notes, roll-backs, and
-the memory at the end. A run does not need it, so a file that cannot be written is told once, and the run continues.
+the memory of all ranks after a hundred steps of the run. A run does not need it, so a file that cannot be written is
+told once, and the run continues.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from rotorch.train.metrics import StepRecord
 _LOG = logging.getLogger(__name__)
 
 EVENTS = "events.jsonl"
+MOST_RANKS = 64
+"""Ranks whose memory is noted: as many as a report draws."""
+MOST_PREDICTED = 8
+"""Ranks whose memory is predicted: a prediction takes a tenth of a second or two if there are many ranks."""
 
 
 class EventsFile:
@@ -31,7 +36,7 @@ class EventsFile:
         after_step: int,
         text: str,
         versions: Mapping[str, str],
-        predicted: Mapping[str, int],
+        predicted: Sequence[Mapping[str, int]],
     ) -> None:
         """Opens the file and notes that the run starts.
 
@@ -40,7 +45,7 @@ class EventsFile:
             after_step: the step that the run resumes from; 0 at its beginning.
             text: ranks and layout, in words.
             versions: of packages, by name.
-            predicted: bytes per rank at rest by category, from the layout's formulas.
+            predicted: bytes at rest by category of each of the first ranks, from the layout's formulas.
         """
         self._path = run_dir / EVENTS
         self._step = after_step
@@ -49,11 +54,14 @@ class EventsFile:
             self._stream = self._path.open("a", encoding="utf-8")
         except OSError as error:
             self._give_up(error)
-        self._write("started", text=text, versions=dict(versions), predicted=dict(predicted))
+        first, *_ = by_rank = [dict(rank) for rank in predicted]
+        self._write("started", text=text, versions=dict(versions), predicted=first, predicted_by_rank=by_rank)
 
     def on_step(self, record: StepRecord) -> None:
-        """Remembers the step of the events that follow."""
+        """Remembers the step of the events that follow; notes the memory of ranks, where the step tells it."""
         self._step = record.step
+        if record.memory is not None:
+            self._write("memory", **{name: list(of)[:MOST_RANKS] for name, of in record.memory.items()})
 
     def on_rolled_back(self, step: int) -> None:
         """Notes that the run has gone back to the end of `step`."""

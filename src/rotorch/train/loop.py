@@ -14,7 +14,7 @@ from rotorch.run_config import BatchSizes, RunConfig
 from rotorch.train.checkpoint.async_save import Saver
 from rotorch.train.checkpoint.store import AnyPath
 from rotorch.train.checks.divergence import DivergenceGuard, read_ahead, recent_losses
-from rotorch.train.checks.memory import PeakMeter, TensorBytes, tensor_bytes
+from rotorch.train.checks.memory import PeakMeter, TensorBytes, is_noted, memory_of_ranks, tensor_bytes
 from rotorch.train.checks.nonfinite import first_nonfinite
 from rotorch.train.checks.replicas import Sums, check_replicas, check_unchanged
 from rotorch.train.data.batches import TokenWindows, bits_per_byte
@@ -88,6 +88,7 @@ def run_loop(
     by_name: dict[str, HeldOut] = {}
     checkpoint = saves_in
     at_rest: Sums | None = None
+    first_step = state.step + 1
 
     def examine() -> None:
         if at_rest is not None:
@@ -151,6 +152,9 @@ def run_loop(
                     name: evaluate(model, text, micro_batch=rows, max_windows=most) for name, text in evals.items()
                 }
                 ends = patience.measured(step, held_out=now_measured, evals=now_by_name)
+            memory = None
+            if is_noted(step, first=first_step, steps=train.steps):
+                memory = {**memory_of_ranks(model, tensor_bytes(model, optimizer)), "peak": result.peak_bytes}
             record = StepRecord(
                 step=step,
                 loss=result.loss,
@@ -163,6 +167,7 @@ def run_loop(
                 held_out=now_measured,
                 evals=now_by_name,
                 skipped=not result.updated,
+                memory=memory,
             )
             for listener in listeners:
                 listener.on_step(record)

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -56,6 +56,7 @@ class StepRecord:
         held_out: result of the evaluation after this step, if there was one.
         skipped: True if the weights were left as they were.
         evals: results on the texts of `train.eval` after this step, by name.
+        memory: bytes of every rank by category, by rank, after some of the steps; "peak" is each rank's highest memory.
     """
 
     step: int
@@ -69,10 +70,12 @@ class StepRecord:
     held_out: HeldOut | None = None
     skipped: bool = False
     evals: Mapping[str, HeldOut] = field(default_factory=dict)
+    memory: Mapping[str, Sequence[int]] | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object of `metrics.jsonl`; numbers that are not finite, which JSON does not have, are null."""
         fields = asdict(self)
+        del fields["memory"]  # an event
         if not self.skipped:
             del fields["skipped"]
         held_out = fields.pop("held_out")

@@ -61,7 +61,7 @@ from rotorch.train.data.batches import BYTES, all_windows, open_windows, prepare
 from rotorch.train.data.mixture import MixedWindows
 from rotorch.train.data.windows import TokenWindows
 from rotorch.train.display import make_display
-from rotorch.train.events import EventsFile
+from rotorch.train.events import MOST_PREDICTED, EventsFile
 from rotorch.train.launch.elastic import is_rank, launch, run_as_rank
 from rotorch.train.launch.joining import JobRank, job_rank, rank_findings, rank_settings, telling
 from rotorch.train.launch.restart import as_started, job_id, launch_again
@@ -513,11 +513,12 @@ def _listeners(
         yield (*listeners, display), events, display.phase
 
 
-def _predicted_at_rest(run: CheckedRun) -> dict[str, int]:
-    """Bytes of rank 0's tensors at rest by category, from the layout's formulas; only AdamW's state has one."""
-    ledger = predict(run.spec, strategies=run.strategies, rank=0).ledger
+def _predicted_at_rest(run: CheckedRun) -> list[dict[str, int]]:
+    """Bytes of tensors at rest by category and rank, from the layout's formulas; only AdamW's state has one."""
     known = ("weights", "gradients", *(("optimizer",) if run.config.optimizer.name == "adamw" else ()))
-    return {category: ledger[category] or 0 for category in known}
+    ranks = range(min(run.num_ranks, MOST_PREDICTED))
+    ledgers = [predict(run.spec, strategies=run.strategies, rank=rank).ledger for rank in ranks]
+    return [{category: ledger[category] or 0 for category in known} for ledger in ledgers]
 
 
 def _auxiliary_files(config: RunConfig) -> dict[str, Path]:

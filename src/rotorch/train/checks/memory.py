@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rotorch.comm.collectives import all_reduce_sum
 from rotorch.parallel_model import ParallelModel
 
 _LOOK_EVERY_S = 10.0
+_MARKS = 100
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,21 @@ def tensor_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> Tens
         gradients=sum(grad.nbytes for grad in gradients if grad is not None),
         optimizer=sum((s.to_local() if isinstance(s, DTensor) else s).nbytes for s in states),
     )
+
+
+def is_noted(step: int, *, first: int, steps: int) -> bool:
+    """True for steps after which ranks tell each other their memory: the first one, and a hundred marks of a run."""
+    return step == first or step * _MARKS // steps != (step - 1) * _MARKS // steps
+
+
+def memory_of_ranks(model: ParallelModel, mine: TensorBytes) -> dict[str, list[int]]:
+    """Bytes of every rank by category, by rank; ranks sum 24 bytes of each. All ranks."""
+    num_ranks = model.mesh.size()
+    table = torch.zeros(3, num_ranks, dtype=torch.float64)
+    own = torch.tensor([mine.weights, mine.gradients, mine.optimizer], dtype=torch.float64)
+    table[:, model.mesh.get_rank() if num_ranks > 1 else 0] = own
+    found = all_reduce_sum(table, mesh=model.mesh).tolist()
+    return {c: [int(n) for n in row] for c, row in zip(("weights", "gradients", "optimizer"), found, strict=True)}
 
 
 class PeakMeter:
