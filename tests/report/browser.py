@@ -108,8 +108,8 @@ class Browser:
         """Moves the mouse to a point of the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
-    def picture(self, file: Path, *, width: int, height: int) -> None:
-        """Writes the upper part of the page as a PNG file."""
-        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+    def picture(self, file: Path, *, width: int, height: int, top: float = 0.0) -> None:
+        """Writes a part of the page as a PNG file, from `top` on."""
+        clip = {"x": 0, "y": top, "width": width, "height": height, "scale": 1}
         taken = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
         file.write_bytes(base64.b64decode(taken["data"]))

@@ -5,7 +5,6 @@ import signal
 from pathlib import Path
 
 import pytest
-from browser import CHROMIUM, Browser
 from report_runs import eventful, record, write_run
 
 from rotorch.report.page import page
@@ -52,14 +51,6 @@ for (const axis of document.querySelectorAll('.xs,.ys')) {
 }
 return found.slice(0, 20)})()"""
 """Texts that a reader cannot see whole, and labels that lie on each other."""
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium: on Debian, apt-get install chromium")
-    with Browser(tmp_path_factory.mktemp("profile")) as browser:
-        yield browser
 
 
 def written(file: Path, *runs: Path) -> Path:
@@ -142,6 +133,9 @@ def num_lines(file: Path) -> int:
     return file.read_text().count("\n") if file.exists() else 0
 
 
+PLACE_OF = """[...document.querySelectorAll('h2')].find(h => h.textContent === '%s').getBoundingClientRect().top - 8"""
+
+
 @pytest.mark.skipif(WRITES not in os.environ, reason=f"writes pictures into docs/; make report, or {WRITES}=1")
 def test_the_pictures_of_the_documentation(browser, tmp_path, monkeypatch):
     """Two runs of a minute: one loses a rank and goes on from its checkpoint, the other stays whole."""
@@ -167,6 +161,10 @@ def test_the_pictures_of_the_documentation(browser, tmp_path, monkeypatch):
             "--no-process-memory", "--trace", out / "trace",
         )  # fmt: skip
         assert traced.code == 0, traced.stderr
+    browser.open(tmp_path / "rtp" / "trace" / "rtp-2.html", width=WIDE)
+    height = browser.run("Math.ceil(document.body.getBoundingClientRect().height)")
+    browser.picture(DOCS / "trace-wide.png", width=WIDE, height=height)
+    assert (DOCS / "trace-wide.png").stat().st_size < 150_000
     monkeypatch.chdir(tmp_path)
     file = written(tmp_path / "page.html", *(out.relative_to(tmp_path) for out in runs))
     for name, width, height, dark in (
@@ -177,3 +175,7 @@ def test_the_pictures_of_the_documentation(browser, tmp_path, monkeypatch):
         assert browser.run(CUT) == []
         browser.picture(DOCS / name, width=width, height=height)
         assert (DOCS / name).stat().st_size < 200_000
+    browser.open(file, width=WIDE)
+    top, end = (browser.run(PLACE_OF % title) for title in ("Memory by category", "Who computed, and who waited"))
+    browser.picture(DOCS / "report-memory.png", width=WIDE, height=int(end - top), top=top)
+    assert (DOCS / "report-memory.png").stat().st_size < 150_000

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rotorch.bench.action_looks import LOOKS, shade
-from rotorch.bench.gantt import Bar, add_bars, lay_out
+from rotorch.bench.gantt import Bar, Kind, gantt_page
 from rotorch.bench.trace import Interval, RankTrace, shares, together
 from rotorch.comm.observe import Activity, Span
 from rotorch.pipelining.actions import COMPUTE, MESSAGES, ActionKind
@@ -179,29 +179,31 @@ def _title(trace: RowTrace) -> str:
 
 def _page(trace: RowTrace) -> str:
     """A page of its own, to zoom and to point at."""
-    import plotly.graph_objects as go
-
     rows = [f"rank {rank} {lane}" for rank in range(len(trace.ranks)) for lane in _used_lanes(trace)]
     drawn = list(_drawn(trace))
-    figure = go.Figure()
-    for doing in _INWARDS:
-        bars = [
-            Bar(f"rank {rank} {lane}", start, length, span.name)
-            for rank, lane, span, start, length in drawn
-            if span.doing is doing
-        ]
-        if bars:
-            add_bars(figure, bars, name=_LABELS[doing], colour=_COLOURS[doing], unit="ms")
-    height = 170 + (22 + 42 * len(_used_lanes(trace))) * len(trace.ranks)
-    lay_out(figure, headlines=[_title(trace), *trace.headline], rows=rows, unit="ms", height=height)
-    return figure.to_html(include_plotlyjs=True, full_html=True)
+    kinds = [
+        Kind(
+            _LABELS[doing],
+            _COLOURS[doing],
+            [
+                Bar(f"rank {rank} {lane}", start, length, span.name)
+                for rank, lane, span, start, length in drawn
+                if span.doing is doing
+            ],
+        )
+        for doing in _INWARDS
+    ]
+    return gantt_page([_title(trace), *trace.headline], kinds, rows=rows, unit="ms")
 
 
 def _schedule(trace: RowTrace) -> str:
     """A pipeline's step as `rotorch schedule --html` draws it: a row per rank, actions in their colours, and waits."""
-    import plotly.graph_objects as go
-
     start, end = _typical(trace)
+
+    def bar(rank: int, since: float, until: float, says: str, text: str = "") -> Bar:
+        since, until = max(since, start), min(until, end)
+        return Bar(f"rank {rank}", 1e3 * (since - start), 1e3 * (until - since), says, text)
+
     chunks = 1 + max(done.chunk for rank in trace.ranks for done in rank.actions)
     bars: dict[tuple[ActionKind, int], list[Bar]] = {}
     waits: list[Bar] = []
@@ -209,24 +211,21 @@ def _schedule(trace: RowTrace) -> str:
         for done in found.actions:
             kind, number = done.action.kind, done.action.micro_batch
             if done.end_s > start and done.start_s < end and kind in LOOKS and kind not in MESSAGES:
-                when = 1e3 * (done.start_s - start), 1e3 * (done.end_s - done.start_s)
                 says = f"chunk {done.action.stage} of the model" + ("" if number is None else f", micro-batch {number}")
                 text = str(number) if kind in COMPUTE else ""
-                bars.setdefault((kind, done.chunk), []).append(Bar(f"rank {rank}", *when, says, text))
+                bars.setdefault((kind, done.chunk), []).append(bar(rank, done.start_s, done.end_s, says, text))
         waits += [
-            Bar(f"rank {rank}", 1e3 * (span.start_s - start), 1e3 * (span.end_s - span.start_s), span.name)
+            bar(rank, span.start_s, span.end_s, span.name)
             for span in found.spans
             if span.doing is Activity.COLLECTIVE and span.end_s > start and span.start_s < end
         ]
-    figure = go.Figure()
-    for (kind, chunk), some in sorted(bars.items(), key=lambda item: (list(LOOKS).index(item[0][0]), item[0][1])):
-        name = LOOKS[kind][0] + (f", chunk {chunk}" if chunks > 1 else "")
-        add_bars(figure, some, name=name, colour=shade(kind, chunk, num_chunks=chunks), unit="ms")
-    if waits:
-        add_bars(figure, waits, name="waiting", colour="#dddddd", unit="ms")
+    kinds = [
+        Kind(LOOKS[kind][0] + (f", chunk {chunk}" if chunks > 1 else ""), shade(kind, chunk, num_chunks=chunks), some)
+        for (kind, chunk), some in sorted(bars.items(), key=lambda item: (list(LOOKS).index(item[0][0]), item[0][1]))
+    ]
     rows = [f"rank {rank}" for rank in range(len(trace.ranks))]
-    lay_out(figure, headlines=[_title(trace), *trace.headline], rows=rows, unit="ms", height=200 + 64 * len(rows))
-    return figure.to_html(include_plotlyjs=True, full_html=True)
+    headlines = [_title(trace), *trace.headline]
+    return gantt_page(headlines, [*kinds, Kind("waiting", "#dddddd", waits)], rows=rows, unit="ms")
 
 
 _WIDTH, _LEFT, _ROW, _THIN, _GAP, _LINE = 1200, 70, 22, 7, 8, 16
@@ -260,7 +259,7 @@ def _picture(trace: RowTrace) -> str:
         across, down = _LEFT + number % _PER_LINE * _LABEL, top + number // _PER_LINE * 18 + 6
         shapes.append(f'<rect x="{across}" y="{down}" width="12" height="12" fill="{_COLOURS[doing]}"/>')
         shapes.append(_text(across + 16, down + 10, _LABELS[doing]))
-    height = top + 48
+    height = top + 30 + 18 * (len([d for d in _INWARDS if d in seen]) // _PER_LINE)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" '
         'font-family="sans-serif" font-size="12">\n'

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rotorch.bench.action_looks import LOOKS, shade
-from rotorch.bench.gantt import Bar, add_bars, lay_out
+from rotorch.bench.gantt import Bar, Kind, Level, gantt_page
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.pipelining.actions import COMPUTE, SENDS, ActionKind, Schedule
 from rotorch.pipelining.baselines import BASELINES, make_schedule
@@ -155,42 +155,31 @@ def _cell(schedule: Schedule, entry: TimedAction | None, *, colour: bool) -> Tex
 
 
 def page(found: Simulation) -> str:
-    """A page of its own: the chart, and below it what ranks hold over time."""
-    from plotly.subplots import make_subplots
-
+    """A page of its own: the chart, and below it what each rank holds over time, in a row of its own."""
     schedule = found.schedule
     drawn = [entry for entry in found.timeline if entry.end_s > entry.start_s and entry.action.kind in LOOKS]
     used = {_lane(entry) for entry in drawn}
     lanes = [lane for lane in (_DOES, _COLLECTIVES, _MESSAGES) if lane in used]
-    rows = [f"rank {rank}{lane}" for rank in range(schedule.num_ranks) for lane in lanes]
-    chart, memory = 60 + 40 * len(rows), 150
-    figure = make_subplots(
-        rows=3,
-        cols=1,
-        shared_xaxes=True,
-        row_heights=[chart, memory, memory],
-        vertical_spacing=60 / (chart + 2 * memory),
-        subplot_titles=[
-            "",
-            "activations held, in micro-batches of a rank's part",
-            "chunks whose weights or gradients are whole",
+    kinds = [
+        Kind(
+            LOOKS[kind][0] + (f", chunk {chunk}" if schedule.num_chunks > 1 else ""),
+            shade(kind, chunk, num_chunks=schedule.num_chunks),
+            bars,
+        )
+        for (kind, chunk), bars in sorted(
+            _bars(schedule, drawn).items(), key=lambda item: (_order(item[0][0]), item[0][1])
+        )
+    ]
+    return gantt_page(
+        headlines(found),
+        kinds,
+        rows=[f"rank {rank}{lane}" for rank in range(schedule.num_ranks) for lane in lanes],
+        unit=_SLOT,
+        levels=[
+            ("activations held, in micro-batches of a rank's part", _levels(found, activations=True)),
+            ("chunks whose weights or gradients are whole", _levels(found, activations=False)),
         ],
     )
-    for (kind, chunk), bars in sorted(
-        _bars(schedule, drawn).items(), key=lambda item: (_order(item[0][0]), item[0][1])
-    ):
-        name = LOOKS[kind][0] + (f", chunk {chunk}" if schedule.num_chunks > 1 else "")
-        add_bars(
-            figure, bars, name=name, colour=shade(kind, chunk, num_chunks=schedule.num_chunks), unit=_SLOT, row=1, col=1
-        )
-    for rank in range(schedule.num_ranks):
-        _add_memory(figure, found, rank)
-    lay_out(figure, headlines=headlines(found), rows=rows, unit="", height=170 + chart + 2 * memory)
-    figure.update_xaxes(title_text=_SLOT, row=3, col=1)
-    figure.update_yaxes(rangemode="tozero", gridcolor="#e5e5e5", row=2)
-    figure.update_yaxes(rangemode="tozero", gridcolor="#e5e5e5", row=3)
-    text: str = figure.to_html(include_plotlyjs=True, full_html=True)
-    return text
 
 
 def _order(kind: ActionKind) -> int:
@@ -215,36 +204,21 @@ def _bars(schedule: Schedule, drawn: list[TimedAction]) -> dict[tuple[ActionKind
     return bars
 
 
-def _add_memory(figure: Any, found: Simulation, rank: int) -> None:
-    moments = [(m.time_s, dict(zip(CATEGORIES, m.held, strict=True))) for m in found.memory[rank]]
-    shades = [
-        "#1f77b4",
-        "#d62728",
-        "#2ca02c",
-        "#ff7f0e",
-        "#9467bd",
-        "#8c564b",
-        "#e377c2",
-        "#7f7f7f",
-        "#bcbd22",
-        "#17becf",
-    ]
-    look = {"color": shades[rank % len(shades)], "shape": "hv"}
-    for row, held in (
-        (2, [of[ACTIVATIONS] / found.schedule.num_chunks for _, of in moments]),
-        (3, [of[WEIGHTS] + of[GRADIENTS] for _, of in moments]),
-    ):
-        figure.add_scatter(
-            x=[time for time, _ in moments],
-            y=held,
-            mode="lines",
-            name=f"memory of rank {rank}",
-            legendgroup=f"rank {rank}",
-            showlegend=row == 2,
-            line=look,
-            row=row,
-            col=1,
+def _levels(found: Simulation, *, activations: bool) -> list[Level]:
+    """Activations, or whole weights and gradients, that each rank holds over time."""
+    levels = []
+    for rank in range(found.schedule.num_ranks):
+        held = [(m.time_s, dict(zip(CATEGORIES, m.held, strict=True))) for m in found.memory[rank]]
+        levels.append(
+            Level(
+                f"rank {rank}",
+                [
+                    (t, of[ACTIVATIONS] / found.schedule.num_chunks if activations else of[WEIGHTS] + of[GRADIENTS])
+                    for t, of in held
+                ],
+            )
         )
+    return levels
 
 
 # ---------------------------------------------------------------- the command
