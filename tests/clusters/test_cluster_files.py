@@ -1,6 +1,7 @@
 """The files for clusters: their syntax, and that what they start is a command of rotorch."""
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -48,6 +49,38 @@ def test_of_kubernetes(name, run_toml, capsys):
     assert num_ranks(parse_parallel(layout)) == ranks
     assert words[words.index("-m") + 1] == "rotorch"
     assert is_understood(words[words.index("rotorch") + 1 :], run_toml, capsys)
+
+
+CRDS = {"trainjob.yaml": "trainer.kubeflow.org_trainjobs.yaml", "pytorchjob.yaml": "kubeflow.org_pytorchjobs.yaml"}
+
+
+def strict(schema):
+    """A CRD's schema as JSON schema, which refuses unknown fields: Kubernetes drops them without a word."""
+    if schema.pop("x-kubernetes-int-or-string", False):
+        schema.pop("type", None)
+    if "properties" in schema and not schema.get("x-kubernetes-preserve-unknown-fields"):
+        schema.setdefault("additionalProperties", False)
+    inner = [schema.get("items"), schema.get("additionalProperties"), *schema.get("properties", {}).values()]
+    for part in inner:
+        if isinstance(part, dict):
+            strict(part)
+    return schema
+
+
+@pytest.mark.parametrize("name", CRDS)
+def test_of_kubernetes_against_its_crd(name):
+    """ROTORCH_CRDS names a directory with Kubeflow's CRDs (`manifests/base/crds` of its sources)."""
+    jsonschema = pytest.importorskip("jsonschema")
+    if not (directory := os.environ.get("ROTORCH_CRDS")):
+        pytest.skip("ROTORCH_CRDS names no directory with Kubeflow's CRDs")
+    document = yaml.safe_load((FILES / name).read_text())
+    crd = yaml.safe_load((Path(directory) / CRDS[name]).read_text())
+    (version,) = (v for v in crd["spec"]["versions"] if document["apiVersion"].endswith(f"/{v['name']}"))
+    schema = strict(version["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    validator = jsonschema.Draft7Validator(schema)
+    assert not [error.message for error in validator.iter_errors(document)]
+    assert [*validator.iter_errors({**document, "spec": {**document["spec"], "nodes": 4}})]  # an unknown field is seen
 
 
 def test_ranks_that_pytorchjob_may_lose():
