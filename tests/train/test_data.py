@@ -1,7 +1,9 @@
+import json
 import logging
 import multiprocessing
 import os
 import shutil
+import tracemalloc
 from collections import namedtuple
 
 import numpy as np
@@ -325,3 +327,23 @@ def test_the_cache_is_where_the_desktop_standard_says(monkeypatch, tmp_path):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert default_cache_dir() == tmp_path / ".cache" / "rotorch"
+
+
+@pytest.mark.parametrize("kind", ["txt", "jsonl"])
+def test_memory_does_not_grow_with_the_text(kind, tmp_path):
+    """Bytes that Python and NumPy take while a text is tokenised, at their peak: the same for three times the text."""
+    peaks = []
+    for number in (6, 18):
+        path = tmp_path / f"{number}.{kind}"
+        line = "Slices go round; weights stay at home. " * 200
+        with path.open("w") as stream:
+            for _ in range(number * (1 << 20) // len(line)):
+                stream.write(json.dumps({"text": line}) + "\n" if kind == "jsonl" else line)
+        checked = check_source(path, sequence_length=16, cache_dir=tmp_path / "cache")
+        tracemalloc.start()
+        try:
+            prepare_corpus(checked)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    assert peaks[1] < 1.2 * peaks[0] and peaks[1] < 12 << 20
