@@ -63,7 +63,8 @@ class ModelSection(Section):
     Attributes:
         config: path of a `config.json`, of a Hugging Face directory or of a GGUF file, or the contents of a config.json
             as a table; if `init` names a published model, its own by default.
-        init: "random", or a published model to start from: a directory of safetensors, or a GGUF file.
+        init: "random", or a published model to start from: a directory of safetensors, a GGUF file, or
+            `hf://owner/name` of the Hugging Face hub.
     """
 
     config: Word | dict[str, Any]

@@ -59,7 +59,8 @@ class DataSection(Section):
 
     Attributes:
         kind: "text", or "instructions": JSONL records of prompts and responses; only responses are learnt.
-        source: a text, JSONL or Parquet file, a directory of them, or "stdlib" (the running interpreter's own sources).
+        source: a text, JSONL or Parquet file, a directory of them, "stdlib" (the running interpreter's own sources), or
+            `hf://datasets/owner/name` of the Hugging Face hub.
         text_field: the field of JSONL and Parquet records that holds the text.
         prompt_field: the field of a record of instructions that holds the prompt.
         response_field: the field that holds the response.

@@ -15,6 +15,7 @@ from rotorch.train.checks.preflight import with_published_files
 from rotorch.train.checks.samples import check_data
 from rotorch.train.data.batches import CheckedSource, open_windows, prepare_sources
 from rotorch.train.data.windows import TokenWindows
+from rotorch.train.hub import with_hub_files
 from rotorch.train.loop import evaluate
 from rotorch.train.saved_model import SavedModel, use_saved_model
 
@@ -94,7 +95,7 @@ def _run_on(run: RunConfig, *, source: str | None) -> RunConfig:
         run = run.model_copy(
             update={"data": run.data.model_copy(update={"source": source, "sources": (), "held_out_fraction": 0.0})}
         )
-    return with_published_files(run)
+    return with_published_files(with_hub_files(run))
 
 
 def _windows(run: RunConfig, checked: CheckedSource) -> TokenWindows:

@@ -43,6 +43,7 @@ from rotorch.train.checks.capacity import (
 from rotorch.train.checks.samples import check_data, check_evals
 from rotorch.train.data.batches import BYTES, CheckedSource, default_cache_dir
 from rotorch.train.early_stop import check_not_ended
+from rotorch.train.hub import with_hub_files
 from rotorch.train.launch.failure_report import REPORT
 from rotorch.train.launch.run_lock import LOCK
 from rotorch.train.loggers import check_listeners
@@ -126,7 +127,7 @@ def check_run(
         read_metrics(out)  # a resumed run goes on in it, and rank 0 alone would find what is wrong there
     check_roll_back(config)
     check_device(config, strategies=strategies)
-    config = with_published_files(config)
+    config = with_published_files(with_hub_files(config))
     model_config = read_model_config(config)
     check_sequence(config, model_config=model_config)
     check_context(config, strategies=strategies)
