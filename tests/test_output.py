@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,3 +141,18 @@ def test_a_phase_takes_the_place_of_the_one_before_and_is_erased(monkeypatch):
             tell_phase(text)
     assert terminal.getvalue() == "\r\x1b[2Kloading torch ...\r\x1b[2Kbuilding ...\r\x1b[2K"
     assert file.getvalue() == ""
+
+
+def test_the_command_shows_a_line_before_it_is_loaded(monkeypatch):
+    """The line is there when the package of commands begins to load, and gone when the command begins."""
+    from rotorch import __main__
+
+    told = []
+    monkeypatch.setattr(__main__, "tell_phase", lambda text="": told.append(text))
+    monkeypatch.setitem(sys.modules, "rotorch.cli", None)  # which fails to load
+    with pytest.raises(ImportError):
+        __main__.main()
+    assert told == ["starting"]
+    monkeypatch.setitem(sys.modules, "rotorch.cli", SimpleNamespace(main=lambda: told.append("command")))
+    __main__.main()
+    assert told[1:] == ["starting", "", "command"]
