@@ -88,10 +88,16 @@ def first_line(text: str) -> str:
 
 def reads(words: list[str]) -> str:
     """Reads a command as it would be run; "" if all of it is understood, else what is not."""
+    if "|" in words and words[0].startswith("./"):  # a script of the reader's, whose output is read
+        return reads(words[words.index("|") + 1 :])
     program, *arguments = words
     match program:
         case "rotorch":
-            command = typer.main.get_command(cli.app).commands.get(arguments[0])
+            whole = typer.main.get_command(cli.app)
+            if arguments[0].startswith("--"):
+                known = {name for parameter in whole.params for name in parameter.opts}
+                return "" if arguments[0] in known else f"rotorch {arguments[0]}: no option"
+            command = whole.commands.get(arguments[0])
             if command is None:
                 return f"rotorch {arguments[0]}: no command"
             try:
