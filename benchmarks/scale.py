@@ -315,7 +315,7 @@ def blank_manifest(layout: str) -> Manifest:
 
 
 def local_plan(spec: ModelSpec, layout: str, *, rank: int) -> Any:
-    """What a rank offers to save, as torch's planner writes it down: weights, moments, counters, its random state."""
+    """Offer of a rank to save, as torch's planner writes it down: weights, moments, counters, its random state."""
     *outer, inner = parse_parallel(layout)
     replicas = num_ranks(outer) if outer else 1
     replica, position = divmod(rank, inner.num_ranks)
@@ -363,7 +363,7 @@ def held_chunks(weight: Weight, kind: str, *, size: int, position: int) -> tuple
 
 
 def plans_of_ranks(spec: ModelSpec, layout: str, directory: Path) -> None:
-    """What all ranks send to rank 0 before a save."""
+    """Plans that all ranks send to rank 0 before a save."""
     ranks = range(num_ranks(parse_parallel(layout)))
     received = [pickle.dumps(local_plan(spec, layout, rank=rank)) for rank in ranks]
     (directory / "received").write_bytes(pickle.dumps(received))
@@ -383,7 +383,7 @@ def plan_of_a_save(layout: str, directory: Path) -> Counts:
 
 
 def results_of_ranks(spec: ModelSpec, layout: str, directory: Path) -> None:
-    """What all ranks send to rank 0 after they have written their files, by the plans that they sent before."""
+    """Results that all ranks send to rank 0 after they have written their files, by the plans that they sent before."""
     received = pickle.loads((directory / "received").read_bytes())
     results = written([pickle.loads(plan) for plan in received])
     (directory / "results").write_bytes(pickle.dumps(results))
@@ -406,7 +406,7 @@ def manifest_read(layout: str, directory: Path) -> Counts:
 
 
 def written(received: list[SavePlan]) -> list[list[WriteResult]]:
-    """What each rank reports to rank 0 after it has written its file."""
+    """Reports of each rank to rank 0 after it has written its file."""
     plans, _ = ChunksSavePlanner().create_global_plan(received)
     results = []
     for rank, plan in enumerate(plans):
