@@ -26,6 +26,7 @@ LAYOUTS = (
     "rtp=2[transport=send_receive]",
     "rtp=2[transport=send_receive,recompute=slice]",
     "rtp=2[transport=send_receive,buffering=in_place]",
+    "osdp=2[memory=6MiB]",
     "megatron=2",
     "megatron=2[sequence_parallel=true]",
     "atp=1x2",
