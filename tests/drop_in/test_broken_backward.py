@@ -34,7 +34,27 @@ def ranks(tiny):
 
 
 def everything(config):
-    return {layout: broken_off(config, layout) for layout in KEPT + GONE}
+    found = {layout: broken_off(config, layout) for layout in KEPT + GONE}
+    return {**found, "first pass": {layout: never_begun(config, layout) for layout in ("ddp=2", "fsdp=2", "rtp=2")}}
+
+
+def never_begun(config, layout):
+    """The error of a hook of the user's that ends the very first pass before it begins; the loss of the next one."""
+    model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
+    loop = Loop(model, None, model.batch_rank, config.vocab_size)
+
+    def fail(*_):
+        raise KeyError("hook")
+
+    handle = model.register_forward_pre_hook(fail, prepend=True)
+    try:
+        model(**loop.batch(0))
+    except Exception as error:
+        seen = repr(error)
+    handle.remove()
+    loss = model(**loop.batch(0)).loss.item()
+    model.close()
+    return seen, loss
 
 
 def break_off(loop, batch):
@@ -125,3 +145,11 @@ def test_gradients_zeroed_after_it_stay_zero(ranks, layout):
 def test_a_broken_forward_changes_no_gradients(ranks, layout):
     for told in ranks:
         assert told[layout][4]
+
+
+def test_an_error_before_the_first_pass_is_the_users_own(ranks):
+    for told in ranks:
+        found = told["first pass"]
+        assert {seen for seen, _ in found.values()} == {"KeyError('hook')"}
+        losses = [loss for _, loss in found.values()]
+        assert max(losses) - min(losses) < 1e-10

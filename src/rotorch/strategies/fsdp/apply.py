@@ -48,6 +48,8 @@ class FSDPHolding(Holding):
             fully_shard(block, mesh=mesh, ignored_params=ignored, **options)
         module.register_forward_hook(_return_no_views)
         fully_shard(module, mesh=mesh, ignored_params=ignored, **options)
+        self._has_begun = False
+        module.register_forward_pre_hook(self._begin)  # behind torch's own, which makes what `_recover` resets
         if on_meta:
             # _apply is what nn.Module.to_empty calls; here only parameters that have no memory yet get some.
             module._apply(lambda t: torch.empty_like(t, device=setup.device) if t.is_meta else t.to(setup.device))
@@ -107,7 +109,11 @@ class FSDPHolding(Holding):
         for parameter in self._module.parameters():
             if not isinstance(parameter, DTensor):
                 parameter.grad = None  # gathered, its gradient not reduced: it would count in the next step
-        self._module.reset_iter_state()
+        if self._has_begun:
+            self._module.reset_iter_state()
+
+    def _begin(self, *_: Any) -> None:
+        self._has_begun = True
 
 
 def _return_no_views(_: nn.Module, __: Any, output: Any) -> Any:
