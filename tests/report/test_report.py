@@ -57,6 +57,16 @@ def test_every_series_is_drawn_with_its_values(tmp_path):
         assert curve["y"] == pytest.approx(list(there.values()), rel=1e-5)
 
 
+def test_texts_that_are_measured_by_name_have_charts_of_their_own(tmp_path):
+    fields = {"eval_law-2_bits_per_byte": 2.5, "eval_law-2_loss": 1.7, "held_out_bits_per_byte": 2.0}
+    first = write_run(tmp_path / "a", [record(step, **fields if step % 10 == 0 else {}) for step in range(1, 31)])
+    second = write_run(tmp_path / "b", [record(step) for step in range(1, 31)])
+    drawn = charts(written(first, second, out=tmp_path / "page.html"))
+    assert [title for title in drawn if "law-2" in title] == ["Text law-2"]
+    (curve,) = drawn["Text law-2"]["curves"]
+    assert (curve["label"], curve["x"], curve["y"]) == ("a", [10, 20, 30], [2.5, 2.5, 2.5])
+
+
 def test_a_curve_lies_where_its_values_are():
     drawn = chart(
         "x", [Curve("a", 0, [0, 5, 10], [0.0, 30.0, 15.0])], unit=Unit("number", ""), first=0, last=10, if_empty=""

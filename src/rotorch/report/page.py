@@ -24,7 +24,7 @@ _FEWEST_COLUMNS = 25
 
 _BYTES = Unit("bytes", "highest of all ranks so far", from_zero=True)
 _AT_REST = Unit("bytes", "at rest, of the rank that has the most; predicted: dots", from_zero=True)
-_NATS, _BITS = Unit("number", "nats per target token"), Unit("number", "bits per byte of held-out text")
+_NATS, _BITS = Unit("number", "nats per target token"), Unit("number", "bits per byte")
 _PLAIN, _RATE = Unit("number", "global, before clipping"), Unit("number", "of each step")
 _TOKENS, _SECONDS = Unit("count", "target tokens per second, all ranks", from_zero=True), Unit("number", "s", True)
 
@@ -263,6 +263,14 @@ def _charts(runs: Sequence[RecordedRun], *, first: int, last: int, columns: int)
     title = "Loss in training, and on held-out text (dots)" if has_held_out else "Loss in training"
     yield drawn(title, "loss", "held_out_loss", unit=_NATS, if_empty=f"no finite loss in {this}")
     yield drawn("Held-out text", "held_out_bits_per_byte", unit=_BITS, if_empty=f"no held-out text measured in {this}")
+    for text in dict.fromkeys(text for run in runs for text in run.texts):
+        measured = [
+            Curve(run.name, number, run.steps, run.texts[text], dots=True)
+            for number, run in enumerate(runs)
+            if text in run.texts
+        ]
+        if_empty = f"no finite loss of {text} in {this}"
+        yield chart(f"Text {text}", measured, unit=_BITS, first=first, last=last, columns=columns, if_empty=if_empty)
     yield drawn("Norm of the gradients", "grad_norm", unit=_PLAIN, if_empty=f"no finite norm in {this}")
     yield drawn("Learning rate", "lr", unit=_RATE, if_empty=f"no learning rate recorded in {this}")
     yield drawn("Speed", "tokens_per_s", unit=_TOKENS, if_empty=f"no speed recorded in {this}")

@@ -27,6 +27,9 @@ CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
 SERIES = ("loss", "held_out_loss", "held_out_bits_per_byte", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes")
 """Fields of a line of metrics that are drawn."""
 
+_OF_TEXT = re.compile(r"eval_([A-Za-z0-9_-]{1,64})_bits_per_byte")
+"""Field of a text of `train.eval`, drawn too."""
+
 CATEGORIES = ("weights", "gradients", "optimizer", "peak")
 """Of memory: tensors at rest, and the most that the process or its GPU has taken."""
 
@@ -76,7 +79,8 @@ class RecordedRun:
         name: short name, different from those of other runs of the report.
         directory: the run's.
         steps: steps of `columns`, ascending.
-        columns: values by field of `SERIES`, one per step; None where there is none, or none that is finite.
+        columns: values by field of `SERIES`, and of texts that are measured by name, one per step; None where there is
+            none, or none that is finite.
         tokens: target tokens trained on.
         about: contents of `run.json`; {} without one.
         events: in the order of steps.
@@ -113,6 +117,11 @@ class RecordedRun:
     def values(self, name: str) -> list[float]:
         """The values of a field that are there."""
         return [value for value in self.columns.get(name, ()) if value is not None]
+
+    @property
+    def texts(self) -> Mapping[str, Sequence[float | None]]:
+        """Bits per byte of each text that is measured by name, one per step."""
+        return {found[1]: values for key, values in self.columns.items() if (found := _OF_TEXT.fullmatch(key))}
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -171,6 +180,7 @@ def read_run(directory: Path, *, name: str) -> RecordedRun:
         failure = directory / FAILURE
         where = f"{failure} says why it failed" if failure.exists() else f"{METRICS} is missing, or empty"
         raise ConfigError(f"report: {directory}: the run has done no step ({where}). Write a run that has")
+    texts = dict.fromkeys(key for record in records for key in record if _OF_TEXT.fullmatch(key))
     about = _read_json(directory / RUN_FILE, remarks) or {}
     checkpoints = _read_checkpoints(directory, about, remarks)
     noted, extra = _read_events(directory / EVENTS, remarks)
@@ -186,7 +196,7 @@ def read_run(directory: Path, *, name: str) -> RecordedRun:
         name=name,
         directory=directory,
         steps=[record["step"] for record in records],
-        columns={key: [_finite(record.get(key)) for record in records] for key in SERIES},
+        columns={key: [_finite(record.get(key)) for record in records] for key in (*SERIES, *texts)},
         tokens=int(_finite(records[-1].get("tokens")) or 0),
         about=about,
         events=sorted(events, key=lambda event: event.step),
