@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import graph_task, tree_flatten, tree_unflatten, when_backward_ends, will_be_run
 from rotorch.comm.collectives import all_reduce_sum
@@ -36,6 +37,7 @@ from rotorch.models.hf import head_weights
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.deferred_logits import DeferredLogits, Later, with_real_logits
 from rotorch.parallel_model import ParallelModel
+from rotorch.shard.sharded_weight import ShardedWeight
 
 
 class PlainCalls:
@@ -253,6 +255,7 @@ class _Backward:
             self._unsharded.enter_context(model.hooks.called_after(all_gradients=all_gradients))
             self._unsharded.enter_context(model.unsharded(for_calls=True))
             model.holding.start()
+        self._past = _GradientsPastThePass(model)
 
     @contextmanager
     def _breaking_off(self) -> Iterator[None]:
@@ -264,8 +267,10 @@ class _Backward:
 
     def end(self) -> None:
         """Completes gradients, and gives the module its parameters again."""
+        self._past.take()
         with self._breaking_off(), torch.enable_grad():
             self._model.holding.finish()
+            self._past.add()  # before hooks, which see a backward's whole gradients
         self._unsharded.close()
         if self._kept is None:
             return
@@ -278,6 +283,7 @@ class _Backward:
 
     def break_off(self) -> None:
         """Ends the backward pass as after an exception in it; warns of what is lost by that."""
+        self._past.take()
         error = RuntimeError("a backward pass broke off")
         with suppress(RuntimeError):  # what undoes a pass raises what broke it off
             self._unsharded.__exit__(RuntimeError, error, None)
@@ -289,6 +295,40 @@ class _Backward:
                 "would be one without them. Call optimizer.zero_grad(), and begin with the step's first micro-batch",
                 stacklevel=2,
             )
+
+
+class _GradientsPastThePass:
+    """Gradients that a loss gives weights at rest, as a penalty on weights does, within one backward pass.
+
+    Autograd adds them to the parameters' own `.grad`, while the pass makes gradients in memory of its own that takes
+    their place at its end. So earlier gradients are kept apart in between. Weights whose tensors other code puts into
+    the module (`fully_shard`) have theirs added as they come.
+    """
+
+    def __init__(self, model: ParallelModel) -> None:
+        self._before = [(held, held.parameter.grad) for held in model.weights.values() if held.sites]
+        self._taken: list[tuple[ShardedWeight, DTensor]] = []
+        for held, _ in self._before:
+            held.parameter.grad = None
+
+    def take(self) -> None:
+        """Takes them off the parameters, which have their earlier gradients again. Once."""
+        for held, before in self._before:
+            if held.parameter.grad is not None:
+                self._taken.append((held, held.parameter.grad))
+            held.parameter.grad = before
+        self._before = []
+
+    @torch.no_grad()
+    def add(self) -> None:
+        """Adds them to the gradients of the pass."""
+        for held, gradient in self._taken:
+            if gradient.placements != held.parameter.placements:
+                gradient = gradient.redistribute(placements=held.parameter.placements)
+            if held.local_grad is None:
+                held.parameter.grad = gradient
+            else:
+                held.local_grad.add_(gradient.to_local())
 
 
 def _called(module: nn.Module, part: nn.Module | None, args: Any, kwargs: Any, *, at_root: bool) -> Any:
