@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_shared_reduces
 from rotorch.comm.one_error import one_error
-from rotorch.comm.roll_call import ModelCall, RollCall
+from rotorch.comm.roll_call import ModelCall, RollCall, number_of_batch
 from rotorch.comm.status_word import Operation, StatusWord, at
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
@@ -111,7 +111,6 @@ class ParallelModel:
         if param_dtype is not None:
             module.register_forward_pre_hook(self._convert_inputs, with_kwargs=True)
         self._status = StatusWord()
-        self._roll_call = RollCall(mesh)
         self._heads = {module.get_submodule(name.rpartition(".")[0]) for name in head_weights(module)}
         self._at_rest = AtRest(module)
         self.hooks = GradientHooks(holding.weights)
@@ -124,6 +123,10 @@ class ParallelModel:
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         positions = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
         self.batch_rank, self.num_batch_ranks = batch_place(strategies, positions)
+        self._group, num_groups = place_along(self.batch_axes, sizes, positions)
+        self._num_sharing = mesh.size() // num_groups
+        self._is_first = not any(at for axis, at in positions.items() if axis not in self.batch_axes)
+        self._roll_call = RollCall(mesh, shares_batches=self.shares_batches)
         self.num_context_ranks = context_ranks(strategies)
         self.context_rank = 0 if sequence is None else sequence.rank
         self.feature_axes = tuple(axis for s in strategies for axis in s.feature_axes)
@@ -403,7 +406,16 @@ class ParallelModel:
         converted: tuple[Any, Any] = tree_unflatten(found, tree)
         return converted
 
-    def meet(self, doing: ModelCall, *, num_micro_batches: int = 0, num_targets: int = 0, **state: bool) -> int:
+    @property
+    def shares_batches(self) -> bool:
+        """True if several ranks compute with the same tokens of the same batch, each with parts of the weights."""
+        return self._num_sharing > 1
+
+    def of_batch(self, digest: int) -> int:
+        """This rank's number of a batch for `meet`."""
+        return number_of_batch(digest, group=self._group, num_ranks=self._num_sharing, is_first=self._is_first)
+
+    def meet(self, doing: ModelCall, *, num_micro_batches: int = 0, num_targets: int = 0, **state: int) -> int:
         """Waits for all ranks; returns the number of targets of all. Weights may be written afterwards.
 
         Raises:
@@ -417,7 +429,7 @@ class ParallelModel:
             num_micro_batches=num_micro_batches,
             num_targets=num_targets,
             num_left=int(doing is ModelCall.STEP and self._gradients_are_left()),
-            **state,
+            **state,  # type: ignore[arg-type]
         )
         if num_left:
             raise ConfigError(

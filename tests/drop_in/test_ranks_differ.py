@@ -92,9 +92,21 @@ EXPECTED = {
 }
 
 
+def another_batch(loop, rank):
+    other = Loop(loop.model, None, rank, loop.vocab_size)
+    loop.model(**other.batch(0)).loss.backward()
+    with torch.no_grad():
+        loop.model(**other.batch(1))
+
+
+SHARING = ("megatron=2", "megatron=2[sequence_parallel=true]", "atp=1x2", "summa=2x2", "tesseract=2x2x1")
+"""Layouts in which several ranks have one batch."""
+
+
 def all_messages(config, layouts):
     """Messages of this rank, by layout and mistake."""
-    return {(layout, what.__name__): message_of(what, config, layout) for layout in layouts for what in EXPECTED}
+    whats = (*EXPECTED, another_batch)
+    return {(layout, what.__name__): message_of(what, config, layout) for layout in layouts for what in whats}
 
 
 def message_of(what, config, layout):
@@ -124,3 +136,13 @@ def test_what_each_does_is_said_on_all_ranks(told, num_ranks, layout):
         for what, text in EXPECTED.items():
             expected = text.format(others="rank 1" if num_ranks == 2 else f"ranks 1-{num_ranks - 1}")
             assert expected in messages[layout, what.__name__], (what.__name__, messages[layout, what.__name__])
+
+
+@pytest.mark.parametrize(("num_ranks", "layout"), [(n, layout) for n, layouts in LAYOUTS.items() for layout in layouts])
+def test_different_batches_of_ranks_that_share_one_are_named(told, num_ranks, layout):
+    for messages in told[num_ranks]:
+        said = messages[layout, "another_batch"]
+        if layout in SHARING:
+            assert "ranks that share a batch were given different ones" in said and "DistributedSampler" in said
+        else:
+            assert said == "nothing was said"

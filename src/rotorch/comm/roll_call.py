@@ -61,8 +61,24 @@ _TEXTS = {
 }
 
 
+_ODD = 0x9E3779B97F4A7C15
+"""Golden ratio in 64 bits: differences within several groups of ranks do not add up to 0."""
+
 _TARGETS = 2**48
 """More target tokens than a step has: two small numbers are summed as one, and a message stays below 64 bytes."""
+
+
+def number_of_batch(digest: int, *, group: int, num_ranks: int, is_first: bool) -> int:
+    """This rank's `of_batch`: these of ranks with equal digests add up to 0, modulo 2**64.
+
+    Args:
+        digest: of the batch.
+        group: number of the ranks that share it, among such groups.
+        num_ranks: number of them.
+        is_first: of one of them.
+    """
+    number = digest * (num_ranks - 1 if is_first else -1) * (2 * group + 1) * _ODD % 2**64
+    return number - 2**64 if number >= 2**63 else number
 
 
 class RollCall:
@@ -76,10 +92,12 @@ class RollCall:
 
     Args:
         mesh: the ranks.
+        shares_batches: several ranks are given the same batch; an eighth number tells if they are not.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, *, shares_batches: bool = False) -> None:
         self._mesh = mesh
+        self._shares_batches = shares_batches
         self._ranks = mesh.mesh.flatten().tolist()
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
         # Identifies the model among others of the ranks; not drawn from torch's generators, which the user has seeded.
@@ -95,6 +113,7 @@ class RollCall:
         num_left: int = 0,
         is_changed: bool = False,
         has_gradients: bool = False,
+        of_batch: int = 0,
     ) -> tuple[int, int]:
         """Waits for all ranks and returns the sums of their `num_targets` and of their `num_left`.
 
@@ -105,18 +124,30 @@ class RollCall:
             num_left: 1 if this rank has gradients that the operation must not find.
             is_changed: this rank has written weights since its last pass, as an optimizer's step does.
             has_gradients: this rank has gradients that it has not cleared.
+            of_batch: a number whose sum over ranks, modulo 2**64, is 0 if all that share a batch were given the same.
 
         Raises:
-            ConfigError: on all ranks: some are about to do something else, or have another number of micro-batches.
+            ConfigError: on all ranks: some are about to do something else, or have another number of micro-batches, or
+                another batch than ranks that share it with them.
         """
         alike = (int(doing), self._model, 4 * num_micro_batches + 2 * has_gradients + is_changed)
-        sums = torch.tensor([*alike, *(x * x for x in alike), num_left * _TARGETS + num_targets])
-        *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
+        last = [num_left * _TARGETS + num_targets, *([of_batch] if self._shares_batches else [])]
+        sums = torch.tensor([*alike, *(x * x for x in alike), *last])
+        *sums, total, differs = [
+            *all_reduce_sum(sums, mesh=self._mesh).tolist(),
+            *([] if self._shares_batches else [0]),
+        ]
         n, half = len(self._ranks), len(alike)
         is_alone = sums[0] == doing  # the other ranks are faked
         # Exact: the sums are integers, and the largest square has 48 of their 64 bits.
         if not is_alone and any(n * square != x * x for x, square in zip(sums[:half], sums[half:], strict=True)):
             self._refuse(alike)
+        if differs and not is_alone:
+            raise ConfigError(
+                "ranks that share a batch were given different ones: token ids, labels or masks differ. Give all ranks "
+                "of one model.batch_rank the same batch, as DistributedSampler(data, "
+                "num_replicas=model.num_batch_ranks, rank=model.batch_rank) does"
+            )
         left, targets = divmod(int(total), _TARGETS)
         return targets, left
 

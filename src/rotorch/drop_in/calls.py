@@ -80,7 +80,10 @@ class PlainCalls:
             return self._left(output)
 
         learns = torch.is_grad_enabled()
-        self.model.meet(ModelCall.FORWARD if learns else ModelCall.LOOK, **self._state())
+        state = self._state()
+        if self.model.shares_batches:
+            state["of_batch"] = self.model.of_batch(_digest((args, kwargs)))
+        self.model.meet(ModelCall.FORWARD if learns else ModelCall.LOOK, **state)
         return self._pass(run, done=ModelCall.FORWARD_DONE if learns else ModelCall.LOOK_DONE)
 
     def _pass(self, run: Callable[[nn.Module], Any], *, done: ModelCall) -> Any:
@@ -108,7 +111,7 @@ class PlainCalls:
             broken.break_off()
             self._versions_then = self._versions()
 
-    def _state(self) -> dict[str, bool]:
+    def _state(self) -> dict[str, int]:
         """The loop's work since the last pass, for ranks to compare: a step that one leaves out is named."""
         return {
             "is_changed": self._versions_then not in (None, self._versions()),
@@ -411,6 +414,20 @@ def _sum_of_bits(values: Tensor) -> Tensor:
     num_words = flat.numel() * flat.element_size() // 8
     words, rest = flat.tensor_split([num_words * 8 // flat.element_size()])
     return words.view(torch.int64).sum() + rest.view(torch.uint8).sum()
+
+
+def _digest(value: Any) -> int:
+    """A number of all whole-number tensors in `value`, in order: ids, labels, masks, positions.
+
+    Others are left out: ranks may have computed them, each with its own rounding.
+    """
+    found = 0
+    for leaf in tree_flatten(value)[0]:
+        if isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
+            words = leaf.detach().flatten().to(torch.int64)
+            places = torch.arange(1, 2 * words.numel() + 1, 2, device=words.device)
+            found = (31 * found + int((words * places).sum()) + words.numel()) % 2**64
+    return found
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
