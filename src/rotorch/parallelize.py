@@ -14,6 +14,7 @@ from rotorch.comm.collectives import open_shared_reduces
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
+from rotorch.drop_in.left_parameters import mark_left
 from rotorch.drop_in.module import make_parallel
 from rotorch.hold.holding import Holding
 from rotorch.hold.sequence_ranks import share_sequences
@@ -127,6 +128,7 @@ def parallelize(
         },
         device=on,
     )
+    before = list(module.parameters())
     mesh = make_mesh(strategies, device=on)
     open_shared_reduces(mesh, device=on)
     recipes = take_recipes(module)
@@ -174,6 +176,7 @@ def parallelize(
         param_dtype=param_dtype,
         sequence=sequence,
     )
+    mark_left(before, module)
     return make_parallel(module, model, compiled=compile)
 
 

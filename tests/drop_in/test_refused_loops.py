@@ -128,6 +128,14 @@ def a_projection_called_by_itself(loop):
     loop.model.model.layers[0].self_attn.q_proj(torch.ones(1, 4, loop.model.config.hidden_size, dtype=torch.float64))
 
 
+def an_optimizer_from_before(loop):
+    plain = build(loop.model.config, seed=1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    rotorch.parallelize(plain, loop.model.strategies, device="cpu")
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    optimizer.step()
+
+
 def compiled(config):
     """Refusals of torch.compile around a parallel model, in it, and before it."""
     model = rotorch.parallelize(build(config, seed=1), "rtp=2", device="cpu")
@@ -179,6 +187,7 @@ DANGERS = {
     a_mean_that_adds_to_other_gradients: "or write accumulate=True",
     one_rank_that_accumulates: "rank 0 calls forward_backward, rank 1 calls forward_backward(accumulate=True)",
     spread_twice: "is parallel already",
+    an_optimizer_from_before: "SGD was made before parallelize, over parameters that the model has no more",
 }
 
 
