@@ -272,3 +272,26 @@ def frozen_sends(path, *layouts):
 
 def test_frozen_units_send_no_gradients(tiny):
     assert run_ranks(frozen_sends, tiny("llama"), MESSAGES, IN_PLACE, num_ranks=3) == [[]] * 3
+
+
+def gradients_of_backward(path, within):
+    """Gradients of a plain loop whose forward is without autocast, and whose backward perhaps is not."""
+    model = parallel_model(path, MESSAGES, False)
+    loss = model(**rows(model.batch_rank)).loss
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=within):
+        loss.backward()
+    found = {name: held.local_grad.clone() for name, held in model.parallel.weights.items()}
+    model.close()
+    return found
+
+
+def compared_backwards(path):
+    return gradients_of_backward(path, True), gradients_of_backward(path, False)
+
+
+def test_a_backward_may_run_within_autocast_after_a_forward_without(tiny):
+    """Products give bfloat16 there, which a sum of input gradients in float32 cannot take."""
+    for within, without in run_ranks(compared_backwards, tiny("llama"), num_ranks=3):
+        for name, expected in without.items():
+            assert within[name].dtype == torch.float32
+            assert (within[name] - expected).norm() <= 0.05 * expected.norm(), name

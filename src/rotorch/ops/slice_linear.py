@@ -90,7 +90,8 @@ class _SliceLinear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[5]:
             total = None if ctx.leaf is None or x.dtype != grad.dtype else ctx.unit.input_sums[ctx.leaf]
-            if total is not None:
+            # A backward within autocast, of a forward without: products are not of the sum's dtype there.
+            if total is not None and not torch.is_autocast_enabled(x.device.type):
                 # Past autograd, which would make a gradient of each layer and slice, and add them up.
                 total.add_product(grad, weight.to(grad.dtype))
             else:
