@@ -123,6 +123,21 @@ def test_evaluations_are_counted_from_the_lowest_loss_also_through_a_checkpoint(
     assert state.data[EARLY_STOP]["waited"] == 3
 
 
+def test_evaluations_of_another_text_or_of_an_earlier_part_of_the_run_do_not_count():
+    train = SimpleNamespace(patience=2, patience_on="held-out", min_improvement=0.0)
+    state = SimpleNamespace(data={"corpus": "here"})
+    patience = EarlyStop(train, state=state)
+    assert [patience.measured(step, **measured(loss)) for step, loss in enumerate([1, 2], start=1)] == ["", ""]
+    patience.remember_in(state)
+    on_news = SimpleNamespace(patience=2, patience_on="news", min_improvement=0.0)
+    news = EarlyStop(on_news, state=state)
+    rising = [{"held_out": None, "evals": {"news": HeldOut(1.0, loss, 8)}} for loss in (6.0, 7.0)]
+    # 6 is the first loss on this text: neither worse than 1 on the other one, nor the second to be so.
+    assert [news.measured(step, **found) for step, found in enumerate(rising, start=3)] == ["", ""]
+    EarlyStop(SimpleNamespace(patience=0, patience_on="held-out", min_improvement=0.0), state=state).remember_in(state)
+    assert state.data == {"corpus": "here"}  # a part of the run that judges nothing leaves nothing to go on with
+
+
 def test_records_have_flat_names_and_null_for_what_is_not_finite():
     record = StepRecord(1, 2.0, 3, 4.0, 5.0, 6.0, 7, 8.0, evals={"news": HeldOut(math.inf, 1.5, 4)})
     found = record.to_json()

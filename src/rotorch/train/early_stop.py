@@ -28,8 +28,9 @@ class EarlyStop:
         self.read_from(state)
 
     def read_from(self, state: TrainState) -> None:
-        """Takes the numbers of a state that was just loaded; a state without any is a beginning."""
+        """Takes the numbers of a state that was just loaded; one without any, or of another text's, is a beginning."""
         found = _saved(state.data) or {}
+        found = found if found.get("on") == self._train.patience_on else {}
         self._best, self._step, self._waited = (
             float(found.get("loss", math.inf)),
             int(found.get("step", 0)),
@@ -37,10 +38,14 @@ class EarlyStop:
         )
 
     def remember_in(self, state: TrainState) -> None:
-        """Stores the numbers in a checkpoint's state, if the run may end early and has measured something."""
+        """Stores the numbers in a checkpoint's state, if the run may end early and has measured something; else none.
+
+        Those of an earlier part of the run, which nothing has counted on since, would end a later part wrongly.
+        """
+        state.data = {key: value for key, value in state.data.items() if key != EARLY_STOP}
         if self._train.patience and math.isfinite(self._best):
             numbers = {"loss": self._best, "step": self._step, "waited": self._waited, "on": self._train.patience_on}
-            state.data = {**state.data, EARLY_STOP: numbers}
+            state.data[EARLY_STOP] = numbers
 
     def measured(self, step: int, *, held_out: HeldOut | None, evals: Mapping[str, HeldOut]) -> str:
         """Counts an evaluation; returns the reason to end the run, "" for none. All ranks get the same.
