@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from three_weights import make
+from three_weights import WEIGHTS, make
 
 from rotorch.core.errors import FinalFailure, RankFailure
+from rotorch.core.spec import Weight
 from rotorch.train.checkpoint import manifest, storage
 from rotorch.train.checkpoint.directories import leftovers
 from rotorch.train.checkpoint.manifest import StoredChunk, read_manifest
-from rotorch.train.checkpoint.saving import check, latest, save
+from rotorch.train.checkpoint.saving import check, latest, load, save
 from rotorch.train.checkpoint.storage import (
     CheckpointReader,
     ChunksLoadPlanner,
@@ -120,3 +121,11 @@ def test_a_weight_that_all_ranks_leave_to_others_is_not_left_out_silently(tmp_pa
     norm.holder = 0
     with pytest.raises(RankFailure, match="no rank saves 'model/norm'"):
         save(tmp_path, state, keep=1)
+
+
+def test_a_last_weight_without_elements_is_saved(tmp_path):
+    """It begins where the model's bytes end, in no holder's share of them."""
+    weights = (*WEIGHTS, Weight("nothing", (0,), 4))
+    save(tmp_path, make(weights=weights), keep=1)
+    assert "model/nothing" in read_manifest(latest(tmp_path)).tensors
+    load(latest(tmp_path), make(weights=weights))

@@ -124,8 +124,10 @@ def names_to_save(model: ParallelModel) -> set[str]:
     for weight in model.spec.weights:
         held = model.weights.get(weight.name)
         # By the whole model's bytes, which all ranks see alike; each holds other weights, and other parts of them.
-        if held is not None and start_bytes * held.num_holders // total_bytes == held.holder:
-            names.add(weight.name)
+        if held is not None:
+            # Behind the last byte there may be weights without elements: the last holder's.
+            saver = min(start_bytes * held.num_holders // total_bytes, held.num_holders - 1)
+            names |= {weight.name} if saver == held.holder else set()
         start_bytes += weight.num_bytes
     return names
 
