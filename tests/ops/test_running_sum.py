@@ -30,6 +30,16 @@ def test_products_add_to_a_sum_and_leave_its_first_part_alone(first_is_a_tensor)
     assert torch.equal(first, before)
 
 
+def test_a_product_adds_to_a_sum_of_tensors_that_lie_transposed():
+    total, given = RunningSum(), parts(3)
+    (a, b), *_ = given
+    tensors = [torch.matmul(a, b).transpose(0, 1).contiguous().transpose(0, 1) for a, b in given[1:]]
+    for tensor in tensors:
+        total.add(tensor)
+    total.add_product(a, b)
+    torch.testing.assert_close(total.value, sum(tensors) + a @ b)
+
+
 def layer(total, number, x, weight):
     """A linear layer of a slice, as `slice_linear` makes it."""
     y = total.product(number, x, weight.t())

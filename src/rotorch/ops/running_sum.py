@@ -31,7 +31,7 @@ class RunningSum:
         """Adds `a [.., K] @ b [K, N]`: no product exists on its own, and the sum is rounded once per part."""
         if self.value is None:
             self.value, self._owned = torch.matmul(a, b_KN), True
-        elif self._owned:
+        elif self._owned and self.value.is_contiguous():
             # A view: the sum itself has the shape that autograd adds to in place.
             self.value.view(-1, b_KN.shape[1]).addmm_(a.reshape(-1, a.shape[-1]), b_KN)
         else:
