@@ -1,6 +1,7 @@
 """Several sources with weights: shares, order, layouts, going on, and what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from rotorch.run_config import load_run_config
 from rotorch.train.data.batches import check_source, open_windows, prepare_corpus
 from rotorch.train.data.mixture import BLOCK, MixedWindows, places
 from rotorch.train.metrics import read_metrics
+from rotorch.train.run import check_same_corpus
 
 SOURCES = """
 [[data.sources]]
@@ -122,8 +124,11 @@ def test_a_mixture_is_trained_alike_under_every_layout_and_goes_on_where_it_was(
 
     parts = ["train", run_toml, "train.micro_batch=4", f"train.out={tmp_path / 'parts'}", "optimizer.schedule=constant"]
     assert rotorch(tmp_path / "log", *parts, "train.steps=3").code == 0
-    other = rotorch(tmp_path / "log", *parts, "--resume", 'data.sources=[{name="rings", source="text.txt"}]')
+    rings = f'{{name="rings", source="{tmp_path / "text.txt"}"}}'
+    other = rotorch(tmp_path / "log", *parts, "--resume", f"data.sources=[{rings}]")
     assert other.code == 2
+    assert "data.sources = [['rings', 3.0], ['news', 1.0]], and here" in other.stderr
+    assert "Write [[data.sources]] as they were then" in other.stderr
     assert rotorch(tmp_path / "log", *parts, "--resume").code == 0
     whole = rotorch(tmp_path / "log", *parts[:-2], f"train.out={tmp_path / 'whole'}", "optimizer.schedule=constant")
     assert whole.code == 0
@@ -132,3 +137,17 @@ def test_a_mixture_is_trained_alike_under_every_layout_and_goes_on_where_it_was(
 
     measured = rotorch(tmp_path / "log", "eval", tmp_path / "single")
     assert measured.code == 0 and "news.jsonl, held out" in measured.stdout
+
+
+@pytest.mark.parametrize(
+    ("names", "said"), [([], "data.source = 'stdlib' is"), (["a", "b"], "data.sources 'a', 'b' is")]
+)
+def test_another_text_than_that_of_the_checkpoint_is_named_as_it_is_written(names, said):
+    run = SimpleNamespace(
+        resume=SimpleNamespace(manifest=SimpleNamespace(data={"corpus": "then"}), checkpoint="there"),
+        source=SimpleNamespace(parts=[SimpleNamespace(name=name) for name in names]),
+        config=SimpleNamespace(data=SimpleNamespace(source="stdlib")),
+    )
+    check_same_corpus(run, "then")
+    with pytest.raises(ConfigError, match=f"--resume: {said} not the text that there was trained on"):
+        check_same_corpus(run, "now")

@@ -218,8 +218,10 @@ def check_same_corpus(run: CheckedRun, corpus: str) -> None:
         return
     begun_with = run.resume.manifest.data.get("corpus", corpus)
     if begun_with != corpus:
+        names = [part.name for part in run.source.parts]
+        text = f"data.sources {', '.join(map(repr, names))}" if names else f"data.source = {run.config.data.source!r}"
         raise ConfigError(
-            f"--resume: data.source = {run.config.data.source!r} is not the text that {run.resume.checkpoint} was "
+            f"--resume: {text} is not the text that {run.resume.checkpoint} was "
             f"trained on ({corpus} now, {begun_with} then). Write the source that the run was begun with"
         )
 

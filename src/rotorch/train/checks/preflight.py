@@ -546,9 +546,10 @@ def check_same_order(
     theirs = {**before, **manifest.data, "train.seed": manifest.seed}  # `before`: of checkpoints that do not say
     for key, value in ours.items():
         if theirs.get(key, value) != value:
+            again = f"{key}={_as_toml(theirs[key])}" if key != "data.sources" else "[[data.sources]] as they were then"
             raise ConfigError(
                 f"--resume: {path} was written by a run with {key} = {_as_toml(theirs[key])}, and here it is "
-                f"{_as_toml(value)}. Write {key}={_as_toml(theirs[key])}"
+                f"{_as_toml(value)}. Write {again}"
             )
 
 
