@@ -144,6 +144,28 @@ def test_a_unit_that_is_used_twice_gets_both_gradients(build):
     check(build, "rtp=2", "rtp=3[transport=send_receive,recompute=none]", batches=2)
 
 
+class TakesWeights(MLP):
+    """Makes products of its layers' weights by itself; one layer is called as well."""
+
+    def forward(self, x):
+        up = F.linear(x, self.up.weight, self.up.bias) + self.up(x)
+        return F.linear(F.gelu(up), self.down.weight, self.down.bias)
+
+
+class TakesWeightsNet(Net):
+    mlp = TakesWeights
+
+
+@pytest.mark.parametrize("build", [TakesWeightsNet])
+def test_layers_are_those_of_their_slice(build):
+    check(
+        build,
+        "rtp=3[transport=send_receive]",
+        "rtp=3[transport=send_receive,recompute=slice]",
+        "rtp=2[transport=send_receive,visits=1]",
+    )
+
+
 class SharedWeight(Net):
     def __init__(self):
         super().__init__()

@@ -59,7 +59,6 @@ class RotatingUnit:
         keep_attention: a recomputed forward takes the kept outputs of attention.
         trained: True if its weights get gradients.
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
-        linear_weights: numbers of the weights whose gradients `slice_linear` hands to the receiver.
         receiver: takes the weights' gradients during the backward of a slice.
         leaves: the inputs that the graph of a slice begins with, while its forward runs.
         output_sum: sum of the slices' outputs, while their forward runs.
@@ -76,7 +75,6 @@ class RotatingUnit:
     trained: bool = True
     keep_attention: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
-    linear_weights: frozenset[int] = frozenset()
     receiver: SliceGradient | None = None
     leaves: Sequence[Tensor] = ()
     output_sum: OutputSum | None = None
@@ -311,16 +309,17 @@ class _RotateModule(torch.autograd.Function):
             # Tensors saved inside the slot are found here while autograd runs this slice's graph.
             ctx.resident.weights = visit.weights
             unit.receiver = SliceGradient(unit, visit, wait=False)
-            # Linear layers hand their weights' gradients to the receiver; the others' come back from autograd.
-            others = [(i, w) for i, w in enumerate(weights) if w.requires_grad and i not in unit.linear_weights]
-            asked = [unit.anchor, *wanted, *(w for _, w in others)]
+            # Linear layers hand their weights' gradients to the receiver, and autograd has none; it has those of other
+            # uses, also of a layer's weight that the module's code takes by itself.
+            trained = [(i, w) for i, w in enumerate(weights) if w.requires_grad]
+            asked = [unit.anchor, *wanted, *(w for _, w in trained)]
             # The anchor is asked for too: something must be, if inputs need no gradients and the receiver takes all.
             _, *grads = torch.autograd.grad([end], asked, [grad_output], allow_unused=True)
             del end, kept
             for total, grad in zip(sums, grads, strict=False):
                 if grad is not None:
                     total.add(grad)
-            for (number, _), grad in zip(others, grads[len(wanted) :], strict=True):
+            for (number, _), grad in zip(trained, grads[len(wanted) :], strict=True):
                 if grad is not None:
                     unit.receiver.add(number, grad)
             unit.receiver.pass_on()

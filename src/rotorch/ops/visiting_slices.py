@@ -49,21 +49,18 @@ class VisitingSlices(ModuleSlices):
         self._whole_sites = [sites[name] for name in rotating.unit.replicated]
         self._visiting: Sequence[Tensor] = ()
         if not compiled:
-            rotating.linear_weights = self._take_over_linears([sites[w.name][0] for w in rotating.unit.weights])
+            self._take_over_linears([sites[w.name][0] for w in rotating.unit.weights])
 
-    def _take_over_linears(self, sites: Sequence[Site]) -> frozenset[int]:
-        """Runs the unit's plain linear layers by `ops/slice_linear.py`; returns the numbers of their weights."""
+    def _take_over_linears(self, sites: Sequence[Site]) -> None:
+        """Runs the unit's plain linear layers by `ops/slice_linear.py`."""
         numbers = {(id(site.module), site.attribute): i for i, site in enumerate(sites)}
-        taken: set[int] = set()
         for site in sites:
             weight, bias = (numbers.get((id(site.module), name)) for name in ("weight", "bias"))
             # Exactly `nn.Linear`: a subclass may do more in its forward than the product.
             if type(site.module) is not nn.Linear or weight is None or site.attribute != "weight":
                 continue
-            taken |= {weight} if bias is None else {weight, bias}
             # By the instance: the class's forward serves other modules too.
             site.module.forward = partial(self._linear, site.module, weight, bias)  # type: ignore[method-assign]
-        return frozenset(taken)
 
     def _linear(self, layer: nn.Module, weight: int, bias: int | None, x: Tensor) -> Tensor:
         # A hook sees the output of a slice, not a sum of several.
