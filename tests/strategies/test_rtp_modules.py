@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import rotorch
 from rotorch.core.errors import ConfigError
@@ -156,14 +157,19 @@ class TakesWeightsNet(Net):
     mlp = TakesWeights
 
 
-@pytest.mark.parametrize("build", [TakesWeightsNet])
+class RunsAgain(MLP):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class RunsAgainNet(Net):
+    mlp = RunsAgain
+
+
+@pytest.mark.parametrize("build", [TakesWeightsNet, RunsAgainNet])
 def test_layers_are_those_of_their_slice(build):
-    check(
-        build,
-        "rtp=3[transport=send_receive]",
-        "rtp=3[transport=send_receive,recompute=slice]",
-        "rtp=2[transport=send_receive,visits=1]",
-    )
+    options = (3, ""), (3, ",recompute=slice"), (2, ",visits=1")
+    check(build, *(f"rtp={n}[transport=send_receive{more}]" for n, more in options))
 
 
 class SharedWeight(Net):

@@ -60,6 +60,8 @@ class RotatingUnit:
         trained: True if its weights get gradients.
         anchor: a scalar that requires a gradient, so that autograd visits the unit even if no input does.
         receiver: takes the weights' gradients during the backward of a slice.
+        put: puts a slice's weights into the module, for parts of it that run again while a kept graph is differentiated
+            (a user's own `torch.utils.checkpoint`).
         leaves: the inputs that the graph of a slice begins with, while its forward runs.
         output_sum: sum of the slices' outputs, while their forward runs.
         input_sums: sums of their gradients, while the backward of a slice runs; None for those that need none.
@@ -76,6 +78,7 @@ class RotatingUnit:
     keep_attention: bool = False
     anchor: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
     receiver: SliceGradient | None = None
+    put: Callable[[Sequence[Tensor]], None] | None = None
     leaves: Sequence[Tensor] = ()
     output_sum: OutputSum | None = None
     input_sums: Sequence[RunningSum | None] = ()
@@ -306,6 +309,8 @@ class _RotateModule(torch.autograd.Function):
                 weights, unit.leaves = unit.weights(visit), leaves
                 with torch.enable_grad(), ctx.autocast.again(), _again(kept.random), kept.same_attention():
                     end = get_gradient_edge(ctx.run(weights, leaves))
+            elif unit.put is not None:
+                unit.put(unit.weights(visit))
             # Tensors saved inside the slot are found here while autograd runs this slice's graph.
             ctx.resident.weights = visit.weights
             unit.receiver = SliceGradient(unit, visit, wait=False)

@@ -48,6 +48,8 @@ class VisitingSlices(ModuleSlices):
         self._whole = whole
         self._whole_sites = [sites[name] for name in rotating.unit.replicated]
         self._visiting: Sequence[Tensor] = ()
+        self._cut_sites = [sites[w.name] for w in rotating.unit.weights]
+        rotating.put = self._put
         if not compiled:
             self._take_over_linears([sites[w.name][0] for w in rotating.unit.weights])
 
@@ -127,6 +129,13 @@ class VisitingSlices(ModuleSlices):
         if not caches:  # the trial would append to them
             prove(lambda weights: run_slice(weights, inputs))
         return packed.unpack(total)
+
+    def _put(self, weights: Sequence[Tensor]) -> None:
+        """Puts a slice's weights where its forward has had them."""
+        self._visiting = weights
+        for sites, weight in zip(self._cut_sites, weights, strict=True):
+            for site in sites:
+                site.put(weight)
 
     def _put_whole(self, tensors: Sequence[Tensor | None]) -> None:
         """Puts the weights that the unit needs whole into all their places."""
