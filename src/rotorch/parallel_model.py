@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_shared_reduces
 from rotorch.comm.one_error import one_error
-from rotorch.comm.roll_call import ModelCall, RollCall, number_of_batch
+from rotorch.comm.roll_call import ModelCall, RollCall, digest_of, number_of_batch
 from rotorch.comm.status_word import Operation, StatusWord, at
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
@@ -411,9 +411,11 @@ class ParallelModel:
         """True if several ranks compute with the same tokens of the same batch, each with parts of the weights."""
         return self._num_sharing > 1
 
-    def of_batch(self, digest: int) -> int:
+    def of_batch(self, batch: Any) -> int:
         """This rank's number of a batch for `meet`."""
-        return number_of_batch(digest, group=self._group, num_ranks=self._num_sharing, is_first=self._is_first)
+        return number_of_batch(
+            digest_of(batch), group=self._group, num_ranks=self._num_sharing, is_first=self._is_first
+        )
 
     def meet(self, doing: ModelCall, *, num_micro_batches: int = 0, num_targets: int = 0, **state: int) -> int:
         """Waits for all ranks; returns the number of targets of all. Weights may be written afterwards.
@@ -461,7 +463,10 @@ class ParallelModel:
             self._check_shared(micro_batches, loss=loss)
         count = getattr(self._loss if loss is None else loss, "count_targets", count_targets)
         targets = int(sum(count(b) for b in micro_batches))
-        total = self.meet(doing, num_micro_batches=len(micro_batches), num_targets=targets)
+        # Ranks of a pipeline look at parts of a batch only, and may be given no more.
+        is_compared = self.shares_batches and self._holding.no_plain_call is None
+        state = {"of_batch": self.of_batch(micro_batches)} if is_compared else {}
+        total = self.meet(doing, num_micro_batches=len(micro_batches), num_targets=targets, **state)
         return total * self.num_batch_ranks // self.mesh.size()
 
     def _check_shared(self, micro_batches: Sequence[Batch], *, loss: LossFn | None) -> None:

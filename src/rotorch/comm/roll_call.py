@@ -11,10 +11,13 @@ import os
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from itertools import pairwise
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch._torch_private import tree_flatten
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.errors import ConfigError
 
@@ -66,6 +69,20 @@ _ODD = 0x9E3779B97F4A7C15
 
 _TARGETS = 2**48
 """More target tokens than a step has: two small numbers are summed as one, and a message stays below 64 bytes."""
+
+
+def digest_of(batch: Any) -> int:
+    """A number of all whole-number tensors in a batch, in order: ids, labels, masks, positions.
+
+    Others are left out: ranks may have computed them, each with its own rounding.
+    """
+    found = 0
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
+            words = leaf.detach().flatten().to(torch.int64)
+            places = torch.arange(1, 2 * words.numel() + 1, 2, device=words.device)
+            found = (31 * found + int((words * places).sum()) + words.numel()) % 2**64
+    return found
 
 
 def number_of_batch(digest: int, *, group: int, num_ranks: int, is_first: bool) -> int:

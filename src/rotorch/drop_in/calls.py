@@ -82,7 +82,7 @@ class PlainCalls:
         learns = torch.is_grad_enabled()
         state = self._state()
         if self.model.shares_batches:
-            state["of_batch"] = self.model.of_batch(_digest((args, kwargs)))
+            state["of_batch"] = self.model.of_batch((args, kwargs))
         self.model.meet(ModelCall.FORWARD if learns else ModelCall.LOOK, **state)
         return self._pass(run, done=ModelCall.FORWARD_DONE if learns else ModelCall.LOOK_DONE)
 
@@ -414,20 +414,6 @@ def _sum_of_bits(values: Tensor) -> Tensor:
     num_words = flat.numel() * flat.element_size() // 8
     words, rest = flat.tensor_split([num_words * 8 // flat.element_size()])
     return words.view(torch.int64).sum() + rest.view(torch.uint8).sum()
-
-
-def _digest(value: Any) -> int:
-    """A number of all whole-number tensors in `value`, in order: ids, labels, masks, positions.
-
-    Others are left out: ranks may have computed them, each with its own rounding.
-    """
-    found = 0
-    for leaf in tree_flatten(value)[0]:
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
-            words = leaf.detach().flatten().to(torch.int64)
-            places = torch.arange(1, 2 * words.numel() + 1, 2, device=words.device)
-            found = (31 * found + int((words * places).sum()) + words.numel()) % 2**64
-    return found
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
