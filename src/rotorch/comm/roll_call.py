@@ -109,12 +109,10 @@ class RollCall:
 
     Args:
         mesh: the ranks.
-        shares_batches: several ranks are given the same batch; an eighth number tells if they are not.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, shares_batches: bool = False) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self._mesh = mesh
-        self._shares_batches = shares_batches
         self._ranks = mesh.mesh.flatten().tolist()
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
         # Identifies the model among others of the ranks; not drawn from torch's generators, which the user has seeded.
@@ -130,7 +128,7 @@ class RollCall:
         num_left: int = 0,
         is_changed: bool = False,
         has_gradients: bool = False,
-        of_batch: int = 0,
+        of_batch: int | None = None,
     ) -> tuple[int, int]:
         """Waits for all ranks and returns the sums of their `num_targets` and of their `num_left`.
 
@@ -141,25 +139,23 @@ class RollCall:
             num_left: 1 if this rank has gradients that the operation must not find.
             is_changed: this rank has written weights since its last pass, as an optimizer's step does.
             has_gradients: this rank has gradients that it has not cleared.
-            of_batch: a number whose sum over ranks, modulo 2**64, is 0 if all that share a batch were given the same.
+            of_batch: where ranks share batches, a number whose sum over ranks, modulo 2**64, is 0 if all that share one
+                were given the same.
 
         Raises:
             ConfigError: on all ranks: some are about to do something else, or have another number of micro-batches, or
                 another batch than ranks that share it with them.
         """
         alike = (int(doing), self._model, 4 * num_micro_batches + 2 * has_gradients + is_changed)
-        last = [num_left * _TARGETS + num_targets, *([of_batch] if self._shares_batches else [])]
-        sums = torch.tensor([*alike, *(x * x for x in alike), *last])
-        *sums, total, differs = [
-            *all_reduce_sum(sums, mesh=self._mesh).tolist(),
-            *([] if self._shares_batches else [0]),
-        ]
+        sums = torch.tensor([*alike, *(x * x for x in alike), num_left * _TARGETS + num_targets])
+        *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
         n, half = len(self._ranks), len(alike)
         is_alone = sums[0] == doing  # the other ranks are faked
         # Exact: the sums are integers, and the largest square has 48 of their 64 bits.
         if not is_alone and any(n * square != x * x for x, square in zip(sums[:half], sums[half:], strict=True)):
             self._refuse(alike)
-        if differs and not is_alone:
+        # A message of its own: ranks that do something else have none.
+        if of_batch is not None and not is_alone and int(all_reduce_sum(torch.tensor([of_batch]), mesh=self._mesh)):
             raise ConfigError(
                 "ranks that share a batch were given different ones: token ids, labels or masks differ. Give all ranks "
                 "of one model.batch_rank the same batch, as DistributedSampler(data, "
