@@ -64,9 +64,10 @@ STATE_OF_A_PROCESS = {
     "models.trial.shared_sequence": "the same",
 }
 """Modules whose functions change what the module itself holds, and why they may."""
+UNDONE = {"drop_in.changes", "drop_in.origin"}  # they give plain modules back
 ONLY_THERE = {
     r"torch\.distributed\.tensor\.DTensor\.from_local$": {"shard.sharded_weight", "bench.peers.tensor_parallel"},
-    r"rotorch\.shard\.sites\.find_sites$": {"parallelize", "shard.at_rest", "models", "bench"},
+    r"rotorch\.shard\.sites\.find_sites$": {"parallelize", "shard.at_rest", "models", "bench", *UNDONE},
     r"rotorch\.shard\.sharded_weight\.dtensor_at_rest$": {"hold.sharded_weights"},
 }
 """By what is used: the modules that use it. What they make is passed on, so that there is one way to hold a weight."""

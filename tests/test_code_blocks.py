@@ -29,6 +29,7 @@ RUN_BY = {
     ("docs/drop_in.md", "import rotorch.hf"): "tests/hf/test_trainers.py",
     ("docs/drop_in.md", "from peft import LoraConfig"): "tests/hf/test_trainers.py",
     ("docs/drop_in.md", "import peft"): "tests/hf/test_trainers.py",
+    ("docs/drop_in.md", "model = rotorch.parallelize(AutoModelFor"): "tests/hf/test_trainers.py",
     ("docs/drop_in.md", "import rotorch.accelerate"): "tests/adapters/test_adapters_page.py",
     ("docs/drop_in.md", "import lightning"): "tests/adapters/test_adapters_page.py",
     ("docs/drop_in.md", "class Training(lightning.LightningModule"): "tests/adapters/test_adapters_page.py",

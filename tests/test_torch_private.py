@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from rotorch import _torch_private
@@ -34,6 +35,7 @@ from rotorch._torch_private import (
     fake_tensors,
     flat_group,
     flight_record,
+    forget_fully_sharded,
     forget_meshes,
     functional_collectives,
     graph_task,
@@ -351,6 +353,24 @@ def test_meshes_are_forgotten_over_which_dtensors_were_computed_with():
         norm_of_ones()
     forget_meshes()
     assert run_ranks(norm_of_ones, num_ranks=4) == [2.0] * 4
+
+
+def test_a_module_can_be_fully_sharded_again_once_that_is_forgotten():
+    with as_rank(0, num_ranks=2):
+        mesh = init_device_mesh("cpu", (2,))
+        module = torch.nn.Linear(2, 2)
+        own, attributes = type(module), vars(module).copy()
+        fully_shard(module, mesh=mesh)
+        remember = forget_fully_sharded(module)
+        remember()
+        assert isinstance(module, FSDPModule)
+        module.unshard()  # finds its state
+        forget_fully_sharded(module)
+        module.__class__ = own
+        vars(module).clear()
+        vars(module).update(attributes, _parameters={"weight": torch.nn.Parameter(torch.ones(2, 2)), "bias": None})
+        fully_shard(module, mesh=mesh)
+        assert isinstance(module, FSDPModule)
 
 
 def test_a_mesh_made_flat_has_a_group_of_all_its_ranks():

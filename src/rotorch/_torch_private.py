@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
@@ -80,6 +80,7 @@ __all__ = [
     "fake_tensors",
     "flat_group",
     "flight_record",
+    "forget_fully_sharded",
     "forget_meshes",
     "functional_collectives",
     "graph_task",
@@ -361,6 +362,19 @@ def lost_gpu_by_fork() -> bool:
     Reason: torch says so in public only by an error once CUDA is used.
     """
     return bool(torch.cuda._is_in_bad_fork())
+
+
+def forget_fully_sharded(module: nn.Module) -> Callable[[], None]:
+    """Has torch forget that `fully_shard` was called for a module and its parts; returns what takes that back.
+
+    Reason: it may be called once for a module, which torch keeps in a table of its own, beside the module.
+    """
+    from torch.distributed._composable_state import _module_state_mapping as states
+
+    found = {part: states[part] for part in module.modules() if part in states}
+    for part in found:
+        del states[part]
+    return lambda: states.update(found)
 
 
 def symmetric_backend(device: torch.device) -> str | None:

@@ -156,6 +156,13 @@ class ParallelModel:
         """The DTensor parameters under their original names."""
         return self.module.named_parameters()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModel:
+        """Raises: hooks of a module's parts refer to this, so it would come along with a copy of one of them."""
+        raise ConfigError(
+            "a part of a parallel model cannot be copied by itself: its weights are spread over ranks. Copy the whole "
+            "model, or the part before parallelize (with peft's modules_to_save: call get_peft_model before it)"
+        )
+
     # ---------------------------------------------------------------- values
 
     def materialize(self, *, seed: int = 0, only: Sequence[str] = ("*",)) -> ParallelModel:

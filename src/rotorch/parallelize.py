@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -14,8 +15,10 @@ from rotorch.comm.collectives import open_shared_reduces
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
+from rotorch.drop_in.changes import Changes
 from rotorch.drop_in.left_parameters import mark_left
 from rotorch.drop_in.module import make_parallel
+from rotorch.drop_in.origin import Origin
 from rotorch.hold.holding import Holding
 from rotorch.hold.sequence_ranks import share_sequences
 from rotorch.hold.setup import Setup
@@ -128,7 +131,7 @@ def parallelize(
         },
         device=on,
     )
-    before = list(module.parameters())
+    before, changes = list(module.parameters()), Changes(module)
     mesh = make_mesh(strategies, device=on)
     open_shared_reduces(mesh, device=on)
     recipes = take_recipes(module)
@@ -177,7 +180,19 @@ def parallelize(
         sequence=sequence,
     )
     mark_left(before, module)
-    return make_parallel(module, model, compiled=compile)
+    again = functools.partial(
+        parallelize,
+        parallel=parallel,
+        device=on,
+        plan=plan,
+        loss=loss,
+        autocast_dtype=autocast_dtype,
+        param_dtype=param_dtype,
+        compile=compile,
+    )
+    made = make_parallel(module, model, origin=Origin(changes, again), compiled=compile)
+    changes.note()
+    return made
 
 
 def _check_context(module: nn.Module, *, loss: LossFn | None, compile: bool) -> None:

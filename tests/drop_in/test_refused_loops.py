@@ -52,6 +52,18 @@ def a_weight_that_is_replaced(loop):
     loop.model(**loop.batch(0))
 
 
+def a_part_that_came_later(loop):
+    loop.model.value = nn.Linear(loop.model.config.hidden_size, 1).requires_grad_(False)
+    loop.model(**loop.batch(0))  # of no concern while nothing of it is trained
+    loop.model.reward = nn.Linear(loop.model.config.hidden_size, 1)
+    loop.model(**loop.batch(0))
+
+
+def embeddings_of_another_size(loop):
+    loop.model.resize_token_embeddings(loop.model.config.vocab_size)  # changes nothing
+    loop.model.resize_token_embeddings(loop.model.config.vocab_size + 3)
+
+
 def a_hook_inside_of_what_is_cut(loop):
     seen = []
     part = loop.model.model.layers[0].mlp.gate_proj
@@ -178,6 +190,8 @@ DANGERS = {
     a_projection_called_by_itself: "model.model.layers.0.self_attn.q_proj(...) is called by itself",
     data_that_is_assigned: "data was assigned: training would go on with the old values",
     a_weight_that_is_replaced: "was replaced by another object after parallelize",
+    a_part_that_came_later: "'reward.weight' was put into the model after parallelize",
+    embeddings_of_another_size: "LlamaForCausalLM that is spread over ranks: each has parts of the rows",
     a_hook_inside_of_what_is_cut: "would see a slice of its output. Hook 'model.layers.0.mlp'",
     a_gradient_of_a_gradient: "create_graph=True",
     gradients_of_some_weights: ASKS_FOR_WEIGHTS,

@@ -145,8 +145,9 @@ def test_the_programs_on_the_page_run(alone, tmp_path):
     scripts.tokenizer().save_pretrained(tmp_path / "base")
     for left in run_ranks(
         scripts.run_page,
-        [b.replace("path/to/llama", str(tmp_path / "base")) for b in blocks[:3]],
+        [b.replace("path/to/llama", str(tmp_path / "base")) for b in blocks[:4]],
         tmp_path,
         num_ranks=2,
     ):
-        assert left == ["adapters/adapter_model.safetensors", "base/model.safetensors", "out/model.safetensors"]
+        late = [f"adapters-{rank}/adapter_model.safetensors" for rank in (0, 1)]
+        assert left == [*late, "adapters/adapter_model.safetensors", "base/model.safetensors", "out/model.safetensors"]

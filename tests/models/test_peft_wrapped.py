@@ -113,18 +113,93 @@ def test_ranks_do_as_one_process(warmed, tmp_path, layout):
             assert torch.allclose(ours[name], value, rtol=0, atol=1e-10), (adapted, name)
 
 
-def adapters_afterwards():
-    model = rotorch.parallelize(wrapped("some layers").merge_and_unload(), "rtp=2", device="cpu")
-    try:
-        peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
-    except ConfigError as error:
-        return str(error)
-    return None
+ADAPTERS = peft.LoraConfig(r=2, task_type="CAUSAL_LM", target_modules=["q_proj", "down_proj"])
 
 
-def test_adapters_after_parallelize_are_refused(warmed):
-    for said in run_ranks(adapters_afterwards, num_ranks=2):
-        assert said is not None and "Call peft.get_peft_model" in said and "before parallelize" in said
+def adapters_afterwards(layout, directory):
+    """As `on_ranks`, but the adapters of "some layers" come when the model is parallel, from those files."""
+    base = wrapped("some layers").unload().requires_grad_(True)
+    parallel = rotorch.parallelize(base, layout, device="cpu")
+    shares = [IDS.chunk(parallel.num_batch_ranks)[parallel.batch_rank]]
+    with torch.no_grad():
+        before = parallel(input_ids=IDS).logits
+    torch.manual_seed(torch.distributed.get_rank())  # ranks would draw different adapters
+    model = peft.get_peft_model(parallel, ADAPTERS)
+    with torch.no_grad():
+        same_as_before = torch.equal(model(input_ids=IDS).logits, before)
+    drawn = {n: w.detach().clone() for n, w in peft.get_peft_model_state_dict(model).items()}
+    peft.set_peft_model_state_dict(model, peft.load_peft_weights(directory / "given"))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    losses, _ = two_steps(model, optimizer, shares, scale=1.0)
+    with torch.no_grad(), model.disable_adapter():
+        without = model(input_ids=IDS).logits
+    said = model.generate(input_ids=IDS, max_new_tokens=4, do_sample=False).tolist()
+    model.save_pretrained(directory / "saved" / str(torch.distributed.get_rank()))
+    held = {n: (h.local.numel(), h.weight.numel) for n, h in parallel.weights.items() if "base_layer" in n}
+    rest = {name: getattr(model, name) for name in ("batch_rank", "num_batch_ranks")}
+    parallel.close()
+    return losses, without.numpy(), said, held, rest, same_as_before, {n: w.numpy() for n, w in drawn.items()}
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS[3:])]
+)
+def test_adapters_may_come_after_parallelize(warmed, tmp_path, layout):
+    wrapped("some layers").save_pretrained(tmp_path / "given")
+    ranks = run_ranks(adapters_afterwards, layout, tmp_path, num_ranks=2)
+    shares = 1 if layout.startswith("megatron") else 2
+    losses, _, without, said = run_ranks(on_one_process, "some layers", shares, tmp_path / "alone", num_ranks=1)[0]
+    alone = peft.load_peft_weights(tmp_path / "alone")
+    for rank, (theirs, their_without, they_said, held, rest, same_as_before, drawn) in enumerate(ranks):
+        assert same_as_before  # new adapters add nothing
+        assert all((drawn[name] == value).all() for name, value in ranks[0][-1].items())
+        assert {name for name, value in drawn.items() if value.any()} == {name for name in drawn if "lora_A" in name}
+        assert theirs == pytest.approx(losses[rest["batch_rank"] :: rest["num_batch_ranks"]], rel=1e-10)
+        assert abs(their_without - without).max() <= 1e-10 * abs(without).max()
+        assert they_said == said
+        assert held and (layout == "ddp=2" or all(2 * own == whole for own, whole in held.values()))
+        ours = peft.load_peft_weights(tmp_path / "saved" / str(rank))
+        assert ours.keys() == alone.keys()
+        assert all(torch.allclose(ours[name], value, rtol=0, atol=1e-10) for name, value in alone.items())
+
+
+LATE = {
+    "magnitudes": (peft.LoraConfig(target_modules=["q_proj"], use_dora=True), "mixed torch.Tensor and DTensor"),
+    "some tokens": (
+        peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM", alora_invocation_tokens=[1]),
+        "alora_invocation_tokens=[1]: into a model that is",
+    ),
+    "whole copies": (peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"]), "cannot be copied"),
+    "another kind": (peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[]), "peft_type="),
+}
+
+
+def late_adapters_that_do_not_go():
+    said = {}
+    for name, (config, _) in LATE.items():
+        model = rotorch.parallelize(wrapped("some layers").unload(), "rtp=2", device="cpu")
+        try:
+            peft.inject_adapter_in_model(config, model)
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+        model.close()
+    model = rotorch.parallelize(wrapped("some layers").unload(), "rtp=2", device="cpu")
+    for name in ("first", "second"):
+        try:
+            peft.inject_adapter_in_model(ADAPTERS, model, adapter_name=name)
+            with torch.no_grad():
+                model(input_ids=IDS)
+        except ConfigError as error:
+            said[name] = str(error)
+    return said
+
+
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config` attribute:UserWarning")
+def test_adapters_that_need_whole_weights_are_refused_after_parallelize(warmed):
+    for said in run_ranks(late_adapters_that_do_not_go, num_ranks=2):
+        for name, (_, expected) in LATE.items():
+            assert expected in said[name], name
+        assert "first" not in said and "further adapters" in said["second"]
 
 
 def test_adapters_of_another_kind_are_refused():

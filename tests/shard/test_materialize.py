@@ -370,3 +370,13 @@ def test_values_larger_than_a_box_have_the_same_bits_under_any_cut(fill, shape, 
     got = values(build, cut=cut, num_slices=3, index=index, dtype=torch.float64)
     assert torch.equal(got, whole.narrow(dim, rows.start, rows.length))
     assert len(got.unique()) == got.numel()
+
+
+def test_values_that_are_there_stay_beside_weights_on_meta(tiny):
+    with torch.device("meta"):
+        module = causal_lm(load_config(tiny("llama")))
+    module.lm_head = nn.Linear(3, 2)
+    before = module.lm_head.weight.detach().clone()
+    recipes = take_recipes(module)
+    assert torch.equal(module.lm_head.weight, before)
+    assert recipes["model.embed_tokens.weight"] and "lm_head.weight" not in recipes

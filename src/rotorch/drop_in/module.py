@@ -16,8 +16,9 @@ from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
 from rotorch.drop_in.calls import PlainCalls
 from rotorch.drop_in.optimizers import refuse_what_needs_whole_matrices
+from rotorch.drop_in.origin import Origin
 from rotorch.drop_in.published_tensors import published_tensors
-from rotorch.drop_in.whole import chunks_by_name, copy_into, full_state_dict
+from rotorch.drop_in.whole import copy_into, full_state_dict, parts_by_name
 from rotorch.models.lora import base_of, saved_names
 from rotorch.models.packed_rows import nothing_packed
 from rotorch.ops.partial_module import SEES_SLICES
@@ -27,8 +28,8 @@ Module = TypeVar("Module", bound=nn.Module)
 _CACHE_FITS = {"single", "ddp", "fsdp", "rtp", "megatron", "atp"}
 """Strategies under which each rank, or each slice, has whole heads, so keys and values can be kept."""
 
-_KEPT = "_rotorch"
-"""Where a module keeps its `PlainCalls`."""
+_KEPT, _ORIGIN = "_rotorch", "_rotorch_origin"
+"""Where a module keeps its `PlainCalls`, and its `Origin`."""
 
 
 class ParallelModule(nn.Module):
@@ -76,15 +77,19 @@ class ParallelModule(nn.Module):
         return super().named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Works as in every module; weights have the form that `torch.distributed.checkpoint` saves and loads."""
+        """Works as in every module; weights have the form that `torch.distributed.checkpoint` saves and loads.
+
+        Weights that all ranks have whole are plain tensors.
+        """
         calls = calls_of(self)
         calls.settle()
         found = super().state_dict(*args, **kwargs)
         if kwargs.get("keep_vars"):
             return found
         prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
-        for name, chunks in chunks_by_name(self, calls.model).items():
-            found[prefix + name] = chunks
+        # A module around it is peft's, if there are adapters, and saves them as tensors that a rank has whole.
+        parts = parts_by_name(self, calls.model, whole_adapters=bool(prefix))
+        found.update({prefix + name: part for name, part in parts.items()})
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
@@ -95,11 +100,8 @@ class ParallelModule(nn.Module):
         """
         if assign:
             raise ConfigError("load_state_dict: assign=True would replace weights that ranks share. Leave it out")
-        calls = calls_of(self)
-        calls.settle()
-        result = super().load_state_dict(copy_into(self, calls.model, state_dict), strict=strict)
-        calls.model.values_changed()
-        return result
+        calls_of(self).settle()
+        return super().load_state_dict(state_dict, strict=strict)
 
     def full_state_dict(self, *, all_ranks: bool = False) -> dict[str, Tensor]:
         """Gathers whole weights and buffers on CPU, as the module on one process has them. All ranks call it.
@@ -125,11 +127,16 @@ class ParallelModule(nn.Module):
         return published_tensors(self, calls.model, dtype=dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Raises: memory that ranks share, and messages between them, cannot be copied."""
-        raise ConfigError(
-            f"{type(self).__name__} is spread over ranks and cannot be copied. Copy it before parallelize, and give "
-            "both to parallelize; for averages of weights keep `[p.detach().clone() for p in model.parameters()]`"
-        )
+        """A parallel module of its own, with the same values and without gradients. All ranks.
+
+        Raises:
+            ConfigError: a pass is going on.
+        """
+        calls = calls_of(self)
+        calls.settle()
+        if calls.model.in_pass:
+            raise ConfigError(f"copy.deepcopy of a {type(self).__name__} within a pass. Copy it between steps")
+        return _origin_of(self).copy(self, calls.model, memo)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Does nothing if nothing would change (`.to(device)`), and raises otherwise (`.half()`)."""
@@ -144,12 +151,13 @@ class ParallelModule(nn.Module):
         return self
 
 
-def make_parallel(module: Module, model: ParallelModel, *, compiled: bool = False) -> Module:
+def make_parallel(module: Module, model: ParallelModel, *, origin: Origin, compiled: bool = False) -> Module:
     """Gives `module` a class made on the fly, with its own class and `ParallelModule`; returns it.
 
     Args:
         module: the user's.
         model: its passes, weights and ranks.
+        origin: what it was before, for copies.
         compiled: blocks are; parts of them then get no hooks, which would be compiled too.
     """
     own = type(module)
@@ -159,14 +167,21 @@ def make_parallel(module: Module, model: ParallelModel, *, compiled: bool = Fals
     added.update(__module__=own.__module__, __qualname__=own.__qualname__, __doc__=own.__doc__)
     if hasattr(module, "module"):
         added["module"] = getattr(own, "module", None) or _own_attribute("module")
-    replaced = {"save_pretrained": _save_pretrained, "generate": _generate, "get_encoder": _get_encoder}
+    replaced = {
+        "save_pretrained": _save_pretrained,
+        "generate": _generate,
+        "get_encoder": _get_encoder,
+        "resize_token_embeddings": _resize_token_embeddings,
+    }
     for name, method in {"forward": _forward, **replaced}.items():
         if hasattr(own, name):
             added[name] = functools.wraps(getattr(own, name))(method)
     if not hasattr(own, "peft_config"):
-        added["peft_config"] = property(_adapters, _no_more_adapters)
-    vars(module)[_KEPT] = PlainCalls(model)
+        added["peft_config"] = property(_adapters, _take_adapters, _keep_adapters)
+    vars(module)[_KEPT], vars(module)[_ORIGIN] = PlainCalls(model), origin
     module.__class__ = type(own.__name__, (ParallelModule, own), added)
+    module.register_load_state_dict_pre_hook(_load_weights)
+    module.register_load_state_dict_post_hook(_publish_weights)
     _, base = base_of(module)
     if base is not module:
         vars(base)["forward"] = _through(module, base=base)
@@ -179,6 +194,17 @@ def make_parallel(module: Module, model: ParallelModel, *, compiled: bool = Fals
             setattr(hook, SEES_SLICES, True)
             part.register_forward_pre_hook(hook, prepend=True)  # before that of fully_shard, which would gather
     return module
+
+
+def _load_weights(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Copies weights out of a state that is loaded into the module, or into one around it, into this rank's parts."""
+    own = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
+    for name, value in copy_into(module, calls_of(module).model, own).items():
+        state[prefix + name] = value
+
+
+def _publish_weights(module: Any, _: Any) -> None:
+    calls_of(module).model.values_changed()
 
 
 def _refuse_part(model: ParallelModel, name: str, part: nn.Module, _: Any) -> None:
@@ -207,6 +233,11 @@ def _through(module: nn.Module, *, base: nn.Module) -> Callable[..., Any]:
 def calls_of(module: ParallelModule) -> PlainCalls:
     """The calls of a module that is parallel."""
     found: PlainCalls = vars(module)[_KEPT]
+    return found
+
+
+def _origin_of(module: ParallelModule) -> Origin:
+    found: Origin = vars(module)[_ORIGIN]
     return found
 
 
@@ -271,6 +302,17 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
     return super(ParallelModule, self).generate(*args, **kwargs)
 
 
+def _resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args: Any, **kwargs: Any) -> Any:
+    """The embeddings, if they have this size already; another one is refused."""
+    own: Any = super(ParallelModule, self)
+    if new_num_tokens not in (None, self.get_input_embeddings().num_embeddings) or args or kwargs:
+        raise ConfigError(
+            f"resize_token_embeddings({new_num_tokens}) of a {type(self).__name__} that is spread over ranks: each has "
+            "parts of the rows. Call it before parallelize"
+        )
+    return own.get_input_embeddings()
+
+
 def _has_encoder(module: nn.Module) -> bool:
     return bool(getattr(getattr(module, "config", None), "is_encoder_decoder", False))
 
@@ -317,9 +359,22 @@ def _adapters(self: Any) -> Any:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute 'peft_config'") from None
 
 
-def _no_more_adapters(self: Any, value: Any) -> None:
-    """Raises: peft sets this when it has put adapters into a model."""
+def _take_adapters(self: Any, value: Any) -> None:
+    """Spreads the model once more: peft sets this when it has put adapters into it."""
+    calls = calls_of(self)
+    calls.settle()
+    if "peft_config" in vars(self):
+        raise ConfigError(
+            f"peft has put further adapters into a {type(self).__name__} that is parallel and had some. Put all of "
+            "them in at once, before the first step"
+        )
+    _origin_of(self).take_adapters(self, calls.model, value)
+    vars(self)["peft_config"] = value
+
+
+def _keep_adapters(self: Any) -> None:
+    """Raises: peft deletes this when it has taken adapters out of the model."""
     raise ConfigError(
-        f"peft has put adapters into a {type(self).__name__} that is parallel: ranks would train each its own. "
-        "Call peft.get_peft_model (or inject_adapter_in_model, add_adapter) before parallelize, on a model made anew"
+        f"peft has taken the adapters out of a {type(self).__name__} that is parallel: it is of no more use. Write "
+        "model.save_pretrained(directory), and merge or unload them on one process"
     )

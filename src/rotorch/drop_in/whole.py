@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from rotorch.core.errors import ConfigError
+from rotorch.models.lora import is_adapter
 from rotorch.parallel_model import ParallelModel
 from rotorch.shard.sharded_weight import ChunkedTensor, ShardedWeight
 
@@ -21,10 +22,23 @@ def weights_by_name(module: nn.Module, model: ParallelModel) -> dict[str, str]:
     return {name: of_parameter[id(parameter)] for name, parameter in named}
 
 
-def chunks_by_name(module: nn.Module, model: ParallelModel) -> dict[str, ChunkedTensor]:
-    """Returns this rank's chunks of each weight, under all its names."""
-    chunks = model.chunks()
-    return {name: chunks[weight] for name, weight in weights_by_name(module, model).items()}
+def parts_by_name(module: nn.Module, model: ParallelModel, *, whole_adapters: bool) -> dict[str, Tensor]:
+    """Returns this rank's chunks of each weight, under all its names; plain tensors of weights that all ranks have.
+
+    Args:
+        module: of which.
+        model: its weights.
+        whole_adapters: adapters of which ranks have parts are gathered, which all ranks must call.
+    """
+
+    def part_of(name: str) -> Tensor:
+        held = model.weights[name]
+        if held.num_holders == model.mesh.size():
+            return held.local.detach()
+        return model.full_tensor(name) if whole_adapters and is_adapter(name) else model.chunks_of(name)
+
+    parts = {name: part_of(name) for name in model.weights}
+    return {name: parts[weight] for name, weight in weights_by_name(module, model).items()}
 
 
 @torch.no_grad()

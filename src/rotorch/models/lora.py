@@ -90,6 +90,53 @@ def add_lora(
     return module
 
 
+_ALIKE_ON_PARTS = {
+    *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "exclude_modules", "fan_in_fan_out"),
+    *("inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha", "lora_dropout"),
+    *("peft_type", "peft_version", "r", "rank_pattern", "revision", "target_modules", "task_type", "use_rslora"),
+}
+"""Keys of peft's `LoraConfig` for which adapters can be made without the values of the weights beside them."""
+
+
+def put_adapters_in_again(module: nn.Module, configs: Mapping[str, Any]) -> None:
+    """Replaces adapters that peft has made of the ranks' parts of weights by those of whole weights, in place.
+
+    peft takes a DTensor for a layer that is computed in parts. New adapters begin as peft begins them; those of
+    half precision become float32, as `peft.get_peft_model` does it by default.
+
+    Args:
+        module: the model, with plain weights of whole shapes. Their values are not read.
+        configs: peft's, by the adapters' names.
+
+    Raises:
+        ConfigError: adapters that are no plain LoRA.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer, cast_adapter_dtype
+
+    for name, config in configs.items():
+        default = LoraConfig()
+        other = [] if type(config) is LoraConfig else ["peft_type"]
+        other += [key for key, value in vars(default).items() if getattr(config, key, value) != value]
+        first = next((key for key in other if key == "peft_type" or key not in _ALIKE_ON_PARTS), None)
+        if first is None and config.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+            first = "init_lora_weights"
+        if first is not None:
+            raise ConfigError(
+                f"adapter {name!r}: {first}={getattr(config, first)!r}: into a model that is spread over ranks only "
+                "plain LoRA can be put. Call peft.get_peft_model before parallelize"
+            )
+    for name, part in list(module.named_modules()):
+        if isinstance(part, BaseTunerLayer):
+            parent, _, attribute = name.rpartition(".")
+            setattr(module.get_submodule(parent), attribute, part.get_base_layer())
+    for name, config in configs.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # as in `add_lora`
+            inject_adapter_in_model(config, module, adapter_name=name)
+        cast_adapter_dtype(module, adapter_name=name, autocast_adapter_dtype=True)
+
+
 def alpha_of(alpha: float | None, *, rank: int) -> float:
     """Returns `alpha`, or its default: adapters add twice their product."""
     return 2 * rank if alpha is None else alpha

@@ -1,4 +1,4 @@
-"""Detects tensors put in the place of a model's weights between steps, with which no pass would compute."""
+"""Detects tensors put in the place of a model's weights between steps, or beside them, of which no pass knows."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from torch import nn
 
 from rotorch._torch_private import storage_key
 from rotorch.core.errors import ConfigError
+from rotorch.shard.sharded_weight import weight_of
 from rotorch.shard.sites import find_sites
 
 
@@ -13,10 +14,12 @@ class AtRest:
     """The parameters of a module at rest, with their places in it and their memory.
 
     `parameter.data = other` and `layer.weight = other` work in a plain loop, but not here: a pass computes with memory
-    of its own, which ranks may share, and not with the tensor that a name in the module refers to.
+    of its own, which ranks may share, and not with the tensor that a name in the module refers to. Nor does a step
+    average gradients of a part that was put into the module since: each rank would train its own.
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module, self._num_places = module, _num_places(module)
         parameters = dict(module.named_parameters())
         self._places = [
             (name, site, parameters[name], storage_key(parameters[name]))
@@ -25,7 +28,10 @@ class AtRest:
         ]
 
     def check(self) -> None:
-        """Raises `ConfigError` if a weight was replaced."""
+        """Raises `ConfigError` if a weight was replaced, or one to train was added."""
+        if (num_places := _num_places(self._module)) != self._num_places:
+            self._refuse_new()
+            self._num_places = num_places
         for name, site, parameter, key in self._places:
             if site.get() is not parameter:
                 raise ConfigError(
@@ -38,3 +44,16 @@ class AtRest:
                     f"{name}.data was assigned: training would go on with the old values. "
                     "Write `parameter.data.copy_(values)`"
                 )
+
+    def _refuse_new(self) -> None:
+        for name, parameter in nn.Module.named_parameters(self._module):
+            if parameter.requires_grad and weight_of(parameter) is None:
+                raise ConfigError(
+                    f"{name!r} was put into the model after parallelize: its gradients would not be averaged, and "
+                    "each rank would train its own. Put it in before, or leave it out of the model and sum its "
+                    "gradients over ranks yourself"
+                )
+
+
+def _num_places(module: nn.Module) -> int:
+    return sum(len(part._parameters) for part in module.modules())

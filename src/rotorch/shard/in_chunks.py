@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Shard
@@ -138,6 +138,14 @@ class CutInName(SavedInChunks, DTensor):
             for chunk in chunks:
                 chunk.of_whole(whole).copy_(chunk.of_local(local))
         return all_reduce_sum(whole, mesh=self.device_mesh)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A tensor of its own over the same part, or a parameter; without a gradient."""
+        with torch.no_grad():
+            made: Tensor = self.detach().clone()
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, self.requires_grad)
+        return memo.setdefault(id(self), made)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """Raises: torch would take the parts for those of torch.chunk."""

@@ -121,7 +121,11 @@ def _run_initialisation(module: nn.Module) -> None:
         reset = getattr(child, "reset_parameters", None) or getattr(child, "_reset_parameters", None)
         if callable(reset) and any(p.is_meta for p in child.parameters(recurse=False)):
             reset()
-        child.__dict__.pop("_is_hf_initialized", None)
+        own = list(child.parameters(recurse=False))
+        if own and not any(p.is_meta for p in own):
+            child._is_hf_initialized = True  # transformers leaves its values alone
+        else:
+            child.__dict__.pop("_is_hf_initialized", None)
     if hasattr(module, "initialize_weights"):
         module.initialize_weights()
 

@@ -1,0 +1,111 @@
+"""A parallel module made once more: as a copy beside it, and in place with the adapters that peft has put into it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from rotorch._torch_private import forget_fully_sharded
+from rotorch.drop_in.changes import Changes
+from rotorch.models.lora import put_adapters_in_again
+from rotorch.parallel_model import ParallelModel
+from rotorch.shard.recipes import set_recipe
+from rotorch.shard.sites import Site, find_sites
+
+
+class Origin:
+    """The way back to a module before `parallelize`, and to a parallel one made of it in the same way.
+
+    Args:
+        changes: those of `parallelize` in the module.
+        again: `parallelize` with the arguments of then; makes a module parallel in place. All ranks call it.
+    """
+
+    def __init__(self, changes: Changes, again: Callable[[nn.Module], Any]) -> None:
+        self._changes, self._parallelize = changes, again
+
+    def _again(self, plain: nn.Module) -> Any:
+        for parameter in plain.parameters():
+            if parameter.is_meta:
+                set_recipe(parameter, [])  # values come from elsewhere; else initialisation would run, over buffers too
+        return self._parallelize(plain)
+
+    @torch.no_grad()
+    def copy(self, module: nn.Module, model: ParallelModel, memo: dict[int, Any]) -> Any:
+        """A parallel module of its own with the same values, cut alike. All ranks; each copies its own parts.
+
+        Args:
+            module: the parallel module, at rest.
+            model: its weights.
+            memo: of `copy.deepcopy`.
+        """
+        put_back = self._changes.leave_out(module)
+        try:
+            plain = copy.deepcopy(module, memo)
+        finally:
+            put_back()
+        made = self._again(plain)
+        theirs: ParallelModel = made.parallel
+        for name, held in model.weights.items():
+            theirs.weights[name].local.copy_(held.local)
+        theirs.values_changed()
+        return made
+
+    @torch.no_grad()
+    def take_adapters(self, module: nn.Module, model: ParallelModel, configs: Mapping[str, Any]) -> None:
+        """Makes a module parallel once more, with the adapters that peft has put into it, in place. All ranks.
+
+        Adapters begin with the first rank's values: ranks whose generators differ have drawn different ones. Until it
+        returns, ranks hold the old parts of the weights beside the new ones.
+
+        Args:
+            module: the parallel module, at rest, and peft's layers in it.
+            model: its weights.
+            configs: peft's, by the adapters' names.
+
+        Raises:
+            ConfigError: adapters that ranks cannot train. The module is then as it was, with idle adapters in it.
+        """
+        names = {id(held.parameter): name for name, held in model.weights.items()}
+        before = {
+            (id(s.module), s.attribute): names.get(id(s.get())) for sites in find_sites(module).values() for s in sites
+        }
+        remember = forget_fully_sharded(module)
+        put_back = self._changes.leave_out(module)
+        try:
+            with _filled(module, device=model.device):
+                put_adapters_in_again(module, configs)
+            made: ParallelModel = self._again(module).parallel
+        except BaseException:
+            put_back()
+            remember()
+            raise
+        for name, sites in find_sites(module).items():
+            held, old = made.weights[name], before.get((id(sites[0].module), sites[0].attribute))
+            whole = made.full_tensor(name) if old is None else model.full_tensor(old)
+            for chunk in held.chunks:
+                chunk.of_local(held.local).copy_(chunk.of_whole(whole))
+        made.values_changed()
+        model.close()
+
+
+@contextmanager
+def _filled(module: nn.Module, *, device: torch.device) -> Iterator[None]:
+    """Gives weights on meta a device, with memory of one element: peft puts adapters where the weights are."""
+    found: list[tuple[Site, nn.Parameter, nn.Parameter]] = []
+    for sites in find_sites(module).values():
+        weight = sites[0].get()
+        if isinstance(weight, nn.Parameter) and weight.is_meta:
+            number = torch.zeros((), dtype=weight.dtype, device=device)
+            filled = nn.Parameter(number.expand(weight.shape), weight.requires_grad)
+            found += [(site, weight, filled) for site in sites]
+    for site, _, filled in found:
+        site.put(filled)
+    yield
+    for site, weight, filled in found:
+        site.put(weight.requires_grad_(filled.requires_grad))  # peft has frozen it
