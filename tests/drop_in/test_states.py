@@ -17,7 +17,9 @@ from rotorch.testing.arithmetic import exact_arithmetic
 from rotorch.testing.ranks import run_ranks
 
 LAYOUTS = ("ddp=2", "fsdp=2", "rtp=2", "rtp=2[transport=send_receive]", "megatron=2", "atp=2x1", "pp=2")
+GRIDS = ("summa=2x2", "tesseract=2x2x1")
 TEXTS = {"text": {}, "without a cache": {"use_cache": False}, "beams": {"num_beams": 2}}
+AS_LONG = ([[5, 9, 2, 7]], [[3, 1, 4, 1]])  # rows of a grid need batches of one shape
 PROMPTS = ([[5, 9, 2, 7]], [[3, 1, 4, 1, 5, 9, 2]])
 
 
@@ -96,14 +98,24 @@ def of_layout(config, layout, folder):
     model.values_changed()
     said["again"] = model.full_state_dict(all_ranks=True)
     if not layout.startswith("pp"):
-        ids = torch.tensor(PROMPTS[model.batch_rank])
-        with exact_arithmetic():
-            model.eval()
-            for name, more in TEXTS.items():
-                said[name] = model.generate(ids, max_new_tokens=4 + model.batch_rank, do_sample=False, **more)
-            said["lengths"] = lengths(model, ids)
+        said |= texts(model, PROMPTS[model.batch_rank])
     model.close()
     return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in said.items()}
+
+
+def texts(model, prompt):
+    said, ids = {}, torch.tensor(prompt)
+    with exact_arithmetic():
+        model.eval()
+        for name, more in TEXTS.items():
+            said[name] = model.generate(ids, max_new_tokens=4 + model.batch_rank, do_sample=False, **more).numpy()
+        said["lengths"] = lengths(model, ids)
+    return said
+
+
+def texts_of_grids(config):
+    models = {layout: rotorch.parallelize(build(config, seed=1), layout, device="cpu") for layout in GRIDS}
+    return {layout: texts(model, AS_LONG[model.batch_rank]) for layout, model in models.items()}
 
 
 def same(found, expected):
@@ -151,12 +163,24 @@ def test_what_cannot_be_is_refused_in_one_line(said, layout):
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if not layout.startswith("pp")])
 def test_texts_are_those_of_one_process(said, config, layout):
-    model = build(config, seed=1).eval()
     for number, rank in enumerate(said[0]):
         share = number if layout.startswith(("ddp", "fsdp", "rtp")) else 0
-        ids = torch.tensor(PROMPTS[share])
-        for name, more in TEXTS.items():
-            with exact_arithmetic():
-                expected = model.generate(ids, max_new_tokens=4 + share, do_sample=False, **more)
-            assert rank[layout][name].tolist() == expected.tolist(), name
-        assert rank[layout]["lengths"] == [ids.shape[1], 1, 1]  # keys and values are kept
+        check_texts(rank[layout], config, PROMPTS[share], share=share)
+
+
+def test_texts_of_grids_are_those_of_one_process(config):
+    config = copy.deepcopy(config)
+    config.vocab_size, config.num_attention_heads, config.num_key_value_heads = 92, 8, 2
+    load_step_code(["summa", "tesseract"])
+    for rank, found in enumerate(run_ranks(texts_of_grids, config, num_ranks=4)):
+        for layout in GRIDS:
+            check_texts(found[layout], config, AS_LONG[rank // 2], share=rank // 2)
+
+
+def check_texts(found, config, prompt, *, share):
+    model, ids = build(config, seed=1).eval(), torch.tensor(prompt)
+    for name, more in TEXTS.items():
+        with exact_arithmetic():
+            expected = model.generate(ids, max_new_tokens=4 + share, do_sample=False, **more)
+        assert found[name].tolist() == expected.tolist(), name
+    assert found["lengths"] == [ids.shape[1], 1, 1]  # keys and values are kept

@@ -25,9 +25,6 @@ from rotorch.ops.partial_module import SEES_SLICES
 from rotorch.parallel_model import ParallelModel
 
 Module = TypeVar("Module", bound=nn.Module)
-_CACHE_FITS = {"single", "ddp", "fsdp", "rtp", "megatron", "atp"}
-"""Strategies under which each rank, or each slice, has whole heads, so keys and values can be kept."""
-
 _KEPT, _ORIGIN = "_rotorch", "_rotorch_origin"
 """Where a module keeps its `PlainCalls`, and its `Origin`."""
 
@@ -297,7 +294,7 @@ def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         )
     if self.parallel.mesh.size() > 1:
         kwargs["synced_gpus"] = True
-    if "generation_config" not in kwargs and all(s.kind in _CACHE_FITS for s in self.parallel.strategies):
+    if "generation_config" not in kwargs:
         kwargs.setdefault("use_cache", True)  # parallelize has switched it off, for passes with gradients
     return super(ParallelModule, self).generate(*args, **kwargs)
 
