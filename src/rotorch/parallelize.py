@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Iterable, Sequence
 from types import ModuleType
 
@@ -33,6 +34,7 @@ from rotorch.parallel_model import ParallelModel
 from rotorch.process.forking import start_autograd
 from rotorch.process.gloo_threads import let_computing_go_first
 from rotorch.process.host_memory import keep_freed_memory
+from rotorch.shard.given_values import first_that_differs
 from rotorch.shard.materialize import take_recipes
 from rotorch.shard.sites import find_sites
 from rotorch.strategies import (
@@ -134,6 +136,13 @@ def parallelize(
     before, changes = list(module.parameters()), Changes(module)
     mesh = make_mesh(strategies, device=on)
     open_shared_reduces(mesh, device=on)
+    if (differs := first_that_differs(module, mesh=mesh)) is not None:
+        warnings.warn(
+            f"parallelize: ranks were given different values of {differs!r}, and each keeps its own part of its own: "
+            "the model is sewn of several. Seed every rank alike before it builds the model (torch.manual_seed(0)), or "
+            "load values into it afterwards",
+            stacklevel=2,
+        )
     recipes = take_recipes(module)
     make_stateless(module, num_ranks=mesh.size(), device_type=on.type)
     positions = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or [0] * mesh.ndim, strict=True))

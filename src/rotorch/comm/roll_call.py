@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from enum import IntEnum
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import tree_flatten
 from rotorch.comm.collectives import all_reduce_sum
+from rotorch.comm.long_wait import SAYS_AFTER_S, saying_if_long
 from rotorch.core.errors import ConfigError
 
 
@@ -63,6 +65,9 @@ _TEXTS = {
     ModelCall.STEP_MORE: "calls forward_backward(accumulate=True)",
 }
 
+
+_OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, ModelCall.BACKWARD, ModelCall.LOGITS)
+"""Operations of loops of users' own; steps of `rotorch train` have a watchdog (`train/launch/watchdog.py`)."""
 
 _ODD = 0x9E3779B97F4A7C15
 """Golden ratio in 64 bits: differences within several groups of ranks do not add up to 0."""
@@ -115,6 +120,12 @@ class RollCall:
         self._mesh = mesh
         self._ranks = mesh.mesh.flatten().tolist()
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
+        self._waits = {
+            doing: f"rank {self._ranks[self._mine]} {_TEXTS[doing]}, and has waited {SAYS_AFTER_S:.0f} s for others. "
+            "Ranks that have left their loop, or wait for something else, never come: give every rank equally many "
+            "batches, and let all of them call models, and backward, in the same order"
+            for doing in _OF_LOOPS
+        }
         # Identifies the model among others of the ranks; not drawn from torch's generators, which the user has seeded.
         drawn = int.from_bytes(os.urandom(3)) if self._mine == 0 else 0  # its square is summed in 64 bits
         self._model = int(all_reduce_sum(torch.tensor([drawn]), mesh=mesh))
@@ -148,7 +159,8 @@ class RollCall:
         """
         alike = (int(doing), self._model, 4 * num_micro_batches + 2 * has_gradients + is_changed)
         sums = torch.tensor([*alike, *(x * x for x in alike), num_left * _TARGETS + num_targets])
-        *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
+        with saying_if_long(self._waits[doing]) if doing in _OF_LOOPS else nullcontext():
+            *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
         n, half = len(self._ranks), len(alike)
         is_alone = sums[0] == doing  # the other ranks are faked
         # Exact: the sums are integers, and the largest square has 48 of their 64 bits.

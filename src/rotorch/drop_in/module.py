@@ -164,7 +164,7 @@ def make_parallel(module: Module, model: ParallelModel, *, origin: Origin, compi
     added.update(__module__=own.__module__, __qualname__=own.__qualname__, __doc__=own.__doc__)
     if hasattr(module, "module"):
         added["module"] = getattr(own, "module", None) or _own_attribute("module")
-    replaced = {
+    replaced: dict[str, Callable[..., Any]] = {
         "save_pretrained": _save_pretrained,
         "generate": _generate,
         "get_encoder": _get_encoder,

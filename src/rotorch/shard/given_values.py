@@ -1,0 +1,55 @@
+"""A look at the values that ranks were given for a model's weights: each rank keeps its own part of its own.
+
+Models that ranks build for themselves have equal values only if every rank's generator was seeded alike. If they have
+not, the parallel model is sewn of several, and replicas stay different; torch's DDP sends the first rank's values.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.collectives import all_reduce_sum
+
+_MOST_ELEMENTS = 1024
+"""Number of elements of each weight that are looked at: random values differ in all of them."""
+
+_MOST = 2**24
+"""Largest number made of values; squares of such numbers are summed over ranks in 64 bits."""
+
+
+@torch.no_grad()
+def first_that_differs(module: nn.Module, *, mesh: DeviceMesh) -> str | None:
+    """Name of the first weight of which ranks were given different values; None if there is none. All ranks.
+
+    Args:
+        module: before its weights are cut; on every rank the same weights are on meta.
+        mesh: of all ranks.
+    """
+    given = {name: weight for name, weight in module.named_parameters() if not weight.is_meta}
+    if mesh.size() == 1 or not given:
+        return None
+    numbers = torch.stack([_number_of(weight) for weight in given.values()]).cpu()
+    if not _differ(_bounded(numbers.sum().view(1)), mesh=mesh).any():
+        return None
+    return next((name for name, differs in zip(given, _differ(numbers, mesh=mesh), strict=True) if differs), None)
+
+
+def _number_of(weight: Tensor) -> Tensor:
+    """A number of the first elements, which depends on their bits and their places."""
+    bits = weight.detach().flatten()[:_MOST_ELEMENTS].contiguous().view(torch.uint8).to(torch.int64)
+    places = torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)
+    return _bounded((bits * places).sum())
+
+
+def _bounded(numbers: Tensor) -> Tensor:
+    """Numbers of at least 1, so that no rank takes the sum of several for its own."""
+    return numbers.remainder(_MOST) + 1
+
+
+def _differ(numbers: Tensor, *, mesh: DeviceMesh) -> Tensor:
+    """True where ranks have different numbers: by sums and sums of squares, as in `comm/roll_call.py`."""
+    sums = all_reduce_sum(torch.stack([numbers, numbers * numbers]), mesh=mesh)
+    is_alone = sums[0] == numbers  # the other ranks are faked
+    return (mesh.size() * sums[1] != sums[0] * sums[0]) & ~is_alone
