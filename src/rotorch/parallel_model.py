@@ -51,10 +51,14 @@ from rotorch.strategies import context_ranks
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Loss of held-out data over all ranks: `loss_sum` in nats over `num_targets` target tokens."""
+    """Loss of held-out data over all ranks: `loss_sum` in nats over `num_targets` target tokens.
+
+    If the loss gives pairs, `beside` has what else it gave for each of this rank's micro-batches.
+    """
 
     loss_sum: float
     num_targets: int
+    beside: tuple[Any, ...] = ()
 
     @property
     def loss(self) -> float:
@@ -316,12 +320,13 @@ class ParallelModel:
         micro_batches = [batch] if isinstance(batch, Mapping) else list(batch)
         num_targets = self._meet_with(micro_batches, doing=ModelCall.EVALUATION)
         micro_batches = [self._on_device(micro_batch) for micro_batch in micro_batches]
-        loss = self._loss_over(1)
+        beside = list[Any]()
+        loss = self._loss_over(1, beside=beside)
         with evaluating(self.module), self.unsharded() as callee, self._shared_sequences():
             self._holding.start()
             loss_sum = sum(self._holding.forward(callee, micro_batches, lambda *a: float(loss(*a))))
         self._status.now = 0
-        return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets)
+        return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets, tuple(beside))
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:

@@ -34,7 +34,7 @@ from pydantic import (
 
 from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.small_files import read_small
-from rotorch.run_data import HELD_OUT, MOST_AT_ONCE, DataSection, EvalText, Section, Word, Words
+from rotorch.run_data import HELD_OUT, MOST_AT_ONCE, DataSection, DpoSection, EvalText, Section, Word, Words
 
 _MOST_BYTES = 1 << 22
 
@@ -283,6 +283,7 @@ class RunConfig(Section):
     train: TrainSection
     optimizer: OptimizerSection = OptimizerSection()
     lora: LoraSection | None = None
+    dpo: DpoSection = DpoSection()
     sample: SampleSection = SampleSection()
 
 

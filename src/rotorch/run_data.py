@@ -58,12 +58,15 @@ class DataSection(Section):
     """[data]: the text.
 
     Attributes:
-        kind: "text", or "instructions": JSONL records of prompts and responses; only responses are learnt.
+        kind: "text"; "instructions": JSONL or Parquet records of prompts and responses, of which only responses are
+            learnt; or "preferences": such records of a prompt with a chosen and a rejected response, see `[dpo]`.
         source: a text, JSONL or Parquet file, a directory of them, "stdlib" (the running interpreter's own sources), or
             `hf://datasets/owner/name` of the Hugging Face hub.
         text_field: the field of JSONL and Parquet records that holds the text.
-        prompt_field: the field of a record of instructions that holds the prompt.
+        prompt_field: the field of a record of instructions or preferences that holds the prompt.
         response_field: the field that holds the response.
+        chosen_field: the field of a record of preferences that holds the chosen response.
+        rejected_field: the field that holds the rejected response.
         pack: several records of instructions may share a sample; else the rest of a sample is padding. Left out: they
             do if the model keeps them apart.
         documents: "apart": attention stays inside a document, and positions begin again with each; "joined": tokens see
@@ -77,11 +80,13 @@ class DataSection(Section):
         sources: several texts in place of `source`, mixed by weights, see `DataSource`.
     """
 
-    kind: Literal["text", "instructions"] = "text"
+    kind: Literal["text", "instructions", "preferences"] = "text"
     source: Word = "stdlib"
     text_field: Word = "text"
     prompt_field: Word = "prompt"
     response_field: Word = "response"
+    chosen_field: Word = "chosen"
+    rejected_field: Word = "rejected"
     pack: bool | None = None
     documents: Literal["joined", "apart"] | None = None
     suffixes: Words | None = None
@@ -106,3 +111,13 @@ class EvalText(NamedText):
     def as_data(self, data: DataSection) -> DataSection:
         """`data` of the run, with this text in place of its own and nothing held out."""
         return self._in_place_of(data).model_copy(update={"held_out_fraction": 0.0})
+
+
+class DpoSection(Section):
+    """[dpo]: direct preference optimisation (arXiv 2305.18290), the loss of data.kind = "preferences".
+
+    Attributes:
+        beta: strength of the tie to the reference, which is the model as the run began with it.
+    """
+
+    beta: Annotated[PositiveFloat, Field(le=1e3)] = 0.1

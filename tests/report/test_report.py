@@ -67,6 +67,20 @@ def test_texts_that_are_measured_by_name_have_charts_of_their_own(tmp_path):
     assert (curve["label"], curve["x"], curve["y"]) == ("a", [10, 20, 30], [2.5, 2.5, 2.5])
 
 
+def test_a_run_on_pairs_has_its_rewards_in_place_of_bits_per_byte(tmp_path):
+    fields = {"reward_margin": 0.2, "reward_accuracy": 0.75}
+    held_out = {f"held_out_{name}": value / 2 for name, value in fields.items()}
+    records = [record(step, **fields, **(held_out if step == 20 else {})) for step in range(1, 21)]
+    page = written(write_run(tmp_path / "a", records), out=tmp_path / "page.html")
+    drawn = charts(page)
+    assert "Held-out text" not in drawn and "37.5% of pairs right" in in_words(page)
+    curves = drawn["Reward margin of pairs, and held out (dots)"]["curves"]
+    assert [(curve["label"], curve["x"], curve["y"][-1]) for curve in curves] == [
+        ("a", list(range(1, 21)), 0.2),
+        ("a held-out", [20], 0.1),
+    ]
+
+
 def test_a_curve_lies_where_its_values_are():
     drawn = chart(
         "x", [Curve("a", 0, [0, 5, 10], [0.0, 30.0, 15.0])], unit=Unit("number", ""), first=0, last=10, if_empty=""

@@ -102,7 +102,7 @@ def test_a_window_of_text_is_the_sum_of_its_documents(model, ids):
 def test_rows_of_a_batch_have_their_own_borders(model):
     rows = [[*b"a ring of ranks", END, *b"and more"], [*b"no", END, *b"weights stay for long"]]
     rows = [[*row, *[32] * (LENGTH + 1 - len(row))] for row in rows]
-    batch = text_windows([*rows[0], *rows[1]])._to_batch(np.array(rows))
+    batch = text_windows([*rows[0], *rows[1]]).to_batch(np.array(rows))
     documents = [part for row in rows for part in split_behind_ends(row)]
     theirs = of_documents(model, documents, [[True] * len(part) for part in documents])
     assert far_apart(of_batch(model, batch), theirs) < BAR

@@ -36,7 +36,7 @@ def windows(folder, records, *, length=24, **options):
 
 def shown(train, index):
     """Input and labels of a window as lists."""
-    batch = train._to_batch([train.stored(index)])
+    batch = train.to_batch([train.stored(index)])
     return batch["input_ids"][0].tolist(), batch["shift_labels"][0].tolist()
 
 

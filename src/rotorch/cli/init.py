@@ -156,11 +156,11 @@ def _data(source: str, *, base: Path, in_bytes: bool) -> _Data:
         corpus = find_corpus(source)
         return _Data(corpus, (line,), _beginning(corpus))
     if "messages" in record and not in_bytes:
-        corpus = find_records(source, prompt_field="prompt", response_field="response")
+        corpus = find_records(source, fields=("prompt", "response"))
         return _Data(corpus, (line, 'kind = "instructions"    # only responses are learnt'), "Hello")
     for prompt, response in _ANSWER_FIELDS:
         if isinstance(record.get(prompt), str) and isinstance(record.get(response), str):
-            corpus = find_records(source, prompt_field=prompt, response_field=response)
+            corpus = find_records(source, fields=(prompt, response))
             fields = (f"prompt_field = {json.dumps(prompt)}", f"response_field = {json.dumps(response)}")
             lines = (line, 'kind = "instructions"    # only responses are learnt', *fields)
             return _Data(corpus, lines, record[prompt])

@@ -25,6 +25,7 @@ _FEWEST_COLUMNS = 25
 _BYTES = Unit("bytes", "highest of all ranks so far", from_zero=True)
 _AT_REST = Unit("bytes", "at rest, of the rank that has the most; predicted: dots", from_zero=True)
 _NATS, _BITS = Unit("number", "nats per target token"), Unit("number", "bits per byte")
+_PAIRS = Unit("number", "mean over pairs")
 _PLAIN, _RATE = Unit("number", "global, before clipping"), Unit("number", "of each step")
 _TOKENS, _SECONDS = Unit("count", "target tokens per second, all ranks", from_zero=True), Unit("number", "s", True)
 
@@ -142,9 +143,7 @@ def _summary(run: RecordedRun, number: int) -> str:
         "steps": f"{run.steps[-1]:,}" + (f" of {planned:,}" if isinstance(planned, int) else ""),
         "target tokens": f"{run.tokens:,}",
         "loss": _ends(run, "loss", _nats),
-        "held-out": _ends(run, "held_out_bits_per_byte", lambda v: f"{v:.4f} bits per byte")
-        if run.values("held_out_bits_per_byte")
-        else "no held-out text measured in this run",
+        "held-out": _held_out(run),
         "speed": f"{format_count(median(speeds))} tokens/s (median)" if speeds else "not measured",
         "time in steps": _duration(sum(seconds)) if seconds else "not measured",
         "peak of a rank": format_bytes(max(peaks)) if any(peaks := run.values("peak_bytes")) else "not measured",
@@ -152,6 +151,14 @@ def _summary(run: RecordedRun, number: int) -> str:
     if len(run.peaks) > 1:
         facts["peak by rank"] = ", ".join(format_bytes(peak) for peak in run.peaks[:64])
     return f'<div class="card r{number}"><b>{_label(number, run)}</b>{_pairs(facts)}</div>'
+
+
+def _held_out(run: RecordedRun) -> str:
+    if run.values("held_out_bits_per_byte"):
+        return _ends(run, "held_out_bits_per_byte", lambda v: f"{v:.4f} bits per byte")
+    if run.values("held_out_reward_accuracy"):
+        return _ends(run, "held_out_reward_accuracy", lambda v: f"{v:.1%} of pairs right")
+    return "no held-out text measured in this run"
 
 
 def _duration(seconds: float) -> str:
@@ -247,7 +254,7 @@ def _charts(runs: Sequence[RecordedRun], *, first: int, last: int, columns: int)
     def drawn(title: str, *names: str, unit: Unit, if_empty: str) -> str:
         curves = [
             Curve(
-                run.name + (" held-out" if name == "held_out_loss" else ""),
+                run.name + (" held-out" if name.startswith("held_out") and len(names) > 1 else ""),
                 number,
                 run.steps,
                 run.columns[name],
@@ -262,7 +269,13 @@ def _charts(runs: Sequence[RecordedRun], *, first: int, last: int, columns: int)
     has_held_out = any(run.values("held_out_loss") for run in runs)
     title = "Loss in training, and on held-out text (dots)" if has_held_out else "Loss in training"
     yield drawn(title, "loss", "held_out_loss", unit=_NATS, if_empty=f"no finite loss in {this}")
-    yield drawn("Held-out text", "held_out_bits_per_byte", unit=_BITS, if_empty=f"no held-out text measured in {this}")
+    if any(run.values("reward_margin") for run in runs):
+        for title, name in (("Reward margin of pairs", "reward_margin"), ("Share of pairs right", "reward_accuracy")):
+            both = (name, f"held_out_{name}")
+            yield drawn(f"{title}, and held out (dots)", *both, unit=_PAIRS, if_empty=f"no pairs in {this}")
+    else:
+        none = f"no held-out text measured in {this}"
+        yield drawn("Held-out text", "held_out_bits_per_byte", unit=_BITS, if_empty=none)
     for text in dict.fromkeys(text for run in runs for text in run.texts):
         measured = [
             Curve(run.name, number, run.steps, run.texts[text], dots=True)

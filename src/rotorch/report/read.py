@@ -27,6 +27,9 @@ CHECKPOINTS, MANIFEST = "checkpoints", "manifest.json"
 SERIES = ("loss", "held_out_loss", "held_out_bits_per_byte", "grad_norm", "lr", "tokens_per_s", "step_s", "peak_bytes")
 """Fields of a line of metrics that are drawn."""
 
+OF_PAIRS = ("reward_margin", "held_out_reward_margin", "reward_accuracy", "held_out_reward_accuracy")
+"""Those of a run on preference pairs, drawn too."""
+
 _OF_TEXT = re.compile(r"eval_([A-Za-z0-9_-]{1,64})_bits_per_byte")
 """Field of a text of `train.eval`, drawn too."""
 
@@ -196,7 +199,7 @@ def read_run(directory: Path, *, name: str) -> RecordedRun:
         name=name,
         directory=directory,
         steps=[record["step"] for record in records],
-        columns={key: [_finite(record.get(key)) for record in records] for key in (*SERIES, *texts)},
+        columns={key: [_finite(record.get(key)) for record in records] for key in (*SERIES, *OF_PAIRS, *texts)},
         tokens=int(_finite(records[-1].get("tokens")) or 0),
         about=about,
         events=sorted(events, key=lambda event: event.step),
@@ -252,7 +255,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(record, dict) or not _is_step(record.get("step")):
         return None
-    if any(not isinstance(record[key], int | float | None) for key in (*SERIES, "tokens") if key in record):
+    if any(not isinstance(record[key], int | float | None) for key in (*SERIES, *OF_PAIRS, "tokens") if key in record):
         return None
     return record
 

@@ -64,7 +64,7 @@ def generate_text(saved: SavedModel, wanted: Wanted, *, summary: Path | None = N
     tokens = saved.open_tokens()
     text_config = saved.model_config.get_text_config()
     check_vocabulary(tokens.vocab_size, model_vocab=text_config.vocab_size)
-    ids = _prompt_ids(wanted.prompt, tokens=tokens, answers=data.kind == "instructions")
+    ids = _prompt_ids(wanted.prompt, tokens=tokens, answers=data.kind != "text")
     room = getattr(text_config, "max_position_embeddings", None)
     if room is not None and len(ids) >= room:
         raise ConfigError(

@@ -52,6 +52,8 @@ class _Pace:
 def _describe(record: StepRecord, *, brief: bool = False) -> str:
     """One line about a step; the brief one fits, with its bar, on a terminal of 80 columns."""
     parts = [f"loss {record.loss:.4f}", f"{format_count(record.tokens_per_s)} tokens/s"]
+    if record.rewards is not None:
+        parts.insert(1, f"{record.rewards.accuracy:.0%} right")
     if not brief:
         parts += [f"grad norm {record.grad_norm:.2f}", f"lr {record.lr:.2e}"]
     if record.peak_bytes:
@@ -62,6 +64,8 @@ def _describe(record: StepRecord, *, brief: bool = False) -> str:
 def _evaluated(record: StepRecord) -> str:
     """One line about the evaluations after a step; "" if there was none."""
     found = {"held-out": record.held_out, **record.evals}
+    if any(value is not None and value.rewards is not None for value in found.values()):
+        return "; ".join(f"{name} {value}" for name, value in found.items()) + f" after step {record.step}"
     parts = [f"{name} {value.bits_per_byte:.4f}" for name, value in found.items() if value is not None]
     return f"{', '.join(parts)} bits per byte after step {record.step}" if parts else ""
 

@@ -36,6 +36,7 @@ from rotorch.train.data.batches import open_windows, prepare_sources
 from rotorch.train.launch.elastic import is_rank, launch
 from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.loop import read_batches
+from rotorch.train.reference import prepare_reference
 from rotorch.train.run import build
 from rotorch.train.step import train_step
 
@@ -177,6 +178,8 @@ def _sweep_in_rank(board: StatusBoard, *, run: CheckedRun, rates: Sequence[float
     if config.train.compile:
         board.will_compile()
     windows, _, _ = open_windows(run.source, seed=config.train.seed)
+    if config.data.kind == "preferences":
+        prepare_reference(model, run, train=windows, measured=(), take_first_values=lambda: None)
     peak = PeakMeter(model.device)
     losses: list[float] = []
     for step, lr in enumerate(rates, start=1):

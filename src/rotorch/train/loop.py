@@ -23,7 +23,7 @@ from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.metrics import HeldOut, Listener, StepRecord
 from rotorch.train.optim import learning_rate
 from rotorch.train.state import TrainState
-from rotorch.train.step import StepResult, train_step
+from rotorch.train.step import StepResult, rewards_of, train_step
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def run_loop(
                 ):
                     patience.read_from(state)
                     continue
-            num_tokens = sizes.global_batch * config.data.sequence_length
+            num_tokens = sizes.global_batch * windows.tokens_per_window
             state.step = step
             state.tokens += num_tokens if result.updated else 0
 
@@ -168,6 +168,7 @@ def run_loop(
                 evals=now_by_name,
                 skipped=not result.updated,
                 memory=memory,
+                rewards=result.rewards,
             )
             for listener in listeners:
                 listener.on_step(record)
@@ -274,6 +275,8 @@ def evaluate(model: ParallelModel, held_out: TokenWindows, *, micro_batch: int, 
         max_windows=max_windows,
     )
     result = model.evaluate([_with_labels(part.batch) for part in parts])
+    if (rewards := rewards_of(model, result.beside)) is not None:
+        return HeldOut(None, result.loss, 0, rewards)
     num_bytes = sum(part.num_bytes for part in held_out.evaluation_batches(micro_batch=1, max_windows=max_windows))
     return HeldOut(bits_per_byte(result.loss_sum, num_bytes=num_bytes), result.loss, num_bytes)
 

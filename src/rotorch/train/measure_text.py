@@ -67,7 +67,7 @@ def measure_text(
         summary: a JSON file for a `Measured`.
 
     Raises:
-        ConfigError: the text is missing or too short, or the run held nothing out.
+        ConfigError: the text is missing or too short, or the run held nothing out, or held out preference pairs.
     """
     run = _run_on(saved.run, source=source)
     checked = check_data(run, model_config=saved.model_config)
@@ -91,6 +91,13 @@ def measure_text(
 
 
 def _run_on(run: RunConfig, *, source: str | None) -> RunConfig:
+    if run.data.kind == "preferences":
+        if source is None:
+            raise ConfigError(
+                "eval: the run was trained on preference pairs, and its metrics have their held-out rewards. Write a "
+                "text to measure the model on: --data"
+            )
+        run = run.model_copy(update={"data": run.data.model_copy(update={"kind": "text"})})
     if source is not None:
         run = run.model_copy(
             update={"data": run.data.model_copy(update={"source": source, "sources": (), "held_out_fraction": 0.0})}
@@ -117,6 +124,7 @@ def _measure(
     """One rank's part: all ranks measure, the first one prints."""
     windows = _windows(run, checked)
     found = evaluate(model, windows, micro_batch=micro_batch, max_windows=num_windows)
+    assert found.bits_per_byte is not None, "of text"
     if model.mesh.size() > 1 and model.mesh.get_rank() != 0:
         return
     chosen = windows.evaluation_batches(micro_batch=1, max_windows=num_windows)

@@ -26,18 +26,46 @@ METRICS = "metrics.jsonl"
 
 
 @dataclass(frozen=True)
+class Rewards:
+    """Rewards of preference pairs; a response's is `beta` times its log-probability over that of the reference.
+
+    Attributes:
+        margin: reward of the chosen response above that of the rejected one, mean over pairs.
+        accuracy: share of pairs whose margin is above 0.
+    """
+
+    margin: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
 class HeldOut:
     """Quality of predictions on held-out text.
 
     Attributes:
-        bits_per_byte: of the text, whatever its tokens are.
-        loss: mean per target token, in nats.
+        bits_per_byte: of the text, whatever its tokens are; None of preference pairs.
+        loss: mean per target token, in nats; of preference pairs per pair.
         num_bytes: of text that was predicted.
+        rewards: of preference pairs.
     """
 
-    bits_per_byte: float
+    bits_per_byte: float | None
     loss: float
     num_bytes: int
+    rewards: Rewards | None = None
+
+    def __str__(self) -> str:
+        """A few words for people."""
+        if self.rewards is None:
+            return f"{self.bits_per_byte:.4f} bits per byte"
+        return f"loss {self.loss:.4f}, {_words(self.rewards)}"
+
+    def numbers(self) -> dict[str, float]:
+        """Its numbers by the names that metrics have for them."""
+        if self.rewards is None:
+            assert self.bits_per_byte is not None
+            return {"bits_per_byte": self.bits_per_byte, "loss": self.loss}
+        return {"loss": self.loss, **_of_rewards(self.rewards)}
 
 
 @dataclass(frozen=True)
@@ -55,6 +83,7 @@ class StepRecord:
         step_s: seconds of the step.
         held_out: result of the evaluation after this step, if there was one.
         skipped: True if the weights were left as they were.
+        rewards: of the step's preference pairs, before the update; None of text.
         evals: results on the texts of `train.eval` after this step, by name.
         memory: bytes of every rank by category, by rank, after some of the steps; "peak" is each rank's highest memory.
     """
@@ -71,19 +100,30 @@ class StepRecord:
     skipped: bool = False
     evals: Mapping[str, HeldOut] = field(default_factory=dict)
     memory: Mapping[str, Sequence[int]] | None = None
+    rewards: Rewards | None = None
 
     def to_json(self) -> dict[str, Any]:
         """The object of `metrics.jsonl`; numbers that are not finite, which JSON does not have, are null."""
         fields = asdict(self)
-        del fields["memory"]  # an event
+        del fields["memory"], fields["rewards"]  # the memory is an event
+        if self.rewards is not None:
+            fields |= _of_rewards(self.rewards)
         if not self.skipped:
             del fields["skipped"]
-        held_out = fields.pop("held_out")
-        for name, found in fields.pop("evals").items():
-            fields |= {f"eval_{name}_bits_per_byte": found["bits_per_byte"], f"eval_{name}_loss": found["loss"]}
-        if held_out is not None:
-            fields |= {"held_out_bits_per_byte": held_out["bits_per_byte"], "held_out_loss": held_out["loss"]}
+        del fields["held_out"], fields["evals"]
+        for name, found in self.evals.items():
+            fields |= {f"eval_{name}_{key}": value for key, value in found.numbers().items()}
+        if self.held_out is not None:
+            fields |= {f"held_out_{key}": value for key, value in self.held_out.numbers().items()}
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
+
+
+def _of_rewards(rewards: Rewards) -> dict[str, float]:
+    return {f"reward_{key}": value for key, value in asdict(rewards).items()}
+
+
+def _words(rewards: Rewards) -> str:
+    return f"reward margin {rewards.margin:.4f}, {rewards.accuracy:.1%} of pairs right"
 
 
 class Listener(Protocol):

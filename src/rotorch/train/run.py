@@ -11,6 +11,7 @@ start                      once: in the launcher, or in every rank that torchrun
   launch.launch              ranks, from their start to their ends
     train                  in every rank
       build                  the model, spread over the ranks, with its first values or a checkpoint's
+      reference.prepare_reference  of preference pairs: the first model's log-probabilities
       loggers.make_listeners   wandb, mlflow and callbacks, on the first rank; beside metrics.jsonl and events.jsonl
       loop.run_loop            step.train_step, loop.evaluate, checkpoint.save
       sample.write_sample
@@ -42,6 +43,8 @@ from rotorch.core.quantities import format_bytes, format_count
 from rotorch.mesh import join_process_group, pick_device
 from rotorch.models.decay import num_decayed_parameters
 from rotorch.models.lora import ADAPTERS
+from rotorch.models.preference_loss import PreferenceLoss
+from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import load_step_code, parallelize
 from rotorch.planner.prediction import predict
 from rotorch.process.forking import check_semaphores, why_no_ranks
@@ -73,6 +76,7 @@ from rotorch.train.loop import LoopEnd, run_loop
 from rotorch.train.metrics import Listener, MetricsFile, TensorBoard, set_aside
 from rotorch.train.module import make_module, precision_arguments
 from rotorch.train.optim import make_optimizer, schedule_numbers
+from rotorch.train.reference import REFERENCE, check_same_reference, prepare_reference, reference_digest
 from rotorch.train.sample import write_sample
 from rotorch.train.state import TrainState, derive_rng, model_config
 
@@ -179,6 +183,7 @@ def _start(
     corpus = prepare_sources(run.source)
     evals = [prepare_corpus(text).fingerprint for _, text in run.evals]
     check_same_corpus(run, corpus)
+    check_same_reference(run)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads do not survive a fork
     work = partial(train, corpus=corpus, summary=summary)
     if job is not None:
@@ -274,13 +279,19 @@ def _train(
     state.data = {**data_position(config, sizes=run.sizes, source=run.source), "corpus": corpus}
     if config.train.compile:
         board.will_compile()
+    seed = config.train.seed
+    windows, held_out, by_source = open_windows(run.source, seed=seed)
+    evals = {**by_source, **{name: all_windows(text, seed=seed) for name, text in run.evals}}
+    if config.data.kind == "preferences":
+        state.data[REFERENCE] = reference_digest(config)
+        again = partial(take_first_values, model, config) if run.resume is not None else lambda: None
+        measured = [held_out, *evals.values()]
+        prepare_reference(model, run, train=windows, measured=measured, take_first_values=again)
     if run.resume is not None:
         board.doing(RankPhase.LOADING)
         if is_first:
             tell_phase(f"loading {run.resume.checkpoint}")
         load_newest(run.resume.checkpoint, state)
-    seed = config.train.seed
-    windows, held_out, by_source = open_windows(run.source, seed=seed)
     if is_first:
         tell_phase()
     with _listeners(run, state) as (listeners, events, phase):
@@ -293,7 +304,7 @@ def _train(
             saves_in=run.saves_in,
             listeners=listeners,
             board=board,
-            evals={**by_source, **{name: all_windows(text, seed=seed) for name, text in run.evals}},
+            evals=evals,
             phase=phase,
         )
         if events is not None:
@@ -312,7 +323,7 @@ def _train(
     numbers = summarise(run, state, end=end, sample=text)
     numbers["sources"] = _shares(run, state, windows)
     if state.rank == 0:
-        _print_summary(run, numbers)
+        _print_summary(run, numbers, end=end)
         if summary is not None:
             summary.write_text(json.dumps(numbers, indent=2) + "\n", "utf-8")
     model.close()
@@ -337,12 +348,11 @@ def build(run: CheckedRun, *, store: dist.Store | None = None) -> TrainState:
         run.strategies,
         device=device,
         compile=config.train.compile,
+        loss=PreferenceLoss(config.dpo.beta) if config.data.kind == "preferences" else None,
         **precision_arguments(config.train.precision),
     )
-    if config.model.init == "random":
-        model.materialize(seed=config.train.seed)
-    elif run.resume is None:
-        model.materialize(seed=config.train.seed, only=ADAPTERS).load(config.model.init)
+    if config.model.init == "random" or run.resume is None:
+        take_first_values(model, config)
     model.module.train()
     state = TrainState(
         model=model,
@@ -354,6 +364,14 @@ def build(run: CheckedRun, *, store: dist.Store | None = None) -> TrainState:
     )
     derive_rng(seed=config.train.seed, step=0, rank=state.rank)
     return state
+
+
+def take_first_values(model: ParallelModel, config: RunConfig) -> None:
+    """Gives the model the values that a run begins with. All ranks."""
+    if config.model.init == "random":
+        model.materialize(seed=config.train.seed)
+    else:
+        model.materialize(seed=config.train.seed, only=ADAPTERS).load(config.model.init)
 
 
 def summarise(run: CheckedRun, state: TrainState, *, end: LoopEnd, sample: str) -> dict[str, Any]:
@@ -371,6 +389,7 @@ def summarise(run: CheckedRun, state: TrainState, *, end: LoopEnd, sample: str) 
         "tokens": state.tokens,
         "held_out_bits_per_byte": end.held_out.bits_per_byte if end.held_out else None,
         "held_out_loss": end.held_out.loss if end.held_out else None,
+        "held_out_rewards": asdict(end.held_out.rewards) if end.held_out and end.held_out.rewards else None,
         "evals": {name: asdict(found) for name, found in end.evals.items()},
         "ended_early": end.ended_early,
         "resident_bytes_per_rank": int(all_reduce_max(float(end.tensors.total), mesh=model.mesh)),
@@ -443,7 +462,7 @@ def _samples(run: CheckedRun) -> str:
     return "; one record a sample: several would not be kept apart" if chosen else ""
 
 
-def _print_summary(run: CheckedRun, numbers: dict[str, Any]) -> None:
+def _print_summary(run: CheckedRun, numbers: dict[str, Any], *, end: LoopEnd) -> None:
     lines = []
     if numbers["sample"]:
         lines += ["sample", *(f"  {line}" for line in numbers["sample"].splitlines()), ""]
@@ -451,12 +470,12 @@ def _print_summary(run: CheckedRun, numbers: dict[str, Any]) -> None:
         lines.append(f"stopped     after step {numbers['step']} of {numbers['steps']}")
     if numbers["ended_early"]:
         lines.append(f"ended       after step {numbers['step']} of {numbers['steps']}: {numbers['ended_early']}")
-    if numbers["held_out_bits_per_byte"] is not None:
-        lines.append(f"held-out    {numbers['held_out_bits_per_byte']:.4f} bits per byte")
+    if end.held_out is not None:
+        lines.append(f"held-out    {end.held_out}")
     for name, share in numbers["sources"].items():
         lines.append(f"{name:<11} {share['samples']} samples, {share['epochs']:.3g} times its text")
-    for name, found in numbers["evals"].items():
-        lines.append(f"{name:<11} {found['bits_per_byte']:.4f} bits per byte")
+    for name, found in end.evals.items():
+        lines.append(f"{name:<11} {found}")
     memory = (
         f"{format_bytes(numbers['resident_bytes_per_rank'])} of weights, gradients and optimizer state per rank; "
         f"one process would need {format_bytes(numbers['resident_bytes_one_process'])}"

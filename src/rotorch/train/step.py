@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.train.checks.memory import PeakMeter
 from rotorch.train.launch.status import RankPhase, StatusBoard
+from rotorch.train.metrics import Rewards
 from rotorch.train.optim import clip_gradients, set_learning_rate, squared_norm_share
 
 
@@ -25,6 +27,7 @@ class StepResult:
         peak_bytes: of each rank so far, by rank.
         stop: True if the run was asked to stop; all ranks see it after the same step.
         updated: True if the weights were updated: not where loss or norm are not finite, or the loss is a spike.
+        rewards: of preference pairs, before the update; None of text.
     """
 
     loss: float
@@ -32,6 +35,7 @@ class StepResult:
     peak_bytes: tuple[int, ...]
     stop: bool
     updated: bool
+    rewards: Rewards | None = None
 
 
 def train_step(
@@ -63,7 +67,9 @@ def train_step(
     """
     optimizer.zero_grad(set_to_none=True)
     board.doing(RankPhase.FORWARD_BACKWARD)
-    loss = float(model.forward_backward(batches))
+    found = model.forward_backward(batches)
+    mean, beside = found if isinstance(found, tuple) else (found, ())
+    loss, rewards = float(mean), rewards_of(model, beside)
     examine()
     board.doing(RankPhase.CLIPPING)
     squared_norm, stop, is_wrong, peaks = _agree(
@@ -75,12 +81,24 @@ def train_step(
     )
     norm = math.sqrt(squared_norm) if math.isfinite(squared_norm) else squared_norm
     if is_wrong or not math.isfinite(norm):
-        return StepResult(loss=loss, grad_norm=norm, peak_bytes=peaks, stop=stop, updated=False)
+        return StepResult(loss, norm, peaks, stop=stop, updated=False, rewards=rewards)
     clip_gradients(model, norm=norm, clip_norm=clip_norm)
     board.doing(RankPhase.OPTIMIZER)
     set_learning_rate(optimizer, lr=lr)
     optimizer.step()
-    return StepResult(loss=loss, grad_norm=norm, peak_bytes=peaks, stop=stop, updated=True)
+    return StepResult(loss, norm, peaks, stop=stop, updated=True, rewards=rewards)
+
+
+def rewards_of(model: ParallelModel, beside: Sequence[Mapping[str, Tensor]]) -> Rewards | None:
+    """Means of the rewards that a loss over preference pairs gave beside itself; None of another loss. All ranks.
+
+    Sends three numbers.
+    """
+    if not beside:
+        return None
+    sums = torch.stack([of_batch["rewards"].cpu() for of_batch in beside]).sum(0)
+    margin, right, num_pairs = all_reduce_sum(sums, mesh=model.mesh).tolist()  # ranks of a batch: all alike
+    return Rewards(margin / max(num_pairs, 1), right / max(num_pairs, 1))
 
 
 def _agree(

@@ -16,6 +16,7 @@ from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.process.host_memory import most_bytes
 from rotorch.run_config import BatchSizes, OptimizerSection, RunConfig
+from rotorch.run_data import DataSection
 from rotorch.strategies import batch_ranks, num_ranks
 from rotorch.train.data.batches import CheckedSource
 
@@ -54,7 +55,7 @@ def check_batch_fits(
     width, layers = (getattr(text_config, name, None) or 1 for name in ("hidden_size", "num_hidden_layers"))
     itemsize = 4 if config.train.precision == "float32" else 2
     per_token = _TOKEN_BYTES + width * layers * itemsize
-    per_sample = per_token * config.data.sequence_length * batch_ranks(strategies)
+    per_sample = per_token * rows_per_sample(config.data) * config.data.sequence_length * batch_ranks(strategies)
     has = most_bytes()
     if sizes.micro_batch * per_sample <= has:
         return
@@ -65,6 +66,11 @@ def check_batch_fits(
         f"tokens take {format_bytes(sizes.micro_batch * per_sample)} or more in a pass, and this machine has "
         f"{format_bytes(has)}. Write {write}"
     )
+
+
+def rows_per_sample(data: DataSection) -> int:
+    """Returns the number of sequences of `sequence_length` in a sample: a preference pair has two."""
+    return 2 if data.kind == "preferences" else 1
 
 
 def check_text_lasts(sizes: BatchSizes, *, config: RunConfig, source: CheckedSource) -> None:

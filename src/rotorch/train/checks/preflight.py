@@ -39,8 +39,9 @@ from rotorch.train.checks.capacity import (
     check_number_of_ranks,
     check_text_lasts,
     check_weights_fit,
+    rows_per_sample,
 )
-from rotorch.train.checks.samples import check_data, check_evals
+from rotorch.train.checks.samples import check_data, check_evals, check_preferences
 from rotorch.train.data.batches import BYTES, CheckedSource, default_cache_dir
 from rotorch.train.early_stop import check_not_ended
 from rotorch.train.hub import with_hub_files
@@ -131,6 +132,7 @@ def check_run(
     model_config = read_model_config(config)
     check_sequence(config, model_config=model_config)
     check_context(config, strategies=strategies)
+    check_preferences(config, strategies=strategies)
     on_this_machine = not only_plan and "RANK" not in os.environ and not _on_gpu(config)
     if on_this_machine:
         check_number_of_ranks(strategies)
@@ -405,7 +407,8 @@ def check_init(config: RunConfig) -> None:
 def micro_batch_of(config: RunConfig) -> MicroBatch:
     """Returns the batch that one rank computes on at once."""
     itemsize = 4 if config.train.precision == "float32" else 2
-    return MicroBatch(config.train.micro_batch, config.data.sequence_length, itemsize=itemsize)
+    rows = config.train.micro_batch * rows_per_sample(config.data)
+    return MicroBatch(rows, config.data.sequence_length, itemsize=itemsize)
 
 
 def check_model(

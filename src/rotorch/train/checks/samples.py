@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.strategy import Strategy
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.run_config import RunConfig
-from rotorch.run_data import DataSection
+from rotorch.run_data import DataSection, DpoSection
+from rotorch.strategies import context_ranks
 from rotorch.train.data.batches import CheckedSource, MixedPart, check_source
 from rotorch.train.data.mixture import places
 
@@ -33,6 +37,7 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
         model_vocab=getattr(text_config, "vocab_size", None),
         cache_dir=data.cache_dir,
         instructions=(data.prompt_field, data.response_field) if data.kind == "instructions" else None,
+        preferences=(data.prompt_field, data.chosen_field, data.rejected_field) if data.kind == "preferences" else None,
         pack=pack,
         apart=apart,
     )
@@ -63,6 +68,27 @@ def check_evals(config: RunConfig, *, model_config: Any) -> tuple[tuple[str, Che
     return tuple(found)
 
 
+def check_preferences(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
+    """Checks that preference pairs are asked for with what goes with them, and `[dpo]` with nothing else."""
+    if config.data.kind != "preferences":
+        if config.dpo != DpoSection():
+            raise ConfigError("[dpo] is the loss of data.kind = 'preferences'. Write that, or leave [dpo] out")
+        return
+    if any(isinstance(strategy, StageStrategy) for strategy in strategies):
+        raise ConfigError(
+            "data.kind = 'preferences': a pipeline computes the model's own loss alone. Write another layout, e.g. "
+            "fsdp=2 or rtp=2"
+        )
+    if context_ranks(strategies) > 1:
+        raise ConfigError(
+            "data.kind = 'preferences': a pair's log-probabilities are of whole rows, and ranks share each (context). "
+            "Write a layout without context"
+        )
+    for key, asked in (("pack", config.data.pack is True), ("documents", config.data.documents == "apart")):
+        if asked:
+            raise ConfigError(f"data.{key} = {getattr(config.data, key)!r}: pairs share no rows. Leave it out")
+
+
 def _documents(data: DataSection, *, model_config: Any) -> tuple[bool, bool]:
     """Returns two facts: records of instructions share samples, and documents of a sample are kept apart.
 
@@ -71,6 +97,8 @@ def _documents(data: DataSection, *, model_config: Any) -> tuple[bool, bool]:
     """
     from rotorch.models.trial.documents import why_documents_meet
 
+    if data.kind == "preferences":
+        return False, False
     pack = data.kind == "instructions" and data.pack is not False
     apart = data.documents == "apart" if data.kind == "text" else pack and data.documents != "joined"
     if not apart:

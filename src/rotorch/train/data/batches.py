@@ -29,6 +29,7 @@ from rotorch.core.quantities import format_bytes
 from rotorch.train.data.corpus import STDLIB, Corpus, find_corpus
 from rotorch.train.data.instructions import Instructions, find_records, open_chat
 from rotorch.train.data.mixture import MixedWindows
+from rotorch.train.data.preferences import PairWindows, Preferences
 from rotorch.train.data.token_file import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -46,7 +47,6 @@ from rotorch.train.data.windows import (
     HeldOutBatch,
     TokenWindows,
     bits_per_byte,
-    check_length,
     min_tokens,
     num_accumulated,
     train_and_held_out,
@@ -120,9 +120,14 @@ class CheckedSource:
         """The sources: those of the mixture, or this one."""
         return tuple(part.checked for part in self.parts) or (self,)
 
+    @property
+    def kind(self) -> type[TokenWindows]:
+        """The class of its windows."""
+        return PairWindows if isinstance(self.instructions, Preferences) else TokenWindows
+
     def check_length(self, num_tokens: int) -> None:
         """Raises ConfigError if `num_tokens` are too few for the windows asked for."""
-        check_length(
+        self.kind.check_length(
             num_tokens,
             sequence_length=self.sequence_length or 1,
             held_out_fraction=self.held_out_fraction if self.sequence_length else 0.0,
@@ -148,6 +153,7 @@ def check_source(
     model_vocab: int | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     instructions: tuple[str, str] | None = None,
+    preferences: tuple[str, str, str] | None = None,
     pack: bool = False,
     apart: bool = False,
 ) -> CheckedSource:
@@ -164,6 +170,7 @@ def check_source(
         model_vocab: The model's vocabulary size; checked against the tokens'.
         cache_dir: Where token files are kept; `default_cache_dir()` if left out.
         instructions: The fields of prompt and response, for records of which only responses are learnt.
+        preferences: The fields of prompt, chosen and rejected response, for records of pairs.
         pack: Whether several such records may share a window.
         apart: Whether documents of a window, such records or texts, are kept apart (`windows.py`, [Note: documents]).
 
@@ -176,17 +183,19 @@ def check_source(
     if model_vocab is not None:
         check_vocabulary(opened.vocab_size, model_vocab=model_vocab)
     directory = Path(cache_dir).expanduser().absolute() if cache_dir is not None else default_cache_dir()
-    if instructions is not None:
-        prompt_field, response_field = instructions
-        found = Instructions(
-            corpus=find_records(os.fspath(source), prompt_field=prompt_field, response_field=response_field),
+    if (fields := preferences or instructions) is not None:
+        of_pairs = {"rejected_field": fields[2]} if preferences is not None else {}
+        kind = "instructions" if preferences is None else "preferences"
+        found = (Instructions if preferences is None else Preferences)(
+            corpus=find_records(os.fspath(source), fields=fields, kind=kind),
             tokens=opened,
-            prompt_field=prompt_field,
-            response_field=response_field,
+            prompt_field=fields[0],
+            response_field=fields[1],
             sequence_length=sequence_length or 1,
             pack=pack,
             apart=pack and apart,
             chat=None if isinstance(opened, ByteTokens) else open_chat(opened.name),
+            **of_pairs,
         )
         found.check_first()
         path = directory / f"{_key(found.corpus, tokens=opened, instructions=found)}.tokens"
@@ -278,6 +287,7 @@ def _windows(checked: CheckedSource, *, seed: int) -> tuple[TokenWindows, TokenW
         seed=seed,
         held_out_fraction=checked.held_out_fraction,
         documents=checked.documents,
+        kind=checked.kind,
     )
 
 

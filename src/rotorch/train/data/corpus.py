@@ -27,6 +27,7 @@ from rotorch.core.errors import ConfigError, nearest
 from rotorch.core.quantities import format_bytes
 
 Kind = Literal["text", "jsonl", "parquet"]
+"""How a file is read."""
 
 STDLIB = "stdlib"
 PIECE_BYTES = 1 << 20
@@ -337,14 +338,30 @@ def _measure_parquet(path: Path, *, text_field: str) -> tuple[int, int]:
 
 
 def _read_parquet(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
+    for where, row in read_parquet_rows(path, columns=[text_field]):
+        yield _text_of(row.get(text_field), text_field=text_field, where=where), True
+
+
+def read_parquet_rows(path: Path, *, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Streams the rows of a Parquet file, without fields that are null.
+
+    Args:
+        path: the file.
+        columns: fields to read; by default all.
+
+    Yields:
+        (where, row): the file and row for messages, and the row's fields.
+
+    Raises:
+        ConfigError: if it is no Parquet file.
+    """
     import datasets  # type: ignore[import-untyped]  # here: it takes seconds
 
     try:
-        rows = datasets.load_dataset(
-            "parquet", data_files=[str(path)], split="train", streaming=True, columns=[text_field]
-        )
+        rows = datasets.load_dataset("parquet", data_files=[str(path)], split="train", streaming=True, columns=columns)
         for number, row in enumerate(rows, start=1):
-            yield _text_of(row[text_field], text_field=text_field, where=f"corpus file '{path}', row {number}"), True
+            found = {name: value for name, value in row.items() if value is not None}
+            yield f"corpus file '{path}', row {number}", found
     except ConfigError:
         raise
     except (ValueError, OSError) as error:

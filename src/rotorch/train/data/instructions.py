@@ -1,4 +1,4 @@
-"""Prompts and responses: JSONL records as windows of tokens in which only responses are targets.
+"""Prompts and responses: records of JSONL or Parquet as windows of tokens in which only responses are targets.
 
 A record is `{"prompt": "...", "response": "..."}`, or, where the tokenizer has a chat template, also
 `{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}`. With a template the
@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.small_files import read_small
-from rotorch.train.data.corpus import Corpus, CorpusFile, read_json_lines
+from rotorch.train.data.corpus import Corpus, CorpusFile, Kind, read_json_lines, read_parquet_rows
 from rotorch.train.data.tokens import Tokens, library_errors, without_surrogates
 from rotorch.train.data.windows import BEGINS_DOCUMENT, NOT_A_TARGET
 
@@ -36,7 +36,7 @@ _READ_BY_TRANSFORMERS = (
     *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja"),
 )
 _MOST_FIELDS_SHOWN = 12
-_SUFFIXES = {".jsonl", ".ndjson"}
+_SUFFIXES: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 
 _log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ class Instructions:
 
     def check_first(self) -> None:
         """Raises ConfigError if the first record is broken, or there is none."""
-        for where, record in self._records():
+        for where, record in self.records():
             self._segments(self._messages(record, where=where), where=where)
             return
         raise ConfigError(f"corpus '{self.corpus.source}': empty: no record in {len(self.corpus.files)} files")
@@ -95,7 +95,7 @@ class Instructions:
         window: list[int] = []
         examples = text_bytes = num_cut = num_lost = 0
         first_lost = ""
-        for where, record in self._records():
+        for where, record in self.records():
             ids: list[int] = []
             messages = self._messages(record, where=where)
             for part, is_target in self._segments(messages, where=where):
@@ -110,13 +110,13 @@ class Instructions:
             ids[0] |= NOT_A_TARGET  # nothing before it predicts it, and the end of another example should not
             ids[0] |= BEGINS_DOCUMENT if self.apart else 0
             if window and (not self.pack or len(window) + len(ids) > length):
-                yield self._filled(window, length), examples, text_bytes
+                yield self.filled(window, length), examples, text_bytes
                 window, examples, text_bytes = [], 0, 0
             window += ids
             examples += 1
             text_bytes += sum(len(message["content"].encode("utf-8", errors="replace")) for message in messages)
         if window:
-            yield self._filled(window, length), examples, text_bytes
+            yield self.filled(window, length), examples, text_bytes
         if num_cut:
             _log.warning("%s: %d examples are longer than a window and lose their end", self.corpus.source, num_cut)
         if num_lost:
@@ -128,23 +128,34 @@ class Instructions:
                 first_lost,
             )
 
-    def _filled(self, ids: list[int], length: int) -> npt.NDArray[np.uint32]:
+    def filled(self, ids: list[int], length: int) -> npt.NDArray[np.uint32]:
+        """The ids, with some that are no targets behind them, as an array of `length`."""
         filling = (self.tokens.end_id or 0) | NOT_A_TARGET
         return np.array(ids + [filling] * (length - len(ids)), np.uint32)
 
-    def _records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def records(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Streams (place, record) over all files; places are for messages."""
         for file in self.corpus.files:
-            yield from read_json_lines(
-                file.path, example=f'{{"{self.prompt_field}": "...", "{self.response_field}": "..."}}'
-            )
+            if file.kind == "parquet":
+                yield from read_parquet_rows(file.path)
+            else:
+                yield from read_json_lines(file.path, example=f"{{{self._example}}}")
+
+    @property
+    def _example(self) -> str:
+        return f'"{self.prompt_field}": "...", "{self.response_field}": "..."'
 
     def _segments(self, messages: list[dict[str, str]], *, where: str) -> list[Segment]:
         """The ids of a record's conversation, in order."""
         if self.chat is not None:
             return self._templated(messages, where=where)
+        return self.without_template([message["content"] for message in messages], where=where)
+
+    def without_template(self, texts: Sequence[str], *, where: str) -> list[Segment]:
+        """The ids of a prompt and a response that follow each other unchanged."""
         end = [] if self.tokens.end_id is None else [self.tokens.end_id]
         try:
-            prompt, response = (self.tokens.encode(message["content"]) for message in messages)
+            prompt, response = (self.tokens.encode(text) for text in texts)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         return [(prompt, False), ([*response, *end], True)]
@@ -155,23 +166,24 @@ class Instructions:
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._render(messages[:number], where=where, add_generation_prompt=True)
-            after = self._render(messages[: number + 1], where=where)
+            before = self.render(messages[:number], where=where, add_generation_prompt=True)
+            after = self.render(messages[: number + 1], where=where)
             if not (before.startswith(written) and after.startswith(before)):
                 raise ConfigError(
                     f"{where}: the tokenizer's chat template writes earlier turns otherwise once later ones follow, so "
                     "responses cannot be told from it. Write conversations of one turn"
                 )
             prompt, response = before[len(written) :], after[len(before) :]
-            segments += [(self._encode(prompt, where=where), False), (self._encode(response, where=where), True)]
+            segments += [(self.encode(prompt, where=where), False), (self.encode(response, where=where), True)]
             written = after
         return segments
 
-    def _render(self, messages: list[dict[str, str]], *, where: str, **options: Any) -> str:
+    def render(self, messages: list[dict[str, str]], *, where: str, **options: Any) -> str:
+        """A conversation as the chat template writes it; there is one."""
         with library_errors(f"{where}: the tokenizer's chat template refuses it", instead="Write what it takes"):
             return str(self.chat.apply_chat_template(messages, tokenize=False, **options))
 
-    def _encode(self, text: str, *, where: str) -> list[int]:
+    def encode(self, text: str, *, where: str) -> list[int]:
         """Ids of a piece of a conversation; here text that spells a special token is that token."""
         with library_errors(f"{where}: the tokenizer cannot tokenise it", instead="Write another data.tokenizer"):
             ids = [int(token) for token in self.chat(without_surrogates(text), add_special_tokens=False).input_ids]
@@ -194,7 +206,7 @@ class Instructions:
         for field in (self.prompt_field, self.response_field):
             if field not in record:
                 raise ConfigError(
-                    f"{where}: no field '{field}'; the fields are {_fields(record)}. Write "
+                    f"{where}: no field '{field}'; the fields are {fields_of(record)}. Write "
                     "data.prompt_field=... and data.response_field=... with those that hold the text"
                 )
             if not isinstance(record[field], str):
@@ -207,29 +219,42 @@ class Instructions:
         ]
 
 
-def _fields(record: dict[str, Any]) -> str:
+def fields_of(record: dict[str, Any]) -> str:
+    """The names of a record's fields, for messages."""
     shown = [" ".join(field.split()) for field in list(record)[:_MOST_FIELDS_SHOWN]]
     return ", ".join(shown) or "none"
+
+
+def check_messages(messages: Sequence[Any], *, where: str, field: str = "") -> None:
+    """Raises ConfigError unless each message of a conversation has a role and a content."""
+    of_field = f" of '{field}'" if field else ""
+    for number, message in enumerate(messages, start=1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ConfigError(
+                f'{where}: message {number}{of_field} is no {{"role": "...", "content": "..."}} with both of them '
+                "strings"
+            )
 
 
 def _conversation(messages: Any, *, where: str) -> list[dict[str, str]]:
     if not isinstance(messages, list):
         raise ConfigError(f"{where}: 'messages' is of type {type(messages).__name__}, not a list")
-    for number, message in enumerate(messages, start=1):
-        if not isinstance(message, dict) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ConfigError(
-                f'{where}: message {number} is no {{"role": "...", "content": "..."}} with both of them strings'
-            )
+    check_messages(messages, where=where)
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError(f"{where}: no message has the role 'assistant': there is nothing to learn from it")
     return messages
 
 
-def find_records(source: str, *, prompt_field: str, response_field: str) -> Corpus:
-    """Finds the JSONL files of prompts and responses: one, or those of a directory.
+def find_records(source: str, *, fields: Sequence[str], kind: str = "instructions") -> Corpus:
+    """Finds the JSONL and Parquet files of records: one, or those of a directory.
+
+    Args:
+        source: the file or the directory.
+        fields: names of the fields that are read.
+        kind: the run's `data.kind`, for messages.
 
     Raises:
-        ConfigError: nothing there, or no JSONL.
+        ConfigError: nothing there, or neither JSONL nor Parquet.
     """
     path = Path(source).expanduser().absolute()
     if not path.exists():
@@ -237,14 +262,15 @@ def find_records(source: str, *, prompt_field: str, response_field: str) -> Corp
     paths = sorted(p for p in path.rglob("*") if p.suffix.lower() in _SUFFIXES) if path.is_dir() else [path]
     if not paths or any(p.suffix.lower() not in _SUFFIXES for p in paths):
         raise ConfigError(
-            f"corpus '{source}': data.kind = 'instructions' reads .jsonl files, one record a line. Write one, or a "
-            "directory of them"
+            f"corpus '{source}': data.kind = '{kind}' reads .jsonl files, one record a line, and .parquet files. Write "
+            "one, or a directory of them"
         )
     files = []
     for file in paths:
         status = file.stat()
-        files.append(CorpusFile(file, "jsonl", status.st_size, status.st_mtime_ns, status.st_size, 0))
-    return Corpus(source=source, files=tuple(files), text_field=f"{prompt_field} {response_field}")
+        file_kind = _SUFFIXES[file.suffix.lower()]
+        files.append(CorpusFile(file, file_kind, status.st_size, status.st_mtime_ns, status.st_size, 0))
+    return Corpus(source=source, files=tuple(files), text_field=" ".join(fields))
 
 
 def open_chat(tokenizer: str) -> Any:

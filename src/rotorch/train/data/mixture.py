@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from rotorch.core.errors import ConfigError
 from rotorch.train.data.shuffle import Permutation
-from rotorch.train.data.windows import TokenWindows
+from rotorch.train.data.windows import Batch, TokenWindows
 
 BLOCK = 1000
 """Samples within which shares are exact: a source has at least a thousandth of them."""
@@ -62,7 +62,11 @@ def places(weights: Sequence[float]) -> list[int]:
 
 
 class MixedWindows(TokenWindows):
-    """Windows of several sources, one after another in the order of the file, mixed in the order of samples."""
+    """Windows of several sources, one after another in the order of the file, mixed in the order of samples.
+
+    Attributes:
+        parts: windows of each source.
+    """
 
     def __init__(self, parts: Sequence[TokenWindows], *, weights: Sequence[float]) -> None:
         """Mixes windows that are alike but for their text.
@@ -74,7 +78,8 @@ class MixedWindows(TokenWindows):
         first = parts[0]
         self.sequence_length, self.seed = first.sequence_length, first.seed
         self._tokens, self._documents = first._tokens, first._documents
-        self._parts = tuple(parts)
+        self.num_rows = first.num_rows
+        self.parts = tuple(parts)
         self._starts = [0, *itertools.accumulate(len(part) for part in parts)]
         self._places = places(weights)
         self._ends = list(itertools.accumulate(self._places))
@@ -84,7 +89,7 @@ class MixedWindows(TokenWindows):
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         part = bisect.bisect_right(self._starts, index) - 1
-        return self._parts[part].stored(index - self._starts[part])
+        return self.parts[part].stored(index - self._starts[part])
 
     def source_of(self, sample: int) -> tuple[int, int]:
         """Returns the source of a sample of the run, and the number of the sample among those of this source."""
@@ -93,10 +98,9 @@ class MixedWindows(TokenWindows):
         part = bisect.bisect_right(self._ends, place)
         return part, block * self._places[part] + place - (self._ends[part] - self._places[part])
 
-    def window(self, sample: int) -> npt.NDArray[np.int64]:
-        """The ids of sample number `sample` of the run, shape [sequence_length + 1]."""
+    def index_of(self, sample: int) -> int:
         part, number = self.source_of(sample)
-        return self._parts[part].window(number)
+        return self._starts[part] + self.parts[part].index_of(number)
 
     def shares(self, num_samples: int, *, names: Sequence[str]) -> list[Share]:
         """Shares of the sources in the first `num_samples` samples of a run."""
@@ -106,5 +110,8 @@ class MixedWindows(TokenWindows):
             counts[self.source_of(sample)[0]] += 1
         return [
             Share(name, number / BLOCK, count, count / max(1, len(part)))
-            for name, number, count, part in zip(names, self._places, counts, self._parts, strict=True)
+            for name, number, count, part in zip(names, self._places, counts, self.parts, strict=True)
         ]
+
+    def to_batch(self, windows: Sequence[npt.NDArray[np.int64]], *, num_rows: int | None = None) -> Batch:
+        return self.parts[0].to_batch(windows, num_rows=num_rows)

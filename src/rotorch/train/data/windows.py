@@ -70,7 +70,12 @@ class TokenWindows:
     """Windows of a token file: those to train on, or those held out. See [Note: windows] and [Note: order].
 
     `len(windows)` is the number of windows.
+
+    Attributes:
+        num_rows: sequences of `sequence_length` in a window.
     """
+
+    num_rows = 1
 
     def __init__(
         self,
@@ -100,27 +105,48 @@ class TokenWindows:
         self._ranges = tuple(ranges)
         self._starts = [0, *itertools.accumulate(len(part) for part in self._ranges)]
 
+    @classmethod
+    def check_length(cls, num_tokens: int, *, sequence_length: int, held_out_fraction: float, source: str) -> None:
+        """Raises ConfigError unless so many tokens give a window to train on and, if some is held out, one to hold out.
+
+        Args:
+            num_tokens: Of a token file.
+            sequence_length: Targets in a row of a window.
+            held_out_fraction: Share of the windows that are held out.
+            source: The corpus, for the message.
+        """
+        check_length(num_tokens, sequence_length=sequence_length, held_out_fraction=held_out_fraction, source=source)
+
     def __len__(self) -> int:
         return self._starts[-1]
 
+    @property
+    def tokens_per_window(self) -> int:
+        """Tokens that the model reads of a window."""
+        return self.num_rows * self.sequence_length
+
     def stored(self, index: int) -> npt.NDArray[np.int64]:
-        """The ids of window `index` in file order, shape [sequence_length + 1]."""
+        """The ids of window `index` in file order, shape [num_rows * (sequence_length + 1)]."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} of {len(self)}")
         part = bisect.bisect_right(self._starts, index) - 1
-        length = self.sequence_length + 1
+        length = self.num_rows * (self.sequence_length + 1)
         start = self._ranges[part][index - self._starts[part]] * length
         return np.asarray(self._ids[start : start + length], np.int64)
 
     def window(self, sample: int) -> npt.NDArray[np.int64]:
-        """The ids of sample number `sample` of the run (0, 1, 2, ... without end), shape [sequence_length + 1]."""
+        """The ids of sample number `sample` of the run (0, 1, 2, ... without end), shaped as in `stored`."""
+        return self.stored(self.index_of(sample))
+
+    def index_of(self, sample: int) -> int:
+        """The window that sample number `sample` of the run is, as `stored` counts them."""
         epoch, index = divmod(sample, len(self))
-        return self.stored(Permutation(len(self), seed=self.seed, epoch=epoch)(index))
+        return Permutation(len(self), seed=self.seed, epoch=epoch)(index)
 
     def global_batch(self, step: int, *, global_batch: int) -> Batch:
         """Returns all samples of a step, in order of position, as one batch: the batch that all ranks together read."""
         first = step * global_batch
-        return self._to_batch([self.window(sample) for sample in range(first, first + global_batch)])
+        return self.to_batch([self.window(sample) for sample in range(first, first + global_batch)])
 
     def micro_batches(
         self, step: int, *, global_batch: int, micro_batch: int, batch_rank: int = 0, num_batch_ranks: int = 1
@@ -148,7 +174,7 @@ class TokenWindows:
         assert 0 <= batch_rank < num_batch_ranks
         first = step * global_batch + batch_rank * micro_batch * accumulation
         starts = range(first, first + micro_batch * accumulation, micro_batch)
-        return (self._to_batch([self.window(start + row) for row in range(micro_batch)]) for start in starts)
+        return (self.to_batch([self.window(start + row) for row in range(micro_batch)]) for start in starts)
 
     def evaluation_batches(
         self, *, micro_batch: int, batch_rank: int = 0, num_batch_ranks: int = 1, max_windows: int | None = None
@@ -166,18 +192,23 @@ class TokenWindows:
             max_windows: Read only this many, evenly spread over all; which ones does not depend on the ranks.
         """
         assert 0 <= batch_rank < num_batch_ranks and micro_batch >= 1
-        num_windows = len(self) if max_windows is None else min(len(self), max_windows)
-        chosen = [number * len(self) // num_windows for number in range(num_windows)]
+        chosen = self.measured(max_windows)
+        num_windows = len(chosen)
         per_round = micro_batch * num_batch_ranks
         for round_start in range(0, num_windows, per_round):
             start = round_start + batch_rank * micro_batch
             windows = [self.stored(index) for index in chosen[start : start + micro_batch]]
             num_bytes = sum(self.num_bytes(window) for window in windows)
             yield HeldOutBatch(
-                batch=self._to_batch(windows, num_rows=micro_batch),
+                batch=self.to_batch(windows, num_rows=micro_batch),
                 num_targets=sum(int(np.count_nonzero(self._targets(window) != IGNORED_LABEL)) for window in windows),
                 num_bytes=num_bytes,
             )
+
+    def measured(self, max_windows: int | None = None) -> list[int]:
+        """Windows that an evaluation reads, in file order: all, or `max_windows` evenly spread over all."""
+        num_windows = len(self) if max_windows is None else min(len(self), max_windows)
+        return [number * len(self) // num_windows for number in range(num_windows)]
 
     def num_bytes(self, window: npt.NDArray[Any]) -> int:
         """Bytes of text that a window's targets stand for; end-of-document is 0 bytes."""
@@ -199,7 +230,7 @@ class TokenWindows:
         learnt = (window < NOT_A_TARGET) & ~self._begins(window)
         return np.where(learnt, window % BEGINS_DOCUMENT, IGNORED_LABEL)[1:]
 
-    def _to_batch(self, windows: Sequence[npt.NDArray[np.int64]], *, num_rows: int | None = None) -> Batch:
+    def to_batch(self, windows: Sequence[npt.NDArray[np.int64]], *, num_rows: int | None = None) -> Batch:
         """Stacks windows; rows beyond the last window are input 0 with labels of -100."""
         shape = (len(windows) if num_rows is None else num_rows, self.sequence_length)
         places = np.arange(self.sequence_length + 1)
@@ -226,6 +257,7 @@ def train_and_held_out(
     seed: int,
     held_out_fraction: float = DEFAULT_HELD_OUT_FRACTION,
     documents: Documents = "joined",
+    kind: type[TokenWindows] = TokenWindows,
 ) -> tuple[TokenWindows, TokenWindows]:
     """Cuts a token file into windows to train on and windows held out.
 
@@ -239,6 +271,7 @@ def train_and_held_out(
         held_out_fraction: Share of the windows that are held out, at least one; 0 holds out none (the second result
             is then empty).
         documents: Of a window, joined or apart; see [Note: documents].
+        kind: The class of the windows.
 
     Returns:
         (train, held_out), with no token in common.
@@ -251,12 +284,12 @@ def train_and_held_out(
             f"token file '{file.path}': made with tokens '{file.header.tokens}', opened with "
             f"'{tokens.name}'. Open it with the same tokenizer, or prepare the corpus again"
         )
-    check_length(
+    kind.check_length(
         len(file.ids), sequence_length=sequence_length, held_out_fraction=held_out_fraction, source=file.header.source
     )
-    num_windows = len(file.ids) // (sequence_length + 1)
+    num_windows = len(file.ids) // (kind.num_rows * (sequence_length + 1))
     train, held_out = (
-        TokenWindows(
+        kind(
             file.ids,
             sequence_length=sequence_length,
             ranges=ranges,
