@@ -77,6 +77,10 @@ class DataSection(Section):
         sequence_length: tokens per sample.
         held_out_fraction: share of the text that is never trained on and measures the model.
         cache_dir: directory of tokenised text; by default `~/.cache/rotorch`.
+        stream: read, tokenise and pack records of JSONL and Parquet as they are needed, with no tokenised text on disk;
+            nothing is held out then.
+        shuffle_buffer: samples of a stream that are shuffled together, twice as many are in memory; with 1 they come as
+            they lie in the files.
         sources: several texts in place of `source`, mixed by weights, see `DataSource`.
     """
 
@@ -95,6 +99,8 @@ class DataSection(Section):
     sequence_length: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] = 256
     held_out_fraction: Annotated[float, Field(ge=0.0, le=0.5)] = 0.02
     cache_dir: Word | None = None
+    stream: bool = False
+    shuffle_buffer: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] = 1000
     sources: Annotated[tuple[DataSource, ...], Field(strict=False)] = ()
 
 
@@ -110,7 +116,9 @@ class EvalText(NamedText):
 
     def as_data(self, data: DataSection) -> DataSection:
         """`data` of the run, with this text in place of its own and nothing held out."""
-        return self._in_place_of(data).model_copy(update={"held_out_fraction": 0.0})
+        return self._in_place_of(data).model_copy(
+            update={"held_out_fraction": 0.0, "stream": False, "shuffle_buffer": 1000}
+        )
 
 
 class DpoSection(Section):

@@ -21,7 +21,7 @@ from rotorch.core.quantities import format_bytes
 TESTED = {"torch": ("2.13", "2.15"), "transformers": ("5.23", "5.23")}
 """Oldest and newest release that the tests run with. `pyproject.toml` lets in nothing older."""
 
-_LIBRARIES = ("transformers", "safetensors", "tokenizers", "datasets", "pydantic", "typer", "rich", "tensorboard")
+_LIBRARIES = ("transformers", "safetensors", "tokenizers", "pyarrow", "pydantic", "typer", "rich", "tensorboard")
 
 
 def examine() -> dict[str, Any]:

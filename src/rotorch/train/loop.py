@@ -18,6 +18,7 @@ from rotorch.train.checks.memory import PeakMeter, TensorBytes, is_noted, memory
 from rotorch.train.checks.nonfinite import first_nonfinite
 from rotorch.train.checks.replicas import Sums, check_replicas, check_unchanged
 from rotorch.train.data.batches import TokenWindows, bits_per_byte
+from rotorch.train.data.stream import STREAM
 from rotorch.train.early_stop import EarlyStop
 from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.metrics import HeldOut, Listener, StepRecord
@@ -186,6 +187,8 @@ def run_loop(
                 phase("saving a checkpoint")
                 guard.remember_in(state)
                 patience.remember_in(state)
+                if (place := windows.position((step + read_ahead(state)) * sizes.global_batch)) is not None:
+                    state.data = {**state.data, STREAM: place}
                 checkpoint = saver.save(state)
                 guard.saved()
             if is_over:

@@ -100,7 +100,11 @@ def _run_on(run: RunConfig, *, source: str | None) -> RunConfig:
         run = run.model_copy(update={"data": run.data.model_copy(update={"kind": "text"})})
     if source is not None:
         run = run.model_copy(
-            update={"data": run.data.model_copy(update={"source": source, "sources": (), "held_out_fraction": 0.0})}
+            update={
+                "data": run.data.model_copy(
+                    update={"source": source, "sources": (), "held_out_fraction": 0.0, "stream": False}
+                )
+            }
         )
     return with_published_files(with_hub_files(run))
 

@@ -62,6 +62,7 @@ from rotorch.train.checks.out_of_memory import Running, Share, explained_out_of_
 from rotorch.train.checks.preflight import RUN_FILE, CheckedRun, check_run, data_position
 from rotorch.train.data.batches import BYTES, all_windows, open_windows, prepare_corpus, prepare_sources
 from rotorch.train.data.mixture import MixedWindows
+from rotorch.train.data.stream import STREAM, MixedStreams, StreamWindows
 from rotorch.train.data.windows import TokenWindows
 from rotorch.train.display import make_display
 from rotorch.train.events import MOST_PREDICTED, EventsFile
@@ -292,6 +293,8 @@ def _train(
         if is_first:
             tell_phase(f"loading {run.resume.checkpoint}")
         load_newest(run.resume.checkpoint, state)
+        if isinstance(windows, StreamWindows | MixedStreams):
+            windows.seek(state.data[STREAM])
     if is_first:
         tell_phase()
     with _listeners(run, state) as (listeners, events, phase):
@@ -437,7 +440,7 @@ def _introduce(run: CheckedRun, console: Console) -> None:
     if run.resume is not None:
         lines.append(f"resume  step {run.resume.manifest.step}, from {run.resume.checkpoint}")
     for source in run.source.each:
-        if not source.path.exists():
+        if source.stream is None and not source.path.exists():
             lines.append(f"tokens  reading {source.corpus.source} once, into {source.path}")
     for line in lines:
         console.print(Text(line))
@@ -455,7 +458,11 @@ def _texts(run: CheckedRun) -> list[str]:
 
 
 def _samples(run: CheckedRun) -> str:
-    """Words on what shares a sample, where that is not what a user would expect."""
+    """Words on samples, where they are not what a user would expect."""
+    if run.config.data.stream:
+        buffer = run.config.data.shuffle_buffer
+        order = f"shuffled within {buffer} samples" if buffer > 1 else "in its own order"
+        return f"; read as it is needed, {order}" + ("; documents apart" if run.source.documents != "joined" else "")
     if run.source.documents != "joined":
         return "; documents of a sample are kept apart"
     chosen = run.config.data.kind == "instructions" and run.config.data.pack is None

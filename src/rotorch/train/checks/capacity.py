@@ -78,6 +78,7 @@ def check_text_lasts(sizes: BatchSizes, *, config: RunConfig, source: CheckedSou
     if (
         config.data.tokenizer != "bytes"
         or source.parts
+        or source.stream is not None
         or source.instructions is not None
         or not source.corpus.is_exact
     ):

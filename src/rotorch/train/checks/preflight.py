@@ -41,7 +41,7 @@ from rotorch.train.checks.capacity import (
     check_weights_fit,
     rows_per_sample,
 )
-from rotorch.train.checks.samples import check_data, check_evals, check_preferences
+from rotorch.train.checks.samples import check_data, check_evals, check_preferences, check_stream
 from rotorch.train.data.batches import BYTES, CheckedSource, default_cache_dir
 from rotorch.train.early_stop import check_not_ended
 from rotorch.train.hub import with_hub_files
@@ -133,6 +133,7 @@ def check_run(
     check_sequence(config, model_config=model_config)
     check_context(config, strategies=strategies)
     check_preferences(config, strategies=strategies)
+    check_stream(config.data)
     on_this_machine = not only_plan and "RANK" not in os.environ and not _on_gpu(config)
     if on_this_machine:
         check_number_of_ranks(strategies)
@@ -545,7 +546,11 @@ def check_same_order(
 ) -> None:
     """A resumed run reads on where it stopped: same seed, same samples, as many of them in a step."""
     ours = {**data_position(config, sizes=sizes, source=source), "train.seed": config.train.seed}
-    before = {"data.documents": "joined", "data.pack": (manifest.run.get("data") or {}).get("pack") is True}
+    before = {
+        "data.documents": "joined",
+        "data.stream": False,
+        "data.pack": (manifest.run.get("data") or {}).get("pack") is True,
+    }
     theirs = {**before, **manifest.data, "train.seed": manifest.seed}  # `before`: of checkpoints that do not say
     for key, value in ours.items():
         if theirs.get(key, value) != value:
@@ -567,6 +572,8 @@ def data_position(config: RunConfig, *, sizes: BatchSizes, source: CheckedSource
     return {
         **packed,
         **mixed,
+        **({"data.shuffle_buffer": config.data.shuffle_buffer} if config.data.stream else {}),
+        "data.stream": config.data.stream,
         "data.documents": "joined" if source.documents == "joined" else "apart",
         "train.global_batch": sizes.global_batch,
         "data.sequence_length": config.data.sequence_length,

@@ -40,6 +40,7 @@ def check_data(config: RunConfig, *, model_config: Any) -> CheckedSource:
         preferences=(data.prompt_field, data.chosen_field, data.rejected_field) if data.kind == "preferences" else None,
         pack=pack,
         apart=apart,
+        stream=data.shuffle_buffer if data.stream else None,
     )
 
 
@@ -66,6 +67,24 @@ def check_evals(config: RunConfig, *, model_config: Any) -> tuple[tuple[str, Che
         except ConfigError as error:
             raise ConfigError(f"train.eval {text.name!r}: {error}") from error.__cause__
     return tuple(found)
+
+
+def check_stream(data: DataSection) -> None:
+    """Checks that a stream is asked for with what goes with it, and its buffer with nothing else."""
+    if not data.stream:
+        if data.shuffle_buffer != DataSection().shuffle_buffer:
+            raise ConfigError(
+                f"data.shuffle_buffer = {data.shuffle_buffer} is of streams; other texts are shuffled as a whole. "
+                "Write data.stream = true too, or leave it out"
+            )
+        return
+    if data.kind != "text":
+        raise ConfigError(f"data.stream reads text, and data.kind = {data.kind!r}. Leave one of them out")
+    if data.held_out_fraction:
+        raise ConfigError(
+            f"data.held_out_fraction = {data.held_out_fraction:g}: a stream is not read to its end, so nothing is held "
+            "out of it. Write data.held_out_fraction=0, and texts to measure under [[train.eval]]"
+        )
 
 
 def check_preferences(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 
 from rotorch.core.errors import ConfigError
@@ -30,6 +31,7 @@ from rotorch.train.data.corpus import STDLIB, Corpus, find_corpus
 from rotorch.train.data.instructions import Instructions, find_records, open_chat
 from rotorch.train.data.mixture import MixedWindows
 from rotorch.train.data.preferences import PairWindows, Preferences
+from rotorch.train.data.stream import MixedStreams, Place, StreamedFiles, StreamWindows, stream_fingerprint
 from rotorch.train.data.token_file import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -104,6 +106,7 @@ class CheckedSource:
         instructions: How records of prompts and responses become windows; None for text.
         documents: Of a window, for `train_and_held_out`.
         parts: All sources of a mixture, of which this is the first; empty if it is the only one.
+        stream: Windows of a block of a stream, which has no token file; None if there is one.
     """
 
     corpus: Corpus
@@ -114,6 +117,7 @@ class CheckedSource:
     instructions: Instructions | None = None
     documents: Documents = "joined"
     parts: tuple[MixedPart, ...] = ()
+    stream: int | None = None
 
     @property
     def each(self) -> tuple[CheckedSource, ...]:
@@ -124,6 +128,20 @@ class CheckedSource:
     def kind(self) -> type[TokenWindows]:
         """The class of its windows."""
         return PairWindows if isinstance(self.instructions, Preferences) else TokenWindows
+
+    def streamed(self, *, seed: int) -> StreamWindows:
+        """Windows of the stream, from its beginning."""
+        assert self.stream is not None and self.sequence_length is not None
+        files = StreamedFiles(
+            self.corpus, tokens=self.tokens, length=self.sequence_length + 1, seed=seed, shuffles=self.stream > 1
+        )
+        return StreamWindows(
+            files,
+            sequence_length=self.sequence_length,
+            seed=seed,
+            buffer=self.stream,
+            documents=self.documents,
+        )
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ConfigError if `num_tokens` are too few for the windows asked for."""
@@ -156,6 +174,7 @@ def check_source(
     preferences: tuple[str, str, str] | None = None,
     pack: bool = False,
     apart: bool = False,
+    stream: int | None = None,
 ) -> CheckedSource:
     """Checks all that can be checked without tokenising. Writes nothing; call it before any rank starts.
 
@@ -173,6 +192,7 @@ def check_source(
         preferences: The fields of prompt, chosen and rejected response, for records of pairs.
         pack: Whether several such records may share a window.
         apart: Whether documents of a window, such records or texts, are kept apart (`windows.py`, [Note: documents]).
+        stream: Windows of a block, for a text that is read as it is needed, in place of a token file.
 
     Raises:
         ConfigError: If anything is missing, empty, unreadable, too short, too large for the model or for the disk.
@@ -214,7 +234,11 @@ def check_source(
         held_out_fraction=held_out_fraction,
         path=directory / f"{_key(corpus, tokens=opened)}.tokens",
         documents="apart" if apart else "joined",
+        stream=stream,
     )
+    if stream is not None:
+        _check_stream(checked)
+        return checked
     if isinstance(opened, ByteTokens) and corpus.is_exact:
         checked.check_length(corpus.text_bytes + sum(file.num_documents for file in corpus.files))
     if not checked.path.exists():
@@ -255,8 +279,16 @@ def prepare_corpus(checked: CheckedSource, *, progress: Callable[[int, int], Non
 
 
 def prepare_sources(checked: CheckedSource) -> str:
-    """Tokenises all sources of a run (`prepare_corpus`); returns the fingerprint of their tokens together."""
-    return " ".join(prepare_corpus(part).fingerprint for part in checked.each)
+    """Tokenises all sources of a run (`prepare_corpus`); returns the fingerprint of their tokens together.
+
+    Streams are left as they are.
+    """
+    return " ".join(
+        stream_fingerprint(part.corpus, tokens=part.tokens)
+        if part.stream is not None
+        else prepare_corpus(part).fingerprint
+        for part in checked.each
+    )
 
 
 def open_windows(checked: CheckedSource, *, seed: int) -> tuple[TokenWindows, TokenWindows, dict[str, TokenWindows]]:
@@ -269,10 +301,15 @@ def open_windows(checked: CheckedSource, *, seed: int) -> tuple[TokenWindows, To
     Returns:
         (train, held_out, by_name): of a mixture all windows that its sources hold out, and those of each by its name.
     """
+    weights = [part.weight for part in checked.parts]
+    if checked.stream is not None:
+        streams = [part.streamed(seed=seed) for part in checked.each]
+        length, no_ids = streams[0].sequence_length, np.empty(0, checked.tokens.dtype)
+        nothing = TokenWindows(no_ids, sequence_length=length, ranges=(), seed=seed, tokens=checked.tokens)
+        return MixedStreams(streams, weights=weights) if weights else streams[0], nothing, {}
     pairs = [_windows(part, seed=seed) for part in checked.each]
     if not checked.parts:
         return *pairs[0], {}
-    weights = [part.weight for part in checked.parts]
     train, held_out = (MixedWindows(windows, weights=weights) for windows in zip(*pairs, strict=True))
     names = [part.name for part in checked.parts]
     return train, held_out, {name: pair[1] for name, pair in zip(names, pairs, strict=True) if len(pair[1])}
@@ -295,6 +332,16 @@ def all_windows(checked: CheckedSource, *, seed: int) -> TokenWindows:
     """Opens all windows of a prepared corpus of which nothing is held out. Every rank alone."""
     assert not checked.held_out_fraction
     return _windows(checked, seed=seed)[0]
+
+
+def _check_stream(checked: CheckedSource) -> None:
+    """Checks that a stream has records, and a first window."""
+    if (text := next((file for file in checked.corpus.files if file.kind == "text"), None)) is not None:
+        raise ConfigError(
+            f"data.stream: {text.path} is no JSONL and no Parquet: a text file is one document, and would be read from "
+            "its beginning to go on in it. Write data.stream = false, or records"
+        )
+    next(checked.streamed(seed=0).files.windows(Place()))
 
 
 def _build(checked: CheckedSource, *, progress: Callable[[int, int], None]) -> None:

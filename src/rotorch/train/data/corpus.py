@@ -3,9 +3,11 @@
 A corpus is a sorted list of files and the way to read each. Reading yields *pieces*: at most `PIECE_BYTES` of one
 document's bytes and whether the document ends there, so that a 100 GB file takes no more memory than a small one.
 
-[Note: JSONL is read line by line] Parquet goes through `datasets`. JSONL does not: its readers parse blocks of many
-lines at once and, for a broken line, name neither the file nor the line. One `json.loads` a line names both, accepts
-records whose other fields differ in type, and costs far less than the tokenising that follows.
+[Note: JSONL is read line by line] Readers of libraries parse blocks of many lines at once and, for a broken line, name
+neither the file nor the line. One `json.loads` a line names both, accepts records whose other fields differ in type,
+and costs far less than the tokenising that follows. Parquet is read by `pyarrow`, row group by row group and without
+threads: they would be there when ranks are forked, and when a process ends that has not read to the end (with a stream
+of `datasets` it then hangs).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ PIECE_BYTES = 1 << 20
 
 _SNIFF_BYTES = 8192
 _MOST_LINE_BYTES = 1 << 28
+_BATCH_ROWS = 64
 _KIND_OF_SUFFIX: dict[str, Kind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
 # Tests are left out because many distributions package them separately: with them, the same interpreter version
 # would be a different corpus from one machine to the next.
@@ -61,6 +64,19 @@ class CorpusFile:
     mtime_ns: int
     text_bytes: int
     num_documents: int
+
+
+@dataclass
+class RowPlace:
+    """Place in a file of records, which who reads moves behind each record.
+
+    Attributes:
+        row: records before it; in JSONL lines, also blank ones.
+        byte: the byte of a JSONL file that the next line begins with.
+    """
+
+    row: int = 0
+    byte: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,14 +126,35 @@ class Corpus:
             ConfigError: If a file cannot be read or a record is broken.
         """
         num_empty = 0
-        for file in self.files:
-            for data, ends_document in _READERS[file.kind](file.path, text_field=self.text_field):
+        for number in range(len(self.files)):
+            for data, ends_document in self.pieces_of(number):
                 if data:
                     yield data, ends_document
                 else:
                     num_empty += 1
         if num_empty:
             _log.info("corpus %s: %d empty documents left out", self.source, num_empty)
+
+    def pieces_of(self, number: int, *, place: RowPlace | None = None) -> Iterator[tuple[bytes, bool]]:
+        """Streams the documents of one file, also empty ones.
+
+        Args:
+            number: Of the file.
+            place: Where to begin, in JSONL and Parquet; it moves along.
+
+        Raises:
+            ConfigError: If the file cannot be read, a record is broken, or with `place` if the file has changed.
+        """
+        file = self.files[number]
+        if file.kind == "text":
+            yield from _read_text(file.path)
+            return
+        if place is not None:
+            status = _stat(file.path)
+            if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
+                raise ConfigError(f"corpus file '{file.path}': changed while it was read. Run again")
+        read = _read_jsonl if file.kind == "jsonl" else _read_parquet
+        yield from read(file.path, text_field=self.text_field, place=place)
 
 
 def find_corpus(
@@ -252,7 +289,7 @@ def _check_file(path: Path, *, text_field: str) -> CorpusFile:
     return CorpusFile(path, kind, status.st_size, status.st_mtime_ns, text_bytes, num_rows)
 
 
-def _read_text(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
+def _read_text(path: Path) -> Iterator[tuple[bytes, bool]]:
     try:
         with path.open("rb") as stream:
             data = stream.read(PIECE_BYTES)
@@ -266,19 +303,20 @@ def _read_text(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
         raise ConfigError(f"corpus file '{path}': cannot read: {error.strerror}") from error
 
 
-def _read_jsonl(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
-    for where, record in read_json_lines(path, example=f'{{"{text_field}": "..."}}'):
+def _read_jsonl(path: Path, *, text_field: str, place: RowPlace | None = None) -> Iterator[tuple[bytes, bool]]:
+    for where, record in read_json_lines(path, example=f'{{"{text_field}": "..."}}', place=place):
         if text_field not in record:
             raise ConfigError(f"{where}: {_no_field(text_field, fields=record)}")
         yield _text_of(record[text_field], text_field=text_field, where=where), True
 
 
-def read_json_lines(path: Path, *, example: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_json_lines(path: Path, *, example: str, place: RowPlace | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
     """Streams the records of a JSONL file, blank lines left out.
 
     Args:
         path: the file.
         example: example of a record, for messages.
+        place: where to begin; it moves along.
 
     Yields:
         (where, record): the file and line for messages, and the object.
@@ -287,8 +325,12 @@ def read_json_lines(path: Path, *, example: str) -> Iterator[tuple[str, dict[str
         ConfigError: if the file cannot be read, or a line is no JSON object; names file and line.
     """
     try:
+        place = RowPlace() if place is None else place
         with path.open("rb") as stream:
-            for number, line in enumerate(iter(lambda: stream.readline(_MOST_LINE_BYTES + 1), b""), start=1):
+            stream.seek(place.byte)
+            for line in iter(lambda: stream.readline(_MOST_LINE_BYTES + 1), b""):
+                place.row, place.byte = place.row + 1, place.byte + len(line)
+                number = place.row
                 if len(line) > _MOST_LINE_BYTES:
                     raise ConfigError(
                         f"corpus file '{path}', line {number}: longer than {format_bytes(_MOST_LINE_BYTES)}. "
@@ -337,17 +379,20 @@ def _measure_parquet(path: Path, *, text_field: str) -> tuple[int, int]:
     return text_bytes if metadata.num_rows else 0, metadata.num_rows
 
 
-def _read_parquet(path: Path, *, text_field: str) -> Iterator[tuple[bytes, bool]]:
-    for where, row in read_parquet_rows(path, columns=[text_field]):
+def _read_parquet(path: Path, *, text_field: str, place: RowPlace | None = None) -> Iterator[tuple[bytes, bool]]:
+    for where, row in read_parquet_rows(path, columns=[text_field], place=place):
         yield _text_of(row.get(text_field), text_field=text_field, where=where), True
 
 
-def read_parquet_rows(path: Path, *, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_parquet_rows(
+    path: Path, *, columns: list[str] | None = None, place: RowPlace | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Streams the rows of a Parquet file, without fields that are null.
 
     Args:
         path: the file.
         columns: fields to read; by default all.
+        place: where to begin; it moves along.
 
     Yields:
         (where, row): the file and row for messages, and the row's fields.
@@ -355,20 +400,32 @@ def read_parquet_rows(path: Path, *, columns: list[str] | None = None) -> Iterat
     Raises:
         ConfigError: if it is no Parquet file.
     """
-    import datasets  # type: ignore[import-untyped]  # here: it takes seconds
+    import pyarrow.parquet  # type: ignore[import-untyped]  # here: slow to import
 
+    place = RowPlace() if place is None else place
     try:
-        rows = datasets.load_dataset("parquet", data_files=[str(path)], split="train", streaming=True, columns=columns)
-        for number, row in enumerate(rows, start=1):
-            found = {name: value for name, value in row.items() if value is not None}
-            yield f"corpus file '{path}', row {number}", found
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
+        with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
+            first = 0
+            for group in range(file.metadata.num_row_groups):
+                num_rows = file.metadata.row_group(group).num_rows
+                first += num_rows
+                if first <= place.row:
+                    continue
+                batches = file.iter_batches(
+                    batch_size=_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
+                )
+                skip = place.row - (first - num_rows)
+                for batch in batches:
+                    skipped = min(skip, len(batch))
+                    skip -= skipped
+                    for row in batch.slice(skipped).to_pylist():
+                        place.row += 1
+                        found = {name: value for name, value in row.items() if value is not None}
+                        yield f"corpus file '{path}', row {place.row}", found
+    except (ValueError, OSError, pyarrow.ArrowException) as error:
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(f"corpus file '{path}': not a readable Parquet file: {_first_line(error)}") from error
-
-
-_READERS = {"text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}
 
 
 def _text_of(value: object, *, text_field: str, where: str) -> bytes:

@@ -143,6 +143,10 @@ class TokenWindows:
         epoch, index = divmod(sample, len(self))
         return Permutation(len(self), seed=self.seed, epoch=epoch)(index)
 
+    def position(self, sample: int) -> dict[str, Any] | None:
+        """Entry of a checkpoint, plain JSON, that beside the step says where `sample` lies; None if the step does."""
+        return None
+
     def global_batch(self, step: int, *, global_batch: int) -> Batch:
         """Returns all samples of a step, in order of position, as one batch: the batch that all ranks together read."""
         first = step * global_batch
