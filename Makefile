@@ -63,21 +63,22 @@ test-all: setup ## run the tests, and those that repeat on more cells what other
 # What `make test` skips where a package is missing, with the torch that it was tried with. Here they are all installed,
 # so a test that is skipped fails.
 WITH_PEERS = tests/train/test_object_store.py \
+             tests/train/test_measure_tasks.py \
              tests/clusters/test_ray.py \
              tests/drop_in/test_foreign_models.py \
              tests/bench/test_grid_benchmarks.py::test_megatron_core_is_held_to_one_process \
              tests/bench/test_peers.py::test_other_libraries_train_as_one_process
 
-test-peers: $(PEERS)/.installed ## run what other tests skip: DeepSpeed, Accelerate, Megatron-Core, Ray, S3 (installs them apart)
+test-peers: $(PEERS)/.installed ## run what other tests skip: DeepSpeed, Accelerate, Megatron-Core, Ray, lm-eval, S3 (installs them apart)
 	@ROTORCH_NOTHING_SKIPPED=1 $(PEERS)/bin/python -m pytest -rs $(WITH_PEERS)
 
 $(PEERS)/.installed: pyproject.toml constraints.txt constraints-peers.txt
 	@test -n "$(PYTHON)" || { echo "test-peers: rotorch needs Python 3.11 or newer; name one with PYTHON=/path/to/python3"; exit 2; }
 	@echo "test-peers 1/2: $(PEERS) and $(OLDEST)"
 	@$(PYTHON) -m venv $(PEERS) && $(PEERS)/bin/python -m pip install -qq --disable-pip-version-check $(OLDEST)
-	@echo "test-peers 2/2: rotorch, DeepSpeed, Accelerate, Megatron-Core, Ray, s3fs and moto"
+	@echo "test-peers 2/2: rotorch, DeepSpeed, Accelerate, Megatron-Core, Ray, lm-eval, s3fs and moto"
 	@$(PEERS)/bin/python -m pip install -qq --disable-pip-version-check -c constraints-peers.txt \
-	   -c <(grep -v -E '^(torch|python-dateutil)==' constraints.txt) -e '.[dev,peers,ray,s3-test]'
+	   -c <(grep -v -E '^(torch|python-dateutil)==' constraints.txt) -e '.[dev,peers,ray,s3-test,lm-eval]'
 	@touch $@
 
 test-oldest: ## the same tests with the oldest torch that is supported, in .venv-oldest

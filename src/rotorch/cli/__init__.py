@@ -21,6 +21,7 @@ import typer
 
 from rotorch import __version__
 from rotorch.bench import peers
+from rotorch.cli import options
 from rotorch.cli.options import Compile, Device, Json, Nproc, Overrides, OwnLayout, Parallel, standard_input
 from rotorch.cli.output import check_json, leave_traceback, outlive_closed_output, print_now, show, write_json
 from rotorch.core.errors import ConfigError, RankFailure, StoppedEarly
@@ -501,14 +502,10 @@ def export(
 @app.command("generate")
 def generate(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=_CHECKPOINT)],
-    prompt: Annotated[
-        str | None, typer.Option(help="Beginning of the text; `-` reads it from standard input; by default the run's")
-    ] = None,
+    prompt: options.Prompt = None,
     length: Annotated[int, typer.Option(min=1, help="Tokens to add at most")] = 200,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token")] = 0.7,
-    top_p: Annotated[
-        float, typer.Option(min=0.01, max=1.0, help="Draw from the likeliest tokens that add up to this")
-    ] = 1.0,
+    top_p: options.TopP = 1.0,
     seed: Annotated[int, typer.Option(min=0, help="Decides what is drawn")] = 0,
     parallel: Parallel = "single",
     device: Device = "auto",
@@ -529,33 +526,37 @@ def generate(
 @app.command("eval")
 def evaluate(
     checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help=_CHECKPOINT)],
-    data: Annotated[
-        str | None,
-        typer.Option(help="A text, JSONL or Parquet file, or a directory; by default the run's held-out text"),
-    ] = None,
+    data: options.HeldOutData = None,
     windows: Annotated[int | None, typer.Option(min=1, help="Windows to measure; by default all")] = None,
     micro_batch: Annotated[int | None, typer.Option(min=1, help="Windows in one pass of a rank; the run's")] = None,
+    tasks: options.Tasks = "",
+    task_dir: options.TaskDir = None,
+    few_shot: options.FewShot = None,
+    limit: options.Limit = None,
     parallel: Parallel = "single",
     device: Device = "auto",
     json_file: Json = None,
 ) -> None:
-    """Measures the model of a checkpoint on text: bits per byte, perplexity."""
+    """Measures the model of a checkpoint on text (bits per byte, perplexity), or on tasks of lm-eval."""
     check_json(json_file)
+    options.check_task_options(tasks, of_text=(data, windows), of_tasks=(task_dir, few_shot, limit))
     tell_phase("loading torch")
+    from rotorch.train.measure_tasks import Questions, measure_tasks
     from rotorch.train.measure_text import measure_text
     from rotorch.train.saved_model import open_saved_model
 
     saved = open_saved_model(checkpoint, layout=parallel, device=device)
-    measure_text(saved, source=data, num_windows=windows, micro_batch=micro_batch, summary=json_file)
+    if tasks:
+        asked = Questions(tuple(tasks.split(",")), task_dir, few_shot=few_shot, limit=limit)
+        measure_tasks(saved, asked, micro_batch=micro_batch, summary=json_file)
+    else:
+        measure_text(saved, source=data, num_windows=windows, micro_batch=micro_batch, summary=json_file)
 
 
 @app.command("report")
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_DIR...", help="Directories of runs: their train.out")],
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE.html", help="The page; by default report.html, in the directory of a single run"),
-    ] = None,
+    out: options.Page = None,
     json_file: Json = None,
 ) -> None:
     """Draws runs as one page: curves, time line, memory, configuration; several runs overlaid."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +22,32 @@ Overrides = Annotated[
     typer.Argument(help="section.key=value, e.g. train.steps=9 optimizer.name=muon", autocompletion=completions),
 ]
 Compile = Annotated[bool, typer.Option("--compile", help="Run blocks by torch.compile; the first step takes long")]
+Page = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.html", help="The page; by default report.html, in the directory of a single run"),
+]
+Prompt = Annotated[
+    str | None, typer.Option(help="Beginning of the text; `-` reads it from standard input; by default the run's")
+]
+TopP = Annotated[float, typer.Option(min=0.01, max=1.0, help="Draw from the likeliest tokens that add up to this")]
+HeldOutData = Annotated[
+    str | None, typer.Option(help="A text, JSONL or Parquet file, or a directory; by default the run's held-out text")
+]
+Tasks = Annotated[
+    str, typer.Option(metavar="NAME,...", help="Measure on tasks of lm-eval in place of text (rotorch[lm-eval])")
+]
+TaskDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Further tasks, as YAML files")]
+FewShot = Annotated[int | None, typer.Option(min=0, help="Examples before each question; the task's")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Questions of each task; by default all")]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to FILE, too")]
+
+
+def check_task_options(tasks: str, *, of_text: Sequence[object], of_tasks: Sequence[object]) -> None:
+    """Raises ConfigError if tasks are named beside options of text, or options of tasks without any."""
+    if tasks and any(option is not None for option in of_text):
+        raise ConfigError("eval: --tasks beside --data or --windows, which are of text. Leave out one of the two")
+    if not tasks and any(option is not None for option in of_tasks):
+        raise ConfigError("eval: --task-dir, --few-shot and --limit are of --tasks. Write --tasks NAME,... too")
 
 
 def standard_input(*, job: JobRank | None) -> bytes:
