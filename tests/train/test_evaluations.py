@@ -9,6 +9,7 @@ from commands import rotorch, write_run
 
 from rotorch.core.errors import ConfigError
 from rotorch.run_config import load_run_config
+from rotorch.train import run as run_module
 from rotorch.train.early_stop import EARLY_STOP, EarlyStop, check_not_ended
 from rotorch.train.metrics import HeldOut, StepRecord, read_metrics
 
@@ -97,6 +98,35 @@ def test_patience_ends_a_run_and_going_on_is_refused_until_it_is_raised(run_toml
     assert again.code == 2 and "train.patience=0" in again.stderr
     on = rotorch(tmp_path / "log", *told, "train.patience=4", "--resume")
     assert on.code == 0 and len(read_metrics(tmp_path / "run")) == 5  # two evaluations were waited before, two now
+
+
+@pytest.mark.parametrize("ends_early", [True, False])
+def test_what_fails_behind_the_last_step_is_done_again_and_nothing_else(
+    ends_early, run_toml, tmp_path, monkeypatch, warm
+):
+    """The first attempt fails as it writes the sample: the second one trains no step."""
+
+    def fails_once(*arguments, **options):
+        if not (tmp_path / "failed").exists():
+            (tmp_path / "failed").touch()
+            raise RuntimeError("the sample fails")
+        return "a sample"
+
+    monkeypatch.setattr(run_module, "write_sample", fails_once)
+    told = ["train.eval_every=1", "train.checkpoint_every=2", "train.max_restarts=1", "sample.length=3"]
+    if ends_early:
+        told += ["train.patience=2", "train.patience_on=news", "train.min_improvement=50"]
+    done = rotorch(tmp_path / "log", "train", run_toml, *told, "--json", tmp_path / "end.json")
+    assert done.code == 0, done.stderr
+    last = 3 if ends_early else 6
+    assert "writing the sample: RuntimeError: the sample fails" in done.stderr
+    assert f"Going on from step {last} with single (restart 1 of 1)" in done.stderr
+    found, end = read_metrics(tmp_path / "run"), json.loads((tmp_path / "end.json").read_text())
+    assert [line["step"] for line in found] == list(range(1, last + 1)) and end["step"] == last
+    assert end["sample"] == "a sample" and ("in 2 evaluations since" in end["ended_early"]) is ends_early
+    assert end["evals"]["news"]["loss"] == pytest.approx(found[-1]["eval_news_loss"], rel=1e-6)
+    assert end["held_out_loss"] == pytest.approx(found[-1]["held_out_loss"], rel=1e-6)
+    assert end["checkpoint"].endswith(f"step-{last:08d}")
 
 
 def measured(loss):

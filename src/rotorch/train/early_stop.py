@@ -63,7 +63,12 @@ class EarlyStop:
             self._best, self._step, self._waited = found.loss, step, 0
             return ""
         self._waited += 1
-        if self._waited < self._train.patience:
+        return self.reason_to_end()
+
+    def reason_to_end(self) -> str:
+        """The reason to end the run after what was measured so far, "" for none. All ranks get the same."""
+        on = self._train.patience_on
+        if not self._train.patience or self._waited < self._train.patience:
             return ""
         if not math.isfinite(self._best):
             return f"the loss on {on} text was not finite in {self._waited} evaluations (train.patience)"

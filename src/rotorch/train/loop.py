@@ -11,8 +11,10 @@ from types import MappingProxyType
 from rotorch.core.errors import FinalFailure
 from rotorch.parallel_model import Batch, ParallelModel
 from rotorch.run_config import BatchSizes, RunConfig
+from rotorch.run_data import HELD_OUT
 from rotorch.train.checkpoint.async_save import Saver
-from rotorch.train.checkpoint.store import AnyPath
+from rotorch.train.checkpoint.directories import latest
+from rotorch.train.checkpoint.store import AnyPath, as_path
 from rotorch.train.checks.divergence import DivergenceGuard, read_ahead, recent_losses
 from rotorch.train.checks.memory import PeakMeter, TensorBytes, is_noted, memory_of_ranks, tensor_bytes
 from rotorch.train.checks.nonfinite import first_nonfinite
@@ -90,6 +92,9 @@ def run_loop(
     checkpoint = saves_in
     at_rest: Sums | None = None
     first_step = state.step + 1
+
+    if train.steps <= state.step or patience.reason_to_end():  # what came after the last step failed
+        return _over(state, config=config, held_out=held_out, evals=evals, sizes=sizes, patience=patience)
 
     def examine() -> None:
         if at_rest is not None:
@@ -201,6 +206,35 @@ def run_loop(
                     evals=by_name,
                     ended_early="" if is_last else ends,
                 )
+
+
+def _over(
+    state: TrainState,
+    *,
+    config: RunConfig,
+    held_out: TokenWindows,
+    evals: Mapping[str, TokenWindows],
+    sizes: BatchSizes,
+    patience: EarlyStop,
+) -> LoopEnd:
+    """The end of a run whose last step was done before it was started again: measured once more, and not saved."""
+    model, most = state.model, config.train.eval_windows
+    found = {
+        name: evaluate(model, text, micro_batch=sizes.micro_batch, max_windows=most)
+        for name, text in {HELD_OUT: held_out, **evals}.items()
+        if len(text)
+    }
+    checkpoint = latest(as_path(config.train.saves_in))
+    assert checkpoint is not None, "it was loaded"
+    return LoopEnd(
+        found.pop(HELD_OUT, None),
+        checkpoint,
+        stopped=False,
+        tensors=tensor_bytes(model, state.optimizer),
+        peak_bytes=(0,) * model.mesh.size(),
+        evals=found,
+        ended_early="" if state.step >= config.train.steps else patience.reason_to_end(),
+    )
 
 
 def _went_back(

@@ -163,7 +163,8 @@ def _start(
     seen_with = contents(written)
     if is_first:
         tell_phase("checking the model, the text and the room for checkpoints")
-    run = check_run(config, nproc=nproc, resume=resume, command=command, only_plan=only_plan)
+    again = resume and not asked_to_resume  # a rank of a job that has begun the run
+    run = check_run(config, nproc=nproc, resume=resume, may_be_over=again, command=command, only_plan=only_plan)
     if not (only_plan or is_rank()):
         check_semaphores(run.num_ranks)
     console = Console(soft_wrap=True)

@@ -7,6 +7,7 @@ these are not checked here.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from rotorch.process.host_memory import most_bytes
 from rotorch.run_config import BatchSizes, OptimizerSection, RunConfig
 from rotorch.run_data import DataSection
 from rotorch.strategies import batch_ranks, num_ranks
+from rotorch.train.checkpoint.directories import checkpoints_of
+from rotorch.train.checkpoint.store import AnyPath, StorePath
 from rotorch.train.data.batches import CheckedSource
 
 _RANK_BYTES = 8 << 20  # of a forked rank that shares all it can: page tables, its heap, buffers of messages
@@ -90,4 +93,21 @@ def check_text_lasts(sizes: BatchSizes, *, config: RunConfig, source: CheckedSou
             f"{sizes.accumulation} x {sizes.batch_ranks} batch ranks) reads the {windows} samples of "
             f"{config.data.source} {sizes.global_batch // windows} times in one step. Write a smaller batch, or a "
             "longer data.source"
+        )
+
+
+def check_room(out: AnyPath, *, spec: ModelSpec, keep: int, optimizer: OptimizerSection) -> None:
+    """The disk has room for the checkpoints that are kept, and for one more while it is written. Stores do not tell."""
+    if isinstance(out, StorePath):
+        return
+    each = spec.num_bytes + optimizer.least_moments * spec.trained_bytes
+    existing = len(list(checkpoints_of(out).glob("step-*")))
+    needed = each * max(1, keep + 1 - existing)
+    place = next(parent for parent in (out, *out.parents) if parent.exists())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ConfigError(
+            f"train.out: {out}: {keep} checkpoints of {format_bytes(each)} and one more while it is written need "
+            f"{format_bytes(needed)}, {format_bytes(free)} are free. Free some, write a smaller train.keep=..., "
+            "or train.out=... on another disk"
         )

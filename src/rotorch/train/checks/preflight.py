@@ -7,19 +7,17 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.quantities import format_bytes
 from rotorch.core.small_files import read_small
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
-from rotorch.run_config import BatchSizes, LoraSection, OptimizerSection, RunConfig, batch_sizes
+from rotorch.run_config import BatchSizes, LoraSection, RunConfig, TrainSection, batch_sizes
 from rotorch.strategies import (
     batch_ranks,
     context_ranks,
@@ -37,6 +35,7 @@ from rotorch.train.checkpoint.store import AnyPath, StorePath, as_path, check_no
 from rotorch.train.checks.capacity import (
     check_batch_fits,
     check_number_of_ranks,
+    check_room,
     check_text_lasts,
     check_weights_fit,
     rows_per_sample,
@@ -100,7 +99,13 @@ class CheckedRun:
 
 
 def check_run(
-    config: RunConfig, *, nproc: int | None = None, resume: bool = False, command: str = "", only_plan: bool = False
+    config: RunConfig,
+    *,
+    nproc: int | None = None,
+    resume: bool = False,
+    may_be_over: bool = False,
+    command: str = "",
+    only_plan: bool = False,
 ) -> CheckedRun:
     """Checks a run from the cheapest check to the dearest. Leaves nothing behind: see `check_checkpoint_dir`.
 
@@ -108,6 +113,7 @@ def check_run(
         config: the run.
         nproc: number of ranks that the user asked for; by default as many as the layout has.
         resume: go on from the last checkpoint in the run's directory.
+        may_be_over: that may be the run's last one: what comes after the last step failed, and is done again.
         command: the command that goes on with this run, for messages.
         only_plan: nothing will be started, so nothing is written to a store to see whether one can.
 
@@ -153,11 +159,13 @@ def check_run(
     _check_optimizer(config, spec)
     if on_this_machine:
         check_weights_fit(spec, optimizer=config.optimizer)
-    going_on = (
-        find_resume(saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec, source=source)
-        if resume
-        else None
-    )
+    going_on = None
+    if resume:
+        going_on = find_resume(
+            saves_in, config=config, sizes=sizes, model_config=model_config, spec=spec, source=source
+        )
+    if going_on is not None and not may_be_over:
+        check_goes_on(going_on, train=config.train)
     check_room(saves_in, spec=spec, keep=config.train.keep, optimizer=config.optimizer)
     return CheckedRun(config, strategies, sizes, model_config, spec, source, out, saves_in, going_on, command, evals)
 
@@ -491,15 +499,20 @@ def find_resume(
     check_same_model(path, manifest, model_config=model_config)
     check_same_adapters(path, manifest, config=config, spec=spec)
     check_same_order(path, manifest, config=config, sizes=sizes, source=source)
-    check_not_ended(manifest.data, train=config.train, checkpoint=path)
-    if manifest.step >= config.train.steps:  # its bytes, which may be terabytes, are read by who loads them
+    return Resume(path, manifest)
+
+
+def check_goes_on(resume: Resume, *, train: TrainSection) -> None:
+    """A run that somebody asks to go on has steps to do."""
+    path, manifest = resume.checkpoint, resume.manifest
+    check_not_ended(manifest.data, train=train, checkpoint=path)
+    if manifest.step >= train.steps:  # its bytes, which may be terabytes, are read by who loads them
         raise ConfigError(
-            f"--resume: {path} is at step {manifest.step} and train.steps = {config.train.steps}: nothing is left to "
+            f"--resume: {path} is at step {manifest.step} and train.steps = {train.steps}: nothing is left to "
             "do, by the sizes of its files. Write train.steps=... with more steps; or have every byte of it checked by "
             f"rotorch inspect {path} --contents, and if it is damaged, remove it: --resume then goes on from the one "
             "before"
         )
-    return Resume(path, manifest)
 
 
 def check_same_model(path: AnyPath, manifest: Manifest, *, model_config: Any) -> None:
@@ -579,20 +592,3 @@ def data_position(config: RunConfig, *, sizes: BatchSizes, source: CheckedSource
         "data.sequence_length": config.data.sequence_length,
         "data.held_out_fraction": config.data.held_out_fraction,
     }
-
-
-def check_room(out: AnyPath, *, spec: ModelSpec, keep: int, optimizer: OptimizerSection) -> None:
-    """The disk has room for the checkpoints that are kept, and for one more while it is written. Stores do not tell."""
-    if isinstance(out, StorePath):
-        return
-    each = spec.num_bytes + optimizer.least_moments * spec.trained_bytes
-    existing = len(list(checkpoints_of(out).glob("step-*")))
-    needed = each * max(1, keep + 1 - existing)
-    place = next(parent for parent in (out, *out.parents) if parent.exists())
-    free = shutil.disk_usage(place).free
-    if needed > free:
-        raise ConfigError(
-            f"train.out: {out}: {keep} checkpoints of {format_bytes(each)} and one more while it is written need "
-            f"{format_bytes(needed)}, {format_bytes(free)} are free. Free some, write a smaller train.keep=..., "
-            "or train.out=... on another disk"
-        )

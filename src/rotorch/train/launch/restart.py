@@ -9,6 +9,9 @@
       `train.elastic` chooses the layout for the present number of ranks. torchrun's number of restarts is of no use:
       each node counts for itself.
 
+    A run whose last checkpoint is its end (the last step, or that of its patience) trains no more: it measures the
+    model once more, and does what comes after.
+
     The global batch stays the same: fewer ranks take more micro-batches each. So the losses equal those of an
     undisturbed run.
 
@@ -116,7 +119,7 @@ def _next(run: CheckedRun, *, fewer: bool) -> CheckedRun:
     """The run as it is begun again, on fewer ranks if that is asked for and possible.
 
     Raises:
-        ConfigError: nothing is left to do for it, or its directory is not what it was.
+        ConfigError: its directory is not what it was.
     """
     if fewer and run.config.train.elastic is not None:
         least, _ = run.config.train.elastic_ranks
@@ -131,7 +134,8 @@ def _next(run: CheckedRun, *, fewer: bool) -> CheckedRun:
 
 def _on(run: CheckedRun, *, num_ranks: int) -> CheckedRun:
     config = on_ranks(run.config, num_ranks=num_ranks)
-    return check_run(config, resume=holds_run(run.out) or latest(run.saves_in) is not None, command=run.command)
+    resume = holds_run(run.out) or latest(run.saves_in) is not None
+    return check_run(config, resume=resume, may_be_over=True, command=run.command)
 
 
 def _said(error: ConfigError | OSError) -> str:
