@@ -1,5 +1,8 @@
+import contextlib
 import gc
+import hashlib
 import os
+import pickle
 import sys
 from pathlib import Path
 
@@ -22,7 +25,6 @@ SHARED_DOWN_TO = {
     "tests/conformance/test_float64_parity.py": 0,
     "tests/conformance/test_losses.py": 0,
     "tests/bench/test_memory_claims.py": 0,
-    "tests/bench/test_peers.py": 0,
     "tests/bench/test_trace.py": 0,
     "tests/comm/test_ring.py": 0,
     "tests/strategies/test_compile.py": 0,
@@ -94,6 +96,62 @@ def no_autograd_threads():
         from rotorch.process.forking import start_autograd
 
         start_autograd()
+
+
+TRIALS = {
+    "slices": ["_known"],
+    "features": ["_known", "_known_last"],
+    "sequence": ["_known"],
+    "shared_sequence": ["_known"],
+}
+"""Modules of rotorch.models.trial, and the names of what each keeps for its process."""
+
+
+class KeptTrials(dict):
+    """Results of trials on tiny models of transformers, by key, that all processes of a session of tests share.
+
+    Each rank of each test would try the same model again, which is half of what it takes to cut it.
+    """
+
+    def __init__(self, directory):
+        super().__init__()
+        self._directory = directory
+
+    def _path(self, key):
+        return self._directory / hashlib.sha256(key.encode()).hexdigest()
+
+    def __contains__(self, key):
+        if not super().__contains__(key) and key.startswith("transformers."):
+            with contextlib.suppress(FileNotFoundError):
+                super().__setitem__(key, pickle.loads(self._path(key).read_bytes()))
+        return super().__contains__(key)
+
+    def __setitem__(self, key, trial):
+        super().__setitem__(key, trial)
+        if key.startswith("transformers."):
+            whole = self._path(f"{key} {os.getpid()}")
+            whole.write_bytes(pickle.dumps(trial))
+            whole.rename(self._path(key))
+
+
+@pytest.fixture(scope="session")
+def trials_directory(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "trials"
+    directory.mkdir(exist_ok=True)
+    return directory
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trials_are_kept(trials_directory):
+    """Ranks forked from here, and from what is forked from here, find the trials that others made."""
+    for module, names in TRIALS.items():
+        loaded = sys.modules.get(f"rotorch.models.trial.{module}")
+        for name in names if loaded is not None else ():
+            if not isinstance(getattr(loaded, name), KeptTrials):
+                directory = trials_directory / f"{module}.{name}"
+                directory.mkdir(exist_ok=True)
+                setattr(loaded, name, KeptTrials(directory))
 
 
 @pytest.fixture(scope="session")
