@@ -424,24 +424,32 @@ def abandoned_steps(ring):
             assert torch.equal(ring.home_gradients(item), summed(ring, item))
 
 
+STEPS = (
+    several_steps,
+    one_item_twice,
+    without_weights,
+    unused_items,
+    changing_weights,
+    changing_programs,
+    evaluation_inside_a_step,
+    abandoned_steps,
+)
+
+
+def all_steps(transport, n, make):
+    """One fork for all, each with a ring of its own."""
+    for steps in STEPS:
+        try:
+            _with_ring(steps, transport, n, make)
+        except BaseException as error:
+            error.add_note(f"in {steps.__name__}")
+            raise
+
+
 @pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize(
-    "steps",
-    [
-        several_steps,
-        one_item_twice,
-        without_weights,
-        unused_items,
-        changing_weights,
-        changing_programs,
-        evaluation_inside_a_step,
-        abandoned_steps,
-    ],
-    ids=lambda f: f.__name__,
-)
-def test_steps(steps, transport, n, ring):
-    on_ranks(steps, transport, n, ring)
+def test_steps(transport, n, ring):
+    run_ranks(all_steps, transport, n, ring, num_ranks=n)
 
 
 def sent_bytes(make, transport, n):
