@@ -44,9 +44,14 @@ WAYS = (
 ALL_BUT_ATTENTION = "all_but_attention"  # picks operations, which a graph has none of
 
 
-def cells(*, compile):
+QUICK = (("none", 1), ("head", 1), (ALL_BUT_ATTENTION, 1), ("slice", 4))
+"""Of four micro-batches steps take four times as long."""
+
+
+def cells(*, compile, quick=None):
     recompute = ("none", "head", *(() if compile else (ALL_BUT_ATTENTION,)), "slice")
-    return list(product(recompute, (1, 4)))
+    every = list(product(recompute, (1, 4)))
+    return every if quick is None else [cell for cell in every if (cell in QUICK) == quick]
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +103,12 @@ def bars(config, expected):
     return {"float64": (EXACT, EXACT, EXACT), "bfloat16": (LOSS_BAR, TIMES * error, LENGTH_BAR)}
 
 
-def errors(config, expected, precision, transport, buffering, compile):
+def errors(config, expected, precision, transport, buffering, compile, quick):
     """On a rank, by (what is recomputed, accumulation): the largest errors of loss and gradients, and `gradients_along`
     of each (step, weight).
     """
     found = {}
-    for recompute, accumulation in cells(compile=compile):
+    for recompute, accumulation in cells(compile=compile, quick=quick):
         model = rotorch.parallelize(
             build(config, precision),
             f"rtp={RANKS}[recompute={recompute},transport={transport},buffering={buffering}]",
@@ -150,15 +155,21 @@ def measured(warm, config, expected):
     """Errors of every cell, as `bars` has them; one fork for those that differ only in what a step does."""
 
     @cache
-    def of(precision, transport, buffering, compile):
-        args = (config, expected[precision], precision, transport, buffering, compile)
+    def of(precision, transport, buffering, compile, quick=None):
+        args = (config, expected[precision], precision, transport, buffering, compile, quick)
         by_rank = run_ranks(errors, *args, num_ranks=RANKS, timeout_s=900 if compile else 400)
-        return {cell: worst_of([found[cell] for found in by_rank]) for cell in cells(compile=compile)}
+        return {cell: worst_of([found[cell] for found in by_rank]) for cell in cells(compile=compile, quick=quick)}
 
     return of
 
 
-@pytest.mark.parametrize(("recompute", "accumulation"), cells(compile=False))
+@pytest.mark.parametrize(
+    ("recompute", "accumulation"),
+    [
+        *cells(compile=False, quick=True),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in cells(compile=False, quick=False)),
+    ],
+)
 @pytest.mark.parametrize(
     ("precision", "transport", "buffering"),
     [
@@ -167,7 +178,8 @@ def measured(warm, config, expected):
     ],
 )
 def test_a_cell_of_the_matrix(measured, bars, precision, transport, buffering, recompute, accumulation):
-    holds(measured(precision, transport, buffering, False)[recompute, accumulation], bars[precision])
+    cell = (recompute, accumulation)
+    holds(measured(precision, transport, buffering, False, cell in QUICK)[cell], bars[precision])
 
 
 @pytest.mark.slow
