@@ -1,5 +1,8 @@
 """Muon on parts of weights: equal to torch's on one process, in as little memory and as few bytes as it says."""
 
+from functools import cache, partial
+from itertools import chain
+
 import pytest
 import torch
 from muon_runs import config_of, memory_of_an_update, on_a_rank, on_one_process
@@ -63,7 +66,25 @@ CASES = {
 }
 EVEN = ("rtp=2", "fsdp=2", "megatron=2", "tesseract=2x2x1")
 """Layouts that cut each matrix of "llama" into as many equal parts as there are ranks."""
-CELLS = [(num_ranks, *case) for num_ranks, cases in CASES.items() for case in cases]
+QUICK = {
+    ("rtp=2", "llama"),
+    ("fsdp=2", "tied"),
+    ("megatron=2", "gpt_neox"),
+    ("ddp=2", "llama"),
+    ("rtp=3[transport=send_receive]", "llama"),
+    ("rtp=3", "gpt_neox"),
+    ("tesseract=1x1x3[zero=true]", "llama"),
+    ("tesseract=2x2x1", "tied"),
+    ("ddp=2,rtp=2", "llama"),
+}
+"""Each strategy, model, option and cut of these once, in three steps; all of them take twenty."""
+CELLS = [
+    pytest.param(steps, num_ranks, *case, marks=() if steps == 3 else pytest.mark.slow)
+    for steps in (3, 20)
+    for num_ranks, cases in CASES.items()
+    for case in cases
+    if steps == 20 or (case[1], case[0]) in QUICK
+]
 
 
 @pytest.fixture(scope="module")
@@ -72,13 +93,20 @@ def configs(tiny):
     return {name: config_of(tiny(paths.get(name, "llama")), **changes) for name, changes in CONFIGS.items()}
 
 
-@pytest.fixture(scope="module", params=[3, pytest.param(20, marks=pytest.mark.slow)])
-def found(configs, request):
-    """Results of every rank after so many steps, by layout and model."""
-    num_steps = request.param
+@pytest.fixture(scope="module")
+def found(configs):
+    """Returns results of every rank after so many steps, by layout and model; one fork for all cases of a size."""
+    return cache(partial(after_steps, configs))
+
+
+def after_steps(configs, num_steps):
+    chosen = {
+        num_ranks: [case for case in cases if num_steps == 20 or (case[1], case[0]) in QUICK]
+        for num_ranks, cases in CASES.items()
+    }
     load_step_code(["ddp", "fsdp", "rtp", "megatron", "tesseract"])
     expected = {}
-    for _, name, _, muon in CELLS:
+    for name, _, muon in chain(*chosen.values()):
         key = name, tuple(muon.items())
         if key not in expected:
             expected[key] = on_one_process(configs[name], num_steps=num_steps, **muon)
@@ -90,24 +118,24 @@ def found(configs, request):
         ]
 
     results = {}
-    for num_ranks, cases in CASES.items():
+    for num_ranks, cases in chosen.items():
         of_ranks = run_ranks(everything, cases, num_ranks=num_ranks)
         for number, (name, layout, _) in enumerate(cases):
             results[layout, name] = [of_rank[number] for of_rank in of_ranks]
     return results
 
 
-@pytest.mark.parametrize(("num_ranks", "name", "layout", "muon"), CELLS)
-def test_steps_equal_those_of_one_process(found, num_ranks, name, layout, muon):
-    for of_rank in found[layout, name]:
+@pytest.mark.parametrize(("steps", "num_ranks", "name", "layout", "muon"), CELLS)
+def test_steps_equal_those_of_one_process(found, steps, num_ranks, name, layout, muon):
+    for of_rank in found(steps)[layout, name]:
         assert of_rank["error"][1] <= BAR, of_rank["error"]
         assert of_rank["state_is_cut"]
 
 
-@pytest.mark.parametrize(("num_ranks", "name", "layout", "muon"), CELLS)
-def test_each_part_goes_to_the_owner_and_comes_back_once(found, num_ranks, name, layout, muon):
+@pytest.mark.parametrize(("steps", "num_ranks", "name", "layout", "muon"), CELLS)
+def test_each_part_goes_to_the_owner_and_comes_back_once(found, steps, num_ranks, name, layout, muon):
     """To the byte, in bfloat16: to the owner what it lacks of one copy, back what each rank holds."""
-    of_ranks = found[layout, name]
+    of_ranks = found(steps)[layout, name]
     there, back = {}, {}
     for matrix, numel in of_ranks[0]["numels"].items():
         parts = [of_rank["parts"][matrix] for of_rank in of_ranks]
