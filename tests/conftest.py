@@ -135,21 +135,32 @@ class KeptTrials(dict):
 
 
 @pytest.fixture(scope="session")
-def trials_directory(tmp_path_factory):
+def kept_directory(tmp_path_factory):
+    """Directory of this session, for all processes that run its tests."""
     base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "trials"
+    directory = (base.parent if os.environ.get("PYTEST_XDIST_WORKER") else base) / "kept"
     directory.mkdir(exist_ok=True)
     return directory
 
 
+@pytest.fixture(scope="session")
+def shardings_are_kept(kept_directory):
+    from kept_shardings import keep
+
+    (kept_directory / "shardings").mkdir(exist_ok=True)
+    keep(kept_directory / "shardings")
+
+
 @pytest.fixture(scope="module", autouse=True)
-def trials_are_kept(trials_directory):
+def results_are_kept(kept_directory, request):
     """Ranks forked from here, and from what is forked from here, find the trials that others made."""
+    if "torch.distributed.tensor" in sys.modules:
+        request.getfixturevalue("shardings_are_kept")
     for module, names in TRIALS.items():
         loaded = sys.modules.get(f"rotorch.models.trial.{module}")
         for name in names if loaded is not None else ():
             if not isinstance(getattr(loaded, name), KeptTrials):
-                directory = trials_directory / f"{module}.{name}"
+                directory = kept_directory / f"{module}.{name}"
                 directory.mkdir(exist_ok=True)
                 setattr(loaded, name, KeptTrials(directory))
 
