@@ -10,19 +10,20 @@ ROOT = Path(__file__).resolve().parents[2]
 COUNTS = ("ops", "casts", "copies", "elementwise_bytes", "lane_calls", "host_s")
 
 
-@pytest.fixture
-def record(monkeypatch, tmp_path, warm):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import gpu_counts
+@pytest.fixture(scope="module")
+def record(tmp_path_factory, warm):
+    """One run for all tests."""
+    out, threads = tmp_path_factory.mktemp("counts") / "counts.json", torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+        import gpu_counts
 
-    monkeypatch.setattr(gpu_counts, "SHAPES", gpu_counts.TINY)
-    monkeypatch.setattr(gpu_counts, "DEPTHS", (1, 2))
-    out = tmp_path / "counts.json"
-    threads = torch.get_num_threads()
-    try:
-        assert gpu_counts.main(["--json", str(out), "--tokens", "16", "--rounds", "1"]) == 0
-    finally:
-        torch.set_num_threads(threads)
+        monkeypatch.setattr(gpu_counts, "SHAPES", gpu_counts.TINY)
+        monkeypatch.setattr(gpu_counts, "DEPTHS", (1, 2))
+        try:
+            assert gpu_counts.main(["--json", str(out), "--tokens", "16", "--rounds", "1"]) == 0
+        finally:
+            torch.set_num_threads(threads)
     assert not torch.distributed.is_initialized()
     return json.loads(out.read_text())
 
