@@ -102,7 +102,7 @@ def in_the_optimizer(path, layout, updated):
 
 
 @pytest.mark.parametrize("updated", [pytest.param(False, marks=pytest.mark.slow), True])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [IN_PLACE, pytest.param(MESSAGES, marks=pytest.mark.slow), SHARED])
 def test_an_exception_in_the_optimizer_finds_weights_at_home(tiny, layout, updated):
     run_ranks(in_the_optimizer, tiny("llama"), layout, updated, num_ranks=3)
 
@@ -140,8 +140,25 @@ def goes_on_as_if_undisturbed(model, twin):
         torch.testing.assert_close(held.local_grad, twin.weights[name].local_grad, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+PASSES = {False: "forward", True: "backward"}
+ONE_PASS_EACH = {(IN_PLACE, True), (MESSAGES, False), (SHARED, True), ("ddp=2,rtp=2", False)}
+
+
+def in_each_pass(layouts):
+    """Layouts and passes as a test's parameters; each layout has one that is quick."""
+    return [
+        pytest.param(
+            layout,
+            back,
+            id=f"{layout}-{PASSES[back]}",
+            marks=[] if (layout, back) in ONE_PASS_EACH else pytest.mark.slow,
+        )
+        for layout in layouts
+        for back in PASSES
+    ]
+
+
+@pytest.mark.parametrize(("layout", "in_backward"), in_each_pass(LAYOUTS))
 def test_if_one_rank_raises_alone_the_others_get_a_rank_failure(tiny, layout, in_backward):
     found = run_ranks(one_rank, tiny("llama"), layout, in_backward, num_ranks=3, timeout_s=60)
     others = "HeardFailure" if "shared_memory" in layout else "RankFailure"  # there the one that leaves says so
@@ -197,14 +214,8 @@ def gradients_from_before(path, layout, in_backward):
     twin.close()
 
 
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize(
-    "layout",
-    [
-        *LAYOUTS,
-        "ddp=2,rtp=2",
-        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("rtp=3[recompute=none]", "pp=2,rtp=2")),
-    ],
+    ("layout", "in_backward"), in_each_pass([*LAYOUTS, "ddp=2,rtp=2", "rtp=3[recompute=none]", "pp=2,rtp=2"])
 )
 def test_gradients_that_a_broken_step_was_adding_to_are_gone_and_it_says_so(tiny, layout, in_backward):
     size = 4 if ",rtp" in layout else 3
@@ -255,7 +266,7 @@ def late_to_raise(path, layout):
     model.close()
 
 
-@pytest.mark.parametrize("layout", [MESSAGES, SHARED, "rtp=3[recompute=none]"])
+@pytest.mark.parametrize("layout", [MESSAGES, SHARED, pytest.param("rtp=3[recompute=none]", marks=pytest.mark.slow)])
 def test_a_rank_that_is_late_to_an_exception_of_all_comes_there(tiny, layout):
     run_ranks(late_to_raise, tiny("llama"), layout, num_ranks=3, timeout_s=60)
 
