@@ -70,8 +70,19 @@ def refusal(path, strategies):
     return None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral"])
-@pytest.mark.parametrize("parallel", LAYOUTS)
+FAMILIES = ("llama", "qwen3", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "family"),
+    [
+        (layout, family)
+        if (num_ranks(parse_parallel(layout)) <= 8) == (family != "llama") and "," not in layout
+        else pytest.param(layout, family, marks=pytest.mark.slow)
+        for layout in LAYOUTS
+        for family in FAMILIES
+    ],
+)
 def test_resident_bytes(tiny, parallel, family):
     strategies = over_messages(parallel)
     total = num_ranks(strategies)
