@@ -2,16 +2,17 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from test_code_blocks import reads
+
 ROOT = Path(__file__).resolve().parents[1]
 TUTORIALS = sorted((ROOT / "docs" / "tutorials").glob("*.md"))
-QUICK = "first_run"
-"""Begins from nothing; the others repeat its commands on other data, models, failures and hosts."""
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:
@@ -19,9 +20,8 @@ def blocks(page: Path) -> list[tuple[str, str]]:
     return re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, id=p.stem, marks=[] if p.stem == QUICK else pytest.mark.slow) for p in TUTORIALS]
-)
+@pytest.mark.slow  # below their commands are read; tests/train/test_after_training.py runs those of the first one
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_runs_as_it_stands(page, tmp_path):
     environment = {
         **os.environ,
@@ -39,6 +39,13 @@ def test_a_tutorial_runs_as_it_stands(page, tmp_path):
         ["bash", script], cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, timeout=1800
     )
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+
+
+def test_the_program_understands_every_command_of_a_tutorial():
+    lines = [line for page in TUTORIALS for _, text in blocks(page) for line in text.splitlines()]
+    commands = [shlex.split(line.strip().removesuffix("&"), comments=True) for line in lines if "rotorch " in line]
+    commands = [words for words in commands if words[:1] == ["rotorch"]]
+    assert len(commands) > 20 and [said for words in commands if (said := reads(words))] == []
 
 
 def test_every_block_of_a_tutorial_is_a_command():
