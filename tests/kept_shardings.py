@@ -1,8 +1,8 @@
 """Results of torch's own DTensor about operations, kept for all processes of a session of tests.
 
 For each operation, shape and placement DTensor compares every way to distribute it: milliseconds on a mesh of one axis,
-a tenth of a second on one of three, again in each rank of each test. Here a rank reads what another one has found: torch's
-own answer to the same question. Nothing of rotorch is left out.
+a tenth of a second on one of three, again in each rank of each test. Here a rank reads what another one has found:
+torch's own answer to the same question. Nothing of rotorch is left out.
 """
 
 import contextlib
