@@ -131,6 +131,7 @@ class ParallelModel:
         self._num_sharing = mesh.size() // num_groups
         self._is_first = not any(at for axis, at in positions.items() if axis not in self.batch_axes)
         self._roll_call = RollCall(mesh)
+        self._has_compared = False
         self.num_context_ranks = context_ranks(strategies)
         self.context_rank = 0 if sequence is None else sequence.rank
         self.feature_axes = tuple(axis for s in strategies for axis in s.feature_axes)
@@ -475,7 +476,12 @@ class ParallelModel:
             self._check_shared(micro_batches, loss=loss)
         count = getattr(self._loss if loss is None else loss, "count_targets", count_targets)
         targets = int(sum(count(b) for b in micro_batches))
-        total = self.meet(doing, num_micro_batches=len(micro_batches), num_targets=targets)
+        state = {}
+        if self.shares_batches and not self._has_compared and self._holding.no_plain_call is None:
+            # Once: a sampler that counts ranks in the place of shares is wrong from the first batch on. Ranks of a
+            # pipeline look at parts of a batch only, and may be given no more.
+            state["of_batch"], self._has_compared = self.of_batch(micro_batches), True
+        total = self.meet(doing, num_micro_batches=len(micro_batches), num_targets=targets, **state)
         return total * self.num_batch_ranks // self.mesh.size()
 
     def _check_shared(self, micro_batches: Sequence[Batch], *, loss: LossFn | None) -> None:

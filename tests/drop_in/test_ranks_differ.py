@@ -99,13 +99,18 @@ def another_batch(loop, rank):
         loop.model(**other.batch(1))
 
 
+def another_batch_of_a_step(loop, rank):
+    other = Loop(loop.model, None, rank, loop.vocab_size)
+    loop.model.forward_backward([other.batch(0, part) for part in range(2)])
+
+
 SHARING = ("megatron=2", "megatron=2[sequence_parallel=true]", "atp=1x2", "summa=2x2", "tesseract=2x2x1")
 """Layouts in which several ranks have one batch."""
 
 
 def all_messages(config, layouts):
     """Messages of this rank, by layout and mistake."""
-    whats = (*EXPECTED, another_batch)
+    whats = (*EXPECTED, another_batch, another_batch_of_a_step)
     return {(layout, what.__name__): message_of(what, config, layout) for layout in layouts for what in whats}
 
 
@@ -141,8 +146,9 @@ def test_what_each_does_is_said_on_all_ranks(told, num_ranks, layout):
 @pytest.mark.parametrize(("num_ranks", "layout"), [(n, layout) for n, layouts in LAYOUTS.items() for layout in layouts])
 def test_different_batches_of_ranks_that_share_one_are_named(told, num_ranks, layout):
     for messages in told[num_ranks]:
-        said = messages[layout, "another_batch"]
-        if layout in SHARING:
-            assert "ranks that share a batch were given different ones" in said and "DistributedSampler" in said
-        else:
-            assert said == "nothing was said"
+        for what in (another_batch, another_batch_of_a_step):
+            said = messages[layout, what.__name__]
+            if layout in SHARING:
+                assert "ranks that share a batch were given different ones" in said and "DistributedSampler" in said
+            else:
+                assert said == "nothing was said"
