@@ -18,8 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from rich.console import Console
-
 from rotorch.core.errors import ConfigError
 from rotorch.core.phase_line import tell_phase
 
@@ -86,6 +84,8 @@ def leave_traceback(error: BaseException, *, run_directory: Path | None) -> str:
 def show(values: dict[str, Any], *, hidden: Sequence[str] = ()) -> None:
     """Prints names and values, one a line; tables of names and values indented below their name."""
     tell_phase()
+    from rich.console import Console  # here: it takes a tenth of what a command loads before its first phase
+
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for name, value in values.items():
         if name in hidden:
