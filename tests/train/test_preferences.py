@@ -305,6 +305,9 @@ def test_pairs_are_trained_alike_under_layouts_and_the_run_goes_on_under_another
         tmp_path / "log", "train", run_toml, *parts, "--resume", "train.steps=9", "train.precision=bfloat16"
     )
     assert other.code == 2 and "are not those that" in other.stderr and "has its reference of" in other.stderr
+    found = rotorch(tmp_path / "log", "lr-find", run_toml, "--steps", 10, "--json", tmp_path / "rates.json")
+    rates = json.loads((tmp_path / "rates.json").read_text())
+    assert found.code == 0 and rates["losses"][0] == pytest.approx(np.log(2)), found.stderr
     eval_ = rotorch(tmp_path / "log", "eval", tmp_path / "single")
     assert eval_.code == 2 and "Write a text to measure the model on: --data" in eval_.stderr
 
