@@ -133,7 +133,7 @@ def test_waiting_for_a_save_and_going_back_may_take_long(monkeypatch, goes_back)
     monkeypatch.setattr(loop, "read_batches", lambda *_, step, **__: [] if step == 1 and "wait" not in was else end())
     monkeypatch.setattr(loop, "learning_rate", lambda *_, **__: 0.1)
     monkeypatch.setattr(loop, "StepRecord", end)
-    wrong = SimpleNamespace(updated=False, loss=9.0, grad_norm=1.0, peak_bytes=(0,), stop=False)
+    wrong = SimpleNamespace(updated=False, loss=9.0, grad_norm=1.0, peak_bytes=(0,), stop=False, rewards=None)
     monkeypatch.setattr(loop, "train_step", lambda *_, **__: wrong)
     monkeypatch.setattr(loop, "PeakMeter", noted("peak"))
     monkeypatch.setattr(loop, "tensor_bytes", noted("bytes"))
@@ -149,7 +149,7 @@ def test_waiting_for_a_save_and_going_back_may_take_long(monkeypatch, goes_back)
             state,
             config=config,
             sizes=SimpleNamespace(global_batch=1),
-            windows=None,
+            windows=SimpleNamespace(tokens_per_window=8),
             held_out=(),
             saves_in=None,
             listeners=(),
