@@ -169,14 +169,31 @@ def table() -> list[tuple[str, str]]:
     return pairs
 
 
+ELSEWHERE = {
+    *SHARED_SEQUENCES,  # tests/strategies/test_context.py has more models
+    ("rtp=4[transport=send_receive,visits=2]", "gpt_neox"),  # tests/strategies/test_rtp_visits.py
+    # tests/conformance/test_buffering.py has all that a ring does again, over each transport.
+    ("rtp=3[recompute=none,transport=shared_memory]", "llama"),
+    ("rtp=3[recompute=slice,transport=shared_memory]", "llama"),
+    ("osdp=3[memory=4700KiB]", "llama"),  # uneven as with its inner strategy, which is here
+    ("osdp=2[memory=4500KiB,inner=fsdp]", "qwen3"),  # tied as without
+    ("tesseract=2x2x1", "llama"),  # over messages, and of tied weights
+    ("atp=2x2", "llama"),  # in the other order, and of tied weights
+    ("ddp=2,summa=2x2", "llama"),  # tests/strategies/test_zero_over_depth.py has replicas of a grid
+    ("ddp=2,tesseract=1x1x2", "llama"),
+    ("ddp=2,megatron=2", "llama"),  # tests/strategies/test_sequence_parallel.py has replicas of it
+}
+"""Pairs whose loss and gradients other quick tests hold to one process's."""
+
+
 def says_new(layout: str, model: str) -> bool:
     """True if loss and gradients of a pair of `more` say what those of others do not.
 
     Each strategy is held against every model, on one to four ranks; of compositions one model is enough, since each of
     their parts is examined by itself; of combinations of options those are, between which every value of each is.
     """
-    if (layout, model) in SHARED_SEQUENCES:
-        return False  # tests/strategies/test_context.py has these models
+    if (layout, model) in ELSEWHERE:
+        return False
     if (layout, model) in WHOLE_UNITS | GROUPED_VISITS:
         return True
     strategies = parse_parallel(layout)
@@ -188,25 +205,48 @@ def says_new(layout: str, model: str) -> bool:
     if "[" in layout:
         return not _repeats_options(strategies[0])
     if is_grid(kind):
-        sizes = (1, 2, 4, 8) if kind == "tesseract" else (1, 2, 4)  # a depth shows on eight
-        return (model == MODELS[0] and size in sizes) or (size, model) == (4, "qwen3")
+        # A depth beside sides shows on eight ranks, which tests/strategies/test_zero_over_depth.py has.
+        return (model == MODELS[0] and size in (2, 4)) or (size, model) == (4, "qwen3")
+    if kind in ("ddp", "fsdp"):  # whose ranks run the whole model
+        return (size, model) in {(1, "llama"), (2, "gpt_neox"), (3, "qwen3")}
     return size == 1 or (size, model) in {(2, "gpt_neox"), (3, "qwen3"), (4, "gemma2")}
 
 
+EXAMINED = {
+    ("rtp=1", "llama"),
+    ("rtp=2[context=2]", "qwen3"),
+    ("rtp=4[transport=send_receive,visits=2,recompute=slice,ahead=2]", "qwen3"),
+    ("osdp=2[memory=4500KiB]", "qwen3"),
+    ("osdp=3[memory=4700KiB,inner=fsdp]", "llama"),
+    ("atp=1x2", "llama"),
+    ("ddp=2,rtp=2", "llama"),  # replicas and stages around another strategy are shown around rotation
+    ("pp=2,rtp=2", "llama"),
+}
+"""Of the invariants, beside each strategy alone and each value of its options."""
+
+
 def says_new_of_invariants(layout: str, model: str) -> bool:
-    """The same of the invariants, which have less to do with the model: tied weights and uneven cuts are enough."""
-    if (layout, model) in SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS:
-        return True
+    """The same of the invariants, which have less to do with the model: tied weights and uneven cuts are enough.
+
+    Square blocks are those of `summa`; of other grids the options are examined, which show a depth.
+    """
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
-    if any(is_pipeline(s.kind) for s in strategies):
-        replicas = ("ddp=2,zeropp=2x1", "qwen3")
-        return (layout, model) in {("pp=2", "qwen3"), ("pp=2,rtp=2", "llama"), ("zeropp=2x2", "qwen3"), replicas}
-    if len(strategies) > 1 or "[" in layout:
-        return says_new(layout, model) and not any(is_grid(s.kind) and not getattr(s, "zero", 0) for s in strategies)
+    if (layout, model) in EXAMINED:
+        return True
+    if len(strategies) > 1 or (layout, model) in SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS:
+        return False
+    if is_pipeline(kind):
+        return "[" not in layout and (size, model) == (2, "qwen3")
+    if "[" in layout:
+        return not _repeats_options(strategies[0]) and not _is_plain_grid(strategies[0])
     if is_grid(kind):
-        return (size, model) in {(2, "llama"), (4, "qwen3"), (8 if kind == "tesseract" else 0, "llama")}
-    return (size, model) in {(2, "qwen3"), (3, "llama")} or (size == 1 and kind in ("single", "rtp"))
+        return (size, model) == (4, "llama") and kind not in ("atp", "tesseract")
+    return (size, model) == (2, "qwen3") or kind == "single"
+
+
+def _is_plain_grid(strategy: Strategy) -> bool:
+    return is_grid(strategy.kind) and not getattr(strategy, "zero", False)
 
 
 def _repeats_options(strategy: Strategy) -> bool:
