@@ -61,9 +61,12 @@ def step(layout, compile, accumulation=1, autocast=None):
 @pytest.mark.parametrize(
     ("layout", "graphs"),
     [
-        ("rtp=2", 2),  # attention and MLP
+        pytest.param("rtp=2", 2, marks=pytest.mark.slow),  # attention and MLP, each with whole weights
         pytest.param("rtp=2[recompute=slice]", 4, marks=pytest.mark.slow),  # each also without gradients
-        ("rtp=3[transport=send_receive]", 3),  # 4 heads over 3 ranks: slices of 2 and of 1; the MLP's are alike
+        ("rtp=2[transport=send_receive]", 2),  # slices visit
+        pytest.param(
+            "rtp=3[transport=send_receive]", 3, marks=pytest.mark.slow
+        ),  # 4 heads over 3 ranks: slices of 2 and of 1; the MLP's are alike
         ("fsdp=2", 1),
         pytest.param("pp=2[schedule=zb_h1]", 2, marks=pytest.mark.slow),
     ],
