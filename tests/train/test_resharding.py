@@ -30,7 +30,7 @@ LAYOUTS = (
     "tesseract=1x1x2[zero=true]",
     "tesseract=2x2x2",
 )
-FEW = ("rtp=3", "tesseract=2x2x1", "tesseract=1x1x2[zero=true]", "zeropp=2x2")
+FEW = ("rtp=3", "summa=2x2", "tesseract=1x1x2[zero=true]", "zeropp=2x2")
 """Uneven slices; blocks of two dims; shards of blocks; stages in shards. Between them, every way to cut a weight."""
 
 SOME_WHOLE = ("fsdp=2", "osdp=2[memory=9MB]", "osdp=3[memory=8MB,inner=fsdp]")
