@@ -14,8 +14,10 @@ from chaos_runs import Attempt, run_plan
 from rotorch.core.errors import ConfigError
 from rotorch.train import loop
 
-SEEDS = [0, 1, 2, 3, 4, 5, 8, 9, 81, 82, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (6, 7))]
-"""One of each kind of harm; that a rank raises, of which there is another, is slow but once."""
+SEEDS = [4, 5, 81, 82, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (0, 1, 2, 3, 6, 7, 8, 9))]
+"""One of each kind of harm. Quick are those of which there is least elsewhere: tests/train/test_faults.py kills and
+stops ranks, test_checkpoint_faults.py and test_power_cut.py hurt what is saved.
+"""
 
 
 @pytest.fixture(scope="module")

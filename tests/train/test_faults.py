@@ -55,7 +55,9 @@ def ended(command):
 ANY_MOMENT = {r"in step \d+, [a-z ]+[a-z]": "in step 12, computing forward and backward"}
 
 
-@pytest.mark.parametrize(("layout", "victim"), [("rtp=2", 0), ("rtp=2", 1), ("ddp=2", 1)])
+@pytest.mark.parametrize(
+    ("layout", "victim"), [("rtp=2", 0), pytest.param("rtp=2", 1, marks=pytest.mark.slow), ("ddp=2", 1)]
+)
 def test_a_killed_rank_ends_the_job_with_its_name(started, layout, victim):
     command = started(layout=layout)
     os.kill(command.ranks()[victim], signal.SIGKILL)

@@ -24,7 +24,7 @@ def losses(directory):
     return [line["loss"] for line in read_metrics(directory)]
 
 
-@pytest.mark.parametrize("name", ["muon", "adafactor"])
+@pytest.mark.parametrize("name", ["muon", pytest.param("adafactor", marks=pytest.mark.slow)])
 def test_a_run_goes_on_under_another_layout(tmp_path, warm, name):
     run_toml = write_run(tmp_path)
     with run_toml.open("a") as file:
