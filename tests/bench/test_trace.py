@@ -174,7 +174,7 @@ def test_a_ring_tells_every_visit_and_message(task):
         ("rtp=2[transport=send_receive]", Activity.SLICE),
         ("rtp=2[transport=shared_memory]", Activity.GRADIENT),
         ("ddp=2", Activity.COLLECTIVE),
-        ("fsdp=2", Activity.COLLECTIVE),
+        pytest.param("fsdp=2", Activity.COLLECTIVE, marks=pytest.mark.slow),
     ],
 )
 def test_who_waits_for_a_late_rank_is_seen(task, row, waits_for):

@@ -31,7 +31,7 @@ def kept_by_autograd(config, *, rows, tokens):
     )
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox", "olmo2"])
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", pytest.param("olmo2", marks=pytest.mark.slow)])
 def test_kept_bytes_are_those_of_a_real_forward(name):
     config = load_config(f"configs/tiny/{name}.json")
     with on_meta():

@@ -237,7 +237,7 @@ def broken_off_together(hosts):
             has_sums(ring, item)
 
 
-@pytest.mark.parametrize("hosts", ["aabb", "aabbcc"])
+@pytest.mark.parametrize("hosts", [pytest.param("aabb", marks=pytest.mark.slow), "aabbcc"])
 def test_a_step_that_breaks_off_on_all_ranks_leaves_nothing_behind(hosts):
     run_ranks(broken_off_together, hosts, num_ranks=len(hosts))
 
@@ -262,7 +262,7 @@ def broken_off_alone(hosts, in_backward):
     return "went on"
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("in_backward", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_if_one_rank_leaves_alone_nobody_hangs_and_its_neighbour_names_it(in_backward):
     found = run_ranks(broken_off_alone, "aabb", in_backward, num_ranks=4, timeout_s=60)
     assert found[1].startswith("Abandoned")

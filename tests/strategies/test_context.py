@@ -164,17 +164,17 @@ def test_keys_sent_are_three_quarters_of_a_gather_or_those_of_a_window():
 @pytest.mark.parametrize(
     ("layout", "model"),
     [
-        ("rtp=2[context=2]", "llama"),
+        pytest.param("rtp=2[context=2]", "llama", marks=pytest.mark.slow),
         ("tsp=3", "gpt_oss"),
-        ("rtp=4[context=2]", "mistral"),
-        ("tsp=4", "gemma2"),
+        pytest.param("rtp=4[context=2]", "mistral", marks=pytest.mark.slow),
+        pytest.param("tsp=4", "gemma2", marks=pytest.mark.slow),
         ("fsdp=2[context=2]", "gemma3_text"),
         ("fsdp=4[context=2,recompute=block]", "cohere2"),
         ("fsdp=3[context=3,reshard=false]", "qwen3"),
         ("tsp=2[transport=send_receive]", "gemma3_text"),  # slices visit: heads would be others on each rank
         ("tsp=2[transport=send_receive,recompute=slice]", "qwen3"),
         ("tsp=2[transport=send_receive,buffering=in_place,recompute=none]", "phi3"),
-        ("tsp=2[recompute=slice]", "llama"),
+        pytest.param("tsp=2[recompute=slice]", "llama", marks=pytest.mark.slow),
         ("rtp=4[context=2,transport=send_receive]", "gpt_oss"),
         ("ddp=2,tsp=2", "cohere2"),
         pytest.param("ddp=2,fsdp=2[context=2]", "llama", marks=pytest.mark.slow),
@@ -237,7 +237,9 @@ def padded_batches():
     return shares
 
 
-@pytest.mark.parametrize("model", ["mistral", "gpt_oss"])  # by sdpa, and by the model's own code
+@pytest.mark.parametrize(
+    "model", ["mistral", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+)  # by sdpa, and by the model's own code
 def test_padding_and_micro_batches_of_other_lengths(model):
     config = tiny_config(model)
     compute_exactly(config)

@@ -76,11 +76,11 @@ def test_depth_adds_sums_of_gradients_and_nothing_else(tiny):
     assert flat[Kind.ALL_REDUCE] < deep[Kind.ALL_REDUCE]
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_vocabulary_that_does_not_divide(tiny, tmp_path, tied):
     values = {**json.loads(Path(tiny("llama")).read_text()), "vocab_size": 331, "tie_word_embeddings": tied}
     (tmp_path / "config.json").write_text(json.dumps(values))
-    report = verify(str(tmp_path / "config.json"), parallel="summa=2x2", layers=1, timeout_s=300)
+    report = verify(str(tmp_path / "config.json"), parallel="summa=2x2", layers=1, steps=2, timeout_s=300)
     assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
 
 
@@ -96,7 +96,7 @@ def test_a_vocabulary_that_does_not_divide(tiny, tmp_path, tied):
     ],
 )
 def test_float64_parity_of_what_the_table_of_layouts_leaves_out(tiny, model, parallel):
-    report = verify(tiny(model), parallel=parallel, layers=2, timeout_s=600)
+    report = verify(tiny(model), parallel=parallel, layers=2, steps=2, timeout_s=600)
     assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
     assert report.num_modules_compared > 10
 

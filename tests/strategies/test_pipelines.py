@@ -188,7 +188,7 @@ def squared_norm(model):
     [
         ("llama", ("pp=2[schedule=zb_h1]", "fsdp=2")),
         ("qwen3", ("ddp=2,zeropp=2x1", "fsdp=4")),  # replicas of what is tied over two stages count once
-        ("qwen3", ("fsdp=4", "ddp=2,zeropp=2x1")),
+        pytest.param("qwen3", ("fsdp=4", "ddp=2,zeropp=2x1"), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_on_under_another_layout(tiny, tmp_path, model, layouts):

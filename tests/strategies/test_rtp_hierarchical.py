@@ -72,7 +72,7 @@ def compared(config, layouts, hosts, expected):
 LAYOUTS = [f"rtp=4[transport=hierarchical,recompute={r}]" for r in ("none", "head", "slice")]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tied", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["untied", "tied"])
 def test_two_hosts_are_one_process_with_the_bytes_of_the_layout(tiny, tied):
     config = plain_config(tiny("llama"), layers=2)
     config.tie_word_embeddings = tied

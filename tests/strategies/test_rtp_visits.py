@@ -77,13 +77,13 @@ EVERY = ("", ",recompute=none", ",recompute=slice", ",ahead=2")
     ("name", "num_ranks", "visits", "options"),
     [
         ("llama", 4, 2, EVERY),
-        ("llama", 4, 1, EVERY),
+        pytest.param("llama", 4, 1, EVERY, marks=pytest.mark.slow),
         ("llama", 2, 1, ("", ",recompute=slice")),
         ("llama", 3, 1, ("", ",recompute=none")),  # four groups on three ranks
         ("qwen3", 4, 2, ("", ",recompute=slice")),  # tied weights, norms inside of attention
-        ("gemma2", 4, 2, ("",)),
+        pytest.param("gemma2", 4, 2, ("",), marks=pytest.mark.slow),
         ("gpt_neox", 4, 2, ("", ",recompute=none")),  # blocks fused in one matrix, biases
-        ("gpt_neox", 4, 1, ("",)),
+        pytest.param("gpt_neox", 4, 1, ("",), marks=pytest.mark.slow),
     ],
 )
 def test_slices_that_visit_together_are_one_process_with_the_bytes_of_the_layout(
@@ -97,7 +97,7 @@ def test_slices_that_visit_together_are_one_process_with_the_bytes_of_the_layout
             assert (problems, beyond) == ([], 0), layout
 
 
-@pytest.mark.parametrize("visits", [1, 2])
+@pytest.mark.parametrize("visits", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_step_that_breaks_off_on_all_ranks_leaves_nothing_behind(tiny, visits):
     config = plain_config(tiny("llama"), layers=2)
     given = layouts(4, visits, "", ",recompute=slice")

@@ -148,14 +148,15 @@ def on_this_rank(build, layout):
 
 
 QUICK = [
-    *((build, "rtp=2") for build in CASES),
+    *((build, "rtp=2") for build in CASES if build is not t5gemma),
     (t5, MESSAGES),
     (vit, MESSAGES),
     (masked_bert, "fsdp=2"),
-    (vit, "summa=2x2"),
     (classifying_bert, "tesseract=2x2x1[transport=messages]"),
 ]
 MORE = [
+    (t5gemma, "rtp=2"),  # an encoder and a decoder, as t5
+    (vit, "summa=2x2"),
     *((build, MESSAGES) for build in CASES if build not in (t5, vit)),
     (masked_bert, "ddp=2"),
     (masked_bert, "rtp=4[transport=send_receive,recompute=slice]"),
