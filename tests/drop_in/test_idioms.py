@@ -1,6 +1,6 @@
 """Idioms under layouts, in float64, held against one process (see idioms.py), and the page that says so.
 
-A sample of the product in which each idiom meets at least two layouts, and each layout ten idioms; all of it is slow.
+A sample of the product in which each idiom meets at least two layouts, and each layout six idioms; all of it is slow.
 """
 
 import importlib
@@ -35,7 +35,7 @@ LAYOUTS = (
     "ddp=2,rtp=2",
     "ddp=2,atp=1x2",
 )
-EVERY = 5
+EVERY = 8
 """One cell in so many is of the sample: neither it nor the number of layouts divides the other."""
 
 CELLS = {
@@ -112,7 +112,7 @@ def test_a_loop_of_ones_own_does_what_it_does_on_one_process(found, layout):
 
 def test_the_sample_covers_every_idiom_and_layout():
     assert len(IDIOMS) >= 40
-    assert all(len(names) >= 10 for names in CELLS.values())
+    assert all(len(names) >= 6 for names in CELLS.values())
     assert all(sum(name in names for names in CELLS.values()) >= 2 for name in IDIOMS)
 
 
