@@ -36,10 +36,10 @@ ONE_BY_TWO, TWO_BY_ONE = "atp=1x2[order=row_first]", "atp=2x1"
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
-        ("atp=2x2", "olmo2"),
+        pytest.param("atp=2x2", "olmo2", marks=pytest.mark.slow),
         pytest.param("atp=2x2[order=row_first]", "olmo2", marks=pytest.mark.slow),
         pytest.param("atp=2x2[order=row_first]", "gemma2", marks=pytest.mark.slow),
-        ("atp=2x2[chunks=3]", "gpt_neox"),
+        pytest.param("atp=2x2[chunks=3]", "gpt_neox", marks=pytest.mark.slow),
         ("atp=2x2[chunks=2,order=row_first]", "qwen3"),
         ("atp=3x1", "olmo2"),
         pytest.param("atp=3x2", "llama", marks=pytest.mark.slow),
@@ -47,7 +47,7 @@ ONE_BY_TWO, TWO_BY_ONE = "atp=1x2[order=row_first]", "atp=2x1"
     ],
 )
 def test_is_exact(tiny, layout, family):
-    report = verify(tiny(family), parallel=layout, layers=2, timeout_s=300)
+    report = verify(tiny(family), parallel=layout, layers=2, steps=2, timeout_s=300)
     assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
 
 
@@ -63,7 +63,7 @@ def trained(config, parallel):
     with rotorch.on_meta():
         module = causal_lm(config).train()
     model = rotorch.parallelize(module, parallel, device="cpu").materialize(seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     losses = []
     for step in range(2):
         optimizer.zero_grad()
@@ -76,7 +76,7 @@ def trained(config, parallel):
 
 @pytest.mark.parametrize(
     ("layout", "family"),
-    cells([TWO_BY_ONE, ONE_BY_TWO], quick={(TWO_BY_ONE, "llama"), (ONE_BY_TWO, "gpt_neox")}),
+    cells([TWO_BY_ONE, ONE_BY_TWO], quick={(TWO_BY_ONE, "llama")}),
 )
 def test_one_rank_on_the_axis_of_features_is_megatron_to_the_bit(tiny, family, layout):
     config = load_config(tiny(family))

@@ -44,7 +44,7 @@ def waits(models, layouts, autocast_dtypes=(None, torch.bfloat16)):
     found = {}
     for layout in layouts:
         for name, path in models.items():
-            for dtype in autocast_dtypes:
+            for dtype in autocast_dtypes if path is not None else autocast_dtypes[:1]:
                 torch.manual_seed(0)
                 module = Classifier() if path is None else causal_lm(load_config(path))
                 model = rotorch.parallelize(module, layout, device="cpu", autocast_dtype=dtype)

@@ -51,7 +51,7 @@ def account(path, layout, autocast):
     """Bytes sent and held beyond those of the Layouts, and the weights' part of those sent."""
     model = parallel_model(path, layout, autocast, num_hidden_layers=1)
     mine, sent = rows(dist.get_rank(), num_tokens=8), []
-    for accumulation in (3, 1):
+    for accumulation in (2, 1):
         model.forward_backward(
             [mine] * accumulation, accumulate=True
         )  # the first fetches of a new order of passes are guessed wrong
@@ -59,8 +59,8 @@ def account(path, layout, autocast):
             model.forward_backward([mine] * accumulation, accumulate=True)
         sent.append(meter.sent_bytes[Kind.SEND])
     problems = list(traffic_problems(model, meter))
-    if sent[0] != 3 * sent[1]:
-        problems.append(f"three micro-batches sent {sent[0]} bytes, one {sent[1]}")
+    if sent[0] != 2 * sent[1]:
+        problems.append(f"two micro-batches sent {sent[0]} bytes, one {sent[1]}")
     ring, strategy = model.holding.ring, model.strategies[-1]
     said = combine_layouts(strategy.layout(unit, position=ring.position) for unit in model.spec.units)
     slots = sum(slot.numel() * slot.element_size() for slot in ring.slots())
@@ -158,7 +158,7 @@ def largest_of_each(path, layouts, autocast, backward):
     return {layout: largest_made(path, layout, autocast, backward) for layout in layouts}
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "mixtral"])
 def test_no_slice_is_converted_beside_its_slot(tiny, family):
     """Also not those of experts, which no linear layer of ours computes with."""
     layouts = [MESSAGES, IN_PLACE, "rtp=3", "rtp=3[recompute=slice]"]

@@ -59,7 +59,7 @@ def held(config, parallel):
     """Bytes of this rank at rest (weights, gradients, averages of AdamW), of its slots, and what its Layout says."""
     with rotorch.on_meta():
         model = rotorch.parallelize(causal_lm(config), parallel, device="cpu").materialize(seed=0)
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     ids = torch.arange(2 * 12).view(2, 12)
     batch = {"input_ids": ids, "labels": ids}
     for _ in range(2):
