@@ -32,7 +32,7 @@ def test_each_rank_reads_what_was_said(run_toml, tmp_path, monkeypatch):
         read_box(stream, chunk, dtype, into=into, **kwargs)
 
     monkeypatch.setattr(storage, "_read_box", counted)
-    for steps, layout, micro_batch in ((3, "rtp=2", 2), (4, "fsdp=4", 1)):  # as many ranks as wrote it, and others
+    for steps, layout, micro_batch in ((3, "rtp=2", 2), (4, "single", 4)):  # as many ranks as wrote it, and others
         settings = ["--parallel", layout, f"train.steps={steps}", f"train.micro_batch={micro_batch}", "--resume"]
         said = tmp_path / "said.json"
         done = rotorch(tmp_path / "log", "train", run_toml, *settings, "--dry-run", "--json", said)

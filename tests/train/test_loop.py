@@ -119,7 +119,7 @@ def test_decay_is_on_matrices_only():
 
 
 def test_the_same_seed_gives_the_same_losses_under_every_layout(run_toml, tmp_path):
-    runs = {"single": 4, "ddp=2": 2, "fsdp=2": 2, "rtp=2": 2, "ddp=2,rtp=2": 1}
+    runs = {"single": 4, "ddp=2": 2, "fsdp=2": 2, "rtp=2": 2}
     for layout, micro_batch in runs.items():
         arguments = [f"train.micro_batch={micro_batch}", "train.global_batch=4", f"train.out={tmp_path / layout}"]
         done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", layout, *arguments)
