@@ -147,7 +147,7 @@ def test_blocks_on_a_grid_take_what_their_layout_says(measured, transport):
     [
         ("messages", 1),
         pytest.param("messages", 2, marks=pytest.mark.slow),
-        ("shared_memory", 2),
+        pytest.param("shared_memory", 2, marks=pytest.mark.slow),
     ],  # of one layer messages are the most, of two blocks are
 )
 def test_shards_of_blocks_take_what_their_layout_says(measured, transport, num_layers):

@@ -18,12 +18,15 @@ PAIRS = table()
 @pytest.fixture(scope="session")
 def examined(warm, tiny, tmp_path_factory):
     """Returns what is wrong under a layout with a model, by invariant; each pair runs once."""
-    cases = {m: make_case(tiny(m), directory=tmp_path_factory.mktemp(m) / "case") for m in MODELS}
+
+    @cache
+    def case_of(model):
+        return make_case(tiny(model), directory=tmp_path_factory.mktemp(model) / "case")
 
     @cache
     def of(layout, model):
         try:
-            return examine(cases[model], parallel=layout, scratch=tmp_path_factory.mktemp(model))
+            return examine(case_of(model), parallel=layout, scratch=tmp_path_factory.mktemp(model))
         except RankFailure as failure:
             return failure
 
