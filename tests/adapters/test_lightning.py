@@ -6,7 +6,7 @@ pytest.importorskip("lightning")
 
 import lightning_loops
 import torch
-from adapter_loops import AFTERWARDS, BEGUN, difference, model, run_all
+from adapter_loops import AFTERWARDS, LAYOUTS, difference, model, run_all
 from lightning import Fabric, LightningModule, Trainer
 
 import rotorch.lightning
@@ -42,7 +42,13 @@ def hold_to(alone, found):
     assert not said, "\n".join(said)
 
 
-@pytest.mark.parametrize("layout", BEGUN)
+QUICK = "rtp=2"
+"""The hooks are the same under all; tests/adapters/test_accelerate.py has the other layouts of `BEGUN`."""
+
+
+@pytest.mark.parametrize(
+    "layout", [each if each == QUICK else pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS]
+)
 def test_loops_do_as_on_one_process(alone, tmp_path, layout):
     work = work_of(layout, tmp_path) + work_of(AFTERWARDS[layout], tmp_path, resume=True)
     for found in run_ranks(run_all, work, num_ranks=2):

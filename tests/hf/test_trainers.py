@@ -40,7 +40,7 @@ FILES = [*FILES.split(), "trainer_state.json", "training_args.bin"]
 QUICK = {(MESSAGES, name) for name in SCRIPTS if name not in ("stream", "dpo of a model that is parallel")} | {
     (layout, name) for layout in LAYOUTS for name in ("trainer", "sft with adapters")
 }
-QUICK |= {("megatron=2", "stream"), ("fsdp=2", "dpo")}
+QUICK |= {("rtp=2", "stream"), ("fsdp=2", "dpo")}
 
 
 def work_of(layout, directory, names):
@@ -80,7 +80,7 @@ def hold_to(alone, found):
 
 
 @pytest.mark.parametrize(
-    "layout", ["rtp=2", MESSAGES, "fsdp=2", pytest.param("ddp=2", marks=pytest.mark.slow), "megatron=2"]
+    "layout", ["rtp=2", MESSAGES, *(pytest.param(each, marks=pytest.mark.slow) for each in LAYOUTS[2:])]
 )
 def test_trainers_do_as_on_one_process(alone, alone_in, tmp_path, layout):
     names = [name for name in SCRIPTS if (layout, name) in QUICK]
