@@ -179,9 +179,8 @@ ELSEWHERE = {
     ("osdp=2[memory=4500KiB,inner=fsdp]", "qwen3"),  # tied as without
     ("tesseract=2x2x1", "llama"),  # over messages, and of tied weights
     ("atp=2x2", "llama"),  # in the other order, and of tied weights
-    # Among the invariants, in float32.
-    ("rtp=1", "llama"),
-    ("ddp=3", "qwen3"),
+    ("rtp=1", "llama"),  # among the invariants, in float32
+    ("ddp=3", "qwen3"),  # the same, of two ranks
     ("ddp=2,summa=2x2", "llama"),  # tests/strategies/test_zero_over_depth.py has replicas of a grid
     ("ddp=2,tesseract=1x1x2", "llama"),
     ("ddp=2,megatron=2", "llama"),  # tests/strategies/test_sequence_parallel.py has replicas of it
