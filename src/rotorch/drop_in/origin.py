@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rotorch._torch_private import forget_fully_sharded
+from rotorch.comm.collectives import all_reduce_sum
 from rotorch.drop_in.changes import Changes
 from rotorch.models.lora import put_adapters_in_again
 from rotorch.parallel_model import ParallelModel
@@ -75,11 +76,15 @@ class Origin:
         before = {
             (id(s.module), s.attribute): names.get(id(s.get())) for sites in find_sites(module).values() for s in sites
         }
+        is_first = not any(model.mesh.get_coordinate() or [0])
         remember = forget_fully_sharded(module)
         put_back = self._changes.leave_out(module)
         try:
             with _filled(module, device=model.device):
                 put_adapters_in_again(module, configs)
+            for parameter in module.parameters():
+                if not parameter.is_meta:
+                    all_reduce_sum(parameter.data if is_first else parameter.data.zero_(), mesh=model.mesh)
             made: ParallelModel = self._again(module).parallel
         except BaseException:
             put_back()
@@ -87,8 +92,8 @@ class Origin:
             raise
         for name, sites in find_sites(module).items():
             held, old = made.weights[name], before.get((id(sites[0].module), sites[0].attribute))
-            whole = made.full_tensor(name) if old is None else model.full_tensor(old)
-            for chunk in held.chunks:
+            whole = None if old is None else model.full_tensor(old)
+            for chunk in held.chunks if whole is not None else ():
                 chunk.of_local(held.local).copy_(chunk.of_whole(whole))
         made.values_changed()
         model.close()
