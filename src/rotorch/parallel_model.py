@@ -454,6 +454,14 @@ class ParallelModel:
             )
         return total
 
+    def meet_at_rest(self, doing: ModelCall) -> None:
+        """Waits for all ranks before something that is no pass; the module may have parts that it did not have.
+
+        Raises:
+            ConfigError: ranks are about to do different things.
+        """
+        self._roll_call.meet(doing)
+
     @contextmanager
     def unsharded(self, *, for_calls: bool = False) -> Iterator[nn.Module]:
         """Unshards the module within the block; yields the callable for a pass (see [Note: unsharding])."""

@@ -144,7 +144,7 @@ def parallelize(
             stacklevel=2,
         )
     recipes = take_recipes(module)
-    make_stateless(module, num_ranks=mesh.size(), device_type=on.type)
+    without_cache = make_stateless(module, num_ranks=mesh.size(), device_type=on.type)
     positions = dict(zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or [0] * mesh.ndim, strict=True))
     parts, axes_of = [spec], [tuple(strategy.axes) for strategy in strategies]
     for strategy in strategies[:-1]:  # what strategies around it leave to each
@@ -200,7 +200,7 @@ def parallelize(
         compile=compile,
     )
     made = make_parallel(module, model, origin=Origin(changes, again), compiled=compile)
-    changes.note()
+    changes.note(without_cache=without_cache)
     return made
 
 

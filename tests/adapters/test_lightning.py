@@ -8,6 +8,7 @@ import lightning_loops
 import torch
 from adapter_loops import AFTERWARDS, LAYOUTS, difference, model, run_all
 from lightning import Fabric, LightningModule, Trainer
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
 import rotorch.lightning
 from rotorch.core.errors import ConfigError
@@ -102,6 +103,10 @@ def refused(case, directory):
                 lone_trainer(directory).fit(training, [lightning_loops.rows(2, seed=1)[0]])
             case "own weight":
                 lone_trainer(directory).fit(OwnWeight(), [0])
+            case "averages by a callback":
+                trainer = lone_trainer(directory)
+                trainer.callbacks.append(EMAWeightAveraging())
+                trainer.fit(lightning_loops.Training(0), [lightning_loops.rows(2, seed=1)[0]])
             case "a checkpoint without a layout":
                 lightning_loops.trainer_loop("rtp=1", directory / "trainer", resume=True)
             case "another model's optimizer":
@@ -124,6 +129,7 @@ CASES = {
     "precision in fabric": "precision='16-true' is not tried under a layout",
     "compile": "torch.compile would trace",
     "own weight": "scale is a weight of OwnWeight itself",
+    "averages by a callback": "EMAWeightAveraging copies the module before it is spread over ranks",
     "a checkpoint without a layout": "was written without a layout, its optimizer's state in one piece",
     "another model's optimizer": "SGD has parameters that are not the model's",
 }

@@ -1,5 +1,7 @@
 """Refusals, in one line on all ranks, of loops that would be silently wrong; and losses per call."""
 
+import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -57,6 +59,31 @@ def a_part_that_came_later(loop):
     loop.model(**loop.batch(0))  # of no concern while nothing of it is trained
     loop.model.reward = nn.Linear(loop.model.config.hidden_size, 1)
     loop.model(**loop.batch(0))
+
+
+def a_part_that_is_unfrozen_later(loop):
+    loop.model.value = nn.Linear(loop.model.config.hidden_size, 1).requires_grad_(False)
+    loop.model(**loop.batch(0))
+    loop.model.full_state_dict()
+    loop.model.value.requires_grad_(True)
+    loop.model(**loop.batch(0))
+
+
+def a_part_that_is_replaced(loop):
+    config = loop.model.config
+    loop.model.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False).double()
+    loop.model(**loop.batch(0))
+
+
+def a_pickle(loop):
+    pickle.dumps(loop.model)
+
+
+def a_copy_on_one_rank(loop):
+    if torch.distributed.get_rank() == 0:
+        copy.deepcopy(loop.model)
+    else:
+        loop.model(**loop.batch(0))
 
 
 def embeddings_of_another_size(loop):
@@ -191,6 +218,10 @@ DANGERS = {
     data_that_is_assigned: "data was assigned: training would go on with the old values",
     a_weight_that_is_replaced: "was replaced by another object after parallelize",
     a_part_that_came_later: "'reward.weight' was put into the model after parallelize",
+    a_part_that_is_unfrozen_later: "'value.weight' was put into the model after parallelize",
+    a_part_that_is_replaced: "the part of the model with 'lm_head.weight' was taken out or replaced",
+    a_pickle: "spread over ranks cannot be pickled. Write torch.save(model.full_state_dict()",
+    a_copy_on_one_rank: "rank 0 copies the model, rank 1 calls the model",
     embeddings_of_another_size: "LlamaForCausalLM that is spread over ranks: each has parts of the rows",
     a_hook_inside_of_what_is_cut: "would see a slice of its output. Hook 'model.layers.0.mlp'",
     a_gradient_of_a_gradient: "create_graph=True",

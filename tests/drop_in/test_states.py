@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lockstep import build
+from safetensors.torch import save_file
 from torch.optim.swa_utils import AveragedModel
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import rotorch
 from rotorch.models.hf import load_config
@@ -55,7 +56,9 @@ def everything(config, folder):
 def copies(model):
     """True for each copy (of the model, its average, its state) that keeps the values when the model's change."""
     values = model.full_state_dict(all_ranks=True)
-    copied, average = copy.deepcopy(model), AveragedModel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    both, average = copy.deepcopy({"model": model, "optimizer": optimizer}), AveragedModel(model)
+    copied, owned = both["model"], both["optimizer"].param_groups[0]["params"]
     average.update_parameters(model)
     states = copy.deepcopy(model.state_dict()), {n: t.detach().clone() for n, t in model.state_dict().items()}
     with torch.no_grad():
@@ -66,6 +69,7 @@ def copies(model):
         model.load_state_dict(state)
         found.append(model.full_state_dict(all_ranks=True))
     same = [all(torch.equal(values[name], value) for name, value in each.items()) for each in found]
+    same.append(all(a is b for a, b in zip(owned, copied.parameters(), strict=True)))
     named = [isinstance(each, LlamaForCausalLM) for each in (copied, average.module)]
     copied.close()
     average.module.close()
@@ -82,10 +86,13 @@ def lengths(model, ids):
 
 
 def of_layout(config, layout, folder):
+    config = copy.deepcopy(config)  # parallelize changes that of the model
     model = rotorch.parallelize(build(config, seed=1), layout, device="cpu")
     other = build(config, seed=2)
     said = {"full": model.full_state_dict()}
     model.save_pretrained(folder / "published")
+    said["use_cache"] = LlamaConfig.from_pretrained(folder / "published").use_cache, model.config.use_cache
+    said["safetensors"] = refusal(lambda: save_file(model.state_dict(), folder / "parts.safetensors"))
     dcp.save(model.state_dict(), checkpoint_id=folder / "dcp")
     said["torch.save"] = refusal(lambda: torch.save(model.state_dict(), io.BytesIO()))
     said["copies"] = copies(model)
@@ -148,13 +155,15 @@ def test_published_directories_are_those_of_one_process(said, config, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_have_the_values_and_go_their_own_ways(said, layout):
-    assert [rank[layout]["copies"] for rank in said[0]] == [[True] * 6] * 2
+    assert [rank[layout]["copies"] for rank in said[0]] == [[True] * 7] * 2
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_cannot_be_is_refused_in_one_line(said, layout):
     for rank in said[0]:
         found = rank[layout]
+        assert found["use_cache"] == (True, False)
+        assert layout == "ddp=2" or "write model.full_state_dict()" in found["safetensors"]
         assert layout == "ddp=2" or "write model.full_state_dict()" in found["torch.save"]
         assert "unheard.of" in found["strict"]
         assert "size mismatch for model.norm.weight" in found["shape"]

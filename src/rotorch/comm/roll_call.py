@@ -41,6 +41,8 @@ class ModelCall(IntEnum):
     LOGITS = 12
     LOGITS_DONE = 13
     STEP_MORE = 14
+    COPY = 15
+    ADAPTERS = 16
 
     @property
     def is_end(self) -> bool:
@@ -62,11 +64,13 @@ _TEXTS = {
     ModelCall.CLOSE: "closes the model",
     ModelCall.LOGITS: "reads logits beside a loss",
     ModelCall.LOGITS_DONE: "reads logits beside a loss",
+    ModelCall.COPY: "copies the model",
+    ModelCall.ADAPTERS: "puts adapters into the model",
     ModelCall.STEP_MORE: "calls forward_backward(accumulate=True)",
 }
 
 
-_OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, ModelCall.BACKWARD, ModelCall.LOGITS)
+_OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, ModelCall.BACKWARD, ModelCall.LOGITS, ModelCall.COPY)
 """Operations of loops of users' own; steps of `rotorch train` have a watchdog (`train/launch/watchdog.py`)."""
 
 _ODD = 0x9E3779B97F4A7C15

@@ -5,7 +5,8 @@ What its user has changed since (hooks, attributes, parts that other libraries h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,11 +88,29 @@ class Changes:
     def __init__(self, module: nn.Module) -> None:
         self._before = {part: _Seen.of(part) for part in module.modules()}
         self._changes: dict[nn.Module, _Change] = {}
+        self._without_cache: list[Any] = []
 
-    def note(self) -> None:
-        """Notes what has changed; once, when all of it has."""
+    def note(self, *, without_cache: Sequence[Any]) -> None:
+        """Notes what has changed; once, when all of it has.
+
+        Args:
+            without_cache: modules and configurations whose `use_cache` was switched off.
+        """
+        self._without_cache = list(without_cache)
         self._changes = {part: _Change.between(seen, _Seen.of(part)) for part, seen in self._before.items()}
         self._before = {}
+
+    @contextmanager
+    def caches_on(self) -> Iterator[None]:
+        """Within it, `use_cache` is on where it was before."""
+        off = [owner for owner in self._without_cache if owner.use_cache is False]
+        for owner in off:
+            owner.use_cache = True
+        try:
+            yield
+        finally:
+            for owner in off:
+                owner.use_cache = False
 
     def leave_out(self, module: nn.Module) -> Callable[[], None]:
         """Makes a module at rest what it would be without them, with weights on meta, in place.
@@ -105,7 +124,11 @@ class Changes:
         seen = {part: _Seen.of(part) for part in module.modules()}
         flat = [(v, v.copy()) for part in seen if isinstance(v := vars(part).get("_flat_weights"), list)]
 
+        caches = ExitStack()
+        caches.enter_context(self.caches_on())
+
         def put_back() -> None:
+            caches.close()
             for part, looks in seen.items():
                 looks.put_back(part)
             for weights, before in flat:

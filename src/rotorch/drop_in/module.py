@@ -135,6 +135,13 @@ class ParallelModule(nn.Module):
             raise ConfigError(f"copy.deepcopy of a {type(self).__name__} within a pass. Copy it between steps")
         return _origin_of(self).copy(self, calls.model, memo)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises: memory that ranks share, and the group of the ranks, cannot be pickled."""
+        raise ConfigError(
+            f"a {type(self).__name__} that is spread over ranks cannot be pickled. Write "
+            "torch.save(model.full_state_dict(), path), model.save_pretrained(directory), or copy.deepcopy(model)"
+        )
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Does nothing if nothing would change (`.to(device)`), and raises otherwise (`.half()`)."""
         for parameter in self.parameters():
@@ -275,11 +282,12 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
     own: Any = super(ParallelModule, self)
     first = not any(model.mesh.get_coordinate() or [0])
     if (whole := kwargs.pop("state_dict", None)) is not None:
-        return own.save_pretrained(save_directory, *args, state_dict=whole, **kwargs) if first else None
+        with _origin_of(self).as_given():
+            return own.save_pretrained(save_directory, *args, state_dict=whole, **kwargs) if first else None
     calls_of(self).settle()
     whole = full_state_dict(self, model, all_ranks=False, only=saved_names(self, **kwargs))
     result = None
-    with one_error(model.mesh):
+    with one_error(model.mesh), _origin_of(self).as_given():
         if first:
             result = own.save_pretrained(save_directory, *args, state_dict=whole, **kwargs)
     return result

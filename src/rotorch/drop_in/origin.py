@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from rotorch._torch_private import forget_fully_sharded
 from rotorch.comm.collectives import all_reduce_sum
+from rotorch.comm.roll_call import ModelCall
 from rotorch.drop_in.changes import Changes
 from rotorch.models.lora import put_adapters_in_again
 from rotorch.parallel_model import ParallelModel
@@ -45,6 +46,7 @@ class Origin:
             model: its weights.
             memo: of `copy.deepcopy`.
         """
+        model.meet_at_rest(ModelCall.COPY)
         put_back = self._changes.leave_out(module)
         try:
             plain = copy.deepcopy(module, memo)
@@ -54,8 +56,13 @@ class Origin:
         theirs: ParallelModel = made.parallel
         for name, held in model.weights.items():
             theirs.weights[name].local.copy_(held.local)
+            memo[id(held.parameter)] = theirs.weights[name].parameter  # of an optimizer that is copied with the model
         theirs.values_changed()
         return made
+
+    def as_given(self) -> AbstractContextManager[None]:
+        """A context in which the module's configuration is what it was before, as it is published."""
+        return self._changes.caches_on()
 
     @torch.no_grad()
     def take_adapters(self, module: nn.Module, model: ParallelModel, configs: Mapping[str, Any]) -> None:
@@ -72,6 +79,7 @@ class Origin:
         Raises:
             ConfigError: adapters that ranks cannot train. The module is then as it was, with idle adapters in it.
         """
+        model.meet_at_rest(ModelCall.ADAPTERS)
         names = {id(held.parameter): name for name, held in model.weights.items()}
         before = {
             (id(s.module), s.attribute): names.get(id(s.get())) for sites in find_sites(module).values() for s in sites

@@ -16,10 +16,13 @@ from rotorch.shard.sharded_weight import ChunkedTensor, ShardedWeight
 
 
 def weights_by_name(module: nn.Module, model: ParallelModel) -> dict[str, str]:
-    """Maps every name of a weight in the module to its name in `model`; tied weights have several."""
+    """Maps every name of a weight in the module to its name in `model`; tied weights have several.
+
+    Frozen parts that were put into the module later are left out: every rank has all of them.
+    """
     of_parameter = {id(held.parameter): name for name, held in model.weights.items()}
     named = nn.Module.named_parameters(module, remove_duplicate=False)
-    return {name: of_parameter[id(parameter)] for name, parameter in named}
+    return {name: of_parameter[id(parameter)] for name, parameter in named if id(parameter) in of_parameter}
 
 
 def parts_by_name(module: nn.Module, model: ParallelModel, *, whole_adapters: bool) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from rotorch.drop_in.module import ParallelModule
 from rotorch.drop_in.whole import full_state_dict
 from rotorch.drop_in.whole_head import show_whole_head
 from rotorch.hf.arguments import check_accelerator, check_arguments, check_model, check_values
-from rotorch.models.lora import is_wrapped, saved_names
+from rotorch.models.lora import base_of, is_wrapped, saved_names
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
 from rotorch.strategies import parse_parallel
@@ -64,6 +64,11 @@ class TrainerMixin(_Trainer):
         self.layout = self.layout if layout is None else layout
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         is_parallel = isinstance(given.get("model"), ParallelModule)
+        if not is_parallel and isinstance(base_of(given["model"])[1] if "model" in given else None, ParallelModule):
+            raise ConfigError(
+                "TrainerMixin: peft has put adapters into a model that was parallel already. Give peft.get_peft_model("
+                "model) of the model as it is, and layout='rtp=8'; or write a loop of your own"
+            )
         if (self.layout is None) is not is_parallel:
             raise ConfigError(
                 "TrainerMixin: the model is parallel already, and layout= would spread it again. Leave layout out"

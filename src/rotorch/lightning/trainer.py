@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -59,6 +60,7 @@ class Strategy(LayoutRanks, ParallelStrategy):
     def setup(self, trainer: Any) -> None:
         """Makes models parallel, then optimizers over their parameters. All ranks."""
         assert self.accelerator is not None and self.model is not None, "Trainer has connected them"
+        _refuse_averages(trainer.callbacks)
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         models = list(_models_of(self.lightning_module))
@@ -183,6 +185,17 @@ class Strategy(LayoutRanks, ParallelStrategy):
         models = [model for _, model in _models_of(self.lightning_module)]
         plain = [o._optimizer if isinstance(o, LightningOptimizer) else o for o in self.optimizers]
         return {str(n): (optimizer, model_of(optimizer, models, who=_WHO)) for n, optimizer in enumerate(plain)}
+
+
+def _refuse_averages(callbacks: Sequence[Any]) -> None:
+    """Raises `ConfigError` for callbacks that copy the module before it is spread, and would average with that."""
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ConfigError(
+                f"{type(callback).__name__} copies the module before it is spread over ranks. Keep "
+                "torch.optim.swa_utils.AveragedModel of its model, made in on_fit_start, and update it in "
+                "on_train_batch_end"
+            )
 
 
 def _models_of(module: nn.Module | None, prefix: str = "") -> Iterator[tuple[str, Any]]:

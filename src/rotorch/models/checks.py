@@ -7,6 +7,7 @@ other data. State that it leaves behind then counts too often, or differs betwee
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.models.lora import is_wrapped
 
 
-def make_stateless(module: nn.Module, *, num_ranks: int, device_type: str) -> None:
+def make_stateless(module: nn.Module, *, num_ranks: int, device_type: str) -> list[Any]:
     """Switches off caches that training does not use; refuses modules that cannot be trained as they are. In place.
 
     Args:
@@ -23,14 +24,19 @@ def make_stateless(module: nn.Module, *, num_ranks: int, device_type: str) -> No
         num_ranks: how many ranks the job has.
         device_type: kind of the devices that it runs on.
 
+    Returns:
+        Modules and configurations whose `use_cache` was on.
+
     Raises:
         ConfigError: a layer that rewrites its weights in forward, differently on every rank; an attention that torch
             has no backward for.
     """
+    without_cache: list[Any] = []
     for name, child in module.named_modules():
         for owner in (child, *_configs(child)):
             if getattr(owner, "use_cache", None) is True:  # it would be appended to once per slice
-                owner.use_cache = False
+                owner.use_cache = False  # type: ignore[attr-defined]
+                without_cache.append(owner)
             if device_type == "cpu" and getattr(owner, "_attn_implementation", None) == "flex_attention":
                 raise ConfigError(
                     f"{type(child).__name__}: flex_attention has no backward on cpu in torch. Write "
@@ -41,6 +47,7 @@ def make_stateless(module: nn.Module, *, num_ranks: int, device_type: str) -> No
                 f"{name!r} has max_norm={child.max_norm}: its forward rewrites the rows that it looks up, on each rank "
                 "others, and the ranks' weights would part. Leave max_norm out, or norm rows between steps"
             )
+    return without_cache
 
 
 def refuse_layerdrop(module: nn.Module) -> None:

@@ -19,19 +19,17 @@ class AtRest:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module, self._num_places = module, _num_places(module)
+        self._module = module
         parameters = dict(module.named_parameters())
         self._places = [
             (name, site, parameters[name], storage_key(parameters[name]))
             for name, sites in find_sites(module).items()
             for site in sites
         ]
+        self._known = {id(parameter) for parameter in parameters.values()}
 
     def check(self) -> None:
-        """Raises `ConfigError` if a weight was replaced, or one to train was added."""
-        if (num_places := _num_places(self._module)) != self._num_places:
-            self._refuse_new()
-            self._num_places = num_places
+        """Raises `ConfigError` if a weight was replaced, taken out, or if one to train was added."""
         for name, site, parameter, key in self._places:
             if site.get() is not parameter:
                 raise ConfigError(
@@ -44,16 +42,23 @@ class AtRest:
                     f"{name}.data was assigned: training would go on with the old values. "
                     "Write `parameter.data.copy_(values)`"
                 )
-
-    def _refuse_new(self) -> None:
-        for name, parameter in nn.Module.named_parameters(self._module):
-            if parameter.requires_grad and weight_of(parameter) is None:
+        found = {
+            id(parameter): parameter
+            for part in self._module.modules()
+            for parameter in part._parameters.values()
+            if parameter is not None
+        }
+        if not self._known <= found.keys():
+            name = next(name for name, _, parameter, _ in self._places if id(parameter) not in found)
+            raise ConfigError(
+                f"the part of the model with {name!r} was taken out or replaced after parallelize: ranks would go on "
+                "with the old one, or train others of their own. Change the model before parallelize"
+            )
+        for key, parameter in found.items():
+            if key not in self._known and parameter.requires_grad and weight_of(parameter) is None:
+                name = next(n for n, p in nn.Module.named_parameters(self._module) if p is parameter)
                 raise ConfigError(
                     f"{name!r} was put into the model after parallelize: its gradients would not be averaged, and "
                     "each rank would train its own. Put it in before, or leave it out of the model and sum its "
                     "gradients over ranks yourself"
                 )
-
-
-def _num_places(module: nn.Module) -> int:
-    return sum(len(part._parameters) for part in module.modules())

@@ -21,13 +21,14 @@ _MOST = 2**24
 
 @torch.no_grad()
 def first_that_differs(module: nn.Module, *, mesh: DeviceMesh) -> str | None:
-    """Name of the first weight of which ranks were given different values; None if there is none. All ranks.
+    """Name of the first weight or buffer that has different values on the ranks; None if there is none. All ranks.
 
     Args:
         module: before its weights are cut; on every rank the same weights are on meta.
         mesh: of all ranks.
     """
-    given = {name: weight for name, weight in module.named_parameters() if not weight.is_meta}
+    named = (*module.named_parameters(), *module.named_buffers())
+    given = {name: tensor for name, tensor in named if not tensor.is_meta}
     if mesh.size() == 1 or not given:
         return None
     numbers = torch.stack([_number_of(weight) for weight in given.values()]).cpu()
@@ -38,7 +39,8 @@ def first_that_differs(module: nn.Module, *, mesh: DeviceMesh) -> str | None:
 
 def _number_of(weight: Tensor) -> Tensor:
     """A number of the first elements, which depends on their bits and their places."""
-    bits = weight.detach().flatten()[:_MOST_ELEMENTS].contiguous().view(torch.uint8).to(torch.int64)
+    real = torch.view_as_real(weight) if weight.is_complex() else weight
+    bits = real.detach().flatten()[:_MOST_ELEMENTS].contiguous().view(torch.uint8).to(torch.int64)
     places = torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)
     return _bounded((bits * places).sum())
 

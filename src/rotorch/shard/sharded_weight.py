@@ -378,6 +378,12 @@ class ChunkedTensor(SavedInChunks):
             "write model.full_state_dict(), on all ranks: the first one gets whole tensors"
         )
 
+    def untyped_storage(self) -> Any:
+        """Raises: other libraries (safetensors) would take the memory of a part for that of the whole."""
+        return self.__reduce_ex__(None)
+
+    storage = data_ptr = untyped_storage
+
     def __repr__(self, *_: Any, **__: Any) -> str:
         return f"ChunkedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, chunks={self.chunks})"
 
