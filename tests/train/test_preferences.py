@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from commands import rotorch, write_run
+from safetensors.torch import save_file
 from test_instructions import TEMPLATE
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -19,7 +20,7 @@ from rotorch.testing.compare import gradient_errors
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.data.batches import check_source, open_windows, prepare_corpus
 from rotorch.train.metrics import read_metrics
-from rotorch.train.reference import key_of
+from rotorch.train.reference import _files, key_of
 
 BETA = 0.3
 FIELDS = ("prompt", "chosen", "rejected")
@@ -115,6 +116,26 @@ def test_a_long_response_loses_its_end_and_a_long_prompt_the_pair(tmp_path, capl
     train = windows(tmp_path, records)
     assert len(train) == 2 and len(targets(rows(train)[1][3])) == 16
     assert "1 pairs are longer" not in caplog.text and "1 pairs left out" in caplog.text and "line 3" in caplog.text
+
+
+def test_pairs_that_are_equal_as_far_as_a_row_goes_are_left_out(tmp_path, caplog):
+    same = {"prompt": "a", "chosen": "x" * 30 + "y", "rejected": "x" * 30 + "z"}
+    assert len(windows(tmp_path, [*PAIRS, same])) == len(PAIRS)
+    assert "1 pairs left out, whose responses are the same as far as a row goes" in caplog.text
+
+
+def test_models_that_differ_in_one_tensor_are_different_references(tmp_path):
+    tensors = {f"layers.{n}.weight": torch.full((300, 300), float(n)) for n in range(24)}
+    digests = set()
+    for name in (None, "layers.12.weight"):
+        if name is not None:
+            tensors[name] = tensors[name] + 1
+        save_file(tensors, tmp_path / "model.safetensors")
+        digests.add(json.dumps(_files(tmp_path)))
+    tensors["layers.12.weight"][150, 7:] = 3.0  # a sample of the file all along sees more than beginnings
+    save_file(tensors, tmp_path / "model.safetensors")
+    digests.add(json.dumps(_files(tmp_path)))
+    assert len(digests) == 3
 
 
 @pytest.mark.parametrize(

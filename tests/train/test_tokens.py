@@ -119,6 +119,17 @@ def test_what_a_tokenizer_does_to_prompts_is_not_done_to_a_corpus(byte_level_bpe
     assert ids_of(tokens, b"two").tolist().count(0) == 1
 
 
+def test_ids_that_a_tokenizer_begins_texts_with(byte_level_bpe, tmp_path):
+    plain, begun = tmp_path / "plain.json", tmp_path / "begun.json"
+    byte_level_bpe.save(str(plain))
+    byte_level_bpe.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    byte_level_bpe.save(str(begun))
+    assert open_tokens().start_ids == open_tokens(plain).start_ids == []
+    assert open_tokens(begun).start_ids == [0]
+
+
 def test_the_end_token_is_found_or_given(byte_level_bpe, tmp_path, caplog):
     tokenizer = Tokenizer.from_str(byte_level_bpe.to_str())
     tokenizer.add_special_tokens(["<stop>", "<other>"])

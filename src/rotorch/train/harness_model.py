@@ -44,14 +44,20 @@ class HarnessModel(TemplateLM):
         """
         super().__init__()
         self._model, self._tokens, self._rows = model, tokens, micro_batch
+        self._start = tokens.start_ids
         self.max_length = longest or _LONGEST
 
     @property
     def eot_token_id(self) -> int:
         return self._tokens.end_id or 0
 
+    @property
+    def prefix_token_id(self) -> int:
+        return self._start[0] if self._start else self.eot_token_id
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self._tokens.encode(string)
+        """Ids of a text, begun as the tokenizer begins one, which is the harness's own default."""
+        return [*([] if add_special_tokens is False else self._start), *self._tokens.encode(string)]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, Sequence[int], Sequence[int]]], **_: Any

@@ -29,6 +29,7 @@ from rotorch.models.losses import Batch
 from rotorch.parallel_model import ParallelModel
 from rotorch.run_config import RunConfig
 from rotorch.train.checkpoint.manifest import json_digest
+from rotorch.train.checks.divergence import READ_AHEAD
 from rotorch.train.checks.preflight import CheckedRun, read_model_config
 from rotorch.train.data.batches import TokenWindows
 from rotorch.train.data.preferences import pairs_in
@@ -36,7 +37,8 @@ from rotorch.train.data.preferences import pairs_in
 REFERENCE = "reference"
 """The entry of a checkpoint's data position that says which reference its run has."""
 
-_EDGE_BYTES = 1 << 20
+_LOOK_BYTES, _MOST_LOOKS = 4096, 4096
+"""Of a file of weights: bytes at a time, at so many places beside the beginnings of its tensors."""
 _KEY = np.dtype("<u8")
 _TABLE = np.dtype([("key", _KEY), ("log_probs", "<f8", (2,))])
 """A row of the cache."""
@@ -117,7 +119,9 @@ def _pairs_to_read(
 ) -> Iterator[tuple[int, tuple[TokenWindows, int]]]:
     """Yields keys of all pairs that the run may read, and where each lies: windows, and its number in them."""
     settings = run.config.train
-    num_samples = settings.steps * run.sizes.global_batch
+    found = 0 if run.resume is None else run.resume.manifest.data.get(READ_AHEAD, 0)
+    ahead = found if isinstance(found, int) else 0  # of steps whose samples a roll-back has left behind
+    num_samples = (settings.steps + ahead) * run.sizes.global_batch
     reads_on = settings.on_nonfinite == "roll_back" or settings.spike_factor > 0  # behind its last sample, then
     if reads_on or num_samples >= len(train):
         yield from ((key_of(train.stored(index)), (train, index)) for index in range(len(train)))
@@ -166,17 +170,25 @@ def reference_digest(config: RunConfig) -> str:
 
 
 def _files(place: Path) -> list[list[Any]]:
-    """Names, sizes, and beginnings and ends of a published model's weights: those of another place are the same."""
+    """Names, sizes and samples of a published model's weights: those of another place are the same."""
     files = [place] if place.is_file() else sorted(p for p in place.iterdir() if p.suffix in (".safetensors", ".gguf"))
-    found = []
-    for file in files:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            digest = hashlib.sha256(stream.read(_EDGE_BYTES))
-            stream.seek(max(0, size - _EDGE_BYTES))
-            digest.update(stream.read())
-        found.append([file.name, size, digest.hexdigest()])
-    return found
+    return [[file.name, file.stat().st_size, _sampled(file)] for file in files]
+
+
+def _sampled(file: Path) -> str:
+    """A digest of some bytes of each tensor, and of the file all along: a part that was trained further shows."""
+    size = file.stat().st_size
+    places = set(range(0, size, max(_LOOK_BYTES, size // _MOST_LOOKS)))
+    with file.open("rb") as stream:
+        if file.suffix == ".safetensors":
+            start = 8 + int.from_bytes(stream.read(8), "little")
+            tensors = json.loads(stream.read(start - 8))
+            places |= {start + t["data_offsets"][0] for name, t in tensors.items() if name != "__metadata__"}
+        digest = hashlib.sha256()
+        for place in sorted(places):
+            stream.seek(place)
+            digest.update(stream.read(_LOOK_BYTES))
+    return digest.hexdigest()
 
 
 def check_same_reference(run: CheckedRun) -> None:

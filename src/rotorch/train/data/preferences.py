@@ -63,6 +63,7 @@ class Preferences(Instructions):
             ConfigError: if a record is broken; names file and line.
         """
         length, num_cut, num_lost, first_lost = self.sequence_length + 1, 0, 0, ""
+        num_equal = 0
         for where, record in self.records():
             rows, text_bytes = self._rows(record, where=where)
             num_cut += any(len(row) > length for row in rows)
@@ -70,11 +71,21 @@ class Preferences(Instructions):
             if any(all(token >= NOT_A_TARGET for token in row[1:]) for row in rows):
                 num_lost, first_lost = num_lost + 1, first_lost or where
                 continue
+            if rows[0] == rows[1]:
+                num_equal += 1
+                continue
             for row in rows:
                 row[0] |= NOT_A_TARGET  # nothing before it predicts it
             yield np.concatenate([self.filled(row, length) for row in rows]), 1, text_bytes
         if num_cut:
             _log.warning("%s: %d pairs are longer than a row and lose an end", self.corpus.source, num_cut)
+        if num_equal:
+            _log.warning(
+                "%s: %d pairs left out, whose responses are the same as far as a row goes. Write a longer "
+                "data.sequence_length to keep them",
+                self.corpus.source,
+                num_equal,
+            )
         if num_lost:
             _log.warning(
                 "%s: %d pairs left out, whose prompts alone fill a row (the first: %s). Write a longer "

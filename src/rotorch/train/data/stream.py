@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,7 @@ from rotorch.train.data.shuffle import Permutation
 from rotorch.train.data.tokens import Tokens
 from rotorch.train.data.windows import Documents, TokenWindows
 
+_END_BYTES = 1 << 16
 STREAM = "stream"
 """The entry of a checkpoint's data position that says where a stream goes on."""
 
@@ -273,6 +275,15 @@ class MixedStreams(MixedWindows):
 
 
 def stream_fingerprint(corpus: Corpus, *, tokens: Tokens) -> str:
-    """A digest of names and sizes of files, their field and the tokenizer: a stream is not read to its end."""
-    files = [[file.path.name, file.size_bytes] for file in corpus.files]
+    """A digest of names, sizes and ends of files, their field and the tokenizer: a stream is not read to its end."""
+    files = [[file.path.name, file.size_bytes, _ends(file.path)] for file in corpus.files]
     return hashlib.sha256(json.dumps([files, corpus.text_field, tokens.digest]).encode()).hexdigest()[:16]
+
+
+def _ends(path: Path) -> str:
+    """A digest of a file's first and last bytes."""
+    with path.open("rb") as stream:
+        digest = hashlib.sha256(stream.read(_END_BYTES))
+        stream.seek(max(0, path.stat().st_size - _END_BYTES))
+        digest.update(stream.read(_END_BYTES))
+    return digest.hexdigest()

@@ -69,6 +69,11 @@ class Tokens(abc.ABC):
     def encode(self, text: str) -> list[int]:
         """The ids of a text, with no start or end token added."""
 
+    @property
+    def start_ids(self) -> list[int]:
+        """Ids that the tokenizer itself puts before a text (a beginning-of-sequence token); training does without."""
+        return []
+
     @abc.abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of some ids; end-of-document, other special tokens and ids outside the vocabulary become nothing."""
@@ -187,6 +192,12 @@ class VocabularyTokens(Tokens):
             instead="Write another tokenizer, or this one with its unknown token in its vocabulary",
         ):
             return list(self._tokenizer.encode(without_surrogates(text), add_special_tokens=False).ids)
+
+    @property
+    def start_ids(self) -> list[int]:
+        with library_errors("the tokenizer"):
+            whole, bare = (list(self._tokenizer.encode("a", add_special_tokens=add).ids) for add in (True, False))
+        return next((whole[:at] for at in range(len(whole)) if whole[at : at + len(bare)] == bare), [])
 
     def decode(self, ids: Iterable[int]) -> str:
         known = [int(token) for token in ids if 0 <= token < self.vocab_size and token != self.end_id]
