@@ -143,20 +143,9 @@ def kept_directory(tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="session")
-def shardings_are_kept(kept_directory):
-    (kept_directory / "shardings").mkdir(exist_ok=True)
-    with contextlib.suppress(ImportError, AttributeError):  # names of torch's own, which another version may not have
-        from kept_shardings import keep
-
-        keep(kept_directory / "shardings")
-
-
 @pytest.fixture(scope="module", autouse=True)
-def results_are_kept(kept_directory, request):
+def results_are_kept(kept_directory):
     """Ranks forked from here, and from what is forked from here, find the trials that others made."""
-    if "torch.distributed.tensor" in sys.modules:
-        request.getfixturevalue("shardings_are_kept")
     for module, names in TRIALS.items():
         loaded = sys.modules.get(f"rotorch.models.trial.{module}")
         for name in names if loaded is not None else ():

@@ -155,7 +155,7 @@ def test_torchs_pipelines_train_as_one_process(task):
 def test_clipping_is_the_same_for_all(task):
     optimizer = task.optimizer.model_copy(update={"clip_norm": 0.1})
     record, rows = measure(dataclasses.replace(task, optimizer=optimizer), ["fsdp2", "tp"])
-    assert exit_code(record) == 0
+    assert exit_code(record) == 0, record
     assert all(row["loss_max_rel_err"] < 1e-5 for row in rows.values())
 
 

@@ -218,7 +218,7 @@ def test_a_rank_without_memory_says_what_it_has(tmp_path, warm, monkeypatch):
 
     def limited(*args, step, **kwargs):
         if os.environ["RANK"] == "1" and step == 2:
-            limit = psutil.Process().memory_info().vms + 8 * MIB
+            limit = psutil.Process().memory_info().vms + 24 * MIB
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         return read(*args, step=step, **kwargs)
 
