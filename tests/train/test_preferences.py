@@ -1,6 +1,7 @@
 """Preference pairs: their tokens, the loss against its formula, runs under layouts, going on, and what is refused."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from safetensors.torch import save_file
 from test_instructions import TEMPLATE
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+from rotorch import cli
 from rotorch.core.errors import ConfigError
 from rotorch.models.hf import load_config
 from rotorch.models.preference_loss import REFERENCE, PreferenceLoss
@@ -20,7 +22,7 @@ from rotorch.testing.compare import gradient_errors
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.data.batches import check_source, open_windows, prepare_corpus
 from rotorch.train.metrics import read_metrics
-from rotorch.train.reference import _files, key_of
+from rotorch.train.reference import _files, _pairs_to_read, key_of
 
 BETA = 0.3
 FIELDS = ("prompt", "chosen", "rejected")
@@ -122,6 +124,15 @@ def test_pairs_that_are_equal_as_far_as_a_row_goes_are_left_out(tmp_path, caplog
     same = {"prompt": "a", "chosen": "x" * 30 + "y", "rejected": "x" * 30 + "z"}
     assert len(windows(tmp_path, [*PAIRS, same])) == len(PAIRS)
     assert "1 pairs left out, whose responses are the same as far as a row goes" in caplog.text
+
+
+def test_samples_that_a_roll_back_has_left_behind_count_for_the_reference(tmp_path):
+    train = windows(tmp_path, [{"prompt": "a", "chosen": f"b{n}", "rejected": f"c{n}"} for n in range(6)])
+    settings = SimpleNamespace(steps=2, on_nonfinite="stop", spike_factor=0.0, eval_windows=1)
+    resume = SimpleNamespace(manifest=SimpleNamespace(data={"steps_read_ahead": 2}))
+    run = SimpleNamespace(config=SimpleNamespace(train=settings), sizes=SimpleNamespace(global_batch=1), resume=resume)
+    read = dict(_pairs_to_read(run, train=train, measured=[]))
+    assert read.keys() == {key_of(train.stored(train.index_of(sample))) for sample in range(4)}
 
 
 def test_models_that_differ_in_one_tensor_are_different_references(tmp_path):
@@ -355,6 +366,11 @@ def test_pairs_of_several_sources_beside_adapters(run_toml, tmp_path, warm):
         tmp_path / "log", "train", run_toml, "--dry-run", "--parallel", "fsdp=2", f"train.out={tmp_path / 'no'}"
     )
     assert dry.code == 0 and "fits: " in dry.stdout
+
+
+def test_a_bench_does_not_measure_another_loss(run_toml, capsys):
+    assert cli.run(["bench", str(run_toml), "--parallel", "rtp=2"]) == 2
+    assert "bench: the loss of preference pairs is not measured" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,8 @@ def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
         raise ConfigError("bench: train.precision = 'param_bfloat16' is not measured. Write train.precision=bfloat16")
     if run.lora is not None:
         raise ConfigError("bench: adapters are not measured. Leave [lora] out")
+    if run.data.kind == "preferences":
+        raise ConfigError("bench: the loss of preference pairs is not measured. Write data.kind=text")
     given = run.model.config
     config = (
         load_config(given) if isinstance(given, str) else config_from_dict(given, source="model.config", is_own=True)
