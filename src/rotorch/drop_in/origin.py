@@ -100,8 +100,10 @@ class Origin:
             raise
         for name, sites in find_sites(module).items():
             held, old = made.weights[name], before.get((id(sites[0].module), sites[0].attribute))
-            whole = None if old is None else model.full_tensor(old)
-            for chunk in held.chunks if whole is not None else ():
+            if old is None:
+                continue  # an adapter's, which has its values
+            whole = model.full_tensor(old)
+            for chunk in held.chunks:
                 chunk.of_local(held.local).copy_(chunk.of_whole(whole))
         made.values_changed()
         model.close()
