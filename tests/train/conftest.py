@@ -5,8 +5,7 @@ TEXT = "Once upon a time there was a ring.\n\nIt went round, slice by slice; na√
 
 
 @pytest.fixture(scope="session")
-def byte_level_bpe():
-    """A GPT-2-like tokenizer of 300 tokens; id 0 is <|endoftext|>."""
+def byte_level_bpe_text():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -17,7 +16,13 @@ def byte_level_bpe():
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator([TEXT], trainer)
-    return tokenizer
+    return tokenizer.to_str()
+
+
+@pytest.fixture
+def byte_level_bpe(byte_level_bpe_text):
+    """A GPT-2-like tokenizer of 300 tokens; id 0 is <|endoftext|>. Each test may change its own."""
+    return Tokenizer.from_str(byte_level_bpe_text)
 
 
 @pytest.fixture

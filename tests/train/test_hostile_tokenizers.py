@@ -147,9 +147,11 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def chat(tmp_path_factory, byte_level_bpe):
+def chat(tmp_path_factory, byte_level_bpe_text):
     directory = tmp_path_factory.mktemp("chat")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=byte_level_bpe, eos_token="<|endoftext|>")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(byte_level_bpe_text), eos_token="<|endoftext|>"
+    )
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(directory)
     (directory / "chat_template.jinja").unlink()

@@ -54,8 +54,9 @@ def test_documents_end_with_the_end_token(tokenizer_json, english):
 
 @settings(max_examples=40)
 @given(st.text())
-def test_byte_level_tokens_know_their_bytes(byte_level_bpe, tmp_path_factory, text):
-    tokens = VocabularyTokens(saved(byte_level_bpe, tmp_path_factory.getbasetemp() / "tokenizer"))
+def test_byte_level_tokens_know_their_bytes(byte_level_bpe_text, tmp_path_factory, text):
+    tokenizer = Tokenizer.from_str(byte_level_bpe_text)
+    tokens = VocabularyTokens(saved(tokenizer, tmp_path_factory.getbasetemp() / "tokenizer"))
     ids = ids_of(tokens, text.encode() or b"x")
     assert tokens.num_bytes(ids) == len(text.encode() or b"x")
     assert tokens.decode(ids) == (text or "x")
@@ -72,15 +73,14 @@ LLAMA_3 = (
 @pytest.mark.parametrize("piece", [1, 7, 64, 200])
 def test_where_a_long_document_is_cut_changes_no_token(words, piece, byte_level_bpe, tmp_path, english):
     text = "\n\n".join(f"def f{n}(x):\n    return x + {n}\n\n\nclass C:  # naïve.\n\n" for n in range(20)) + english
-    tokenizer = Tokenizer.from_str(byte_level_bpe.to_str())
     if words == "llama3":
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        byte_level_bpe.pre_tokenizer = pre_tokenizers.Sequence(
             [
                 pre_tokenizers.Split(Regex(LLAMA_3), "isolated"),
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
             ]
         )
-    tokenizer.train_from_iterator(
+    byte_level_bpe.train_from_iterator(
         [text],
         trainers.BpeTrainer(
             vocab_size=500,
@@ -89,7 +89,7 @@ def test_where_a_long_document_is_cut_changes_no_token(words, piece, byte_level_
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         ),
     )
-    tokens = open_tokens(saved(tokenizer, tmp_path))
+    tokens = open_tokens(saved(byte_level_bpe, tmp_path))
     ids = ids_of(tokens, text.encode(), piece=piece)
     assert tokens.decode(ids) == text and tokens.num_bytes(ids) == len(text.encode())
     if piece >= 64:  # shorter pieces than a line must be cut within it
@@ -110,11 +110,10 @@ def test_text_that_spells_a_special_token_stays_text(tokenizer_json):
 
 
 def test_what_a_tokenizer_does_to_prompts_is_not_done_to_a_corpus(byte_level_bpe, tmp_path, english):
-    tokenizer = Tokenizer.from_str(byte_level_bpe.to_str())
-    tokenizer.enable_truncation(8)
-    tokenizer.enable_padding(length=8)
-    tokenizer.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
-    tokens = open_tokens(saved(tokenizer, tmp_path))
+    byte_level_bpe.enable_truncation(8)
+    byte_level_bpe.enable_padding(length=8)
+    byte_level_bpe.post_processor = processors.TemplateProcessing("<|endoftext|> $A", None, [("<|endoftext|>", 0)])
+    tokens = open_tokens(saved(byte_level_bpe, tmp_path))
     assert tokens.decode(ids_of(tokens, english.encode(), b"two")) == english + "two"
     assert ids_of(tokens, b"two").tolist().count(0) == 1
 
@@ -131,9 +130,8 @@ def test_ids_that_a_tokenizer_begins_texts_with(byte_level_bpe, tmp_path):
 
 
 def test_the_end_token_is_found_or_given(byte_level_bpe, tmp_path, caplog):
-    tokenizer = Tokenizer.from_str(byte_level_bpe.to_str())
-    tokenizer.add_special_tokens(["<stop>", "<other>"])
-    folder = saved(tokenizer, tmp_path)
+    byte_level_bpe.add_special_tokens(["<stop>", "<other>"])
+    folder = saved(byte_level_bpe, tmp_path)
     assert open_tokens(folder).end_id == 0
     (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<other>"}))
     assert open_tokens(folder).end_id == 301
@@ -206,9 +204,8 @@ def test_ids_that_only_the_model_has_decode_to_nothing(tokenizer_json):
 
 
 def test_added_words_count_their_bytes(byte_level_bpe, tmp_path):
-    tokenizer = Tokenizer.from_str(byte_level_bpe.to_str())
-    tokenizer.add_tokens([AddedToken("☕☕")])
-    tokens = open_tokens(saved(tokenizer, tmp_path))
+    byte_level_bpe.add_tokens([AddedToken("☕☕")])
+    tokens = open_tokens(saved(byte_level_bpe, tmp_path))
     ids = ids_of(tokens, "x☕☕".encode())
     assert 300 in ids and tokens.num_bytes(ids) == 7
 
