@@ -30,6 +30,7 @@ from rotorch._torch_private import (
     as_dtensor_class,
     as_one_message,
     assert_on_device,
+    copies_its_own_cut,
     default_store,
     fake_store,
     fake_tensors,
@@ -97,6 +98,26 @@ def test_as_dtensor_class_makes_a_subclass_over_the_same_memory_that_is_dispatch
         assert torch.equal(-made, torch.full((1,), 7.0))
         made.mul_(3)
         assert torch.equal(local, torch.full((2, 3), 3.0))
+        other = as_dtensor_class(OtherDTensor, plain, local=torch.zeros(2, 3))
+        assert other.shape == (4, 3) and torch.equal(other.to_local(), torch.zeros(2, 3))
+
+
+class AsksWhoLooks(DTensor):
+    @property
+    def is_meta(self):
+        self.told = copies_its_own_cut(sys._getframe(1))
+        return self.told
+
+
+def test_copies_its_own_cut_knows_the_call_of_set_model_state_dict():
+    with as_rank(0, num_ranks=2):
+        plain = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)])
+        ours = as_dtensor_class(AsksWhoLooks, plain)
+        state = {"weight": (ours, torch.arange(12.0).reshape(4, 3))}
+        torch.distributed._state_dict_utils._distribute_tensors(state, ["weight"], torch.device("cpu"))
+        assert ours.told and type(state["weight"]) is DTensor
+        assert torch.equal(ours.to_local(), torch.ones(2, 3))
+        assert not ours.is_meta
 
 
 class Names(TorchDispatchMode):

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.distributed import _state_dict_utils
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -75,6 +77,7 @@ __all__ = [
     "as_dtensor_class",
     "as_one_message",
     "assert_on_device",
+    "copies_its_own_cut",
     "default_store",
     "fake_store",
     "fake_tensors",
@@ -288,13 +291,24 @@ def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], *, like: Tensor) -> 
     return Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=like.dtype, device=like.device)
 
 
-def as_dtensor_class(cls: type[Tensor], dtensor: Any) -> Any:
-    """An instance of a subclass of DTensor over what a DTensor has.
+def as_dtensor_class(cls: type[Tensor], dtensor: Any, *, local: Tensor | None = None) -> Any:
+    """An instance of a subclass of DTensor over what a DTensor has, or over a local tensor like that.
 
     Reason: a subclass may be dispatched as its own, but no public name makes one; torch's own `from_local` makes
     DTensors only, and their mesh, placements and shape together have an underscore.
     """
+    if local is not None:
+        return cls(local, dtensor._spec, requires_grad=False)
     return cls(dtensor._local_tensor, dtensor._spec, requires_grad=dtensor.requires_grad)
+
+
+def copies_its_own_cut(frame: FrameType) -> bool:
+    """True for a call of torch that writes torch's cut of a whole tensor into this rank's part of a DTensor.
+
+    Reason: `set_model_state_dict(..., broadcast_from_rank0=True)` does so with every DTensor parameter, whatever it is
+    cut like, and asks nothing but whether it is on the meta device.
+    """
+    return frame.f_code is _state_dict_utils._distribute_tensors.__code__
 
 
 def default_store() -> dist.Store:

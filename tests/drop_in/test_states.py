@@ -8,6 +8,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lockstep import build
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim.swa_utils import AveragedModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -18,6 +25,9 @@ from rotorch.testing.arithmetic import exact_arithmetic
 from rotorch.testing.ranks import run_ranks
 
 LAYOUTS = ("ddp=2", "fsdp=2", "rtp=2", "rtp=2[transport=send_receive]", "megatron=2", "atp=2x1", "pp=2")
+THROUGH_TORCH = ("fsdp=2", "rtp=2", "pp=2")  # cut as torch cuts, unevenly, and by layers
+FULL = StateDictOptions(full_state_dict=True)
+BROADCAST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 GRIDS = ("summa=2x2", "tesseract=2x2x1")
 TEXTS = {"text": {}, "without a cache": {"use_cache": False}, "beams": {"num_beams": 2}}
 AS_LONG = ([[5, 9, 2, 7]], [[3, 1, 4, 1]])  # rows of a grid need batches of one shape
@@ -76,6 +86,63 @@ def copies(model):
     return same + named
 
 
+def through_torch(model, whole, folder):
+    """True for each way of torch's `state_dict` functions that ends with the values of `whole`."""
+    first, empty = torch.distributed.get_rank() == 0, {n: torch.zeros_like(t) for n, t in whole.items()}
+
+    def arrived():
+        found = get_model_state_dict(model, options=FULL)
+        same = found.keys() == whole.keys() and all(torch.equal(found[name], value) for name, value in whole.items())
+        model.load_state_dict(empty)
+        return same
+
+    found = {}
+    set_model_state_dict(model, {n: t.clone() for n, t in whole.items()}, options=FULL)
+    found["set on all ranks"] = arrived()
+    set_model_state_dict(model, {n: t.clone() for n, t in whole.items()} if first else {}, options=BROADCAST)
+    found["set by the first rank"] = arrived()
+    model.load_state_dict(whole)
+    dcp.async_save(model.state_dict(), checkpoint_id=folder / "async").result()
+    model.load_state_dict(empty)
+    dcp.load(model.state_dict(), checkpoint_id=folder / "async")
+    model.values_changed()
+    found["saved in the background"] = arrived()
+    on_one = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    found["on the first rank alone"] = (on_one.keys() == whole.keys()) == first
+    return found
+
+
+def moments_through_torch(model):
+    """True for each way of setting moments that ends with those of another optimizer, and with its next step."""
+    first, ids = torch.distributed.get_rank() == 0, torch.tensor(AS_LONG[model.batch_rank])
+
+    def step(optimizer):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step(optimizer)
+    moments, weights = get_optimizer_state_dict(model, optimizer, options=FULL), model.full_state_dict(all_ranks=True)
+    step(optimizer)
+    stepped, found = model.full_state_dict(all_ranks=True), {}
+    for how, options, given in (
+        ("on all ranks", FULL, moments),
+        ("by the first rank", BROADCAST, moments if first else {}),
+    ):
+        model.load_state_dict(weights)
+        another = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        set_optimizer_state_dict(model, another, copy.deepcopy(given), options=options)
+        got = get_optimizer_state_dict(model, another, options=FULL)["state"]
+        found[f"moments set {how}"] = all(
+            torch.equal(got[name][key], value) for name, of in moments["state"].items() for key, value in of.items()
+        )
+        step(another)
+        now = model.full_state_dict(all_ranks=True)
+        found[f"a step from moments set {how}"] = all(torch.allclose(now[n], t, rtol=1e-6) for n, t in stepped.items())
+    return found
+
+
 def lengths(model, ids):
     """Numbers of tokens that pass a layer at a time."""
     seen = []
@@ -96,6 +163,11 @@ def of_layout(config, layout, folder):
     dcp.save(model.state_dict(), checkpoint_id=folder / "dcp")
     said["torch.save"] = refusal(lambda: torch.save(model.state_dict(), io.BytesIO()))
     said["copies"] = copies(model)
+    if layout in THROUGH_TORCH:
+        said["through torch"] = through_torch(model, build(config, seed=3).state_dict(), folder)
+        if not layout.startswith("pp"):
+            said["through torch"] |= moments_through_torch(model)
+        model.load_state_dict(build(config, seed=1).state_dict())
     said["strict"] = refusal(lambda: model.load_state_dict({**other.state_dict(), "unheard.of": torch.ones(1)}))
     said["shape"] = refusal(lambda: model.load_state_dict({"model.norm.weight": torch.ones(3)}, strict=False))
     said["half"] = refusal(model.half)
@@ -156,6 +228,12 @@ def test_published_directories_are_those_of_one_process(said, config, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_have_the_values_and_go_their_own_ways(said, layout):
     assert [rank[layout]["copies"] for rank in said[0]] == [[True] * 7] * 2
+
+
+@pytest.mark.parametrize("layout", THROUGH_TORCH)
+def test_states_of_torch_are_whole_if_asked_for(said, layout):
+    for rank in said[0]:
+        assert {how for how, right in rank[layout]["through torch"].items() if not right} == set()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -31,7 +31,7 @@ NOT_LOCAL = {
     "view": lambda p, q: p.view(-1),
     "mean": lambda p, q: p.mean(),
     "a norm of rows": lambda p, q: torch.linalg.vector_norm(p, dim=-1),
-    "redistribute": lambda p, q: p.redistribute(p.device_mesh, [torch.distributed.tensor.Replicate()]),
+    "redistribute": lambda p, q: p.redistribute(p.device_mesh, [torch.distributed.tensor.Shard(1)]),
     "a plain tensor": lambda p, q: p + torch.ones(p.shape, dtype=p.dtype),
 }
 
@@ -63,6 +63,9 @@ def under(config, layout, folder):
     found["refused"] = {what: _refusal(lambda c=c: c(parameter, other)) for what, c in NOT_LOCAL.items()}
     found["whole"] = max(_off(p.full_tensor(), theirs[n]) for n, p in cut.items())
     found["gradients"] = max(_off(p.grad.full_tensor(), theirs[n].grad) for n, p in cut.items())
+    everywhere = [torch.distributed.tensor.Replicate()]
+    gathered = parameter.redistribute(parameter.device_mesh, everywhere)
+    found["gathered"] = _off(gathered.to_local(), theirs[name])
     found["computed"] = _off((2 * parameter + parameter.square()).full_tensor(), 2 * theirs[name] + theirs[name] ** 2)
     for each, p in cut.items():
         theirs[each].grad = p.grad.full_tensor()
@@ -110,7 +113,7 @@ def test_what_needs_more_than_its_elements_is_refused_in_one_line(told, name, la
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-@pytest.mark.parametrize("what", ["whole", "gradients", "computed", "norm", "saved", *ELEMENT_WISE])
+@pytest.mark.parametrize("what", ["whole", "gathered", "gradients", "computed", "norm", "saved", *ELEMENT_WISE])
 def test_what_passes_is_right(told, name, layout, what):
     for of_rank in told:
         assert of_rank[name, layout]["cut"]

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
 from rotorch.drop_in.calls import PlainCalls
-from rotorch.drop_in.optimizers import refuse_what_needs_whole_matrices
+from rotorch.drop_in.optimizers import look_at_steps_of_optimizers
 from rotorch.drop_in.origin import Origin
 from rotorch.drop_in.published_tensors import published_tensors
 from rotorch.drop_in.whole import copy_into, full_state_dict, parts_by_name
@@ -165,7 +165,7 @@ def make_parallel(module: Module, model: ParallelModel, *, origin: Origin, compi
         compiled: blocks are; parts of them then get no hooks, which would be compiled too.
     """
     own = type(module)
-    refuse_what_needs_whole_matrices()
+    look_at_steps_of_optimizers()
     names = [n for n in (*vars(ParallelModel), *vars(model)) if not n.startswith("_") and not hasattr(module, n)]
     added: dict[str, Any] = {name: _passed_on(name) for name in names if name != "module"}
     added.update(__module__=own.__module__, __qualname__=own.__qualname__, __doc__=own.__doc__)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rotorch.core.errors import ConfigError
+from rotorch.shard.in_chunks import CutInName
 from rotorch.shard.sharded_weight import weight_of
 
 _NEED_WHOLE = {
@@ -22,9 +25,36 @@ _NEED_WHOLE = {
 
 
 @functools.cache
-def refuse_what_needs_whole_matrices() -> None:
-    """Makes steps of torch's LBFGS, Adafactor and Muon raise `ConfigError` over cut weights, for good; once."""
+def look_at_steps_of_optimizers() -> None:
+    """Has every `optimizer.step()` looked at beforehand, for good; once.
+
+    Steps of torch's LBFGS, Adafactor and Muon over cut weights raise `ConfigError`; loaded state is cut like weights.
+    """
     register_optimizer_step_pre_hook(_refuse_if_cut)
+    register_optimizer_step_pre_hook(_CutsLoadedState())
+
+
+class _CutsLoadedState:
+    """Cuts loaded state as weights are cut: of whole tensors `set_optimizer_state_dict` makes DTensors of torch's cut.
+
+    All ranks do so in the same step, in the same order, since the same state has been loaded into all.
+    """
+
+    def __init__(self) -> None:
+        # By optimizer, the state that is known to be cut like its weights. Another one has been loaded if it differs.
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, Any] = weakref.WeakKeyDictionary()
+
+    @torch.no_grad()
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._seen.get(optimizer) is optimizer.state:
+            return
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, CutInName):
+                continue
+            for key, value in state.items():
+                if isinstance(value, DTensor) and not isinstance(value, CutInName) and value.shape == parameter.shape:
+                    state[key] = parameter.part_of(value.full_tensor())
+        self._seen[optimizer] = optimizer.state
 
 
 def _refuse_if_cut(optimizer: torch.optim.Optimizer, _: Any, __: Any) -> None:

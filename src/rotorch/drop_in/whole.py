@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from rotorch.core.errors import ConfigError
 from rotorch.models.lora import is_adapter
 from rotorch.parallel_model import ParallelModel
-from rotorch.shard.sharded_weight import ChunkedTensor, ShardedWeight
+from rotorch.shard.in_chunks import CutInName, StatePart
+from rotorch.shard.sharded_weight import ShardedWeight
 
 
 def weights_by_name(module: nn.Module, model: ParallelModel) -> dict[str, str]:
@@ -38,7 +39,11 @@ def parts_by_name(module: nn.Module, model: ParallelModel, *, whole_adapters: bo
         held = model.weights[name]
         if held.num_holders == model.mesh.size():
             return held.local.detach()
-        return model.full_tensor(name) if whole_adapters and is_adapter(name) else model.chunks_of(name)
+        if whole_adapters and is_adapter(name):
+            return model.full_tensor(name)
+        at_rest = held.parameter.detach()
+        assert isinstance(at_rest, DTensor)
+        return StatePart.of(at_rest, held.chunks)
 
     parts = {name: part_of(name) for name in model.weights}
     return {name: parts[weight] for name, weight in weights_by_name(module, model).items()}
@@ -87,12 +92,7 @@ def copy_into(module: nn.Module, model: ParallelModel, given: Mapping[str, Any])
     fitting = {}
     for name, weight in names.items():
         value, held = given[name], model.weights[weight]
-        if isinstance(value, DTensor) and value is not held.parameter and not _is_part_of(value, held):
-            raise ConfigError(
-                f"load_state_dict: {name!r} is a DTensor, and how torch cut it is not how this model is cut. "
-                "Give whole tensors, or what model.state_dict() gave"
-            )
-        if isinstance(value, ChunkedTensor) and value.chunks != held.chunks:
+        if isinstance(value, CutInName) and value.chunks != held.chunks:
             raise ConfigError(
                 f"load_state_dict: {name!r} is a part of a weight that another rank or layout has. "
                 "Save and load by torch.distributed.checkpoint, or give whole tensors"
@@ -102,27 +102,21 @@ def copy_into(module: nn.Module, model: ParallelModel, given: Mapping[str, Any])
             rest[name] = held.parameter.data  # torch copies it into itself
     for name, value in fitting.items() if len(fitting) == len(names) else ():
         held = model.weights[names[name]]
-        if isinstance(value, ChunkedTensor):
-            held.local.copy_(value.local)
-        elif isinstance(value, DTensor):
+        if isinstance(value, CutInName) or _is_cut_alike(value, held):
             held.local.copy_(value.to_local())
-        elif value is not held.parameter:
-            for chunk in held.chunks:
-                chunk.of_local(held.local).copy_(chunk.of_whole(value))
+            continue
+        whole = value.full_tensor() if isinstance(value, DTensor) else value
+        for chunk in held.chunks:
+            chunk.of_local(held.local).copy_(chunk.of_whole(whole))
     return rest
 
 
-def _is_part_of(value: DTensor, held: ShardedWeight) -> bool:
-    """True if a DTensor that torch has cut, as peft does with adapters, is this rank's part of a weight."""
+def _is_cut_alike(value: Tensor, held: ShardedWeight) -> bool:
+    """True if a DTensor that torch has cut, as peft does with adapters, is this rank's part of a weight.
+
+    All ranks come to the same: a part is as torch cuts on all of them, or on none (`CutInName`).
+    """
     ours = held.parameter.data
-    if not isinstance(ours, DTensor) or value.device_mesh != ours.device_mesh or value.placements != ours.placements:
+    if not isinstance(value, DTensor) or not isinstance(ours, DTensor) or isinstance(ours, CutInName):
         return False
-    cut = [(axis, p.dim) for axis, p in enumerate(value.placements) if isinstance(p, Shard)]
-    if value.to_local().shape != held.local.shape or len(cut) > 1 or len(held.chunks) > 1:
-        return False
-    if not cut or not held.chunks:
-        return True
-    axis, dim = cut[0]
-    each = -(-value.shape[dim] // value.device_mesh.size(axis))  # as torch.chunk cuts
-    start = each * value.device_mesh.get_local_rank(axis)
-    return held.chunks[0].offsets == tuple(start if d == dim else 0 for d in range(value.dim()))
+    return value.device_mesh == ours.device_mesh and value.placements == ours.placements

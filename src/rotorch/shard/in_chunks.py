@@ -10,16 +10,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from rotorch._torch_private import as_dtensor_class, tree_flatten
+from rotorch._torch_private import as_dtensor_class, copies_its_own_cut, tree_flatten
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.errors import ConfigError
 
@@ -118,12 +120,20 @@ class CutInName(SavedInChunks, DTensor):
 
     chunks: tuple[Box, ...]
 
-    @staticmethod
-    def of(dtensor: DTensor, chunks: Sequence[Box]) -> CutInName:
-        """`dtensor` with its true places."""
-        made: CutInName = as_dtensor_class(CutInName, dtensor)
+    @classmethod
+    def of(cls, dtensor: DTensor, chunks: Sequence[Box], *, local: Tensor | None = None) -> Self:
+        """`dtensor` with its true places; over another part like its own if one is given."""
+        made: Self = as_dtensor_class(cls, dtensor, local=local)
         made.chunks = tuple(chunks)
         return made
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        """As of every tensor; but torch, before it copies its own cut of a whole tensor into this part, is told True.
+
+        It then makes a DTensor of its own cut, which `load_state_dict` takes for what it is.
+        """
+        return copies_its_own_cut(sys._getframe(1)) or self.device.type == "meta"
 
     def in_chunks(self) -> tuple[Tensor, Sequence[Box]]:
         with torch.no_grad():
@@ -147,13 +157,36 @@ class CutInName(SavedInChunks, DTensor):
             made = nn.Parameter(made, self.requires_grad)
         return memo.setdefault(id(self), made)
 
-    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
-        """Raises: torch would take the parts for those of torch.chunk."""
-        raise _refusal("redistribute", self)
+    def part_of(self, whole: Tensor) -> CutInName:
+        """This rank's part of another whole tensor, cut alike; in memory of its own, without gradients."""
+        own, chunks = self.in_chunks()
+        local = torch.empty_like(own)
+        for chunk in chunks:
+            chunk.of_local(local).copy_(chunk.of_whole(whole))
+        return CutInName.of(self, chunks, local=local)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        **_: Any,
+    ) -> DTensor:
+        """The whole tensor on all ranks of the mesh, which call it, if that is what is asked; without gradients.
+
+        Raises:
+            ConfigError: other placements; torch would take the parts for those of torch.chunk.
+        """
+        mesh, wanted = device_mesh or self.device_mesh, list(placements or self.placements)
+        if mesh != self.device_mesh or not all(isinstance(placement, Replicate) for placement in wanted):
+            raise _refusal("redistribute", self)
+        return distribute_tensor(self.full_tensor(), mesh, wanted, src_data_rank=None)  # sends nothing
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name.rpartition("::")[2], kwargs or {}
+        if name == "new_empty" and tuple(args[1]) == tuple(args[0].shape):  # torch's asynchronous saves fill it
+            own, chunks = args[0].in_chunks()
+            return cls.of(args[0], chunks, local=torch.empty_like(own, device=kwargs.get("device")))
         groups = _computed_together(name, args, kwargs)
         for group in groups:
             cut = _first_cut(group)
@@ -170,6 +203,29 @@ class CutInName(SavedInChunks, DTensor):
         if isinstance(result, list | tuple) and len(result) == len(groups):
             return type(result)(_as_cut(each, group) for each, group in zip(result, groups, strict=True))
         return _as_cut(result, groups[0])
+
+
+class StatePart(CutInName):
+    """A weight in a `state_dict()`: this rank's part, in the form that torch's checkpoints save, load and gather.
+
+    Parts that are cut as torch cuts have this form too: values of a part must not be written as those of the whole.
+    """
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        raise ConfigError(
+            "state_dict() gives each rank's parts of weights, for torch.distributed.checkpoint. For torch.save "
+            "write model.full_state_dict(), on all ranks: the first one gets whole tensors"
+        )
+
+    def untyped_storage(self) -> Any:
+        """Raises: other libraries (safetensors) would take the memory of a part for that of the whole."""
+        return self.__reduce_ex__(None)
+
+    storage = untyped_storage
+
+    def data_ptr(self) -> int:
+        """0: a wrapper has no memory. Of a part that begins within a larger tensor torch would give its offset."""
+        return 0
 
 
 def _computed_together(name: str, args: Any, kwargs: Any) -> list[list[Tensor]]:
@@ -209,7 +265,7 @@ def _as_cut(result: Any, tensors: Sequence[Tensor]) -> Any:
     if cut is None or not isinstance(result, DTensor):
         return result
     is_like = result.shape == cut.shape and result.placements == cut.placements
-    return CutInName.of(result, cut.chunks) if is_like else result
+    return type(cut).of(result, cut.chunks) if is_like else result
 
 
 def _refusal(name: str, tensor: CutInName, *, other: Tensor | None = None) -> ConfigError:
