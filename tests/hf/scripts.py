@@ -20,6 +20,10 @@ from transformers import (
     LlamaForCausalLM,
     LlamaForSequenceClassification,
     PreTrainedTokenizerFast,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    T5Config,
+    T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
 )
@@ -161,6 +165,30 @@ def of_a_stream(layout: str | None, directory: Path) -> Run:
             cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
             / num_items_in_batch
         ),
+    )
+    trainer.train()
+    return finish(trainer, layout)
+
+
+def encoded() -> Any:
+    """A T5 of one layer on each side."""
+    torch.manual_seed(0)
+    sizes = dict(vocab_size=61, d_model=32, d_kv=8, d_ff=48, num_heads=4, num_layers=1, num_decoder_layers=1)
+    return T5ForConditionalGeneration(T5Config(**sizes, pad_token_id=0, decoder_start_token_id=0, dropout_rate=0.0))
+
+
+def texts_from_texts(layout: str | None, directory: Path) -> Run:
+    """Evaluation generates texts, whose tokens are compared with the labels."""
+    generator = np.random.default_rng(6)
+    ids, labels = generator.integers(3, 61, size=(2, 24, 7))
+    rows = Dataset.from_dict({"input_ids": ids, "labels": labels})
+    changes = dict(eval_strategy="steps", eval_steps=3, predict_with_generate=True, generation_max_length=5)
+    trainer = trainer_class(Seq2SeqTrainer, layout)(
+        model=encoded(),
+        args=arguments(Seq2SeqTrainingArguments, directory, layout, **changes),
+        train_dataset=rows,
+        eval_dataset=rows.select(range(16)),  # this trainer measures rows twice that fill up a last batch
+        compute_metrics=lambda found: {"tokens": float(found.predictions.sum()), "rows": len(found.predictions)},
     )
     trainer.train()
     return finish(trainer, layout)

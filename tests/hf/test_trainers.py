@@ -31,6 +31,7 @@ SCRIPTS = {
     "reward": (scripts.reward, {}),
     "grpo": (scripts.grpo, {}),
     "stream": (scripts.of_a_stream, {}),
+    "texts from texts": (scripts.texts_from_texts, {}),
 }
 AFTERWARDS = dict(zip(LAYOUTS, ("fsdp=2", "megatron=2", MESSAGES, "rtp=2", "ddp=2"), strict=True))
 """Under which layout a run that was begun under another one is resumed."""
@@ -66,6 +67,7 @@ def alone(alone_in):
     load_step_code(["rtp", "fsdp", "ddp", "megatron"])
     describe(scripts.model())  # its trial on a tiny model is remembered by all ranks
     describe(scripts.model(scripts.LlamaForSequenceClassification, num_labels=1))
+    describe(scripts.encoded())
     return run_ranks(run_all, work_of(None, alone_in, SCRIPTS), num_ranks=1)[0]
 
 

@@ -184,6 +184,10 @@ def late_adapters_that_do_not_go():
             said[name] = f"{type(error).__name__}: {error}"
         model.close()
     model = rotorch.parallelize(wrapped("some layers").unload(), "rtp=2", device="cpu")
+    try:
+        model.load_adapter("saved")
+    except ConfigError as error:
+        said["transformers' own"] = str(error)
     for name in ("first", "second"):
         try:
             peft.inject_adapter_in_model(ADAPTERS, model, adapter_name=name)
@@ -199,6 +203,7 @@ def test_adapters_that_need_whole_weights_are_refused_after_parallelize(warmed):
     for said in run_ranks(late_adapters_that_do_not_go, num_ranks=2):
         for name, (_, expected) in LATE.items():
             assert expected in said[name], name
+        assert "load_adapter('saved') of a LlamaForCausalLM that is spread over ranks" in said["transformers' own"]
         assert "first" not in said and "further adapters" in said["second"]
 
 

@@ -19,7 +19,7 @@ from rotorch.drop_in.optimizers import look_at_steps_of_optimizers
 from rotorch.drop_in.origin import Origin
 from rotorch.drop_in.published_tensors import published_tensors
 from rotorch.drop_in.whole import copy_into, full_state_dict, parts_by_name
-from rotorch.models.lora import base_of, saved_names
+from rotorch.models.lora import base_of, is_wrapped, saved_names
 from rotorch.models.packed_rows import nothing_packed
 from rotorch.ops.partial_module import SEES_SLICES
 from rotorch.parallel_model import ParallelModel
@@ -177,6 +177,8 @@ def make_parallel(module: Module, model: ParallelModel, *, origin: Origin, compi
         "get_encoder": _get_encoder,
         "resize_token_embeddings": _resize_token_embeddings,
     }
+    if not is_wrapped(module):  # peft's own writes into the ranks' parts
+        replaced["load_adapter"] = _load_adapter
     for name, method in {"forward": _forward, **replaced}.items():
         if hasattr(own, name):
             added[name] = functools.wraps(getattr(own, name))(method)
@@ -316,6 +318,14 @@ def _resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *args
             "parts of the rows. Call it before parallelize"
         )
     return own.get_input_embeddings()
+
+
+def _load_adapter(self: Any, peft_model_id: str | None = None, *_: Any, **__: Any) -> None:
+    """Refused: transformers would put whole tensors in place of the ranks' parts."""
+    raise ConfigError(
+        f"load_adapter({peft_model_id!r}) of a {type(self).__name__} that is spread over ranks: call it before "
+        "parallelize, or write peft.PeftModel.from_pretrained(model, directory, is_trainable=True)"
+    )
 
 
 def _has_encoder(module: nn.Module) -> bool:

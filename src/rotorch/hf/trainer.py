@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,22 @@ else:
 
 _OPTIMIZER = "optimizer"
 """The directory of the optimizer's state in a checkpoint."""
+
+
+_LOSS_IN_FORWARD = re.compile(r"Loss\(|cross_entropy\(|mse_loss\(")
+
+
+def _takes_means_itself(module: nn.Module) -> bool:
+    """True for a model of transformers that accepts a count of items, and divides its loss by its own (T5, BERT).
+
+    `Trainer` takes such a loss for a sum over the items of all processes and multiplies it by their number, so that
+    gradients would grow with the ranks (by name: `compute_loss`, `model_accepts_loss_kwargs`).
+    """
+    forward = inspect.unwrap(type(module).forward)
+    if not forward.__module__.startswith("transformers.models."):
+        return False
+    source = inspect.getsource(forward)
+    return "loss_function(" not in source and _LOSS_IN_FORWARD.search(source) is not None
 
 
 class TrainerMixin(_Trainer):
@@ -113,6 +130,15 @@ class TrainerMixin(_Trainer):
             layout = self.layout if self.layout is not None else self.parallel.strategies
             parallelize(model, layout, device=self.args.device.type)
         show_whole_head(model, model.parallel)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As ever; but the loss of a model that takes no count of items is its mean, and stays that."""
+        computed_here = self.compute_loss_func is not None or self.label_smoother is not None
+        if not computed_here and _takes_means_itself(base_of(self.model)[1]):
+            num_items_in_batch = None
+        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     # ---------------------------------------------------------------- saving and loading
 
