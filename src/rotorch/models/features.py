@@ -311,7 +311,7 @@ def sums_of_norm(norm: nn.Module, *, size: int, name: str = "") -> int:
         _Unknown: completing them does not give what the whole module gives.
     """
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-        torch.manual_seed(0)
+        torch.default_generator.manual_seed(0)
         whole = copy.deepcopy(norm)
         for key, parameter in norm._parameters.items():
             if parameter is not None:

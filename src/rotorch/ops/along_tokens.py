@@ -47,7 +47,7 @@ from rotorch.ops.conjugates import (
     reduce_scatter_from_region,
     scatter_to_region,
 )
-from rotorch.ops.random_state import RandomState, seeded_rng
+from rotorch.ops.random_state import RandomState, seed_generators, seeded_rng
 
 _DIM = 1
 """The dim of tokens in hidden states `[B, T, D]`."""
@@ -103,7 +103,7 @@ class TokenShard:
         self._seed(shared + 1 + self.axis_group.size)
 
     def _seed(self, shared: int) -> None:
-        torch.manual_seed(shared + 1 + self.axis_group.position)
+        seed_generators(shared + 1 + self.axis_group.position)
 
     def run_in(self, layers: Sequence[nn.Module]) -> None:
         """Makes a row of layers run on shards of the tokens, by permanent hooks on the first and the last one."""

@@ -22,6 +22,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Range, Unit
 from rotorch.models.compiled import compiled_forward
 from rotorch.ops.multihead import multihead_on_slice
+from rotorch.ops.random_state import seed_generators
 from rotorch.shard.buffers import buffers_untouched
 from rotorch.shard.sites import Site
 
@@ -182,7 +183,7 @@ class PartialModule:
         outputs = []
         with torch.no_grad(), torch.random.fork_rng(devices), buffers_untouched(self._module):
             for given in (weights, scaled):
-                torch.manual_seed(0)  # dropout drops the same
+                seed_generators(0)  # dropout drops the same
                 outputs.append(run(given).float())
         self._put(before)
         once, again = outputs

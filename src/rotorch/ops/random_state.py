@@ -55,13 +55,23 @@ class RandomState:
             yield
 
 
+def seed_generators(seed: int) -> None:
+    """Seeds the generators of the CPU, and of GPUs if this process uses any.
+
+    `torch.manual_seed` notes the call for a GPU that may come to be used later, with the stack of now: milliseconds.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)
+
+
 @contextmanager
 def seeded_rng(seed: int) -> Iterator[None]:
     """Makes ranks with the same `seed` draw the same inside the block; afterwards the generators go on as before it."""
     # Without initialising CUDA on a rank that computes on CPU: its context alone takes hundreds of MB.
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []
     with torch.random.fork_rng(devices):
-        torch.manual_seed(seed)
+        seed_generators(seed)
         yield
 
 
@@ -88,7 +98,7 @@ def own_rng(position: int, *, like: Sequence[Any], active: bool) -> Iterator[Non
     # After the draw, so that the next block gets another seed.
     cpu = torch.get_rng_state()
     try:
-        torch.manual_seed(seed + position)
+        seed_generators(seed + position)
         yield
     finally:
         torch.set_rng_state(cpu)

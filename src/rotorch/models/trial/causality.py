@@ -41,7 +41,7 @@ def reads_ahead(config: Any) -> bool:
     for tiny in shrunk_like(config):
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), one_thread():
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 model = AutoModelForCausalLM.from_config(tiny).eval()
                 ids = torch.arange(1, _NUM_TOKENS + 1).unsqueeze(0)
                 other = ids.index_fill(1, torch.tensor([_NUM_TOKENS - 1]), _NUM_TOKENS + 1)  # another last token

@@ -31,7 +31,7 @@ def why_documents_meet(config: Any) -> str:
     for tiny in shrunk_like(config):
         try:
             with torch.random.fork_rng(devices=[]), torch.no_grad(), one_thread():
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 model = AutoModelForCausalLM.from_config(tiny).eval()
                 ids = torch.randint(NUM_DRAWN_TOKENS, (len(_LENGTHS), sum(_LENGTHS[0])))
                 alone = torch.stack([_alone(model, row, lengths=n) for row, n in zip(ids, _LENGTHS, strict=True)])

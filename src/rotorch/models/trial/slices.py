@@ -93,7 +93,7 @@ def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Tr
             config.use_cache = False
             config._experts_implementation = "eager"  # others know no float64
             try:
-                torch.manual_seed(0)
+                torch.default_generator.manual_seed(0)
                 tiny = with_values(type(module), config).to(dtype).eval()
                 run = partial(_pass, tiny, dtype=dtype, embedded=embedded)
                 short = partial(run, num_rows=2, num_tokens=12)

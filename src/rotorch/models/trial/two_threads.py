@@ -44,7 +44,7 @@ def tiny_of(module: nn.Module, *, num_tokens: int = 12) -> tuple[nn.Module, dict
         config.use_cache = False
         config._experts_implementation = "eager"  # others know no float64
         try:
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)
             tiny = with_values(type(module), config).double().eval()
             inputs = inputs_for(type(tiny), tiny.config, num_rows=2, num_tokens=num_tokens)
             return tiny, inputs, first_tensor(tiny(**inputs))
