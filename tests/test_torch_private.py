@@ -29,6 +29,7 @@ from rotorch._torch_private import (
     TorchDispatchMode,
     as_dtensor_class,
     as_one_message,
+    as_parameter,
     assert_on_device,
     copies_its_own_cut,
     default_store,
@@ -100,6 +101,19 @@ def test_as_dtensor_class_makes_a_subclass_over_the_same_memory_that_is_dispatch
         assert torch.equal(local, torch.full((2, 3), 3.0))
         other = as_dtensor_class(OtherDTensor, plain, local=torch.zeros(2, 3))
         assert other.shape == (4, 3) and torch.equal(other.to_local(), torch.zeros(2, 3))
+
+
+def test_as_parameter_makes_what_nn_parameter_makes():
+    with as_rank(0, num_ranks=2):
+        mesh, local = init_device_mesh("cpu", (2,)), torch.ones(2, 3)
+        made = as_parameter(DTensor.from_local(local, mesh, [Shard(0)]), requires_grad=True)
+        theirs = nn.Parameter(DTensor.from_local(local, mesh, [Shard(0)]))
+        assert isinstance(made, nn.Parameter) and type(made) is type(theirs) is DTensor
+        assert made.is_leaf and made.requires_grad and vars(made).keys() == vars(theirs).keys()
+        assert made.to_local().data_ptr() == local.data_ptr()
+        (2 * made).to_local().sum().backward()
+        assert torch.equal(made.grad.to_local(), torch.full((2, 3), 2.0))
+        assert not as_parameter(DTensor.from_local(local, mesh, [Shard(0)]), requires_grad=False).requires_grad
 
 
 class AsksWhoLooks(DTensor):

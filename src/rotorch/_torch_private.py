@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -76,6 +76,7 @@ __all__ = [
     "TorchDispatchMode",
     "as_dtensor_class",
     "as_one_message",
+    "as_parameter",
     "assert_on_device",
     "copies_its_own_cut",
     "default_store",
@@ -300,6 +301,16 @@ def as_dtensor_class(cls: type[Tensor], dtensor: Any, *, local: Tensor | None = 
     if local is not None:
         return cls(local, dtensor._spec, requires_grad=False)
     return cls(dtensor._local_tensor, dtensor._spec, requires_grad=dtensor.requires_grad)
+
+
+def as_parameter(dtensor: Tensor, *, requires_grad: bool) -> nn.Parameter:
+    """Makes a DTensor, which nothing else holds, a parameter itself.
+
+    Reason: `nn.Parameter(dtensor)` detaches it, and for that DTensor works out a sharding, anew for each shape in each
+    process: 20 ms each, a quarter of the time of `parallelize` for a small model.
+    """
+    dtensor.requires_grad_(requires_grad)._is_param = True  # type: ignore[attr-defined]
+    return cast(nn.Parameter, dtensor)
 
 
 def copies_its_own_cut(frame: FrameType) -> bool:

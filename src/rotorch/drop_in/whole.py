@@ -116,7 +116,7 @@ def _is_cut_alike(value: Tensor, held: ShardedWeight) -> bool:
 
     All ranks come to the same: a part is as torch cuts on all of them, or on none (`CutInName`).
     """
-    ours = held.parameter.data
+    ours: Tensor = held.parameter
     if not isinstance(value, DTensor) or not isinstance(ours, DTensor) or isinstance(ours, CutInName):
         return False
     return value.device_mesh == ours.device_mesh and value.placements == ours.placements

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
+from rotorch._torch_private import as_parameter
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.spec import Cut, Unit, UnitKind, Weight
@@ -239,7 +240,7 @@ class ShardedWeights:
                 placement.weight,
                 local,
                 placement.chunks,
-                nn.Parameter(at_rest, requires_grad=source.requires_grad),
+                as_parameter(at_rest, requires_grad=source.requires_grad),
                 num_holders=placement.num_holders,
                 holder=placement.holder,
                 sites=found,

@@ -126,7 +126,7 @@ def is_cut_evenly(local: Tensor, *, shape: Sequence[int], mesh: DeviceMesh, plac
 
 def dtensor_like(parameter: nn.Parameter, local: Tensor) -> DTensor:
     """A DTensor over `local` with the shape, mesh and placements of a parameter at rest: its gradient."""
-    like = parameter.data
+    like: Tensor = parameter  # not its `data`, which detaches: an operation of DTensor, for each weight in each step
     assert isinstance(like, DTensor)
     chunks = like.chunks if isinstance(like, CutInName) else None
     return dtensor_at_rest(local, shape=like.shape, mesh=like.device_mesh, placements=like.placements, chunks=chunks)
