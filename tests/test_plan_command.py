@@ -58,6 +58,10 @@ def test_a_run_is_planned(tmp_path):
     assert chosen.changes[0] == f"parallel.layout={chosen.plan.parallel}"
     assert chosen.told[0].startswith(f"auto: {chosen.plan.parallel} with a micro-batch of")
     assert any("slower: " in line for line in chosen.told[1:])
+    assert chosen.micro_batch == chosen.plan.micro_batch
+    of_pairs = planned(load_run_config("configs/demo.toml", overrides=[*overrides, "data.kind=preferences"]), nproc=2)
+    assert of_pairs.plan.micro_batch == 2 * of_pairs.micro_batch and "pp" not in of_pairs.plan.parallel
+    assert of_pairs.plan.tokens == 2 * chosen.plan.tokens  # two rows of each
     with pytest.raises(ConfigError, match="cluster = h100x8 has 8 ranks, and the run 2"):
         planned(load_run_config("configs/demo.toml", overrides=[*overrides, "parallel.cluster=h100x8"]), nproc=2)
 

@@ -4,6 +4,8 @@ import json
 import tomllib
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 from commands import Command, rotorch, write_run
@@ -63,20 +65,44 @@ def test_a_run_from_a_directory_and_a_text_without_editing(tmp_path):
     assert json_of(tmp_path, *likeliest)["num_tokens"] == 62  # up to the model's last position
 
 
-def test_records_of_answers_and_of_text_are_told_apart(tmp_path):
+PAIR = {"question": "Naïve 😀?\x7f", "chosen": SENTENCE, "rejected": "No."}
+MESSAGES = [{"role": "user", "content": "Say it"}, {"role": "assistant", "content": SENTENCE}]
+RECORDS = {
+    "asked.jsonl": ({"instruction": "Say it", "output": SENTENCE}, ("instructions", "instruction", "output")),
+    "asked.parquet": ({"id": "3", "prompt": "Say it", "response": SENTENCE}, ("instructions", "prompt", "response")),
+    "plain.jsonl": ({"id": 3, "content": SENTENCE}, ("text", "content")),
+    "story.parquet": ({"id": "3", "story": SENTENCE}, ("text", "story")),
+    "pairs.jsonl": (PAIR, ("preferences", "question")),
+    "pairs.parquet": ({"chosen": "Say: " + SENTENCE, "rejected": "Say: no."}, ("preferences",)),
+}
+
+
+def test_kinds_of_records_are_told_apart(tmp_path):
     published(tmp_path / "mine")
-    for name, record, expected in (
-        ("asked", {"instruction": "Say it", "output": SENTENCE}, ("instructions", "instruction", "output")),
-        ("plain", {"id": 3, "content": SENTENCE}, ("text", "content")),
-    ):
-        (tmp_path / f"{name}.jsonl").write_text((json.dumps(record) + "\n") * 300)
-        arguments = ("--data", tmp_path / f"{name}.jsonl", "--out", tmp_path / f"{name}.toml", "--parallel", "rtp=2")
-        command = rotorch(tmp_path / "said", "init", tmp_path / "mine", *arguments)
+    for name, (record, expected) in RECORDS.items():
+        file = tmp_path / name
+        if file.suffix == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record] * 300), file)
+        else:
+            file.write_text((json.dumps(record) + "\n") * 300)
+        out = file.with_suffix(f"{file.suffix}.toml")
+        command = rotorch(
+            tmp_path / "said", "init", tmp_path / "mine", "--data", file, "--out", out, "--parallel", "rtp=2"
+        )
         assert command.code == 0, command.stderr
-        written = tomllib.loads((tmp_path / f"{name}.toml").read_text())
+        written = tomllib.loads(out.read_text())
         data = written["data"]
         fields = [data[key] for key in ("text_field", "prompt_field", "response_field") if key in data]
         assert (data.get("kind", "text"), *fields) == expected and written["parallel"]["layout"] == "rtp=2"
+        if expected[0] == "preferences":  # a row holds prompt and response
+            assert data["sequence_length"] == 64 and 14 <= written["train"]["global_batch"] <= 28
+            assert (
+                20 <= written["train"]["steps"] <= 22
+                and written["dpo"] == {"beta": 0.1}
+                and written["optimizer"]["lr"] == 1e-6
+            )
+        if record is PAIR:
+            assert written["sample"]["prompt"] == PAIR["question"]
 
 
 @pytest.mark.parametrize(
@@ -86,9 +112,14 @@ def test_records_of_answers_and_of_text_are_told_apart(tmp_path):
         (("init", "small"), "vocabulary of 100 is too small for bytes (257)"),
         (("init", "mine", "--data", "gone.txt"), "gone.txt"),
         (("init", "mine", "--data", "short.txt"), "short.txt"),
+        (("init", "mine", "--data", "numbers.jsonl"), "no field of text; the fields are n"),
+        (("init", "mine", "--data", "chats.jsonl"), "a tokenizer with a chat template"),
+        (("init", "old"), "weights of old are in pytorch_model.bin"),
+        (("init", "owner/name"), "hf://owner/name for a model of the hub"),
+        (("init", "hf://owner"), "init = 'hf://owner': is no name of the hub"),
         (("init", "mine", "--data", "text.txt", "--parallel", "rtp=3,rtp=2"), "rtp=3,rtp=2"),
         (("init", "mine", "--data", "text.txt", "--out", "no/such/run.toml"), "no directory"),
-        (("generate", "mine"), "mine"),
+        (("generate", "mine"), "mine: not a checkpoint of rotorch (no manifest.json), but a model of Hugging Face"),
         (("eval", "nothing"), "nothing: no such directory"),
     ],
 )
@@ -97,6 +128,11 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, words):
     published(tmp_path / "small", vocab_size=100)
     (tmp_path / "text.txt").write_text(SENTENCE * 200)
     (tmp_path / "short.txt").write_text("It")
+    (tmp_path / "numbers.jsonl").write_text('{"n": 1}\n')
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "config.json").write_bytes((tmp_path / "mine" / "config.json").read_bytes())
+    (tmp_path / "old" / "pytorch_model.bin").touch()
     before = sorted(tmp_path.rglob("*"))
     command = Command(tmp_path.parent / f"{tmp_path.name}-said", *arguments, cwd=tmp_path)
     command.wait()
@@ -106,7 +142,10 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, words):
 
 def test_a_checkpoint_is_refused_under_what_cannot_use_it(tmp_path):
     run = write_run(tmp_path)
-    assert rotorch(tmp_path / "said", "train", run, "optimizer.warmup_steps=0", "train.steps=1").code == 0
+    short = ("optimizer.warmup_steps=0", "train.steps=1", "data.held_out_fraction=0")
+    assert rotorch(tmp_path / "said", "train", run, *short).code == 0
+    learnt = rotorch(tmp_path / "said", "eval", tmp_path / "run")  # by then nothing of its text is unseen
+    assert learnt.code == 2 and "the run held nothing out of" in learnt.stderr
     for layout, words in (("pp=2", "2 stages over LlamaForCausalLM"), ("rtp=x", "rtp=x")):
         with pytest.raises(ConfigError, match=words):
             open_saved_model(str(tmp_path / "run"), layout=layout, device="cpu")

@@ -1,8 +1,11 @@
 """Names of the Hugging Face hub: directories where it is reached, one line where it is not."""
 
+import json
+import tomllib
+
 import huggingface_hub
 import pytest
-from commands import rotorch, write_run
+from commands import Command, rotorch, write_run
 
 from rotorch.core.errors import ConfigError
 from rotorch.run_config import load_run_config
@@ -36,6 +39,23 @@ def test_names_become_directories(tmp_path, monkeypatch):
     assert ("owner/texts", "dataset", None, True, False) in asked
     plain = load_run_config(tmp_path / "run.toml")
     assert with_hub_files(plain) == plain
+
+
+def test_init_writes_names_of_the_hub(tmp_path, monkeypatch, warm):
+    """Files of the hub lie here; the run file has their names."""
+    model, texts = tmp_path / "model", tmp_path / "texts"
+    model.mkdir(), texts.mkdir()
+    (model / "config.json").write_text(json.dumps(load_run_config(write_run(tmp_path)).model.config))
+    (texts / "a.jsonl").write_text('{"story": "Rings go round and come home."}\n' * 200)
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **_: str({"owner/m.1": model, "owner/texts": texts}[name])
+    )
+    told = ["hf://owner/m.1@v2", "--data", "hf://datasets/owner/texts", "--nproc", 2]
+    done = Command(tmp_path / "log", "init", *told, cwd=tmp_path)
+    assert done.wait() == 0, done.stderr
+    written = tomllib.loads((tmp_path / "m.1.toml").read_text())
+    assert written["model"] == {"config": "hf://owner/m.1@v2"} and written["parallel"]["layout"] != "auto"
+    assert written["data"]["source"] == "hf://datasets/owner/texts" and written["data"]["text_field"] == "story"
 
 
 @pytest.mark.parametrize(

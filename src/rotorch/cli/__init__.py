@@ -220,12 +220,8 @@ def lr_find(
 
 @app.command("init")
 def init(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A Hugging Face directory, a config.json, or a GGUF file")
-    ],
-    data: Annotated[
-        str, typer.Option(help="A text, JSONL or Parquet file, a directory of them, or stdlib: Python's own sources")
-    ] = "stdlib",
+    model: options.StartingModel,
+    data: options.TextToLearn = "stdlib",
     out: Annotated[
         Path | None, typer.Option(metavar="RUN.toml", help="The file to write; by default named after the model")
     ] = None,

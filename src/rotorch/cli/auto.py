@@ -14,9 +14,11 @@ from rotorch.cli.plan import task_of
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
 from rotorch.mesh import device_type
+from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster, load_cluster
 from rotorch.planner.search import Batch, Plan, search, why_nothing_fits
 from rotorch.run_config import RunConfig
+from rotorch.strategies import parse_parallel
 
 AUTO = "auto"
 _FIRST_STEPS = 2
@@ -27,12 +29,14 @@ class Chosen:
     """A planned run.
 
     Attributes:
-        plan: the best one.
+        plan: the best one; of preference pairs its rows are two of each.
+        micro_batch: samples of a rank in one pass.
         changes: of the run's configuration, as on the command line.
         told: lines that say what was chosen, and why not others.
     """
 
     plan: Plan
+    micro_batch: int
     changes: tuple[str, ...]
     told: tuple[str, ...]
 
@@ -55,7 +59,8 @@ def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
         )
     ranks = nproc or int(os.environ.get("WORLD_SIZE", "0")) or os.cpu_count() or 1
     cluster = _cluster(config, ranks=ranks)
-    rows = train.global_batch or train.micro_batch * (train.accumulation or 1) * ranks
+    rows_each = 2 if config.data.kind == "preferences" else 1
+    rows = (train.global_batch or train.micro_batch * (train.accumulation or 1) * ranks) * rows_each
     task = task_of(
         _model(config),
         cluster=cluster,
@@ -64,7 +69,10 @@ def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
         precision=train.precision,
     )
     found = search(task)
-    best = found.chosen
+    fitting = [plan for plan in found.plans if plan.fits]
+    if rows_each > 1:  # no pass has half of a pair, and no pipeline computes their loss
+        fitting = [plan for plan in fitting if plan.micro_batch % rows_each == 0 and not _has_stages(plan)]
+    best = next(iter(fitting), None)
     if best is None:
         raise ConfigError(
             f"parallel: layout = auto on {ranks} ranks: {why_nothing_fits(found, task)}. Write that, a smaller "
@@ -74,17 +82,18 @@ def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
     for plan in found.plans:
         if plan.parallel != best.parallel:
             others.setdefault(plan.parallel.partition("=")[0], plan)
+    micro_batch = best.micro_batch // rows_each
     told = [
-        f"auto: {best.parallel} with a micro-batch of {best.micro_batch} x {best.accumulation}, of {len(found.plans)} "
+        f"auto: {best.parallel} with a micro-batch of {micro_batch} x {best.accumulation}, of {len(found.plans)} "
         f"plans: {best.step_s:.3g} s a step and {format_bytes(best.memory.total_bytes)} per rank predicted",
         *(f"auto: not {plan.parallel}: {plan.why_not}" for plan in list(others.values())[:3]),
     ]
     changes = (
         f"parallel.layout={best.parallel}",
-        f"train.micro_batch={best.micro_batch}",
+        f"train.micro_batch={micro_batch}",
         f"train.accumulation={best.accumulation}",
     )
-    return Chosen(best, changes, tuple(told))
+    return Chosen(best, micro_batch, changes, tuple(told))
 
 
 def _cluster(config: RunConfig, *, ranks: int) -> Cluster:
@@ -105,6 +114,10 @@ def _cluster(config: RunConfig, *, ranks: int) -> Cluster:
     link = here.links[0].model_copy(update={"devices": ranks})
     named = {"name": f"{ranks} ranks on this machine", "devices_per_node": ranks, "links": (link,)}
     return here.model_copy(update=named)
+
+
+def _has_stages(plan: Plan) -> bool:
+    return any(isinstance(strategy, StageStrategy) for strategy in parse_parallel(plan.parallel))
 
 
 def _model(config: RunConfig) -> str | dict[str, Any]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from rotorch.cli import auto
+from rotorch.cli.init_data import InitData, init_data, toml_string
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
 from rotorch.models.gguf import find_gguf
@@ -18,26 +19,18 @@ from rotorch.models.hf import load_config
 from rotorch.run_config import RunConfig, load_run_config
 from rotorch.strategies import batch_ranks, parse_parallel
 from rotorch.train.checks.preflight import check_run
-from rotorch.train.data.corpus import STDLIB, Corpus, find_corpus, read_json_lines
-from rotorch.train.data.instructions import find_records
+from rotorch.train.data.corpus import STDLIB
 from rotorch.train.data.tokens import BYTES, ByteTokens
+from rotorch.train.hub import SCHEME, found, with_hub_files
 
 _TOKENS_PER_STEP = 8192
 _LONGEST, _SHORTEST = 1024, 16  # tokens of a sample, unless the model takes fewer
 _LEAST_SAMPLES = 100  # that a text should have
 _LEAST_STEPS, _MOST_STEPS = 20, 1000
 _BYTES_PER_TOKEN = 4  # of text, by a vocabulary learnt from text; only the number of steps depends on it
-_TEXT_FIELDS = ("text", "content", "document", "body")
-_ANSWER_FIELDS = (("prompt", "response"), ("instruction", "output"), ("question", "answer"), ("prompt", "completion"))
-
-
-@dataclass(frozen=True)
-class _Data:
-    """The text of a run: the lines of [data] that depend on it, and its size."""
-
-    corpus: Corpus
-    lines: tuple[str, ...]
-    prompt: str
+_IS_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_LEAST_BYTES_PER_TOKEN = 3  # by which a pair's length is estimated: one that is longer loses its end
+_TEMPLATE_TOKENS = 32  # that a chat template adds to a pair, about
 
 
 @dataclass(frozen=True)
@@ -56,8 +49,9 @@ def init_command(
     """Writes a run file. Starts nothing; the file is checked as `rotorch train` would before it gets its name.
 
     Args:
-        model: a Hugging Face directory, a `config.json` or a GGUF file; weights beside it are what the run starts from.
-        data: a text, JSONL or Parquet file, a directory of them, or "stdlib".
+        model: a Hugging Face directory, a `config.json`, a GGUF file, or `hf://owner/name` of the hub; weights beside
+            it are what the run starts from.
+        data: a text, JSONL or Parquet file, a directory of them, `hf://datasets/owner/name`, or "stdlib".
         out: the file to write; by default named after the model, in the working directory.
         nproc: ranks of this machine; by default one per GPU, or per core.
         parallel: layout; by default the planner's choice.
@@ -69,28 +63,34 @@ def init_command(
     Raises:
         ConfigError: the model, its tokenizer or the text is missing or does not fit; nothing was written.
     """
-    place = Path(model).expanduser()
-    file = out or Path(f"{_name_of(place)}.toml")
+    file = out or Path(f"{_name_of(model)}.toml")
     if file.exists() and not force:
         raise ConfigError(f"init: {file} exists. Write --out with another name, or --force to replace it")
     if not file.absolute().parent.is_dir():
         raise ConfigError(f"init: no directory {file.absolute().parent}. Make it, or write another --out")
+    place = Path(found(model, key="init")).expanduser()
+    if not place.exists() and _IS_HUB_NAME.fullmatch(model):
+        raise ConfigError(
+            f"init: no {model!r} here. Write the path of a Hugging Face directory, or {SCHEME}{model} for a model of "
+            "the hub"
+        )
     config = load_config(place).get_text_config()
     published = _has_weights(place)
     tokenizer = _tokenizer_of(place, vocab_size=config.vocab_size)
     base = file.absolute().parent
-    found = _data(data, base=base, in_bytes=tokenizer == BYTES)
+    text_files = found(data, key="init --data", is_data=True)
+    of_text = init_data(text_files, written=_written(data, base=base))
     ranks = nproc or torch.cuda.device_count() or os.cpu_count() or 1
-    sizes = _sizes(found.corpus, config=config, in_bytes=tokenizer == BYTES, ranks=ranks)
+    sizes = _sizes(of_text, config=config, in_bytes=tokenizer == BYTES, ranks=ranks)
     temporary = file.with_name(f".{file.name}.tmp-{os.getpid()}")
-    where = _written(place, base=base)
+    where = _written(model, base=base)
 
     def text(layout: str, micro_batch: int, words: str) -> str:
         return _text(
             where,
             published=published,
             tokenizer=tokenizer,
-            data=found,
+            data=of_text,
             sizes=sizes,
             layout=layout,
             words=words,
@@ -104,8 +104,9 @@ def init_command(
         if parallel is None and torch.cuda.is_available():
             layout, words = f"rtp={ranks}" if ranks > 1 else "single", "one rank per GPU of this machine"
         elif parallel is None:
-            chosen = auto.planned(load_run_config(temporary), nproc=ranks).plan
-            layout, micro_batch = chosen.parallel, chosen.micro_batch
+            planned = auto.planned(with_hub_files(load_run_config(temporary)), nproc=ranks)
+            chosen, micro_batch = planned.plan, planned.micro_batch
+            layout = chosen.parallel
             words = f"planned: {chosen.step_s:.2g} s a step, {format_bytes(chosen.memory.total_bytes)} per rank"
         else:
             copies = batch_ranks(parse_parallel(layout))
@@ -119,13 +120,23 @@ def init_command(
     return file, load_run_config(file)
 
 
-def _name_of(model: Path) -> str:
-    named = model.absolute().parent if model.name == "config.json" else model.absolute()
+def _name_of(model: str) -> str:
+    if model.startswith(SCHEME):
+        return model.partition("@")[0].rpartition("/")[2] or "run"
+    path = Path(model).expanduser().absolute()
+    named = path.parent if path.name == "config.json" else path
     return named.stem if named.suffix == ".gguf" else named.name or "run"
 
 
 def _has_weights(model: Path) -> bool:
-    return find_gguf(model) is not None or (model.is_dir() and any(model.glob("*.safetensors")))
+    if find_gguf(model) is not None or (model.is_dir() and any(model.glob("*.safetensors"))):
+        return True
+    if model.is_dir() and (others := sorted(model.glob("pytorch_model*.bin"))):
+        raise ConfigError(
+            f"init: the weights of {model} are in {others[0].name}, and rotorch reads safetensors. Save them again "
+            f"with save_pretrained of transformers, or write {model / 'config.json'} for a new model of these sizes"
+        )
+    return False
 
 
 def _tokenizer_of(model: Path, *, vocab_size: int) -> str:
@@ -141,58 +152,28 @@ def _tokenizer_of(model: Path, *, vocab_size: int) -> str:
     return BYTES
 
 
-def _written(path: Path, *, base: Path) -> str:
-    """A path as the run file has it: relative where it lies beside or below the file."""
-    whole = path.absolute().resolve()
+def _written(path: str, *, base: Path) -> str:
+    """A path as the run file has it: relative where it lies beside or below the file. Names of the hub stay."""
+    if path == STDLIB or path.startswith(SCHEME):
+        return path
+    whole = Path(path).expanduser().absolute().resolve()
     return str(whole.relative_to(base.resolve())) if whole.is_relative_to(base.resolve()) else str(whole)
 
 
-def _data(source: str, *, base: Path, in_bytes: bool) -> _Data:
-    if source == STDLIB:
-        return _Data(find_corpus(source), (f'source = "{STDLIB}"{" " * 15}# the sources of this Python',), "def ")
-    line = f"source = {json.dumps(_written(Path(source).expanduser(), base=base))}"
-    record = _first_record(source)
-    if record is None:
-        corpus = find_corpus(source)
-        return _Data(corpus, (line,), _beginning(corpus))
-    if "messages" in record and not in_bytes:
-        corpus = find_records(source, fields=("prompt", "response"))
-        return _Data(corpus, (line, 'kind = "instructions"    # only responses are learnt'), "Hello")
-    for prompt, response in _ANSWER_FIELDS:
-        if isinstance(record.get(prompt), str) and isinstance(record.get(response), str):
-            corpus = find_records(source, fields=(prompt, response))
-            fields = (f"prompt_field = {json.dumps(prompt)}", f"response_field = {json.dumps(response)}")
-            lines = (line, 'kind = "instructions"    # only responses are learnt', *fields)
-            return _Data(corpus, lines, record[prompt])
-    field = next((name for name in _TEXT_FIELDS if isinstance(record.get(name), str)), "text")
-    corpus = find_corpus(source, text_field=field)
-    return _Data(corpus, (line, f"text_field = {json.dumps(field)}"), _beginning(corpus))
-
-
-def _first_record(source: str) -> dict[str, Any] | None:
-    """The first record of a JSONL file, or of the first one in a directory; None of text and Parquet."""
-    path = Path(source).expanduser()
-    files = [path] if path.is_file() else sorted(path.rglob("*.jsonl")) if path.is_dir() else []
-    lines = [file for file in files if file.suffix in (".jsonl", ".ndjson")]
-    if not lines:
-        return None
-    return next((record for _, record in read_json_lines(lines[0], example='{"text": "..."}')), None)
-
-
-def _beginning(corpus: Corpus) -> str:
-    """The first words of a text, for the sample at the end of a run."""
-    first, _ = next(iter(corpus.pieces()), (b"", False))
-    return " ".join(first[:200].decode("utf-8", errors="ignore").split()[:3]) or "The"
-
-
-def _sizes(corpus: Corpus, *, config: Any, in_bytes: bool, ranks: int) -> _Sizes:
-    num_tokens = corpus.text_bytes // (1 if in_bytes else _BYTES_PER_TOKEN)
+def _sizes(data: InitData, *, config: Any, in_bytes: bool, ranks: int) -> _Sizes:
     room = getattr(config, "max_position_embeddings", None) or _LONGEST
-    length = _LONGEST
-    while length > _SHORTEST and (length > room or num_tokens // length < _LEAST_SAMPLES):
-        length //= 2
-    samples = max(1, num_tokens // (length + 1))
-    batch = max(1, min(_TOKENS_PER_STEP // length, samples // _LEAST_STEPS) // ranks) * ranks
+    length, rows = _LONGEST, 1
+    if data.num_pairs:
+        needed = data.longest_bytes + 1 if in_bytes else data.longest_bytes // _LEAST_BYTES_PER_TOKEN + _TEMPLATE_TOKENS
+        while length > _SHORTEST and (length > room or length // 2 >= needed):
+            length //= 2
+        samples, rows = data.num_pairs, 2
+    else:
+        num_tokens = data.corpus.text_bytes // (1 if in_bytes else _BYTES_PER_TOKEN)
+        while length > _SHORTEST and (length > room or num_tokens // length < _LEAST_SAMPLES):
+            length //= 2
+        samples = max(1, num_tokens // (length + 1))
+    batch = max(1, min(_TOKENS_PER_STEP // (rows * length), samples // _LEAST_STEPS) // ranks) * ranks
     steps = max(_LEAST_STEPS, min(_MOST_STEPS, samples // batch))
     return _Sizes(length, batch, steps, steps * batch / samples)
 
@@ -202,7 +183,7 @@ def _text(
     *,
     published: bool,
     tokenizer: str,
-    data: _Data,
+    data: InitData,
     sizes: _Sizes,
     layout: str,
     micro_batch: int,
@@ -210,12 +191,15 @@ def _text(
     name: str,
 ) -> str:
     every = max(1, sizes.steps // 10)
-    source = f"init = {json.dumps(model)}" if published else f"config = {json.dumps(model)}"
+    source = f"init = {toml_string(model)}" if published else f"config = {toml_string(model)}"
     meaning, rate, reason = "a new model: its first values follow from train.seed", 1e-3, "less for a large model"
     if published:
         meaning, rate, reason = "its weights are where the run starts", 2e-5, "small: the model has learnt already"
+    samples, rows = "samples", 1
+    if data.kind == "preferences":
+        rate, samples, rows = rate / 20, "pairs", 2
     held_out = 0.02 if sizes.steps > _LEAST_STEPS * 5 else 0.05
-    tokens = sizes.global_batch * sizes.sequence_length
+    tokens = sizes.global_batch * sizes.sequence_length * rows
     lines = [
         f"# A run of rotorch: rotorch train {name}.toml [section.key=value ...]",
         "# Keys that are not here have defaults; paths start at this file's directory.",
@@ -229,13 +213,14 @@ def _text(
         "[data]",
         *data.lines,
         f'tokenizer = "{tokenizer}"    # ' + ("one token per byte" if tokenizer == BYTES else "the model's own"),
-        f"sequence_length = {sizes.sequence_length}    # tokens of a sample",
+        f"sequence_length = {sizes.sequence_length}    # tokens of a sample"
+        + (", a prompt with one response" if rows == 2 else ""),
         f"held_out_fraction = {held_out}    # of the text, never trained on: it measures the model",
         "",
         "[train]",
         f"steps = {sizes.steps}    # {sizes.epochs:.2g} times the text, about",
-        f"global_batch = {sizes.global_batch}    # samples of all ranks in a step: {tokens} tokens",
-        f"micro_batch = {micro_batch}    # samples of a rank in one pass; fewer take less memory",
+        f"global_batch = {sizes.global_batch}    # {samples} of all ranks in a step: {tokens} tokens",
+        f"micro_batch = {micro_batch}    # {samples} of a rank in one pass; fewer take less memory",
         'precision = "float32"    # "bfloat16" on a GPU',
         f"eval_every = {every}",
         f"checkpoint_every = {2 * every}    # rotorch train {name}.toml --resume goes on from the last",
@@ -245,9 +230,10 @@ def _text(
         'name = "adamw"    # or sgd, adafactor, lion, muon, "torch.optim.NAdam"',
         f"lr = {rate:g}    # {reason}",
         f"warmup_steps = {max(1, sizes.steps // 20)}",
+        *(["", "[dpo]", "beta = 0.1    # strength of the tie to the model as it is now"] if rows == 2 else []),
         "",
         "[sample]",
-        f"prompt = {json.dumps(data.prompt[:200])}    # continued at the end of the run",
+        f"prompt = {toml_string(data.prompt[:200])}    # continued at the end of the run",
         "length = 100",
     ]
     return "\n".join(lines) + "\n"
@@ -255,7 +241,8 @@ def _text(
 
 def last_lines(file: Path, run: RunConfig) -> list[str]:
     """Lines for a person after the file was written."""
-    tokens = (run.train.global_batch or 1) * run.data.sequence_length
+    rows = 2 if run.data.kind == "preferences" else 1
+    tokens = (run.train.global_batch or 1) * run.data.sequence_length * rows
     here, out = Path.cwd(), Path(run.train.out)
     out = out.relative_to(here) if out.is_relative_to(here) else out
     return [

@@ -39,6 +39,17 @@ Tasks = Annotated[
 TaskDir = Annotated[Path | None, typer.Option(metavar="DIR", help="Further tasks, as YAML files")]
 FewShot = Annotated[int | None, typer.Option(min=0, help="Examples before each question; the task's")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Questions of each task; by default all")]
+StartingModel = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A Hugging Face directory, a config.json, a GGUF file, or hf://owner/name"),
+]
+TextToLearn = Annotated[
+    str,
+    typer.Option(
+        help="A text, JSONL or Parquet file, a directory of them, hf://datasets/owner/name, or stdlib: Python's own "
+        "sources"
+    ),
+]
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the numbers to FILE, too")]
 
 

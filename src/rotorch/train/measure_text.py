@@ -73,10 +73,6 @@ def measure_text(
     checked = check_data(run, model_config=saved.model_config)
     prepare_sources(checked)
     windows = _windows(run, checked)
-    if not len(windows):
-        raise ConfigError(
-            f"eval: the run held nothing out of {run.data.source} (data.held_out_fraction = 0). Write a text: --data"
-        )
     work = partial(
         _measure,
         saved=saved,
@@ -98,6 +94,11 @@ def _run_on(run: RunConfig, *, source: str | None) -> RunConfig:
                 "text to measure the model on: --data"
             )
         run = run.model_copy(update={"data": run.data.model_copy(update={"kind": "text"})})
+    if source is None and not run.data.held_out_fraction:
+        text = ", ".join(part.source for part in run.data.sources) or run.data.source
+        raise ConfigError(
+            f"eval: the run held nothing out of {text} (data.held_out_fraction = 0). Write a text: --data"
+        )
     if source is not None:
         run = run.model_copy(
             update={

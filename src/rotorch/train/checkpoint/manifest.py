@@ -258,7 +258,10 @@ def _why_no_manifest(path: AnyPath) -> str:
         return f"checkpoint: {path}: not a directory. Write a directory like RUN_DIR/checkpoints/step-00000100"
     if (path / ".metadata").exists():
         return f"checkpoint: {path}: a torch.distributed.checkpoint of another program (.metadata, but no {MANIFEST})"
-    return f"checkpoint: {path}: not a checkpoint of rotorch (no {MANIFEST})"
+    found = f"checkpoint: {path}: not a checkpoint of rotorch (no {MANIFEST})"
+    if (path / "config.json").exists():
+        found += ", but a model of Hugging Face. `rotorch init` writes a run that starts from it"
+    return found
 
 
 def _nonsense(manifest: Manifest) -> str | None:
