@@ -3,9 +3,10 @@
     python benchmarks/streams.py --json benchmarks/results/streams.json
 
 Records are pieces of the sources of Python's own standard library, drawn by a seed. One tokenizer is bytes, the other
-one a byte-level vocabulary of 8,000, learnt from these sources. Samples are taken one by one, as a run takes them, until the
-file was read once, in a process of its own. Rates are in tokens per second of the processor: what other programs take of the machine is not in
-them. Resident memory is that of the process behind the first block, and at most behind later ones.
+one a byte-level vocabulary of 8,000, learnt from these sources. Samples are taken one by one, as a run takes them,
+until the file was read once, in a process of its own. Rates are in tokens per second of the processor, in which the
+waiting for other programs is not counted. Resident memory is that of the process behind the first block, and the most
+behind later ones.
 """
 
 from __future__ import annotations

@@ -204,6 +204,24 @@ def test_a_file_that_changes_meanwhile_is_named(text):
         [windows.window(sample) for sample in range(1, 999)]
 
 
+def test_a_change_at_equal_size_is_known_by_the_ends_of_a_file(tmp_path):
+    """A change between the two ends of a file that is longer than both is not seen: docs/how_to.md says so."""
+    file, length = tmp_path / "a.jsonl", 40
+    lines = [json.dumps({"text": f"{number:06d} goes round"}).ljust(length - 1) + "\n" for number in range(5000)]
+
+    def fingerprint(changed=None):
+        text = "".join(line.replace("goes", "went") if n == changed else line for n, line in enumerate(lines))
+        file.write_text(text)
+        assert file.stat().st_size == length * len(lines) > 3 << 16
+        return prepare_sources(checked(file, stream=4))
+
+    begun_with = fingerprint()
+    assert fingerprint() == begun_with
+    found = [fingerprint(changed) for changed in (0, (1 << 16) // length - 1, len(lines) - 1)]
+    assert len({begun_with, *found}) == 4
+    assert fingerprint(len(lines) // 2) == begun_with
+
+
 # ---------------------------------------------------------------- runs
 
 
@@ -233,6 +251,12 @@ def test_a_stream_is_trained_alike_under_layouts_and_goes_on_under_another_one(r
         more = ["data.shuffle_buffer=1000"] if change == "data.stream=false" else []
         other = rotorch(tmp_path / "log", *parts, "train.micro_batch=4", "--resume", change, *more)
         assert other.code == 2 and f"was written by a run with {said}" in other.stderr, other.stderr
+    text = run_toml.parent / "text" / "c.jsonl"
+    begun_with = text.read_text()
+    text.write_text(begun_with.replace("Document 89", "Document 98"))
+    other = rotorch(tmp_path / "log", *parts, "train.micro_batch=4", "--resume")
+    assert other.code == 2 and "is not the text that" in other.stderr, other.stderr
+    text.write_text(begun_with)
     went_on = rotorch(tmp_path / "log", *parts, "train.micro_batch=2", "--parallel", "rtp=2", "--resume")
     assert went_on.code == 0, went_on.stderr
     assert losses(tmp_path / "parts") == pytest.approx(losses(tmp_path / "single"), rel=1e-5)
