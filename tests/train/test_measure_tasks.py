@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 from commands import rotorch, write_run
-from transformers import AutoModelForCausalLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 HAS_HARNESS = True
 try:
@@ -15,38 +16,35 @@ except ImportError:
 needs_harness = pytest.mark.skipif(not HAS_HARNESS, reason="needs the package lm-eval (make test-peers)")
 
 WORDS = ["ring", "round", "home", "slice"]
-CHOICE = """
-task: choose_a_word
+TASK = """
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: "{data}"}}}}
-output_type: multiple_choice
 test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: "{{{{answer}}}}"
-metric_list: [{{metric: acc}}]
+task: {name}
+output_type: {kind}
+doc_to_text: "{asked}"
+doc_to_target: "{{{{{answer}}}}}"
+{more}
+metric_list: [{{metric: {metric}}}]
 """
-ROLLING = """
-task: read_texts
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{data}"}}}}
-output_type: loglikelihood_rolling
-test_split: test
-doc_to_text: ""
-doc_to_target: "{{{{text}}}}"
-metric_list: [{{metric: bits_per_byte}}]
-"""
-WRITTEN = """
-task: write_on
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: "{data}"}}}}
-output_type: generate_until
-test_split: test
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{written}}}}"
-generation_kwargs: {{until: ["{until}"], max_gen_toks: 6, do_sample: false}}
-metric_list: [{{metric: exact_match}}]
-"""
+TASKS = {
+    "choose_a_word": dict(
+        kind="multiple_choice",
+        asked="{{question}}",
+        answer="answer",
+        metric="acc",
+        more='doc_to_choice: "{{choices}}"',
+    ),
+    "read_texts": dict(kind="loglikelihood_rolling", asked="", answer="text", metric="bits_per_byte", more=""),
+    "write_on": dict(
+        kind="generate_until",
+        asked="{{question}}",
+        answer="written",
+        metric="exact_match",
+        more='generation_kwargs: {until: ["e"], max_gen_toks: 6, do_sample: false}',
+    ),
+}
+"""Tasks of each way in which the harness asks, on the same records."""
 
 
 @pytest.fixture(scope="module")
@@ -75,18 +73,19 @@ def likeliest(model, context, length):
     return bytes(i for i in written[0, len(context) :].tolist() if i < 256).decode()
 
 
-def write_tasks(directory, model):
+def write_tasks(directory, *, model=None):
+    """Writes the tasks; what is to be written are the likeliest bytes of a model, if there is one."""
     directory.mkdir()
     records = []
     for number, word in enumerate(WORDS * 2):
         question = f"Slices go {word} and{' on' * (number % 3)}"
         records.append({"question": question, "choices": [f" {w}" for w in WORDS], "answer": number % 4})
         records[-1]["text"] = f"{question}; weights stay at home, and so does this {word}. " * 2
-        records[-1]["written"] = likeliest(model, question.encode(), 6).partition("e")[0]
+        records[-1]["written"] = likeliest(model, question.encode(), 6).partition("e")[0] if model else word
     data = directory / "questions.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
-    for name, text in {"choice": CHOICE, "rolling": ROLLING, "written": WRITTEN}.items():
-        (directory / f"{name}.yaml").write_text(text.format(data=data, until="e"))
+    for name, task in TASKS.items():
+        (directory / f"{name}.yaml").write_text(TASK.format(data=data, name=name, **task))
     return records
 
 
@@ -95,7 +94,7 @@ def test_answers_are_those_of_the_model_asked_question_by_question(run, tmp_path
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     model = AutoModelForCausalLM.from_pretrained(run / "hf")
-    records = write_tasks(tmp_path / "tasks", model)
+    records = write_tasks(tmp_path / "tasks", model=model)
     right = nats = num_bytes = 0
     for record in records:
         scores = [log_prob(model, record["question"].encode(), choice.encode()) for choice in record["choices"]]
@@ -124,8 +123,51 @@ def test_answers_are_those_of_the_model_asked_question_by_question(run, tmp_path
 
 
 @needs_harness
+def test_a_text_begins_with_the_start_token_as_in_the_harness_of_transformers(byte_level_bpe, tmp_path, monkeypatch):
+    """A tokenizer that puts `<s>` before a text: lm-eval's own HFLM and `--tasks` find the same."""
+    from lm_eval.evaluator import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    byte_level_bpe.add_special_tokens(["<s>"])
+    start = ("<s>", byte_level_bpe.token_to_id("<s>"))
+    byte_level_bpe.post_processor = TemplateProcessing(single="<s> $A", pair="<s> $A $B", special_tokens=[start])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_bpe, bos_token="<s>", eos_token="<|endoftext|>", model_max_length=32
+    )
+    tokenizer.save_pretrained(tmp_path / "hf")
+    sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+    config = LlamaConfig(vocab_size=304, max_position_embeddings=32, **sizes, bos_token_id=start[1], eos_token_id=0)
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    run_toml = write_run(tmp_path)
+    text = run_toml.read_text()
+    run_toml.write_text('[model]\ninit = "hf"\n' + text[text.index("[data]") :])
+    settings = ["train.steps=20", "data.tokenizer=model", "data.held_out_fraction=0"]
+    assert (done := rotorch(tmp_path / "log", "train", run_toml, *settings)).code == 0, done.stderr
+    assert rotorch(tmp_path / "log", "export", tmp_path / "run", tmp_path / "trained").code == 0
+    write_tasks(tmp_path / "tasks")
+    names = ["choose_a_word", "read_texts"]
+
+    def asked(**options):
+        model = HFLM(str(tmp_path / "trained"), device="cpu", batch_size=1, dtype="float32", **options)
+        known = TaskManager(include_path=str(tmp_path / "tasks"))
+        found = simple_evaluate(model, tasks=names, task_manager=known, log_samples=False, bootstrap_iters=0)["results"]
+        return found["choose_a_word"]["acc,none"], found["read_texts"]["bits_per_byte,none"]
+
+    expected, without = asked(), asked(add_bos_token=False)
+    told = ["--tasks", ",".join(names), "--task-dir", tmp_path / "tasks", "--json", tmp_path / "found.json"]
+    assert (done := rotorch(tmp_path / "log", "eval", tmp_path / "run", *told)).code == 0, done.stderr
+    found = json.loads((tmp_path / "found.json").read_text())["results"]
+    assert (found["choose_a_word"]["acc"], found["read_texts"]["bits_per_byte"]) == pytest.approx(expected, rel=1e-5)
+    assert without[1] != pytest.approx(expected[1], rel=1e-3)  # the start token makes a difference
+
+
+@needs_harness
 def test_a_task_that_is_not_there_is_named(run, tmp_path):
-    write_tasks(tmp_path / "tasks", AutoModelForCausalLM.from_pretrained(run / "hf"))
+    write_tasks(tmp_path / "tasks")
     done = rotorch(tmp_path / "log", "eval", run / "run", "--tasks", "choose_word", "--task-dir", tmp_path / "tasks")
     assert done.code == 2 and "no task 'choose_word' (did you mean 'choose_a_word'?)" in done.stderr
 
