@@ -11,6 +11,7 @@ import torch
 from commands import Command, rotorch, write_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rotorch.cli.init_data import init_data
 from rotorch.core.errors import ConfigError
 from rotorch.train.continue_text import Printer
 from rotorch.train.data.tokens import ByteTokens
@@ -78,31 +79,30 @@ RECORDS = {
 
 
 def test_kinds_of_records_are_told_apart(tmp_path):
-    published(tmp_path / "mine")
     for name, (record, expected) in RECORDS.items():
         file = tmp_path / name
         if file.suffix == ".parquet":
             pyarrow.parquet.write_table(pyarrow.Table.from_pylist([record] * 300), file)
         else:
             file.write_text((json.dumps(record) + "\n") * 300)
-        out = file.with_suffix(f"{file.suffix}.toml")
-        command = rotorch(
-            tmp_path / "said", "init", tmp_path / "mine", "--data", file, "--out", out, "--parallel", "rtp=2"
-        )
-        assert command.code == 0, command.stderr
-        written = tomllib.loads(out.read_text())
-        data = written["data"]
+        found = init_data(str(file), written=name)
+        data = tomllib.loads("\n".join(found.lines))
         fields = [data[key] for key in ("text_field", "prompt_field", "response_field") if key in data]
-        assert (data.get("kind", "text"), *fields) == expected and written["parallel"]["layout"] == "rtp=2"
-        if expected[0] == "preferences":  # a row holds prompt and response
-            assert data["sequence_length"] == 64 and 14 <= written["train"]["global_batch"] <= 28
-            assert (
-                20 <= written["train"]["steps"] <= 22
-                and written["dpo"] == {"beta": 0.1}
-                and written["optimizer"]["lr"] == 1e-6
-            )
-        if record is PAIR:
-            assert written["sample"]["prompt"] == PAIR["question"]
+        assert (found.kind, *fields) == expected and data.get("kind", "text") == found.kind and data["source"] == name
+        assert found.num_pairs == (300 if found.kind == "preferences" else 0)
+
+
+def test_a_run_of_pairs_is_written(tmp_path):
+    published(tmp_path / "mine")
+    (tmp_path / "pairs.jsonl").write_text((json.dumps(PAIR) + "\n") * 300)
+    told = ("--data", tmp_path / "pairs.jsonl", "--out", tmp_path / "pairs.toml", "--parallel", "rtp=2")
+    command = rotorch(tmp_path / "said", "init", tmp_path / "mine", *told)
+    assert command.code == 0, command.stderr
+    written = tomllib.loads((tmp_path / "pairs.toml").read_text())
+    assert written["data"]["sequence_length"] == 64  # a prompt with one response
+    assert (written["train"]["global_batch"], written["train"]["steps"]) == (14, 21) and written["dpo"] == {"beta": 0.1}
+    assert written["optimizer"]["lr"] == 1e-6 and written["sample"]["prompt"] == PAIR["question"]
+    assert "eval" not in command.stdout  # which takes text
 
 
 @pytest.mark.parametrize(

@@ -248,5 +248,5 @@ def last_lines(file: Path, run: RunConfig) -> list[str]:
     return [
         f"wrote     {file}: {run.parallel.layout}, {run.train.steps} steps of {tokens} tokens",
         f"train     rotorch train {file}",
-        f"look      rotorch eval {out}; rotorch generate {out}",
+        f"look      rotorch report {out}; rotorch generate {out}" + ("" if rows == 2 else f"; rotorch eval {out}"),
     ]

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rotorch.core.errors import ConfigError
-from rotorch.train.data.corpus import STDLIB, Corpus, CorpusFile, find_corpus, read_json_lines, read_parquet_rows
+from rotorch.train.data.corpus import (
+    STDLIB,
+    Corpus,
+    CorpusFile,
+    RowPlace,
+    find_corpus,
+    read_json_lines,
+    read_parquet_rows,
+)
 from rotorch.train.data.instructions import fields_of, find_records
 
 Kind = Literal["text", "instructions", "preferences"]
@@ -21,7 +29,13 @@ _ANSWER_FIELDS = (("prompt", "response"), ("instruction", "output"), ("question"
 _PAIR_FIELDS = ("chosen", "rejected")
 _PROMPT_FIELDS = ("prompt", "instruction", "question")
 
-Records = Sequence[Mapping[str, Any]]
+
+@dataclass(frozen=True)
+class _Records:
+    """The first records of a text, and the bytes that one has in its file; of Parquet 0."""
+
+    first: Sequence[Mapping[str, Any]] = ()
+    mean_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -59,10 +73,12 @@ def init_data(source: str, *, written: str) -> InitData:
         return InitData(find_corpus(source), (f'source = "{STDLIB}"{" " * 15}# the sources of this Python',), "def ")
     line = f"source = {toml_string(written)}"
     records = _first_records(source)
-    if not records:
+    if not records.first:
         corpus = find_corpus(source)
         return InitData(corpus, (line,), _beginning(corpus))
-    return _pairs(source, line, records) or _answers(source, line, records) or _texts(source, line, records)
+    return (
+        _pairs(source, line, records) or _answers(source, line, records.first[0]) or _texts(source, line, records.first)
+    )
 
 
 def toml_string(text: str) -> str:
@@ -70,52 +86,54 @@ def toml_string(text: str) -> str:
     return json.dumps(text.encode("utf-8", errors="replace").decode(), ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _first_records(source: str) -> Records:
+def _first_records(source: str) -> _Records:
     """The first records of a JSONL or Parquet file, or of the first one in a directory; none of text."""
     path = Path(source).expanduser()
     files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
     for file in files:
+        place = RowPlace()
         if file.suffix.lower() in (".jsonl", ".ndjson"):
-            found = read_json_lines(file, example='{"text": "..."}')
+            found = read_json_lines(file, example='{"text": "..."}', place=place)
         elif file.suffix.lower() == ".parquet":
             found = read_parquet_rows(file)
         else:
             continue
-        return [record for _, record in itertools.islice(found, _LOOKED_AT)]
-    return ()
+        records = [record for _, record in itertools.islice(found, _LOOKED_AT)]
+        return _Records(records, place.byte / max(1, len(records)))
+    return _Records()
 
 
-def _pairs(source: str, line: str, records: Records) -> InitData | None:
-    first = records[0]
+def _pairs(source: str, line: str, records: _Records) -> InitData | None:
+    first = records.first[0]
     if not all(isinstance(first.get(name), str | list) for name in _PAIR_FIELDS):
         return None
     prompt = next((name for name in _PROMPT_FIELDS if isinstance(first.get(name), str | list)), "")
     lines = [line, 'kind = "preferences"    # pairs, learnt by DPO: a chosen response beside a rejected one']
     lines += [f"prompt_field = {toml_string(prompt)}"] if prompt not in ("", "prompt") else []
     corpus = find_records(source, fields=(prompt or "prompt", *_PAIR_FIELDS), kind="preferences")
-    sizes = [[_num_bytes(record.get(name)) for name in (prompt, *_PAIR_FIELDS)] for record in records]
+    sizes = [[_num_bytes(record.get(name)) for name in (prompt, *_PAIR_FIELDS)] for record in records.first]
     return InitData(
         corpus,
         tuple(lines),
         _said(first[prompt] if prompt else first["chosen"]),
         kind="preferences",
-        num_pairs=sum(_num_records(file, mean_bytes=sum(map(sum, sizes)) / len(sizes)) for file in corpus.files),
+        num_pairs=sum(_num_records(file, mean_bytes=records.mean_bytes) for file in corpus.files),
         longest_bytes=max(before + max(responses) for before, *responses in sizes),
     )
 
 
 def _num_records(file: CorpusFile, *, mean_bytes: float) -> int:
-    """Records of a file: those of Parquet as it says, those of JSONL by the size of a few."""
+    """Records of a file: those of Parquet as it says, those of JSONL by the mean length of a few."""
     if file.kind == "parquet":
         import pyarrow.parquet  # type: ignore[import-untyped]  # here: slow to import
 
         with pyarrow.parquet.ParquetFile(file.path) as opened:
             return int(opened.metadata.num_rows)
-    return max(1, round(file.size_bytes / max(1.0, mean_bytes)))
+    return max(1, round(file.size_bytes / mean_bytes)) if mean_bytes else 1
 
 
-def _answers(source: str, line: str, records: Records) -> InitData | None:
-    first, kind = records[0], 'kind = "instructions"    # only responses are learnt'
+def _answers(source: str, line: str, first: Mapping[str, Any]) -> InitData | None:
+    kind = 'kind = "instructions"    # only responses are learnt'
     for prompt, response in _ANSWER_FIELDS:
         if isinstance(first.get(prompt), str) and isinstance(first.get(response), str):
             corpus = find_records(source, fields=(prompt, response))
@@ -127,7 +145,7 @@ def _answers(source: str, line: str, records: Records) -> InitData | None:
     return None
 
 
-def _texts(source: str, line: str, records: Records) -> InitData:
+def _texts(source: str, line: str, records: Sequence[Mapping[str, Any]]) -> InitData:
     names = [name for name in records[0] if isinstance(records[0][name], str)]
     if not names:
         raise ConfigError(
