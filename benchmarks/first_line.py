@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import pty
 import select
 import signal
@@ -24,22 +23,17 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
-from rotorch.source import source_commit
+from rotorch.bench.record import describe_origin, load_average
 
 FIRST_LINE_S, FIRST_PHASE_S = 0.5, 1.0
 PHASE = b"loading torch"
 DEADLINE_S = 120.0
-RUN = """
-[model.config]
-model_type = "llama"
-vocab_size = 257
-hidden_size = 16
-intermediate_size = 32
-num_hidden_layers = 1
-num_attention_heads = 4
+RUN = f'''
+[model]
+config = "{Path(__file__).resolve().parents[1] / "configs" / "tiny" / "llama.json"}"
 [train]
 steps = 1
-"""
+'''
 
 
 def measure(run_file: Path) -> dict[str, float]:
@@ -84,7 +78,7 @@ def main() -> int:
     parser.add_argument("--starts", type=int, default=15)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    load = os.getloadavg()
+    origin = describe_origin()
     with tempfile.TemporaryDirectory() as directory:
         run_file = Path(directory, "run.toml")
         run_file.write_text(RUN, "utf-8")
@@ -94,16 +88,9 @@ def main() -> int:
     least = {key: round(min(start[key] for start in starts), 3) for key in starts[0]}
     holds = {"line": medians["line_s"] < FIRST_LINE_S, "phase": medians["phase_s"] < FIRST_PHASE_S}
     record = {
-        "command": " ".join(["python", "benchmarks/first_line.py", *sys.argv[1:]]),
-        "commit": source_commit(),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("typer", "pydantic")}},
-        "machine": {
-            "processor": processor(),
-            "cores": os.cpu_count(),
-            "system": platform.platform(),
-            "load_average": [round(number, 2) for number in load],
-        },
-        "load_average_after": [round(number, 2) for number in os.getloadavg()],
+        **origin,
+        "versions": {**origin["versions"], **{name: version(name) for name in ("typer", "pydantic")}},
+        "load_average_after": load_average(),
         "bars": {"line_s": FIRST_LINE_S, "phase_s": FIRST_PHASE_S},
         "medians": medians,
         "least": least,
@@ -115,15 +102,6 @@ def main() -> int:
     if asked.json is not None:
         asked.json.write_text(json.dumps(record, indent=1) + "\n", "utf-8")
     return 0 if all(holds.values()) else 1
-
-
-def processor() -> str:
-    """The processor's name, if the system tells."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import contextlib
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -56,6 +57,12 @@ def write_run(directory: Path) -> Path:
     (directory / "text.txt").write_text("Slices go round; weights stay at home, and so does this ring. " * 60)
     (directory / "run.toml").write_text(CONFIG)
     return directory / "run.toml"
+
+
+def write_news(directory: Path, *, num_records: int) -> None:
+    """Writes `news.jsonl`, another text for such a run, in the field `body`."""
+    records = [{"body": f"Report {number}: rain over the hills, 7 degrees."} for number in range(num_records)]
+    (directory / "news.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
 def diverge(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from commands import rotorch, write_run
+from commands import rotorch, write_news, write_run
 
 from rotorch.core.errors import ConfigError
 from rotorch.run_config import load_run_config
@@ -28,8 +28,7 @@ text_field = "body"
 def run_toml(tmp_path):
     path = write_run(tmp_path)
     (tmp_path / "rings.txt").write_text("This ring goes round; slices come home again. " * 20)
-    records = [json.dumps({"body": f"Report {i}: rain over the hills, 7 degrees."}) for i in range(30)]
-    (tmp_path / "news.jsonl").write_text("\n".join(records) + "\n")
+    write_news(tmp_path, num_records=30)
     path.write_text(path.read_text() + EVALS)
     return path
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from commands import rotorch, write_run
+from commands import rotorch, write_news, write_run
 
 from rotorch.core.errors import ConfigError
 from rotorch.run_config import load_run_config
@@ -30,8 +30,7 @@ text_field = "body"
 @pytest.fixture
 def run_toml(tmp_path):
     path = write_run(tmp_path)
-    records = [json.dumps({"body": f"Report {i}: rain over the hills, 7 degrees."}) for i in range(60)]
-    (tmp_path / "news.jsonl").write_text("\n".join(records) + "\n")
+    write_news(tmp_path, num_records=60)
     path.write_text(path.read_text().replace('source = "text.txt"\n', "") + SOURCES)
     return path
 
