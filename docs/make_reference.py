@@ -89,10 +89,18 @@ def _classes_in(annotation: Any) -> list[type]:
 
 def _sections(schema: Mapping[str, Any]) -> Iterator[str]:
     for cls in _section_classes():
-        doc = inspect.cleandoc(cls.__doc__ or "")
-        title, _, about = doc.splitlines()[0].partition(": ")
+        about = _first_line(cls).partition(": ")[2]
         table = _table_of(cls, schema["$defs"][cls.__name__], head="key")
-        yield f"### `{title}`\n\n{about[:1].upper()}{about[1:]}\n\n{table}"
+        yield f"### `{_title(cls)}`\n\n{about[:1].upper()}{about[1:]}\n\n{table}"
+
+
+def _first_line(cls: type) -> str:
+    return inspect.cleandoc(cls.__doc__ or "").splitlines()[0]
+
+
+def _title(cls: type) -> str:
+    """A section or table as a run file has it, which its docstring begins with."""
+    return _first_line(cls).partition(": ")[0]
 
 
 def _strategies() -> Iterator[str]:
@@ -131,7 +139,8 @@ def _values(entry: Mapping[str, Any]) -> str:
     if "enum" in entry:
         return ", ".join(f"`{value}`" for value in entry["enum"])
     if "$ref" in entry:
-        return f"tables `[[{entry['$ref'].rpartition('/')[2]}]]`"
+        name = entry["$ref"].rpartition("/")[2]
+        return f"tables `{next(_title(cls) for cls in _section_classes() if cls.__name__ == name)}`"
     if "const" in entry:
         return f"`{entry['const']}`"
     kind = entry.get("type", "value")

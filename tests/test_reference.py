@@ -4,10 +4,12 @@ import json
 import tomllib
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from rotorch.run_config import RunConfig
+from rotorch.run_config import OptimizerGroup, RunConfig
+from rotorch.run_data import DataSource, EvalText
 from rotorch.strategies import STRATEGIES
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,13 +28,26 @@ def test_the_files_are_of_this_code(reference):
     assert reference.SCHEMA.read_text("utf-8") == reference.schema(), "run: make reference"
 
 
-def test_every_key_and_option_has_a_meaning(reference):
-    text = reference.PAGE.read_text("utf-8")
-    for section in RunConfig.model_fields:
-        assert f"[{section}]" in text
+def keys_of(text, title):
+    """Keys in the first column of a section's table."""
+    section = text[text.index(f"### `{title}`\n") :].partition("\n## ")[0].split("\n### ")[0]
+    return [line.split("|")[1].strip(" `") for line in section.splitlines() if line.startswith("| `")]
+
+
+def test_every_key_and_option_has_its_row(reference):
+    text, found = reference.PAGE.read_text("utf-8"), []
+    for name, section in RunConfig.model_fields.items():
+        (cls,) = [cls for cls in (section.annotation, *get_args(section.annotation)) if hasattr(cls, "model_fields")]
+        assert keys_of(text, f"[{name}]") == list(cls.model_fields)
+        found += [f"[{name}]"]
+    for title, cls in {"data.sources": DataSource, "train.eval": EvalText, "optimizer.groups": OptimizerGroup}.items():
+        assert keys_of(text, f"[[{title}]]") == list(cls.model_fields)
+        assert f"list of tables `[[{title}]]`" in text
+        found += [f"[[{title}]]"]
     for kind, strategy in STRATEGIES.items():
-        meanings = reference.meanings_of(strategy)
-        assert f"### `{kind}`" in text and set(strategy.model_fields) <= set(meanings)
+        assert keys_of(text, kind) == list(strategy.model_fields)
+        assert set(strategy.model_fields) <= set(reference.meanings_of(strategy))
+    assert sorted(line.split("`")[1] for line in text.splitlines() if line.startswith("### `[")) == sorted(found)
 
 
 def test_the_schema_knows_every_key_and_no_other(reference):

@@ -98,7 +98,7 @@ class TrainSection(Section):
         device: "auto", "cpu" or "cuda".
         eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.
         eval_windows: samples per evaluation, of the held-out text and of each text of `eval`.
-        eval: further texts to measure the model on, with it and by name, see `EvalText`.
+        eval: further texts to measure the model on, with it and by name, see `[[train.eval]]`.
         patience: the run ends, with a checkpoint, after so many evaluations without a lower loss than the lowest; 0
             never.
         patience_on: the text that `patience` goes by: "held-out", or the name of one of `eval` or
@@ -202,7 +202,7 @@ class OptimizerSection(Section):
             of a class: "torch.optim.NAdam", "my_package.MyOptimizer".
         arguments: further arguments of its class, as a table: `momentum = 0.9`. Muon gets
             `adjust_lr_fn = "match_rms_adamw"` unless it is written there, so that one `lr` fits all weights.
-        groups: see `OptimizerGroup`.
+        groups: weights with settings of their own, see `[[optimizer.groups]]`.
         lr: peak learning rate.
         betas: decay rates of the two moments; of Lion's update and moment.
         eps: added to the denominator.

@@ -81,7 +81,7 @@ class DataSection(Section):
             nothing is held out then.
         shuffle_buffer: samples of a stream that are shuffled together, twice as many are in memory; with 1 they come as
             they lie in the files.
-        sources: several texts in place of `source`, mixed by weights, see `DataSource`.
+        sources: several texts in place of `source`, mixed by weights, see `[[data.sources]]`.
     """
 
     kind: Literal["text", "instructions", "preferences"] = "text"
