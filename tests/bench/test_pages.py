@@ -1,6 +1,7 @@
 """Tables of README.md and docs/ against the records of their measurements, and what records say of themselves."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -71,6 +72,15 @@ def test_ratios_of_equal_transports_stand_in_the_page(pages):
     ours, theirs = rows["rotorch 2x2x2, messages"], rows["megatron-core tensor parallel 8"]
     said = [pages.two_digits(pages.faster_by(ours, theirs, phase)) for phase in ("forward_s", "backward_s")]
     assert f"| {said[0]} | {said[1]} |\n" in (ROOT / "docs" / "grids.md").read_text().split("Megatron-Core's")[1]
+
+
+def test_rates_of_streams_stand_in_the_page(pages):
+    rows = pages.read_record("streams.json")["rows"]
+    page = (ROOT / "docs" / "how_to.md").read_text().replace("\n", " ")
+    said = re.search(r"([\d.]+) million tokens a second with a vocabulary of 8,000 .*?, ([\d.]+) million of bytes", page)
+    found = [rows[name]["tokens_per_processor_s"] / 1e6 for name in ("vocabulary of 8000", "bytes")]
+    assert said.groups() == tuple(f"{rate:.2g}" for rate in found)
+    assert all(row["most_resident_bytes"] < 1.05 * row["first_resident_bytes"] for row in rows.values())  # flat
 
 
 def test_ratios_in_a_word(pages):
