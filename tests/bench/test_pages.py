@@ -77,7 +77,9 @@ def test_ratios_of_equal_transports_stand_in_the_page(pages):
 def test_rates_of_streams_stand_in_the_page(pages):
     rows = pages.read_record("streams.json")["rows"]
     page = (ROOT / "docs" / "how_to.md").read_text().replace("\n", " ")
-    said = re.search(r"([\d.]+) million tokens a second with a vocabulary of 8,000 .*?, ([\d.]+) million of bytes", page)
+    said = re.search(
+        r"([\d.]+) million tokens a second with a vocabulary of 8,000 .*?, ([\d.]+) million of bytes", page
+    )
     found = [rows[name]["tokens_per_processor_s"] / 1e6 for name in ("vocabulary of 8000", "bytes")]
     assert said.groups() == tuple(f"{rate:.2g}" for rate in found)
     assert all(row["most_resident_bytes"] < 1.05 * row["first_resident_bytes"] for row in rows.values())  # flat

@@ -90,6 +90,9 @@ def test_kinds_of_records_are_told_apart(tmp_path):
         fields = [data[key] for key in ("text_field", "prompt_field", "response_field") if key in data]
         assert (found.kind, *fields) == expected and data.get("kind", "text") == found.kind and data["source"] == name
         assert found.num_pairs == (300 if found.kind == "preferences" else 0)
+    (tmp_path / "all.json").write_text(json.dumps([PAIR] * 3))
+    with pytest.raises(ConfigError, match=r"all\.json is one JSON document"):
+        init_data(str(tmp_path / "all.json"), written="all.json")
 
 
 def test_a_run_of_pairs_is_written(tmp_path):

@@ -71,6 +71,11 @@ def init_data(source: str, *, written: str) -> InitData:
     """
     if source == STDLIB:
         return InitData(find_corpus(source), (f'source = "{STDLIB}"{" " * 15}# the sources of this Python',), "def ")
+    if Path(source).suffix.lower() == ".json" and Path(source).expanduser().is_file():
+        raise ConfigError(
+            f"init: {source} is one JSON document, and would be learnt as it is written. Write its records as JSONL, "
+            "one a line, or name it .txt"
+        )
     line = f"source = {toml_string(written)}"
     records = _first_records(source)
     if not records.first:
