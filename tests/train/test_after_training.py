@@ -36,7 +36,7 @@ def json_of(directory: Path, *arguments: object) -> dict:
     return json.loads(file.read_text())
 
 
-def test_a_run_from_a_directory_and_a_text_without_editing(tmp_path):
+def test_a_run_from_a_directory_and_a_text_without_editing(tmp_path, warm):
     published(tmp_path / "mine")
     (tmp_path / "text.txt").write_text(SENTENCE * 200)
     file = tmp_path / "mine.toml"
