@@ -1,6 +1,9 @@
 """`rotorch init`, and what follows a run: `rotorch eval` and `rotorch generate` of its checkpoint, under any layout."""
 
 import json
+import os
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import torch
 from commands import Command, rotorch, write_run
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from rotorch import cli
 from rotorch.cli.init_data import init_data
 from rotorch.core.errors import ConfigError
 from rotorch.train.continue_text import Printer
@@ -141,6 +145,17 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, words):
     command.wait()
     assert command.code == 2 and words in command.stderr and len(command.stderr.splitlines()) == 1, command.stderr
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_not_there_is_said_before_torch_is_loaded(tmp_path):
+    (tmp_path / "mine.toml").touch()
+    asked = (["eval", "gone"], ["generate", "gone"], ["export", "gone", "x"], ["init", "hf://a/mine@v2"])
+    code = f"import sys; from rotorch import cli; print([cli.run(a) for a in {asked!r}], 'torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[2])}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "[2, 2, 2, 2] False\n"
+    assert done.stderr.count("gone: no such directory") == 3 and "mine.toml exists" in done.stderr
 
 
 def test_a_checkpoint_is_refused_under_what_cannot_use_it(tmp_path):

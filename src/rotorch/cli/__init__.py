@@ -232,10 +232,11 @@ def init(
 ) -> None:
     """Writes a commented run file for a model and a text, ready for `rotorch train`."""
     check_json(json_file)
+    file = options.file_of_run(model, out=out, force=force)
     tell_phase("loading torch")
     from rotorch.cli.init import init_command, last_lines
 
-    file, run = init_command(model, data=data, out=out, nproc=nproc, parallel=parallel, force=force)
+    run = init_command(model, data=data, file=file, nproc=nproc, parallel=parallel)
     for line in last_lines(file, run):
         print_now(line)
     write_json(json_file, {"file": str(file), "config": run.model_dump(mode="json")})
@@ -485,6 +486,7 @@ def export(
 ) -> None:
     """Writes a checkpoint as a Hugging Face directory of safetensors; adapters as a peft directory."""
     check_json(json_file)
+    options.check_checkpoint(checkpoint)
     tell_phase("loading torch")
     from rotorch.train.checkpoint.export import export_checkpoint
 
@@ -509,6 +511,7 @@ def generate(
 ) -> None:
     """Writes text with the model of a checkpoint."""
     check_json(json_file)
+    options.check_checkpoint(checkpoint)
     tell_phase("loading torch")
     from rotorch.train.continue_text import Wanted, generate_text
     from rotorch.train.saved_model import open_saved_model
@@ -536,6 +539,7 @@ def evaluate(
     """Measures the model of a checkpoint on text (bits per byte, perplexity), or on tasks of lm-eval."""
     check_json(json_file)
     options.check_task_options(tasks, of_text=(data, windows), of_tasks=(task_dir, few_shot, limit))
+    options.check_checkpoint(checkpoint)
     tell_phase("loading torch")
     from rotorch.train.measure_tasks import Questions, measure_tasks
     from rotorch.train.measure_text import measure_text

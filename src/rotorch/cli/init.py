@@ -43,31 +43,23 @@ class _Sizes:
     epochs: float
 
 
-def init_command(
-    model: str, *, data: str, out: Path | None, nproc: int | None, parallel: str | None, force: bool
-) -> tuple[Path, RunConfig]:
+def init_command(model: str, *, data: str, file: Path, nproc: int | None, parallel: str | None) -> RunConfig:
     """Writes a run file. Starts nothing; the file is checked as `rotorch train` would before it gets its name.
 
     Args:
         model: a Hugging Face directory, a `config.json`, a GGUF file, or `hf://owner/name` of the hub; weights beside
             it are what the run starts from.
         data: a text, JSONL or Parquet file, a directory of them, `hf://datasets/owner/name`, or "stdlib".
-        out: the file to write; by default named after the model, in the working directory.
+        file: the file to write, or to replace.
         nproc: ranks of this machine; by default one per GPU, or per core.
         parallel: layout; by default the planner's choice.
-        force: replace the file.
 
     Returns:
-        The file and its contents.
+        The file's contents.
 
     Raises:
         ConfigError: the model, its tokenizer or the text is missing or does not fit; nothing was written.
     """
-    file = out or Path(f"{_name_of(model)}.toml")
-    if file.exists() and not force:
-        raise ConfigError(f"init: {file} exists. Write --out with another name, or --force to replace it")
-    if not file.absolute().parent.is_dir():
-        raise ConfigError(f"init: no directory {file.absolute().parent}. Make it, or write another --out")
     place = Path(found(model, key="init")).expanduser()
     if not place.exists() and _IS_HUB_NAME.fullmatch(model):
         raise ConfigError(
@@ -117,15 +109,7 @@ def init_command(
         temporary.replace(file)
     finally:
         temporary.unlink(missing_ok=True)
-    return file, load_run_config(file)
-
-
-def _name_of(model: str) -> str:
-    if model.startswith(SCHEME):
-        return model.partition("@")[0].rpartition("/")[2] or "run"
-    path = Path(model).expanduser().absolute()
-    named = path.parent if path.name == "config.json" else path
-    return named.stem if named.suffix == ".gguf" else named.name or "run"
+    return load_run_config(file)
 
 
 def _has_weights(model: Path) -> bool:

@@ -61,6 +61,37 @@ def check_task_options(tasks: str, *, of_text: Sequence[object], of_tasks: Seque
         raise ConfigError("eval: --task-dir, --few-shot and --limit are of --tasks. Write --tasks NAME,... too")
 
 
+def check_checkpoint(name: str) -> None:
+    """Raises ConfigError if no checkpoint is there, before seconds are spent on loading torch. Asks no store."""
+    from rotorch.train.checkpoint.directories import find_checkpoint
+    from rotorch.train.checkpoint.manifest import read_manifest
+
+    if "://" not in name:
+        read_manifest(find_checkpoint(name))
+
+
+def file_of_run(model: str, *, out: Path | None, force: bool) -> Path:
+    """The run file that `init` writes: `out`, or one in the working directory that is named after the model.
+
+    Raises:
+        ConfigError: it exists and is not to be replaced, or its directory does not.
+    """
+    file = out or Path(f"{_name_of(model)}.toml")
+    if file.exists() and not force:
+        raise ConfigError(f"init: {file} exists. Write --out with another name, or --force to replace it")
+    if not file.absolute().parent.is_dir():
+        raise ConfigError(f"init: no directory {file.absolute().parent}. Make it, or write another --out")
+    return file
+
+
+def _name_of(model: str) -> str:
+    if model.startswith("hf://"):
+        return model.partition("@")[0].rpartition("/")[2] or "run"
+    path = Path(model).expanduser().absolute()
+    named = path.parent if path.name == "config.json" else path
+    return named.stem if named.suffix == ".gguf" else named.name or "run"
+
+
 def standard_input(*, job: JobRank | None) -> bytes:
     """Text of a run file from standard input.
 
