@@ -97,7 +97,7 @@ def broken(*_, **__):
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        (["export", "x", "y"], "rotorch.train.checkpoint.export.export_checkpoint"),
+        (["export", "s3://x", "y"], "rotorch.train.checkpoint.export.export_checkpoint"),
         (["inspect", "x"], "rotorch.train.checkpoint.contents.inspect_checkpoint"),
         (["train", "{run}"], "rotorch.train.run.check_run"),
     ],
