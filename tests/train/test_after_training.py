@@ -93,6 +93,7 @@ def test_kinds_of_records_are_told_apart(tmp_path):
         data = tomllib.loads("\n".join(found.lines))
         fields = [data[key] for key in ("text_field", "prompt_field", "response_field") if key in data]
         assert (found.kind, *fields) == expected and data.get("kind", "text") == found.kind and data["source"] == name
+        assert found.longest_bytes == {"text": 0, "instructions": 59}.get(found.kind, found.longest_bytes)
         assert found.num_pairs == (300 if found.kind == "preferences" else 0)
     (tmp_path / "all.json").write_text(json.dumps([PAIR] * 3))
     with pytest.raises(ConfigError, match=r"all\.json is one JSON document"):
@@ -120,6 +121,7 @@ def test_a_run_of_pairs_is_written(tmp_path):
         (("init", "mine", "--data", "gone.txt"), "gone.txt"),
         (("init", "mine", "--data", "short.txt"), "short.txt"),
         (("init", "mine", "--data", "numbers.jsonl"), "no field of text; the fields are n"),
+        (("init", "mine", "--data", "long.jsonl"), "have 390 bytes and more, and samples 64 tokens"),
         (("init", "mine", "--data", "chats.jsonl"), "a tokenizer with a chat template"),
         (("init", "old"), "weights of old are in pytorch_model.bin"),
         (("init", "owner/name"), "hf://owner/name for a model of the hub"),
@@ -136,6 +138,7 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, arguments, words):
     (tmp_path / "text.txt").write_text(SENTENCE * 200)
     (tmp_path / "short.txt").write_text("It")
     (tmp_path / "numbers.jsonl").write_text('{"n": 1}\n')
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt": "Why is it so?" * 30, "response": "So."}) + "\n")
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "config.json").write_bytes((tmp_path / "mine" / "config.json").read_bytes())

@@ -121,7 +121,7 @@ GOOD = RECORDS[0]
         ([GOOD, "", {"prompt": "p", "response": ""}], "line 3: field 'response' is empty"),
         ([{"messages": []}], "line 1: 'messages' need a tokenizer with a chat template"),
         ([], "empty: no record"),
-        ([{"prompt": "p" * 99, "response": "r"}], "empty: 1 files without a byte of text"),
+        ([{"prompt": "p" * 99, "response": "r"}], "no record has a response within 24 tokens"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(tmp_path, records, words):

@@ -161,7 +161,7 @@ def test_models_that_differ_in_one_tensor_are_different_references(tmp_path):
         ([{n: said(("assistant", n)) for n in FIELDS}], "line 1: lists of messages need a tokenizer with a chat"),
         ([{"chosen": [{"role": "user"}], "rejected": []}], "line 1: message 1 of 'chosen' is no"),
         ([], "empty: no record"),
-        ([{**PAIRS[0], "prompt": "p" * 99}], "empty: 1 files without a byte of text"),
+        ([{**PAIRS[0], "prompt": "p" * 99}], "no record has a response within 24 tokens"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line(tmp_path, records, words):

@@ -29,8 +29,9 @@ _LEAST_SAMPLES = 100  # that a text should have
 _LEAST_STEPS, _MOST_STEPS = 20, 1000
 _BYTES_PER_TOKEN = 4  # of text, by a vocabulary learnt from text; only the number of steps depends on it
 _IS_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
-_LEAST_BYTES_PER_TOKEN = 3  # by which a pair's length is estimated: one that is longer loses its end
-_TEMPLATE_TOKENS = 32  # that a chat template adds to a pair, about
+_LEAST_BYTES_PER_TOKEN = 3  # by which a record's length is estimated: one that is longer loses its end
+_MOST_BYTES_PER_TOKEN = 8
+_TEMPLATE_TOKENS = 32  # that a chat template adds to a record, about
 
 
 @dataclass(frozen=True)
@@ -146,16 +147,23 @@ def _written(path: str, *, base: Path) -> str:
 
 def _sizes(data: InitData, *, config: Any, in_bytes: bool, ranks: int) -> _Sizes:
     room = getattr(config, "max_position_embeddings", None) or _LONGEST
+    needed = data.longest_bytes + 1 if in_bytes else data.longest_bytes // _LEAST_BYTES_PER_TOKEN + _TEMPLATE_TOKENS
+    needed = needed if data.longest_bytes else 0  # for a whole record
+    num_tokens = data.corpus.text_bytes // (1 if in_bytes else _BYTES_PER_TOKEN)
     length, rows = _LONGEST, 1
+    while length > _SHORTEST and (
+        length > room or (length // 2 >= needed and (data.num_pairs or num_tokens // length < _LEAST_SAMPLES))
+    ):
+        length //= 2
+    least = data.least_prompt_bytes // (1 if in_bytes else _MOST_BYTES_PER_TOKEN)
+    if least > length:
+        raise ConfigError(
+            f"init: the first prompts of {data.corpus.source} have {data.least_prompt_bytes} bytes and more, and "
+            f"samples {length} tokens: no response would be left. Write shorter prompts, or another model"
+        )
     if data.num_pairs:
-        needed = data.longest_bytes + 1 if in_bytes else data.longest_bytes // _LEAST_BYTES_PER_TOKEN + _TEMPLATE_TOKENS
-        while length > _SHORTEST and (length > room or length // 2 >= needed):
-            length //= 2
         samples, rows = data.num_pairs, 2
     else:
-        num_tokens = data.corpus.text_bytes // (1 if in_bytes else _BYTES_PER_TOKEN)
-        while length > _SHORTEST and (length > room or num_tokens // length < _LEAST_SAMPLES):
-            length //= 2
         samples = max(1, num_tokens // (length + 1))
     batch = max(1, min(_TOKENS_PER_STEP // (rows * length), samples // _LEAST_STEPS) // ranks) * ranks
     steps = max(_LEAST_STEPS, min(_MOST_STEPS, samples // batch))

@@ -48,7 +48,8 @@ class InitData:
         prompt: for the sample at the end of a run.
         kind: the run's `data.kind`.
         num_pairs: preference pairs, about; 0 of other kinds.
-        longest_bytes: text of the longest row of the first pairs; 0 of other kinds.
+        longest_bytes: the longest prompt with its response in the first records; 0 of text.
+        least_prompt_bytes: the shortest prompt of them.
     """
 
     corpus: Corpus
@@ -57,6 +58,7 @@ class InitData:
     kind: Kind = "text"
     num_pairs: int = 0
     longest_bytes: int = 0
+    least_prompt_bytes: int = 0
 
 
 def init_data(source: str, *, written: str) -> InitData:
@@ -81,9 +83,7 @@ def init_data(source: str, *, written: str) -> InitData:
     if not records.first:
         corpus = find_corpus(source)
         return InitData(corpus, (line,), _beginning(corpus))
-    return (
-        _pairs(source, line, records) or _answers(source, line, records.first[0]) or _texts(source, line, records.first)
-    )
+    return _pairs(source, line, records) or _answers(source, line, records.first) or _texts(source, line, records.first)
 
 
 def toml_string(text: str) -> str:
@@ -124,6 +124,7 @@ def _pairs(source: str, line: str, records: _Records) -> InitData | None:
         kind="preferences",
         num_pairs=sum(_num_records(file, mean_bytes=records.mean_bytes) for file in corpus.files),
         longest_bytes=max(before + max(responses) for before, *responses in sizes),
+        least_prompt_bytes=min(before for before, *_ in sizes),
     )
 
 
@@ -137,17 +138,29 @@ def _num_records(file: CorpusFile, *, mean_bytes: float) -> int:
     return max(1, round(file.size_bytes / mean_bytes)) if mean_bytes else 1
 
 
-def _answers(source: str, line: str, first: Mapping[str, Any]) -> InitData | None:
-    kind = 'kind = "instructions"    # only responses are learnt'
+def _answers(source: str, line: str, records: Sequence[Mapping[str, Any]]) -> InitData | None:
+    first, lines = records[0], (line, 'kind = "instructions"    # only responses are learnt')
     for prompt, response in _ANSWER_FIELDS:
         if isinstance(first.get(prompt), str) and isinstance(first.get(response), str):
-            corpus = find_records(source, fields=(prompt, response))
-            fields = (f"prompt_field = {toml_string(prompt)}", f"response_field = {toml_string(response)}")
-            return InitData(corpus, (line, kind, *fields), first[prompt], kind="instructions")
-    if isinstance(first.get("messages"), list):
-        corpus = find_records(source, fields=("prompt", "response"))
-        return InitData(corpus, (line, kind), _said(first["messages"]), kind="instructions")
-    return None
+            fields = (prompt, response)
+            lines += (f"prompt_field = {toml_string(prompt)}", f"response_field = {toml_string(response)}")
+            sizes = [(_num_bytes(record.get(prompt)), _num_bytes(record.get(response))) for record in records]
+            said = first[prompt]
+            break
+    else:
+        if not isinstance(first.get("messages"), list):
+            return None
+        fields, said = ("prompt", "response"), _said(first["messages"])
+        talks = [record.get("messages") or [] for record in records]
+        sizes = [(_num_bytes(talk[:1]), _num_bytes(talk[1:])) for talk in talks]
+    return InitData(
+        find_records(source, fields=fields),
+        lines,
+        said,
+        kind="instructions",
+        longest_bytes=max(map(sum, sizes)),
+        least_prompt_bytes=min(before for before, _ in sizes),
+    )
 
 
 def _texts(source: str, line: str, records: Sequence[Mapping[str, Any]]) -> InitData:

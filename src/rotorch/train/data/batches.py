@@ -366,6 +366,11 @@ def _build(checked: CheckedSource, *, progress: Callable[[int, int], None]) -> N
 
     def header(num_tokens: int, crc32: int) -> TokenHeader:
         # Last, so that what is wrong with the corpus as a whole leaves no token file behind either.
+        if not text_bytes and instructions is not None:
+            raise ConfigError(
+                f"corpus '{corpus.source}': no record has a response within {instructions.sequence_length} tokens. "
+                "Write a longer data.sequence_length, or shorter prompts"
+            )
         if not text_bytes:
             raise ConfigError(f"corpus '{corpus.source}': empty: {len(corpus.files)} files without a byte of text")
         checked.check_length(num_tokens)
