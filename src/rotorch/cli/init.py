@@ -13,6 +13,7 @@ import torch
 from rotorch.cli import auto
 from rotorch.cli.init_data import InitData, init_data, toml_string
 from rotorch.core.errors import ConfigError
+from rotorch.core.phase_line import tell_phase
 from rotorch.core.quantities import format_bytes
 from rotorch.models.gguf import find_gguf
 from rotorch.models.hf import load_config
@@ -72,6 +73,7 @@ def init_command(model: str, *, data: str, file: Path, nproc: int | None, parall
     tokenizer = _tokenizer_of(place, vocab_size=config.vocab_size)
     base = file.absolute().parent
     text_files = found(data, key="init --data", is_data=True)
+    tell_phase(f"looking at {data}")
     of_text = init_data(text_files, written=_written(data, base=base))
     ranks = nproc or torch.cuda.device_count() or os.cpu_count() or 1
     sizes = _sizes(of_text, config=config, in_bytes=tokenizer == BYTES, ranks=ranks)
@@ -97,6 +99,7 @@ def init_command(model: str, *, data: str, file: Path, nproc: int | None, parall
         if parallel is None and torch.cuda.is_available():
             layout, words = f"rtp={ranks}" if ranks > 1 else "single", "one rank per GPU of this machine"
         elif parallel is None:
+            tell_phase("planning the layout")
             planned = auto.planned(with_hub_files(load_run_config(temporary)), nproc=ranks)
             chosen, micro_batch = planned.plan, planned.micro_batch
             layout = chosen.parallel
@@ -106,6 +109,7 @@ def init_command(model: str, *, data: str, file: Path, nproc: int | None, parall
             micro_batch = next((m for m in (4, 2) if sizes.global_batch % (m * copies) == 0), 1)
         temporary.write_text(text(layout, micro_batch, words), "utf-8")
         run = load_run_config(temporary)
+        tell_phase("checking the run")
         check_run(run, only_plan=True)
         temporary.replace(file)
     finally:
