@@ -21,7 +21,7 @@ from rotorch.train.checkpoint.saving import check
 from rotorch.train.checks.divergence import DivergenceGuard
 from rotorch.train.checks.nonfinite import first_nonfinite
 from rotorch.train.checks.preflight import check_roll_back
-from rotorch.train.checks.replicas import byte_sum, check_replicas, check_unchanged
+from rotorch.train.checks.replicas import check_replicas, check_unchanged
 from rotorch.train.metrics import read_metrics
 from rotorch.train.state import TrainState
 from rotorch.train.step import StepResult
@@ -358,24 +358,3 @@ def test_a_run_looks_at_what_lies_between_two_updates(run_toml, tmp_path, monkey
 def test_replicas_stay_the_same_under_every_layout(run_toml, tmp_path, parallel):
     done = rotorch(tmp_path / "log", "train", run_toml, "--parallel", parallel, "train.check_every=1")
     assert (done.code, done.stderr) == (0, "")
-
-
-def test_any_flipped_bit_changes_the_sum():
-    values = torch.randn(11)
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn):
-        tensor = values.to(dtype)
-        whole = byte_sum(tensor)
-        for bit in range(8 * tensor.nbytes):
-            flipped = tensor.clone()
-            flipped.view(torch.uint8)[bit // 8] ^= 1 << bit % 8
-            assert byte_sum(flipped) != whole, (dtype, bit)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.uint8])
-@pytest.mark.parametrize("size", [0, 1, 7, 9, 200])
-def test_a_sum_does_not_depend_on_where_a_tensor_lies(dtype, size):
-    storage = torch.rand(size + 3).mul(50).to(dtype)
-    values = storage[:size].clone()
-    for start in range(4):
-        storage[start : start + size] = values
-        assert byte_sum(storage[start : start + size]) == byte_sum(values)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import tree_flatten
+from rotorch.comm.checksums import differ, sum_by_place, with_squares
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.long_wait import SAYS_AFTER_S, saying_if_long
 from rotorch.core.errors import ConfigError
@@ -89,8 +90,7 @@ def digest_of(batch: Any) -> int:
     for leaf in tree_flatten(batch)[0]:
         if isinstance(leaf, Tensor) and not leaf.is_floating_point() and not leaf.is_complex():
             words = leaf.detach().flatten().to(torch.int64)
-            places = torch.arange(1, 2 * words.numel() + 1, 2, device=words.device)
-            found = (31 * found + int((words * places).sum()) + words.numel()) % 2**64
+            found = (31 * found + int(sum_by_place(words)) + words.numel()) % 2**64
     return found
 
 
@@ -111,10 +111,9 @@ class RollCall:
     """The meeting of the ranks of one model. All of them call every method, in one order.
 
     [Note: seven numbers]
-        For any number of ranks n, seven integers are summed: of each of three numbers x that must be equal on all
-        ranks, the sums of x and of its square, and one for both the targets and the ranks with gradients left. n times
-        the sum of squares is the square of the sum if all x are equal, and larger if they are not (Cauchy-Schwarz).
-        Only then do ranks send each other their numbers.
+        For any number of ranks seven integers are summed: three numbers that must be equal on all ranks, their squares
+        (see `comm/checksums.py`), and one for both the targets and the ranks with gradients left. Ranks send each
+        other their numbers only if they differ.
 
     Args:
         mesh: the ranks.
@@ -162,13 +161,11 @@ class RollCall:
                 another batch than ranks that share it with them.
         """
         alike = (int(doing), self._model, 4 * num_micro_batches + 2 * has_gradients + is_changed)
-        sums = torch.tensor([*alike, *(x * x for x in alike), num_left * _TARGETS + num_targets])
+        sums = torch.tensor([*with_squares(alike), num_left * _TARGETS + num_targets])
         with saying_if_long(self._waits[doing]) if doing in _OF_LOOPS else nullcontext():
             *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
-        n, half = len(self._ranks), len(alike)
         is_alone = sums[0] == doing  # the other ranks are faked
-        # Exact: the sums are integers, and the largest square has 48 of their 64 bits.
-        if not is_alone and any(n * square != x * x for x, square in zip(sums[:half], sums[half:], strict=True)):
+        if not is_alone and any(differ(sums, num_ranks=len(self._ranks))):
             self._refuse(alike)
         # A message of its own: ranks that do something else have none.
         if of_batch is not None and not is_alone and int(all_reduce_sum(torch.tensor([of_batch]), mesh=self._mesh)):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch.comm.checksums import differ, sum_by_place, with_squares
 from rotorch.comm.collectives import all_reduce_sum
 
 _MOST_ELEMENTS = 1024
@@ -31,27 +32,25 @@ def first_that_differs(module: nn.Module, *, mesh: DeviceMesh) -> str | None:
     given = {name: tensor for name, tensor in named if not tensor.is_meta}
     if mesh.size() == 1 or not given:
         return None
-    numbers = torch.stack([_number_of(weight) for weight in given.values()]).cpu()
-    if not _differ(_bounded(numbers.sum().view(1)), mesh=mesh).any():
+    numbers = torch.stack([_number_of(weight) for weight in given.values()]).tolist()
+    if not any(_differ([_bounded(sum(numbers))], mesh=mesh)):
         return None
-    return next((name for name, differs in zip(given, _differ(numbers, mesh=mesh), strict=True) if differs), None)
+    bounded = [_bounded(number) for number in numbers]
+    return next((name for name, differs in zip(given, _differ(bounded, mesh=mesh), strict=True) if differs), None)
 
 
 def _number_of(weight: Tensor) -> Tensor:
     """A number of the first elements, which depends on their bits and their places."""
     real = torch.view_as_real(weight) if weight.is_complex() else weight
-    bits = real.detach().flatten()[:_MOST_ELEMENTS].contiguous().view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, 2 * bits.numel() + 1, 2, device=bits.device)
-    return _bounded((bits * places).sum())
+    return sum_by_place(real.detach().flatten()[:_MOST_ELEMENTS].contiguous().view(torch.uint8).to(torch.int64))
 
 
-def _bounded(numbers: Tensor) -> Tensor:
-    """Numbers of at least 1, so that no rank takes the sum of several for its own."""
-    return numbers.remainder(_MOST) + 1
+def _bounded(number: int) -> int:
+    """A number of at least 1, so that no rank takes the sum of several for its own."""
+    return number % _MOST + 1
 
 
-def _differ(numbers: Tensor, *, mesh: DeviceMesh) -> Tensor:
-    """True where ranks have different numbers: by sums and sums of squares, as in `comm/roll_call.py`."""
-    sums = all_reduce_sum(torch.stack([numbers, numbers * numbers]), mesh=mesh)
-    is_alone = sums[0] == numbers  # the other ranks are faked
-    return (mesh.size() * sums[1] != sums[0] * sums[0]) & ~is_alone
+def _differ(numbers: list[int], *, mesh: DeviceMesh) -> list[bool]:
+    """True for each number that is not equal on all ranks; False for all where the other ranks are faked."""
+    sums = all_reduce_sum(torch.tensor(with_squares(numbers)), mesh=mesh).tolist()
+    return [False] * len(numbers) if sums[0] == numbers[0] else differ(sums, num_ranks=mesh.size())

@@ -30,13 +30,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rotorch.comm.checksums import sum_of_bits
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.core.errors import RankFailure
 from rotorch.shard.sharded_weight import ShardedWeight
 from rotorch.train.state import TrainState, optimizer_values
 
-_WORD_BYTES = 8
-_CHUNK_BYTES = 1 << 20
 _KINDS = ("the weight", "the optimizer's state of")
 
 
@@ -117,20 +116,6 @@ def check_unchanged(state: TrainState, sums: Sums) -> None:
             )
 
 
-def byte_sum(tensor: Tensor) -> int:
-    """A number that any single flipped bit of a tensor changes, from one pass over it where it lies."""
-    # The same values have the same sum on all ranks wherever they lie, so words begin with the tensor.
-    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = octets.numel() - octets.numel() % _WORD_BYTES
-    words, rest = octets[:whole], octets[whole:]
-    total = sum(octet << 8 * place for place, octet in enumerate(rest.tolist()))
-    if octets.storage_offset() % _WORD_BYTES == 0:
-        total += int(words.view(torch.int64).sum())
-    else:  # torch has no words that begin elsewhere in a storage
-        total += sum(int(chunk.clone().view(torch.int64).sum()) for chunk in words.split(_CHUNK_BYTES))
-    return _as_int64(total)
-
-
 def _as_int64(number: int) -> int:
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
@@ -140,10 +125,10 @@ def _take(state: TrainState) -> Sums:
     moments = dict.fromkeys(weights, 0)
     for held, _, value in optimizer_values(state):
         if isinstance(value, Tensor):
-            moments[held.name] += byte_sum(value.to_local() if isinstance(value, DTensor) else value)
+            moments[held.name] += int(sum_of_bits(value.to_local() if isinstance(value, DTensor) else value))
     return Sums(
         step=state.step,
-        of_weights=[byte_sum(held.local) for held in weights.values()],
+        of_weights=[int(sum_of_bits(held.local)) for held in weights.values()],
         of_moments=[_as_int64(total) for total in moments.values()],
     )
 
