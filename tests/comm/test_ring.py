@@ -375,7 +375,7 @@ def fetches_ahead(ring, *, most):
             of_this_pass = fetched.index((item, is_backward, n - 2 if is_backward else n - 1)) + 1
             for visit in ring.visits(item, backward=is_backward):
                 done += visit.index != ring.position
-                ahead = [(flight.target.item, flight.target.backward, flight.step) for flight in ring._ahead]
+                ahead = [(flight.target.item, flight.target.backward, flight.step) for flight in ring._ahead.under_way]
                 assert ahead == fetched[done : min(done + most, len(fetched) if number else of_this_pass)]
                 stagger(ring, seed=done)
                 expected = values(item, visit.index, ring.numels[item][visit.index])

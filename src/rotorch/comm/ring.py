@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple, Protocol
 
 import torch
@@ -138,6 +139,19 @@ class Ring(ABC):
         # Before `now`, which announces the wait: a reader must not find the peer of an earlier one.
         self.status.peer = self._ranks[source] + 1
         self.status.now = at(operation, unit=item, part=index)
+
+    @contextmanager
+    def _awaiting_gradient(self, item: int, index: int, *, source: int) -> Iterator[None]:
+        """Records within the block that this rank waits for a slice's gradient. An error leaves the record there."""
+        here = self.status.now
+        self._mark_wait(Operation.AWAIT_GRADIENT, item, index, source=source)
+        yield
+        self.status.now = here  # not after an error: the launcher reads what a rank that died has waited for
+
+    @staticmethod
+    def _at_slices(item: int, *, backward: bool) -> int:
+        """The status word of an item's first slice; those of others follow."""
+        return at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
 
     def home_weights(self, item: int) -> Tensor:
         """This rank's own slice of an item, flat; valid for the life of the ring."""

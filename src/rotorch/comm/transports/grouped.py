@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Visit
 from rotorch.comm.transports.messages import Exchange
-from rotorch.comm.transports.passes import Pass, Passes
-from rotorch.comm.transports.send_receive import Fetch, SendReceiveRing
+from rotorch.comm.transports.passes import Fetch, FetchesAhead, Pass, Passes
+from rotorch.comm.transports.send_receive import SendReceiveRing
 from rotorch.comm.wire import Wire
 
 
@@ -98,7 +98,7 @@ class GroupedRing(SendReceiveRing):
         self._group, self._place = divmod(self.position, per_visit)
         self._forward_order = [(self._group - i) % num_visits for i in range(num_visits)]
         self._backward_order = [(self._group + 1 + j) % num_visits for j in range(num_visits)]
-        self._passes = Passes(size=num_visits, all_come=True)
+        self._ahead = FetchesAhead(Passes(size=num_visits, all_come=True), most=ahead, post=self._post)
         self._visit_numels = [
             [sum(of_item[k * per_visit : (k + 1) * per_visit]) for k in range(num_visits)] for of_item in self.numels
         ]
@@ -122,9 +122,8 @@ class GroupedRing(SendReceiveRing):
         return next((rank for rank in self._ranks_of(index) if rank != self.position), None)
 
     def _arrive(self, this: Pass, step: int, index: int) -> Tensor:
-        flight = self._next_fetch(this, step)
-        slot = self._slots[flight.slot][: self._visit_numels[this.item][index]]
-        if index == self._group:
+        slot = self._fetched(this, step)[: self._visit_numels[this.item][index]]
+        if index == self._group:  # the neighbours' slices have come beside it; nobody sends this rank its own
             home = self._home_weights[this.item]
             for piece in self._pieces[this.item][self.position]:
                 self._wire.visit(_at_home(home, piece), _in_visit(slot, piece))
@@ -135,9 +134,9 @@ class GroupedRing(SendReceiveRing):
         g, pieces = self._num_visits, self._pieces[target.item]
         group = self.order(backward=target.backward)[step]
         readers = (self._group - 1 - step) % g if target.backward else (self._group + step) % g
-        slot = self._num_fetches % len(self._slots)
+        number = self._num_fetches
         self._num_fetches += 1
-        memory, outgoing = self._slots[slot], self._outgoing(target.item)
+        memory, outgoing = self._slot_of(number), self._outgoing(target.item)
         exchange = Exchange(
             receives=[
                 (_in_visit(memory, piece), source)
@@ -153,38 +152,20 @@ class GroupedRing(SendReceiveRing):
             ],
             group=self._weight_group,
         )
-        return Fetch(target, step, slot, exchange)
+        return Fetch(target, step, number, exchange)
 
     # ------------------------------------------------------------- gradients
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        slot, other = visit.step % 2, (visit.step + 1) % 2
-        travelling = self._gradient_slots[slot][: self._visit_numels[item][visit.index]]
-        if visit.step == 0:
-            if not wait and not self._is_free(slot):
-                return None
-            self._release(slot)
-            return GradientBuffer(travelling, True)
-        hop = self._hops[other]
-        if hop is not None:
-            if not wait and not hop.has_received():
-                return None
-            self._await_gradient(hop, item, visit.index)
-        return GradientBuffer(travelling, False)
+        return self._travelling(item, visit, self._visit_numels[item][visit.index], wait=wait)
 
     def pass_on(self, item: int, visit: Visit) -> None:
-        step, m = visit.step, self._per_visit
-        slot, other = step % 2, (step + 1) % 2
+        slot, other = visit.step % 2, (visit.step + 1) % 2
         self._release(other)
-        if step < self._num_visits - 1:
-            arriving = (visit.index + 1) % self._num_visits
-            self._hops[slot] = Exchange(
-                send=self._gradient_slots[slot][: self._visit_numels[item][visit.index]],
-                to=(self.position - m) % self.size,
-                receive=self._gradient_slots[other][: self._visit_numels[item][arriving]],
-                source=(self.position + m) % self.size,
-                group=self._gradient_group,
-            )
+        if visit.step < self._num_visits - 1:
+            numels, arriving = self._visit_numels[item], (visit.index + 1) % self._num_visits
+            # As far as a group is long: to the rank with this one's place in the group before.
+            self._hop(slot, numels[visit.index], numels[arriving], distance=self._per_visit)
             return
         neighbours = [rank for rank in self._ranks_of(self._group) if rank != self.position]
         self._hops[slot] = exchange = Exchange(

@@ -26,10 +26,7 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -38,25 +35,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.shared_file import Extent, Patience, announce, share_file
-from rotorch.comm.status_word import Operation, at
+from rotorch.comm.status_word import Operation
 from rotorch.comm.transports.message_ring import message_group
 from rotorch.comm.transports.messages import Exchange
-from rotorch.comm.transports.passes import Pass, Passes
+from rotorch.comm.transports.passes import Fetch, FetchesAhead, Pass, Passes
 from rotorch.core.errors import HeardFailure
 from rotorch.core.messages import sum_slots
 
 _STEP = 1 << 24  # between the bases of two steps: more than any number grows in one
 _DONE, _ARRIVED, _BROKEN_OFF, _COUNTS = range(4)
-
-
-@dataclass
-class _Fetch:
-    """A block that is fetched: the pass and its block, the number of the fetch, and this rank's messages for it."""
-
-    target: Pass
-    block: int
-    number: int
-    exchange: Exchange
 
 
 class _Share:
@@ -164,14 +151,14 @@ class HierarchicalRing(Ring):
         """The sum of the hosts before this one, for this rank's slice of the next block."""
         self._base, self._num_fetches, self._num_done, self._num_sums = 0, 0, 0, 0
         self._rounds = [0] * len(self.numels)
-        self._most_ahead = ahead
-        self._ahead: deque[_Fetch] = deque()
+        self._ahead = FetchesAhead(
+            Passes(size=hosts), most=ahead, post=self._post, when_dropped=self._end_fetch
+        )  # of blocks: a pass has as many as there are hosts
         self._hops: list[Exchange | None] = [None] * sums
         """Per slot for sums: the messages that send it."""
         self._arriving: Exchange | None = None
         self._pending_item: int | None = None
         """Item whose home gradient the arriving sum is for."""
-        self._passes = Passes(size=hosts)
 
     def slots(self) -> list[Tensor]:
         return [b for b in (*self._own.slots, *self._own.sums, self._arrival) if b.numel()]
@@ -184,7 +171,7 @@ class HierarchicalRing(Ring):
         self._base += _STEP
         self._num_fetches, self._num_done, self._num_sums = 0, 0, 0
         self._rounds = [0] * len(self.numels)
-        self._passes.start()
+        self._ahead.passes.start()
         with self._fence:
             # Opens this rank's gradients to the others: its optimizer is done with those of the last step.
             self._own.sum_turns[:] = self._base
@@ -201,7 +188,7 @@ class HierarchicalRing(Ring):
 
     def _drain(self) -> None:
         """Waits for all messages under way, and drops what they bring."""
-        self._drop_ahead()
+        self._ahead.drop()
         for slot, hop in enumerate(self._hops):
             if hop is not None:
                 hop.wait()
@@ -216,8 +203,8 @@ class HierarchicalRing(Ring):
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         this, number = Pass(item, backward, fetch), 0
-        self._passes.enter(this)
-        here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
+        self._ahead.passes.enter(this)
+        here = self._at_slices(item, backward=backward)
         for step, index in enumerate(self.order(backward=backward)):
             block, turn = divmod(step, self._per_host)
             comes = fetch and index // self._per_host != self._host
@@ -226,8 +213,7 @@ class HierarchicalRing(Ring):
             weights = self._visiting(item, index, number) if fetch else None
             self.status.now = here + index
             if turn == 1:  # not before: neighbours may still compute with the last slice of the block before
-                coming = islice(self._passes.coming(this, block), len(self._ahead), self._most_ahead)
-                self._ahead.extend(self._post(*fetch) for fetch in coming)
+                self._ahead.top_up(this, block)
             yield Visit(index, weights, step)
             if comes and turn == self._per_host - 1:
                 self._end_fetch()
@@ -236,9 +222,7 @@ class HierarchicalRing(Ring):
 
     def _arrive(self, this: Pass, block: int) -> int:
         """Waits for this rank's slice of a block and shows it to its neighbours. Returns the fetch's number."""
-        if self._ahead and (self._ahead[0].target, self._ahead[0].block) != (this, block):
-            self._drop_ahead()  # this step makes other passes than the one before: these slices are not needed
-        flight = self._ahead.popleft() if self._ahead else self._post(this, block)
+        flight = self._ahead.next(this, block)
         source = self._source(block, backward=this.backward)
         self._mark_wait(Operation.AWAIT_SLICE, this.item, source, source=source)
         flight.exchange.wait()
@@ -260,7 +244,7 @@ class HierarchicalRing(Ring):
         """Position of the rank that sends this one its slice of a block of a pass."""
         return self.order(backward=backward)[block * self._per_host] // self._per_host * self._per_host + self._place
 
-    def _post(self, target: Pass, block: int) -> _Fetch:
+    def _post(self, target: Pass, block: int) -> Fetch:
         """Starts the messages of one block: this rank's own slice goes to one host, another host's comes here."""
         number, slots = self._num_fetches, self._own.slots
         self._num_fetches += 1
@@ -276,18 +260,12 @@ class HierarchicalRing(Ring):
             source=source,
             group=self._weight_group,
         )
-        return _Fetch(target, block, number, exchange)
+        return Fetch(target, block, number, exchange)
 
     def _end_fetch(self) -> None:
         """Tells the neighbours that this rank is done with a block."""
         self._num_done += 1
         self._announce(self._own.counts, _DONE, self._base + self._num_done)
-
-    def _drop_ahead(self) -> None:
-        """Waits for blocks under way and drops them."""
-        while self._ahead:
-            self._ahead.popleft().exchange.wait()
-            self._end_fetch()
 
     # ------------------------------------------------------------- gradients
 
@@ -304,20 +282,18 @@ class HierarchicalRing(Ring):
         if turns[which] < first + turn:
             if not wait:
                 return None
-            here = self.status.now
             waits_for = (place - 1 - max(0, int(turns[which]) - first)) % self._per_host
-            self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=self._neighbours.start + waits_for)
-            # The neighbours add in the order of their visits; before the first of them the slice's own place opens.
-            self._await(
-                turns,
-                which,
-                first + turn,
-                whom=lambda: (
-                    place if turns[which] < first else (place - 1 - (int(turns[which]) - first)) % self._per_host
-                ),
-                what="its part of a gradient",
-            )
-            self.status.now = here
+            with self._awaiting_gradient(item, visit.index, source=self._neighbours.start + waits_for):
+                # Neighbours add in the order of their visits; before the first of them the slice's own place opens.
+                self._await(
+                    turns,
+                    which,
+                    first + turn,
+                    whom=lambda: (
+                        place if turns[which] < first else (place - 1 - (int(turns[which]) - first)) % self._per_host
+                    ),
+                    what="its part of a gradient",
+                )
         with self._fence:  # reads of the gradient come after that of the turn which announced it
             pass
         return GradientBuffer(flat, fresh)
@@ -371,10 +347,8 @@ class HierarchicalRing(Ring):
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             raise AssertionError("the sum of the other hosts' parts is not on its way")
-        here = self.status.now
-        self._mark_wait(Operation.AWAIT_GRADIENT, item, index, source=(self.position + self._per_host) % self.size)
-        arriving.wait_received()
-        self.status.now = here
+        with self._awaiting_gradient(item, index, source=(self.position + self._per_host) % self.size):
+            arriving.wait_received()
         return self._arrival[: self.numels[item][index]]
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Visit
-from rotorch.comm.status_word import Operation, at
+from rotorch.comm.status_word import Operation
 from rotorch.comm.transports.message_ring import MessageRing, message_group
 from rotorch.comm.transports.messages import Bounce, Hop
 from rotorch.comm.wire import Wire
@@ -154,7 +154,7 @@ class HoppingRing(MessageRing):
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         order, brings = self.order(backward=backward), self._bring_home if self._homes_travel else self._bring_copy
-        here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
+        here = self._at_slices(item, backward=backward)
         neighbour = (self.position + (1 if backward else -1)) % self.size
         for step, index in enumerate(order):
             if fetch and step:
@@ -249,11 +249,9 @@ class HoppingRing(MessageRing):
         if self._gradient_hop is not None:
             if not wait:  # a hop makes progress only in its `wait`, which copies chunks
                 return None
-            here = self.status.now
-            self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % n)
-            self._gradient_hop.wait()
+            with self._awaiting_gradient(item, visit.index, source=(self.position + 1) % n):
+                self._gradient_hop.wait()
             self._gradient_hop = None
-            self.status.now = here
         if step < n - 1:
             return GradientBuffer(travelling, False)
         if self.fresh[item]:  # own slice: the sum of all others has arrived

@@ -1,4 +1,4 @@
-"""Prediction of a step's next pass from the step before, so that fetches can run ahead across units.
+"""Fetches that run ahead of their visits, also across units: the step before tells a step's next pass.
 
 [Note: the step before]
     The units of a model are visited in an order that only the model's code knows, but it is the same in every step. So
@@ -8,10 +8,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
+
+from rotorch.comm.transports.messages import Exchange
 
 
 @dataclass(frozen=True)
@@ -78,3 +82,60 @@ class Passes:
             return range(self._size)
         # The own slice is used at home: it is the first in forward and the last in backward.
         return range(self._size - 1) if of.backward else range(1, self._size)
+
+
+@dataclass
+class Fetch:
+    """A fetch under way.
+
+    Attributes:
+        target: the pass that it is for.
+        step: the visit (or block of visits) within that pass.
+        number: of the fetch, among those of this ring.
+        exchange: its messages.
+    """
+
+    target: Pass
+    step: int
+    number: int
+    exchange: Exchange
+
+
+class FetchesAhead:
+    """Fetches over messages, in the order of their visits. All ranks of a ring post and drop the same ones.
+
+    Args:
+        passes: of the ring's steps.
+        most: largest number of fetches under way while a slice is computed with.
+        post: starts the fetch of one visit.
+        when_dropped: called after each fetch that nobody needed, when its messages have come.
+    """
+
+    def __init__(
+        self,
+        passes: Passes,
+        *,
+        most: int,
+        post: Callable[[Pass, int], Fetch],
+        when_dropped: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.passes, self._most, self._post, self._when_dropped = passes, most, post, when_dropped
+        self.under_way: deque[Fetch] = deque()
+
+    def next(self, this: Pass, step: int) -> Fetch:
+        """Returns the fetch of a visit, which may still be under way; starts it if need be."""
+        if self.under_way and (self.under_way[0].target, self.under_way[0].step) != (this, step):
+            self.drop()  # this step makes other passes than the one before: these slices are not needed
+        return self.under_way.popleft() if self.under_way else self._post(this, step)
+
+    def top_up(self, this: Pass, step: int) -> None:
+        """Starts fetches after visit `step` of a pass, until as many as may be are under way."""
+        coming = islice(self.passes.coming(this, step), len(self.under_way), self._most)
+        self.under_way.extend(self._post(*fetch) for fetch in coming)
+
+    def drop(self) -> None:
+        """Waits for the fetches under way and drops them."""
+        while self.under_way:
+            # Not cancelled: the other ends have posted them too, and the next messages of the group come behind them.
+            self.under_way.popleft().exchange.wait()
+            self._when_dropped()

@@ -25,31 +25,19 @@ At each step every rank sends its home slice to one reader and receives one.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Visit
-from rotorch.comm.status_word import Operation, at
+from rotorch.comm.status_word import Operation
 from rotorch.comm.transports.message_ring import MessageRing
 from rotorch.comm.transports.messages import Exchange
-from rotorch.comm.transports.passes import Pass, Passes
+from rotorch.comm.transports.passes import Fetch, FetchesAhead, Pass, Passes
 from rotorch.comm.wire import Wire
-
-
-@dataclass
-class Fetch:
-    """A fetch under way: the pass and step that it is for, and the slot that it fills."""
-
-    target: Pass
-    step: int
-    slot: int
-    exchange: Exchange
 
 
 @dataclass
@@ -104,10 +92,7 @@ class SendReceiveRing(MessageRing):
         """Per gradient slot: the hop that sends its contents (and receives into the other slot)."""
         self._pending_add: _PendingAdd | None = None
         self._num_fetches = 0
-        self._most_ahead = ahead
-        self._ahead: deque[Fetch] = deque()
-        """Fetches under way, in the order of their visits."""
-        self._passes = Passes(size=self.size)
+        self._ahead = FetchesAhead(Passes(size=self.size), most=ahead, post=self._post)
 
     def slots(self) -> list[Tensor]:
         return [b for b in (*self._slots, self._unpacked, self._message, *self._gradient_slots) if b.numel()]
@@ -118,7 +103,7 @@ class SendReceiveRing(MessageRing):
         super().start(fresh=fresh)
         self._drain()  # a pass without gradients ends without `finish`, an abandoned step in the middle
         self._message_item = None  # the optimizer has changed it
-        self._passes.start()
+        self._ahead.passes.start()
 
     def finish(self) -> None:
         super().finish()
@@ -130,7 +115,7 @@ class SendReceiveRing(MessageRing):
 
     def _drain(self) -> None:
         """Waits for all messages under way; drops sums that a step that broke off has not added to its gradients."""
-        self._drop_ahead()
+        self._ahead.drop()
         for slot, hop in enumerate(self._hops):
             if hop is not None:
                 hop.wait()
@@ -141,16 +126,15 @@ class SendReceiveRing(MessageRing):
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         this = Pass(item, backward, fetch)
-        self._passes.enter(this)
-        here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
+        self._ahead.passes.enter(this)
+        here = self._at_slices(item, backward=backward)
         for step, index in enumerate(self.order(backward=backward)):
             source = self._comes_from(index)
             if fetch and source is not None:
                 self._mark_wait(Operation.AWAIT_SLICE, item, index, source=source)
             weights = self._arrive(this, step, index) if fetch else None
             self.status.now = here + index
-            coming = islice(self._passes.coming(this, step), len(self._ahead), self._most_ahead)
-            self._ahead.extend(self._post(*fetch) for fetch in coming)
+            self._ahead.top_up(this, step)
             yield Visit(index, weights, step)
         if backward:
             self.fresh[item] = False
@@ -164,25 +148,22 @@ class SendReceiveRing(MessageRing):
         numel = self.numels[this.item][index]
         if index == self.position:
             return self._home_weights[this.item] if self._wire.as_at_home else self._own(this)
-        flight = self._next_fetch(this, step)
-        message = self._slots[flight.slot][: self._wire.length(numel)]
+        message = self._fetched(this, step)[: self._wire.length(numel)]
         if not self._wire.packs:
             return message
         self._wire.unpack(message, self._unpacked[:numel])
         return self._unpacked[:numel]
 
-    def _next_fetch(self, this: Pass, step: int) -> Fetch:
-        """Waits for the fetch of a visit, starting it if need be."""
-        if self._ahead and (self._ahead[0].target, self._ahead[0].step) != (this, step):
-            self._drop_ahead()  # this step makes other passes than the one before: these slices are not needed
-        flight = self._ahead.popleft() if self._ahead else self._post(this, step)
+    def _fetched(self, this: Pass, step: int) -> Tensor:
+        """Waits for the fetch of a visit, and returns the slot that it has filled."""
+        flight = self._ahead.next(this, step)
         flight.exchange.wait()
-        return flight
+        return self._slot_of(flight.number)
 
-    def _drop_ahead(self) -> None:
-        """Waits for fetches under way and drops them."""
-        while self._ahead:
-            self._ahead.popleft().exchange.wait()
+    def _slot_of(self, number: int) -> Tensor:
+        """The slot that a fetch fills."""
+        # In turn, as visits are: the slice that this slot held last has been visited.
+        return self._slots[number % len(self._slots)]
 
     def _own(self, this: Pass) -> Tensor:
         """This rank's own slice in the form in which it visits other ranks (see [Note: on the wire])."""
@@ -190,8 +171,8 @@ class SendReceiveRing(MessageRing):
         if self._wire.packs:
             out = self._unpacked
         elif this.backward:
-            last = self._num_fetches - 1
-            out = self._slots[1 - self._ahead[0].slot if self._ahead else last % 2]
+            # Of two slots the one that no fetch is under way to: the last filled one, whose slice has been visited.
+            out = self._slot_of(self._ahead.under_way[0].number + 1 if self._ahead.under_way else self._num_fetches - 1)
         else:
             return self._outgoing(this.item)
         self._wire.visit(home, out[: home.numel()])
@@ -205,7 +186,7 @@ class SendReceiveRing(MessageRing):
         message = self._message[: self._wire.length(home.numel())]
         if self._message_item != item:
             # The buffer may still be on its way for the item before this one.
-            for flight in self._ahead:
+            for flight in self._ahead.under_way:
                 flight.exchange.wait_sent()
             self._wire.pack(home, message)
             self._message_item = item
@@ -216,18 +197,17 @@ class SendReceiveRing(MessageRing):
         n, r = self.size, self.position
         source = self.order(backward=target.backward)[step]
         reader = (r - 1 - step) % n if target.backward else (r + step) % n
-        # In turn, as visits are: the slice that this slot held last has been visited.
-        slot = self._num_fetches % len(self._slots)
+        number = self._num_fetches
         self._num_fetches += 1
         length = self._wire.length(self.numels[target.item][source])
         exchange = Exchange(
             send=self._outgoing(target.item),
             to=reader,
-            receive=self._slots[slot][:length],
+            receive=self._slot_of(number)[:length],
             source=source,
             group=self._weight_group,
         )
-        return Fetch(target, step, slot, exchange)
+        return Fetch(target, step, number, exchange)
 
     # ------------------------------------------------------------- gradients
 
@@ -238,10 +218,14 @@ class SendReceiveRing(MessageRing):
             return GradientBuffer(home, self.fresh[item])
         if step == n - 1:  # own slice: see [Note: added when it arrives]
             return GradientBuffer(home, self.fresh[item])
-        slot, other = step % 2, (step + 1) % 2
-        travelling = self._gradient_slots[slot][: self.numels[item][visit.index]]
+        return self._travelling(item, visit, self.numels[item][visit.index], wait=wait)
+
+    def _travelling(self, item: int, visit: Visit, numel: int, *, wait: bool) -> GradientBuffer | None:
+        """The travelling gradient of a visit in its slot; None if it has not come, or the slot is not free yet."""
+        slot, other = visit.step % 2, (visit.step + 1) % 2
+        travelling = self._gradient_slots[slot][:numel]
         # A slot's last contents may still be on their way, or be a sum that waits to be added at home.
-        if step == 0:
+        if visit.step == 0:
             if not wait and not self._is_free(slot):
                 return None
             self._release(slot)
@@ -254,7 +238,7 @@ class SendReceiveRing(MessageRing):
         return GradientBuffer(travelling, False)
 
     def pass_on(self, item: int, visit: Visit) -> None:
-        n, r, step = self.size, self.position, visit.step
+        n, step = self.size, visit.step
         if n == 1:
             return
         slot, other = step % 2, (step + 1) % 2
@@ -267,12 +251,18 @@ class SendReceiveRing(MessageRing):
             return
         # The other slot receives the next slice's sum: its last contents must have left.
         self._release(other)
-        arriving = (visit.index + 1) % n
+        self._hop(slot, self.numels[item][visit.index], self.numels[item][(visit.index + 1) % n], distance=1)
+
+    def _hop(self, slot: int, leaves: int, arrives: int, *, distance: int) -> None:
+        """Sends `leaves` elements of a gradient slot to the rank `distance` before this one.
+
+        The other slot receives `arrives` elements from the rank as far behind it.
+        """
         self._hops[slot] = Exchange(
-            send=self._gradient_slots[slot][: self.numels[item][visit.index]],
-            to=(r - 1) % n,
-            receive=self._gradient_slots[other][: self.numels[item][arriving]],
-            source=(r + 1) % n,
+            send=self._gradient_slots[slot][:leaves],
+            to=(self.position - distance) % self.size,
+            receive=self._gradient_slots[1 - slot][:arrives],
+            source=(self.position + distance) % self.size,
             group=self._gradient_group,
         )
 
@@ -302,8 +292,6 @@ class SendReceiveRing(MessageRing):
             self._pending_add = None
 
     def _await_gradient(self, hop: Exchange, item: int, index: int) -> None:
-        here = self.status.now
-        self._mark_wait(Operation.AWAIT_GRADIENT, item, index, source=(self.position + 1) % self.size)
-        # Only the receive: the send from the other slot is waited for when that slot is needed again.
-        hop.wait_received()
-        self.status.now = here
+        with self._awaiting_gradient(item, index, source=(self.position + 1) % self.size):
+            # Only the receive: the send from the other slot is waited for when that slot is needed again.
+            hop.wait_received()

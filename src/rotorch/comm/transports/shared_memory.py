@@ -38,7 +38,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.shared_file import Extent, Patience, announce, share_file
-from rotorch.comm.status_word import Operation, at
 from rotorch.core.errors import HeardFailure
 
 _ALIGNMENT = 64
@@ -181,7 +180,7 @@ class SharedMemoryRing(Ring):
         if backward:  # now, not at the end of the pass: another pass of this item may begin before (see `defer`)
             fresh, self.fresh[item] = self.fresh[item], False
             self._rounds[item] += 1
-        status, here = self.status, at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
+        status, here = self.status, self._at_slices(item, backward=backward)
         for step, index in enumerate(self.order(backward=backward)):
             status.now = here + index
             weights = self._visiting(item, index) if fetch else None
@@ -226,23 +225,21 @@ class SharedMemoryRing(Ring):
         # The ranks add to a slice's gradient in the order of the ring, each after its neighbour.
         if self._discards_adds:
             return
-        here = self.status.now
-        self._mark_wait(Operation.AWAIT_GRADIENT, item, visit.index, source=(self.position + 1) % self.size)
-        # Meanwhile: the rank that this one waits for may itself wait for additions that this one has deferred.
-        self._patience.wait(
-            lambda: turns[item] >= visit.turn or bool(self._who_left()),
-            whom=lambda: self._who_adds(int(turns[item]), visit.index),
-            ranks=self._ranks,
-            what="its part of a gradient",
-            late=lambda: (
-                f"ring position {self.position} waited {self._patience.timeout_s:.0f} s for slice {visit.index} "
-                f"of item {item} (turn {turns[item] - self._base} of {visit.turn - self._base}): "
-                "the rank before it is late"
-            ),
-            meanwhile=self.flush_ready,
-        )
-        self._discards_adds = bool(turns[item] < visit.turn)
-        self.status.now = here
+        with self._awaiting_gradient(item, visit.index, source=(self.position + 1) % self.size):
+            # Meanwhile: the rank that this one waits for may itself wait for additions that this one has deferred.
+            self._patience.wait(
+                lambda: turns[item] >= visit.turn or bool(self._who_left()),
+                whom=lambda: self._who_adds(int(turns[item]), visit.index),
+                ranks=self._ranks,
+                what="its part of a gradient",
+                late=lambda: (
+                    f"ring position {self.position} waited {self._patience.timeout_s:.0f} s for slice {visit.index} "
+                    f"of item {item} (turn {turns[item] - self._base} of {visit.turn - self._base}): "
+                    "the rank before it is late"
+                ),
+                meanwhile=self.flush_ready,
+            )
+            self._discards_adds = bool(turns[item] < visit.turn)
 
     def _who_adds(self, turn: int, index: int) -> int:
         """Position of the rank whose turn it is to add to the gradient of slice `index`; the owner's before a step."""

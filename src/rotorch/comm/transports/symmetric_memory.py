@@ -52,7 +52,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.ring import GradientBuffer, Ring, Visit
-from rotorch.comm.status_word import Operation, at
 from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemory
 from rotorch.core.errors import RankFailure
@@ -227,7 +226,7 @@ class SymmetricMemoryRing(Ring):
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         this = Pass(item, backward, fetch)
         self._passes.enter(this)
-        here = at(Operation.SLICE_BACKWARD if backward else Operation.SLICE_FORWARD, unit=item)
+        here = self._at_slices(item, backward=backward)
         for step, index in enumerate(self.order(backward=backward)):
             self.status.now = here + index  # the host's position: the GPU may still be at an earlier slice
             slot, weights = self._arrive(this, step, index) if fetch else (None, None)
