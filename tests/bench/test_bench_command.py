@@ -198,7 +198,7 @@ def test_a_bar_that_does_not_hold_is_exit_code_1(run_file):
         ({"parallel": ["rtp=5"], "nproc": 2}, "needs 5 = 5 ranks, but there are 2"),
         ({"parallel": ["ddp=2"], "nproc": 0}, "nproc"),
         ({"parallel": ["ddq=2"]}, "did you mean 'ddp'"),
-        ({"parallel": ["rtp=65"]}, "a ring of 65"),
+        ({"parallel": ["rtp=65"]}, "65 ranks over"),
         ({"parallel": ["ddp=2"], "bars": ["ddp=2 > limit"]}, "bar"),
         ({"parallel": ["ddp=2"], "overrides": ["data.sequence_length=33"]}, "longer than the 32 positions"),
         ({"parallel": ["ddp=2"], "overrides": ["train.global_batch=7"]}, "global_batch"),

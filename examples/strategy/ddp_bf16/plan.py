@@ -21,15 +21,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from pydantic import PositiveInt
-
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Unit
-from rotorch.core.strategy import Strategy
+from rotorch.core.strategy import OneAxis
 from rotorch.core.traffic import all_reduce
 
 
-class DDPBF16(Strategy):
+class DDPBF16(OneAxis):
     """`size` replicas of the model. Written `ddp_bf16=2[bfloat16=true]`.
 
     Attributes:
@@ -39,16 +37,7 @@ class DDPBF16(Strategy):
 
     kind: ClassVar[str] = "ddp_bf16"
     held_by: ClassVar[str] = "ddp_bf16.apply"
-    size: PositiveInt
     bfloat16: bool = False
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {"ddp_bf16": self.size}
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("ddp_bf16",)
 
     @property
     def changes_the_model(self) -> str:
@@ -56,7 +45,4 @@ class DDPBF16(Strategy):
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         sent = sum(w.numel * (2 if self.bfloat16 else w.itemsize) for w in unit.weights)
-        return Layout(resident_bytes=unit.num_bytes, transfers=(all_reduce(sent, axis="ddp_bf16", size=self.size),))
-
-    def __str__(self) -> str:
-        return f"ddp_bf16={self.size}{self._options_text()}"
+        return Layout(resident_bytes=unit.num_bytes, transfers=(all_reduce(sent, axis=self.kind, size=self.size),))

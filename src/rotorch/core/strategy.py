@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from typing import ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, PositiveInt
 
+from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout, combine_layouts
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.traffic import MicroBatch, Transfer
@@ -175,3 +176,33 @@ class Strategy(BaseModel, ABC):
             if not field.is_required() and value != field.default:
                 options.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
         return f"[{','.join(options)}]" if options else ""
+
+
+class OneAxis(Strategy):
+    """A strategy of `size` ranks along one axis, which has the name of its kind; by default each has its own batch."""
+
+    size: PositiveInt
+
+    @property
+    def axes(self) -> dict[str, int]:
+        return {self.kind: self.size}
+
+    @property
+    def batch_axes(self) -> tuple[str, ...]:
+        return (self.kind,)
+
+    def _check_cut(self, spec: ModelSpec) -> None:
+        """Raises `ConfigError` unless every rank can hold a slice of some weight."""
+        if self.size > 1 and not spec.cut_units:
+            raise ConfigError(
+                f"{self.kind}: nothing to cut in {spec.name}: no weight has a role in its tensor-parallel plan. "
+                "Write plan={...} with roles for its weights, or use ddp or fsdp"
+            )
+        if self.size > (most := spec.finest_cut):
+            raise ConfigError(
+                f"{self.kind}: {self.size} ranks over {spec.name}, whose finest cut has {most} groups: "
+                f"ranks would hold nothing. Write {self.kind}={most} or less"
+            )
+
+    def __str__(self) -> str:
+        return f"{self.kind}={self.size}{self._options_text()}"

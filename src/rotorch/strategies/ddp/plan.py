@@ -24,16 +24,14 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import PositiveInt
-
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Unit
-from rotorch.core.strategy import Strategy
+from rotorch.core.strategy import OneAxis, Strategy
 from rotorch.core.traffic import all_reduce
 
 
-class DDP(Strategy):
+class DDP(OneAxis):
     """`size` replicas of the model, or of the inner strategy's holding. Written `ddp=2`.
 
     Attributes:
@@ -45,16 +43,7 @@ class DDP(Strategy):
     kind: ClassVar[str] = "ddp"
     ranks_alike: ClassVar[bool] = True
     has_param_dtype: ClassVar[bool] = True
-    size: PositiveInt
     recompute: Literal["none", "block"] = "none"
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {"ddp": self.size}
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("ddp",)
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         return Layout(
@@ -68,6 +57,3 @@ class DDP(Strategy):
                 f"ddp: recompute={self.recompute} around '{inner}': the strategy inside runs the model, so it decides "
                 f"what is computed again. Write ddp={self.size} and the option inside the brackets of {inner.kind}"
             )
-
-    def __str__(self) -> str:
-        return f"ddp={self.size}{self._options_text()}"

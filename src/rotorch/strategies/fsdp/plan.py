@@ -34,12 +34,12 @@ from rotorch.core.gathered import gathered_layout
 from rotorch.core.layout import Layout
 from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import ModelSpec, Unit
-from rotorch.core.strategy import Strategy
+from rotorch.core.strategy import OneAxis
 from rotorch.core.traffic import MicroBatch, Phase, Transfer
 from rotorch.core.whole_units import check_memory, is_whole, whole_layout, with_whole_units
 
 
-class FSDP(Strategy):
+class FSDP(OneAxis):
     """Weights cut over `size` ranks, gathered block by block. Written `fsdp=4`, or `fsdp=4[reshard=false]`.
 
     Attributes:
@@ -57,7 +57,6 @@ class FSDP(Strategy):
     has_param_dtype: ClassVar[bool] = True
     cuts_weights: ClassVar[bool] = True
     gathers_weights: ClassVar[bool] = True
-    size: PositiveInt
     reshard: bool = True
     recompute: Literal["none", "block"] = "none"
     context: PositiveInt = 1
@@ -68,14 +67,6 @@ class FSDP(Strategy):
         check_divides(size=self.size, context=self.context, kind=self.kind)
         check_memory(self.memory, kind=self.kind, context=self.context)
         return self
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {"fsdp": self.size}
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("fsdp",)
 
     @property
     def context_axes(self) -> dict[str, int]:
@@ -120,6 +111,3 @@ class FSDP(Strategy):
             gathers=gathers,
             transient_bytes=4 * unit.num_bytes,
         )
-
-    def __str__(self) -> str:
-        return f"fsdp={self.size}{self._options_text()}"

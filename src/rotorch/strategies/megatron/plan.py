@@ -50,20 +50,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.messages import SUM_CHUNK_BYTES, lane_bytes
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
-from rotorch.core.strategy import Strategy
+from rotorch.core.strategy import OneAxis
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_gather, all_reduce
 from rotorch.strategies.megatron.along_tokens import check_tokens, token_shards_sent, tokens_cut, with_tokens_cut
 
 _AXIS = "megatron"
 
 
-class Megatron(Strategy):
+class Megatron(OneAxis):
     """Weights cut over `size` ranks that share a batch. Written `megatron=4`.
 
     Attributes:
@@ -77,14 +77,9 @@ class Megatron(Strategy):
 
     kind: ClassVar[str] = "megatron"
     cuts_weights: ClassVar[bool] = True
-    size: PositiveInt
     sync_fraction: float = Field(default=1.0, gt=0.0, le=1.0)
     sequence_parallel: bool = False
     transport: Literal["auto", "shared_memory", "messages"] = "auto"
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {_AXIS: self.size}
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
@@ -187,16 +182,7 @@ class Megatron(Strategy):
         return tuple(transfers)
 
     def check(self, spec: ModelSpec) -> None:
-        if self.size > 1 and not spec.cut_units:
-            raise ConfigError(
-                f"megatron: nothing to cut in {spec.name}: no weight has a role in its tensor-parallel plan. "
-                "Write plan={...} with roles for its weights, or use ddp or fsdp"
-            )
-        if self.size > (most := spec.finest_cut):
-            raise ConfigError(
-                f"megatron: {self.size} ranks over {spec.name}, whose finest cut has {most} groups: "
-                f"ranks would hold nothing. Write megatron={most} or less"
-            )
+        self._check_cut(spec)
 
         if self._cuts_tokens:
             if self.changes_the_model:
@@ -231,9 +217,6 @@ class Megatron(Strategy):
 
     def _sum(self, payload_bytes: int, phase: Phase) -> Transfer:
         return all_reduce(payload_bytes, axis=_AXIS, size=self.size, phase=phase)
-
-    def __str__(self) -> str:
-        return f"megatron={self.size}{self._options_text()}"
 
 
 def output_width(unit: Unit) -> int:

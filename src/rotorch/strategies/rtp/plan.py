@@ -66,14 +66,14 @@ from rotorch.core.messages import bounce_bytes, fp8_bytes, num_chunks, sum_slots
 from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind
 from rotorch.core.stages import in_stage
-from rotorch.core.strategy import Strategy
+from rotorch.core.strategy import OneAxis
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
 from rotorch.core.whole_units import check_memory, is_whole, whole_layout, with_whole_units
 
 _COMPUTE_ITEMSIZE = 2  # of bfloat16 and float16
 
 
-class RTP(Strategy):
+class RTP(OneAxis):
     """Weights rotate over a ring of `size` ranks. Written `rtp=4`, or `rtp=4[recompute=slice]`.
 
     Attributes:
@@ -110,7 +110,6 @@ class RTP(Strategy):
     kind: ClassVar[str] = "rtp"
     has_param_dtype: ClassVar[bool] = True
     cuts_weights: ClassVar[bool] = True
-    size: PositiveInt
     recompute: Literal["none", "head", "all_but_attention", "slice"] = "head"
     transport: Literal["auto", "shared_memory", "symmetric_memory", "hierarchical", "send_receive"] = "auto"
     hosts: Annotated[int, Field(ge=2)] = 2
@@ -141,14 +140,6 @@ class RTP(Strategy):
     @property
     def recomputes_layers(self) -> bool:
         return self.recompute == "slice"
-
-    @property
-    def axes(self) -> dict[str, int]:
-        return {"rtp": self.size}
-
-    @property
-    def batch_axes(self) -> tuple[str, ...]:
-        return ("rtp",)
 
     @property
     def context_axes(self) -> dict[str, int]:
@@ -370,22 +361,8 @@ class RTP(Strategy):
                 f"rtp: wire={self.wire} halves messages, and transport={self.transport} may send none. "
                 f"Write {self.kind}={self.size}[wire={self.wire},transport=send_receive], or leave wire out"
             )
-        if self.size > 1 and not spec.cut_units:
-            raise ConfigError(
-                f"rtp: nothing to rotate in {spec.name}: no weight has a role in its tensor-parallel plan. "
-                "Write plan={...} with roles for its weights, or use ddp or fsdp"
-            )
-        if self.size > (most := spec.finest_cut):
-            raise ConfigError(
-                f"rtp: a ring of {self.size} over {spec.name}, whose finest cut has {most} groups: "
-                f"ranks would hold nothing. Write rtp={most} or less"
-            )
+        self._check_cut(spec)
         self.units_of(spec)  # finds units that fit into `memory`, or says that none do
-
-    def __str__(self) -> str:
-        defaults = type(self)(size=self.size)
-        options = [f"{k}={v}" for k, v in self.model_dump(exclude={"size"}).items() if v != getattr(defaults, k)]
-        return f"rtp={self.size}" + (f"[{','.join(options)}]" if options else "")
 
 
 def _uncut(unit: Unit) -> Unit:

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rotorch.core.errors import ConfigError
+from rotorch.train.checkpoint.directories import fsync
 
 FORMAT_VERSION = 1
 HEADER_BYTES = 4096
@@ -180,7 +181,7 @@ def write_token_file(
             stream.flush()
             os.fsync(stream.fileno())
         partial.replace(path)
-        _sync_directory(path.parent)
+        fsync(path.parent)  # the new name lasts through a power cut
     except BaseException as error:
         partial.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -225,12 +226,3 @@ def _checksum(blocks: Iterable[bytes]) -> int:
     for block in blocks:
         crc = zlib.crc32(block, crc)
     return crc
-
-
-def _sync_directory(directory: Path) -> None:
-    """Makes a rename last through a power cut."""
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
