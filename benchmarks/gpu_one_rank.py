@@ -129,7 +129,7 @@ def one_case(layout: str, *, shapes: dict[str, Any], device: str, tokens: int, s
 def fill_with_noise(model: Any) -> None:
     """Gives weights and slots small numbers: from others nothing comes, and what is there by chance may be anything."""
     held = [weight.local for weight in model.weights.values()]
-    for tensor in [*held, *model.holding.slots()]:
+    for tensor in [*held, *model.sharded.slots()]:
         tensor.detach().normal_(std=0.02)
     model.values_changed()
 

@@ -89,7 +89,7 @@ def rank_of_peaks(parallel: str, tokens: int, steps: int) -> dict[str, Any]:
     import rotorch
 
     model = rotorch.parallelize(build(), parallel, device="cuda").materialize(seed=_SEED)
-    ring = getattr(model.holding, "ring", None)
+    ring = getattr(model.sharded, "ring", None)
     window = ring.window_bytes if hasattr(ring, "window_bytes") else 0
     counted = window > 0 and window_is_counted()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, foreach=True)

@@ -71,7 +71,7 @@ def measure(config: dict[str, Any], layouts: Sequence[str], rows: int, tokens: i
             value = one_step(*models[layout])[0]
         results[layout] = {
             "loss": value,
-            "transport": model.holding.transport,
+            "transport": model.sharded.transport,
             "sent_bytes": meter.total_sent_bytes,
             "resident_bytes": sum(held.local.nbytes for held in model.weights.values()),
             **{phase: [] for phase in PHASES},

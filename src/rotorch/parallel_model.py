@@ -1,4 +1,4 @@
-"""`ParallelModel`: a parallel model as training loops see it (below it lies `hold/holding.py`).
+"""`ParallelModel`: a parallel model as training loops see it (below it lies `hold/sharded_model.py`).
 
 [Note: one loss rule]
     Gradients are summed over micro-batches and ranks, and the loss is divided by the global number of target tokens,
@@ -26,7 +26,7 @@ from rotorch.comm.status_word import Operation, StatusWord, at
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
-from rotorch.hold.holding import Holding
+from rotorch.hold.sharded_model import ShardedModel
 from rotorch.mesh import batch_place, place_along
 from rotorch.models.blocks import mark_blocks
 from rotorch.models.checks import refuse_float16
@@ -91,7 +91,7 @@ class ParallelModel:
         self,
         module: nn.Module,
         *,
-        holding: Holding,
+        sharded: ShardedModel,
         mesh: DeviceMesh,
         strategies: Sequence[Strategy],
         spec: ModelSpec,
@@ -106,7 +106,7 @@ class ParallelModel:
         self.strategies = tuple(strategies)
         self.spec = spec
         self._recipes = recipes
-        self._holding = holding
+        self._sharded = sharded
         self._loss = loss
         self._sequence = sequence
         self.written_buffers = WrittenBuffers(module)
@@ -117,8 +117,8 @@ class ParallelModel:
         self._status = StatusWord()
         self._heads = {module.get_submodule(name.rpartition(".")[0]) for name in head_weights(module)}
         self._at_rest = AtRest(module)
-        self.hooks = GradientHooks(holding.weights)
-        for held in holding.weights.values():
+        self.hooks = GradientHooks(sharded.weights)
+        for held in sharded.weights.values():
             held.belong_to(mesh)
         self.in_pass = False
         self.batch_axes = tuple(axis for s in strategies for axis in s.batch_axes)
@@ -146,12 +146,17 @@ class ParallelModel:
     @property
     def weights(self) -> dict[str, ShardedWeight]:
         """This rank's shard of each weight, by name (tied names appear once)."""
-        return self._holding.weights
+        return self._sharded.weights
 
     @property
-    def holding(self) -> Holding:
+    def sharded(self) -> ShardedModel:
         """The strategy's side of this model, for meters and tests."""
-        return self._holding
+        return self._sharded
+
+    @property
+    def holding(self) -> ShardedModel:
+        """Alias of `sharded`, for one release."""
+        return self._sharded
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The DTensor parameters, for an optimizer."""
@@ -183,7 +188,7 @@ class ParallelModel:
         """
         meant = {n: h for n, h in self.weights.items() if any(fnmatch.fnmatchcase(n, pattern) for pattern in only)}
         initialise(meant, recipes=self._recipes, seed=seed)
-        self._holding.values_changed()
+        self._sharded.values_changed()
         return self
 
     def load(self, path: str, *, may_lack: Sequence[str] = (), may_have: Sequence[str] = ()) -> ParallelModel:
@@ -214,7 +219,7 @@ class ParallelModel:
                 may_lack=(*ADAPTERS, *may_lack),
                 may_have=(*found.ignored, *may_have),
             )
-        self._holding.values_changed()
+        self._sharded.values_changed()
         return self
 
     def chunks(self) -> dict[str, ChunkedTensor]:
@@ -228,7 +233,7 @@ class ParallelModel:
 
     def values_changed(self) -> None:
         """Publishes new values: call it after writing into `weights[..].local` or loading into `chunks()`."""
-        self._holding.values_changed()
+        self._sharded.values_changed()
 
     def full_tensor(self, name: str, *, grad: bool = False) -> Tensor:
         """Returns a whole weight (or its gradient) on every rank.
@@ -257,7 +262,7 @@ class ParallelModel:
             The names of the units that it speaks of, by number.
         """
         self._status = status
-        names = self._holding.write_status_to(status)
+        names = self._sharded.write_status_to(status)
         return names or (mark_blocks(self.module, status) if blocks else [])
 
     def forward_backward(
@@ -290,7 +295,7 @@ class ParallelModel:
         doing = ModelCall.STEP_MORE if accumulate else ModelCall.STEP
         num_targets = self._meet_with(micro_batches, doing=doing, loss=loss)  # counted where the batches are
         micro_batches = [self._on_device(micro_batch) for micro_batch in micro_batches]
-        holding, beside = self._holding, list[Any]()
+        sharded, beside = self._sharded, list[Any]()
         self.written_buffers.start()
         with (
             self._noting_lost_gradients(),
@@ -299,13 +304,13 @@ class ParallelModel:
             torch.enable_grad(),
             self._shared_sequences(),
         ):
-            holding.start()
-            total = holding.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside))
+            sharded.start()
+            total = sharded.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside))
             sums = torch.cat([total.cpu().view(1), self.written_buffers.written()])
             self._status.micro_batch = 0
             self._status.now = at(Operation.COMPLETE_GRADIENTS)
             summed = all_reduce_sum_later(sums, mesh=self.mesh)  # sent while gradients are completed
-            holding.finish()
+            sharded.finish()
         loss_and_writers = summed()
         self.written_buffers.even_out(loss_and_writers[1:], mesh=self.mesh)
         self._status.now = 0
@@ -324,8 +329,8 @@ class ParallelModel:
         beside = list[Any]()
         loss = self._loss_over(1, beside=beside)
         with evaluating(self.module), self.unsharded() as callee, self._shared_sequences():
-            self._holding.start()
-            loss_sum = sum(self._holding.forward(callee, micro_batches, lambda *a: float(loss(*a))))
+            self._sharded.start()
+            loss_sum = sum(self._sharded.forward(callee, micro_batches, lambda *a: float(loss(*a))))
         self._status.now = 0
         return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets, tuple(beside))
 
@@ -338,8 +343,8 @@ class ParallelModel:
         """
         self.meet(ModelCall.PREDICTION)  # weights are as the optimizer left them
         with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
-            self._holding.start()
-            (output,) = self._holding.forward(callee, [batch], real_outputs)
+            self._sharded.start()
+            (output,) = self._sharded.forward(callee, [batch], real_outputs)
         barrier(mesh=self.mesh)  # and may change again
         return output
 
@@ -352,8 +357,8 @@ class ParallelModel:
         self._status.passes += 1
         self.meet(ModelCall.NEXT_TOKEN)  # weights are as the optimizer left them
         with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
-            self._holding.start()
-            (logits,) = self._holding.forward(callee, [{"input_ids": input_ids}], last_logits)
+            self._sharded.start()
+            (logits,) = self._sharded.forward(callee, [{"input_ids": input_ids}], last_logits)
         barrier(mesh=self.mesh)  # and may change again
         return logits.float()
 
@@ -363,7 +368,7 @@ class ParallelModel:
         Memory that slices share is free once nothing refers to the weights and gradients in it.
         """
         self._roll_call.meet(ModelCall.CLOSE)
-        self._holding.close()
+        self._sharded.close()
         close_shared_reduces(self.mesh)
 
     @contextmanager
@@ -465,7 +470,7 @@ class ParallelModel:
     @contextmanager
     def unsharded(self, *, for_calls: bool = False) -> Iterator[nn.Module]:
         """Unshards the module within the block; yields the callable for a pass (see [Note: unsharding])."""
-        with self._holding.unsharded_for_calls() if for_calls else self._holding.unsharded() as callee:
+        with self._sharded.unsharded_for_calls() if for_calls else self._sharded.unsharded() as callee:
             self.in_pass = True
             try:
                 yield callee
@@ -485,7 +490,7 @@ class ParallelModel:
         count = getattr(self._loss if loss is None else loss, "count_targets", count_targets)
         targets = int(sum(count(b) for b in micro_batches))
         state = {}
-        if self.shares_batches and not self._has_compared and self._holding.no_plain_call is None:
+        if self.shares_batches and not self._has_compared and self._sharded.no_plain_call is None:
             # Once: a sampler that counts ranks in the place of shares is wrong from the first batch on. Ranks of a
             # pipeline look at parts of a batch only, and may be given no more.
             state["of_batch"], self._has_compared = self.of_batch(micro_batches), True

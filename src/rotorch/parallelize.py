@@ -20,9 +20,9 @@ from rotorch.drop_in.changes import Changes
 from rotorch.drop_in.left_parameters import mark_left
 from rotorch.drop_in.module import make_parallel
 from rotorch.drop_in.origin import Origin
-from rotorch.hold.holding import Holding
 from rotorch.hold.sequence_ranks import share_sequences
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedModel
 from rotorch.mesh import compare_over_ranks, flat_position, join_process_group, make_mesh, pick_device
 from rotorch.models.checks import make_stateless, refuse_layerdrop, refuse_wrapped
 from rotorch.models.compiled import check_compiler
@@ -150,10 +150,10 @@ def parallelize(
     for strategy in strategies[:-1]:  # what strategies around it leave to each
         position = flat_position(strategy.axes, positions)
         parts.append(strategy.part_of(parts[-1], position=position))
-    holding: Holding | None = None
+    sharded: ShardedModel | None = None
     sites = find_sites(module)
     for number, strategy in reversed(list(enumerate(strategies))):
-        holding = code_of(strategy).apply(
+        sharded = code_of(strategy).apply(
             Setup(
                 module=module,
                 strategy=strategy,
@@ -163,11 +163,11 @@ def parallelize(
                 sites=sites,
                 compiled=compile,
                 param_dtype=param_dtype,
-                inner=holding,
+                inner=sharded,
                 inside=mesh[tuple(axis for axes in axes_of[number:] for axis in axes)],
             )
         )
-    if holding is None:
+    if sharded is None:
         raise AssertionError("check_composition lets no empty list through")
     for buffer_holder in module.modules():
         for name, buffer in buffer_holder._buffers.items():
@@ -175,10 +175,10 @@ def parallelize(
                 buffer_holder._buffers[name] = buffer.to(on)
     if on.type == "cpu":
         let_computing_go_first()  # now that the groups of a step are there
-    sequence = share_sequences(module, strategies, mesh=mesh, holding=holding, device=on)
+    sequence = share_sequences(module, strategies, mesh=mesh, sharded=sharded, device=on)
     model = ParallelModel(
         module,
-        holding=holding,
+        sharded=sharded,
         mesh=mesh,
         strategies=strategies,
         spec=spec,

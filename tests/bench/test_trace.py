@@ -111,7 +111,7 @@ def _traced(task, row, late_s):
 
 def _patchable(contender):
     """All that tracing puts something in front of."""
-    ring = getattr(contender.model.holding, "ring", None)
+    ring = getattr(contender.model.sharded, "ring", None)
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in contender.module.modules()]
     parameters = [p for p in contender.module.parameters() if type(p) is torch.nn.Parameter]
     of_gradients = [len(p._post_accumulate_grad_hooks or ()) for p in parameters]

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.errors import HeardFailure, RankFailure
-from rotorch.hold.holding import StageHolding
 from rotorch.hold.pipeline_step import PipelineStep
+from rotorch.hold.sharded_model import ShardedStages
 from rotorch.models.stages import StageOutput
 from rotorch.pipelining.baselines import make_schedule
 from rotorch.pipelining.lower import lower
@@ -84,7 +84,7 @@ class StrictLines:
         return wait
 
 
-class NothingHeld(StageHolding):
+class NothingHeld(ShardedStages):
     def unsharded(self):
         raise NotImplementedError
 

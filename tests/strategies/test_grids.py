@@ -42,7 +42,7 @@ def slots_held(config, parallel, num_tokens):
     ids = torch.arange(2 * num_tokens).view(2, num_tokens)
     batch = {"input_ids": ids, "labels": ids}
     model.forward_backward(batch)
-    held, rank = sum(slot.nbytes for slot in model.holding.slots()), torch.distributed.get_rank()
+    held, rank = sum(slot.nbytes for slot in model.sharded.slots()), torch.distributed.get_rank()
     said = model.strategies[0].layout_of(model.spec, batch=micro_batch_of(model, batch), position=rank)
     model.close()
     return held, said.slots_bytes

@@ -292,7 +292,7 @@ TIED = "model.embed_tokens.weight"
 def held_of_a_tied_weight(path, parallel):
     """Bytes of the tied weight before a step and after, and True if it has a gradient."""
     model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
-    held = model.holding._inner.weights[TIED]
+    held = model.sharded._inner.weights[TIED]
     before = held.local.untyped_storage().nbytes()
     model.forward_backward(batch_of(model.module.config, num_rows=2))
     after = held.local.untyped_storage().nbytes()
@@ -311,7 +311,7 @@ def losses_with_a_late_borrower(path, parallel):
     """Losses of three steps in which the last rank receives its borrowed weight late."""
     model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
     if model.mesh.size() > 1 and model.mesh.get_rank() == model.mesh.size() - 1:
-        messages = model.holding._messages
+        messages = model.sharded._messages
         exchange = messages.exchange
         messages.exchange = lambda *tensors: (time.sleep(0.5), exchange(*tensors))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -336,7 +336,7 @@ def held_at_rest(path, parallel):
     """Bytes of weights and gradients, as they are and as the plan has them."""
     model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
     model.forward_backward(batch_of(model.module.config, num_rows=2))
-    held = owned_bytes([h.local for h in model.weights.values()]) + owned_bytes(model.holding.gradients())
+    held = owned_bytes([h.local for h in model.weights.values()]) + owned_bytes(model.sharded.gradients())
     plan = predict(describe(build(path)), strategies=parse_parallel(parallel), rank=model.mesh.get_rank())
     model.close()
     return held, plan.ledger["weights"] + plan.ledger["gradients"]

@@ -125,7 +125,7 @@ def one_rank(path, layout, in_backward):
     refused = ""
     if "in_place" in layout:
         try:
-            model.holding.start()
+            model.sharded.start()
         except RankFailure as error:
             refused = str(error)
     elif "shared_memory" in layout:
@@ -174,7 +174,7 @@ def test_if_one_rank_raises_alone_the_others_get_a_rank_failure(tiny, layout, in
 def in_vain(path):
     """Memory that rank 1's exceptions leave on the others: one buffer as large as a slice, however often."""
     model = parallel_model(path, SHARED)
-    ring, left = model.holding.ring, []
+    ring, left = model.sharded.ring, []
     for _ in range(3):
         handle = plant(model.module.model.layers[1].mlp, in_backward=False) if dist.get_rank() == 1 else None
         with pytest.raises((PlantedFault, HeardFailure)):
@@ -186,7 +186,7 @@ def in_vain(path):
     if dist.get_rank() != 1:
         assert left[0] == left[1] == left[2] and ring._discarded.numel() == max(max(numel) for numel in ring.numels)
         # At most those of a slice's weights, of its gradient, and of this memory.
-        assert all(len(unit._views) <= 3 * ring.size for unit in model.holding.units)
+        assert all(len(unit._views) <= 3 * ring.size for unit in model.sharded.units)
     model.close()
 
 
@@ -318,7 +318,7 @@ def test_evaluation_brings_slices_home(tiny):
 
 def waits(path, layout):
     model = parallel_model(path, layout)
-    ring = model.holding.ring
+    ring = model.sharded.ring
     groups = [g for g in (getattr(ring, "_weight_group", None), getattr(ring, "_gradient_group", None)) if g]
     limits = [group_timeout(g, device=torch.device("cpu")) for g in groups]
     model.close()

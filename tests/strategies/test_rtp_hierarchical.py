@@ -52,7 +52,7 @@ def compared(config, layouts, hosts, expected):
         for layout in layouts:
             model = rotorch.parallelize(build(config), layout, device="cpu").materialize(seed=SEED)
             optimizer, worst = torch.optim.SGD(model.parameters(), lr=0.1), 0.0
-            assert model.holding.transport == "hierarchical"
+            assert model.sharded.transport == "hierarchical"
             for step, (loss, gradients) in enumerate(expected):
                 batch = parity_batch(step=step, vocab_size=config.vocab_size)
                 mine = {k: rows.tensor_split(model.num_batch_ranks)[model.batch_rank] for k, rows in batch.items()}
@@ -62,7 +62,7 @@ def compared(config, layouts, hosts, expected):
                 optimizer.step()
                 optimizer.zero_grad()
             problems = list(traffic_problems(model, meter))
-            slots = sum(slot.numel() * slot.element_size() for slot in model.holding.slots())
+            slots = sum(slot.numel() * slot.element_size() for slot in model.sharded.slots())
             said = max(model.strategies[-1].layout(unit).slots_bytes for unit in model.spec.units)
             found.append((worst, problems, slots - said))
             model.close()

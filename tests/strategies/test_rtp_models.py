@@ -136,7 +136,7 @@ def test_defect_4_a_row_wise_bias_takes_one_step_of_its_own_size(tiny):
 
 
 def groups_and_chunks(model, dense):
-    ring = model.holding._inner.ring
+    ring = model.sharded._inner.ring
     assert ring.size == 2 and dist.get_world_size() == 4
     for name, parameter in dense.named_parameters():
         held = model.weights[name]
@@ -149,7 +149,7 @@ def groups_and_chunks(model, dense):
 
 def uneven_chunks(model, dense):
     held = model.weights["model.layers.0.self_attn.k_proj.weight"]
-    assert held.local.shape[0] == (32, 16, 16)[model.holding.ring.position]  # 4 key/value heads over 3 ranks
+    assert held.local.shape[0] == (32, 16, 16)[model.sharded.ring.position]  # 4 key/value heads over 3 ranks
     all_gradients(model, dense)
 
 

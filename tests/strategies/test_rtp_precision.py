@@ -61,12 +61,12 @@ def account(path, layout, autocast):
     problems = list(traffic_problems(model, meter))
     if sent[0] != 2 * sent[1]:
         problems.append(f"two micro-batches sent {sent[0]} bytes, one {sent[1]}")
-    ring, strategy = model.holding.ring, model.strategies[-1]
+    ring, strategy = model.sharded.ring, model.strategies[-1]
     said = combine_layouts(strategy.layout(unit, position=ring.position) for unit in model.spec.units)
     slots = sum(slot.numel() * slot.element_size() for slot in ring.slots())
     if slots != said.slots_bytes or slots != said.transient_bytes:
         problems.append(f"slots take {slots} bytes, the Layouts say {said.slots_bytes}")
-    held = sum(ring.home_weights(unit.item).untyped_storage().nbytes() for unit in model.holding.units[:1])
+    held = sum(ring.home_weights(unit.item).untyped_storage().nbytes() for unit in model.sharded.units[:1])
     cut = combine_layouts(strategy.layout(unit, position=ring.position) for unit in model.spec.cut_units)
     if strategy.transport == "send_receive" and held != cut.resident_bytes + cut.padding_bytes:
         problems.append(f"weights take {held} bytes, the Layouts say {cut.resident_bytes} + {cut.padding_bytes}")
@@ -103,7 +103,7 @@ def weights_sent(path, *cases):
     found = []
     for layout, autocast in cases:
         model = parallel_model(path, layout, autocast)
-        r, sent = model.holding.ring.position, expected_sent_bytes(model)[Kind.SEND]
+        r, sent = model.sharded.ring.position, expected_sent_bytes(model)[Kind.SEND]
         hops = [sum(u.slice_bytes(num_slices=3, index=k) for k in range(3) if k != r) for u in model.spec.cut_units]
         found.append(float(sent - sum(h * u.uses for h, u in zip(hops, model.spec.cut_units, strict=True))))
         model.close()
@@ -148,7 +148,7 @@ def largest_made(path, layout, autocast, backward):
             model.forward_backward(batch, accumulate=True)
         else:
             model.evaluate(batch)
-            model.holding.start()
+            model.sharded.start()
     slices = [held.local.numel() for held in model.weights.values() if held.num_holders == 1 and held.local.dim() > 1]
     model.close()
     return max(made.numels), min(slices)

@@ -80,7 +80,7 @@ def account(path, precision):
         losses = list(parallel_losses(model, num_steps=1, vocab_size=config.vocab_size))
         copies.clear()
         model.forward_backward({"input_ids": torch.arange(16)[None], "labels": torch.arange(16)[None]}, accumulate=True)
-    ring, strategy = model.holding.ring, model.strategies[0]
+    ring, strategy = model.sharded.ring, model.strategies[0]
     said = combine_layouts(strategy.layout(unit, position=ring.position) for unit in model.spec.units)
     ring.watching.__exit__(None, None, None)
     slots = sum(slot.nbytes for slot in ring.slots())

@@ -49,7 +49,7 @@ def compared(config, layouts, num_ranks, expected, break_off):
     for layout in layouts:
         model = rotorch.parallelize(build(config), layout, device="cpu").materialize(seed=SEED)
         optimizer, worst = torch.optim.SGD(model.parameters(), lr=0.1), 0.0
-        assert model.holding.ring._num_visits < num_ranks
+        assert model.sharded.ring._num_visits < num_ranks
         for step, (loss, gradients) in enumerate(expected):
             if break_off:
                 leave_in_the_middle(model, step, config.vocab_size, num_ranks)
@@ -59,7 +59,7 @@ def compared(config, layouts, num_ranks, expected, break_off):
             optimizer.step()
             optimizer.zero_grad()
         problems = [] if break_off else list(traffic_problems(model, meter))
-        slots = sum(slot.numel() * slot.element_size() for slot in model.holding.slots())
+        slots = sum(slot.numel() * slot.element_size() for slot in model.sharded.slots())
         said = max(model.strategies[-1].layout(unit).slots_bytes for unit in model.spec.units)
         found.append((worst, problems, slots - said))
         model.close()

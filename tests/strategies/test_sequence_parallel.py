@@ -88,7 +88,7 @@ def slots_held(config, parallel):
         model = rotorch.parallelize(causal_lm(config), parallel, device="cpu").materialize(seed=0)
     batch = batch_for(config, num_tokens=150)
     model.forward_backward(batch)
-    held = sum(slot.nbytes for slot in model.holding.slots())
+    held = sum(slot.nbytes for slot in model.sharded.slots())
     said = model.strategies[0].layout_of(model.spec, batch=micro_batch_of(model, batch))
     model.close()
     return held, said.slots_bytes
@@ -120,7 +120,7 @@ def kept(config, parallel, num_tokens):
         return tensor
 
     with model.parallel.unsharded() as callee, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.holding.start()
+        model.sharded.start()
         callee(input_ids=batch["input_ids"], use_cache=False)
     model.close()
     return sum(tensor.untyped_storage().nbytes() for tensor in found.values())

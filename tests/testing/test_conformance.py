@@ -44,14 +44,14 @@ def test_nothing_planted_nothing_found(broken):
 
 def test_scaled_gradients(broken):
     def mistake(model):
-        finish = model.holding.finish
+        finish = model.sharded.finish
 
         def wrong():
             finish()
-            for gradient in model.holding.gradients():
+            for gradient in model.sharded.gradients():
                 gradient.mul_(1.01)
 
-        model.holding.finish = wrong
+        model.sharded.finish = wrong
 
     names = ("at_rest_every_parameter_is_a_dtensor", "loss_and_gradients_are_those_of_one_process")
     assert broken(mistake, *names) == {names[1]}
@@ -112,14 +112,14 @@ def test_weights_left_lent(broken):
 
 def test_replicas_that_drift_apart(broken):
     def mistake(model):
-        changed = model.holding.values_changed
+        changed = model.sharded.values_changed
 
         def wrong():
             changed()
             if dist.get_rank() == 1:
                 model.weights["model.norm.weight"].local.mul_(1 + 1e-6)
 
-        model.holding.values_changed = wrong
+        model.sharded.values_changed = wrong
 
     assert broken(mistake, "initial_values_depend_on_the_seed_alone") == {"initial_values_depend_on_the_seed_alone"}
 
@@ -134,13 +134,13 @@ def test_one_byte_more_than_the_layout_says(broken):
 
 def test_one_message_more_than_the_layouts_say(broken):
     def mistake(model):
-        finish = model.holding.finish
+        finish = model.sharded.finish
 
         def wrong():
             finish()
             dist.all_reduce(torch.zeros(100_000))
 
-        model.holding.finish = wrong
+        model.sharded.finish = wrong
 
     assert broken(mistake, "sent_bytes_are_the_layouts") == {"sent_bytes_are_the_layouts"}
 

@@ -34,13 +34,13 @@ def plant(monkeypatch):
 
 def after_finish(model: ParallelModel, change) -> None:
     """Calls `change()` when gradients are complete."""
-    finish = model.holding.finish
+    finish = model.sharded.finish
 
     def wrong_finish():
         finish()
         change()
 
-    model.holding.finish = wrong_finish
+    model.sharded.finish = wrong_finish
 
 
 def test_a_right_layout_is_ok_and_the_report_has_the_fields_that_others_read(tiny):
@@ -82,7 +82,7 @@ def test_one_gradient_scaled_on_one_rank_is_named(tiny, plant):
 
 def test_gradients_averaged_instead_of_summed_are_recognised(tiny, plant):
     def mistake(model):
-        model.holding.loss_scale = 1.0  # torch's DDP averages
+        model.sharded.loss_scale = 1.0  # torch's DDP averages
 
     plant(mistake)
     report = verify(tiny("llama"), parallel="ddp=2", steps=1)
@@ -131,7 +131,7 @@ def test_of_a_unit_that_runs_on_slices_the_unit_is_named(tiny, plant, inside):
 
 def test_a_mistake_that_begins_in_a_later_step_is_dated(tiny, plant):
     def mistake(model):
-        start, steps = model.holding.start, []
+        start, steps = model.sharded.start, []
 
         def stale():
             start()
@@ -139,7 +139,7 @@ def test_a_mistake_that_begins_in_a_later_step_is_dated(tiny, plant):
             if len(steps) == 2:
                 model.weights["model.layers.0.mlp.up_proj.weight"].local.mul_(1.1)
 
-        model.holding.start = stale
+        model.sharded.start = stale
 
     plant(mistake)
     report = verify(tiny("llama"), parallel="ddp=2", steps=2)

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import rotorch
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
-from rotorch.hold.holding import Holding
+from rotorch.hold.sharded_model import ShardedModel
 from rotorch.mesh import make_mesh
 from rotorch.parallel_model import ParallelModel
 from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
@@ -59,7 +59,7 @@ WEIGHTS = (
 )
 
 
-class ByHand(Holding):
+class ByHand(ShardedModel):
     """Holds the weights in slices, as plain parameters."""
 
     def __init__(self, weights: tuple[Weight, ...], *, rank: int, num_ranks: int, dtype: torch.dtype) -> None:
@@ -76,10 +76,10 @@ class ByHand(Holding):
 def by_hand(num_ranks, *, weights=WEIGHTS, dtype=torch.float32, optimizer=torch.optim.AdamW, **options):
     strategies = parse_parallel(f"rtp={num_ranks}")
     mesh = make_mesh(strategies, device=CPU)
-    holding = ByHand(weights, rank=mesh.get_rank(), num_ranks=num_ranks, dtype=dtype)
+    sharded = ByHand(weights, rank=mesh.get_rank(), num_ranks=num_ranks, dtype=dtype)
     spec = ModelSpec("by hand", (Unit("all", UnitKind.MODULE, Combine.SUM, weights),))
-    model = ParallelModel(nn.Module(), holding=holding, mesh=mesh, strategies=strategies, spec=spec, recipes={})
-    parameters = [held.parameter for held in holding.weights.values()]
+    model = ParallelModel(nn.Module(), sharded=sharded, mesh=mesh, strategies=strategies, spec=spec, recipes={})
+    parameters = [held.parameter for held in sharded.weights.values()]
     return TrainState(model=model, optimizer=optimizer(parameters, **{"lr": 0.1, **options}), seed=3)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
-from rotorch.hold.holding import Holding
+from rotorch.hold.sharded_model import ShardedModel
 from rotorch.mesh import make_mesh
 from rotorch.parallel_model import ParallelModel
 from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
@@ -18,7 +18,7 @@ from rotorch.train.state import TrainState
 WEIGHTS = (Weight("up", (64, 16), 4, Cut(0, 64)), Weight("down", (16, 64), 4, Cut(1, 64)), Weight("norm", (16,), 4))
 
 
-class ByHand(Holding):
+class ByHand(ShardedModel):
     """Holds the weights in slices, as plain parameters."""
 
     def __init__(self, weights, *, rank, num_ranks, dtype):
@@ -46,12 +46,12 @@ def make(*, weights=WEIGHTS, dtype=torch.float32, optimizer=torch.optim.AdamW, c
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     strategies = parse_parallel(f"rtp={num_ranks}")
     mesh = make_mesh(strategies, device=torch.device("cpu"))
-    holding = ByHand(weights, rank=mesh.get_rank(), num_ranks=num_ranks, dtype=dtype)
+    sharded = ByHand(weights, rank=mesh.get_rank(), num_ranks=num_ranks, dtype=dtype)
     module = nn.Module()
     module.config = config or Config()
     spec = ModelSpec("by hand", (Unit("all", UnitKind.MODULE, Combine.SUM, weights),))
-    model = ParallelModel(module, holding=holding, mesh=mesh, strategies=strategies, spec=spec, recipes={})
-    state = TrainState(model=model, optimizer=optimizer([h.parameter for h in holding.weights.values()], lr=0.1))
+    model = ParallelModel(module, sharded=sharded, mesh=mesh, strategies=strategies, spec=spec, recipes={})
+    state = TrainState(model=model, optimizer=optimizer([h.parameter for h in sharded.weights.values()], lr=0.1))
     return state
 
 

@@ -1,14 +1,14 @@
-"""Holding of `ddp_bf16`: replicas, and one sum of their gradients at the end of a step."""
+"""Model of `ddp_bf16`: replicas, and one sum of their gradients at the end of a step."""
 
 from __future__ import annotations
 
 from rotorch.comm.collectives import all_reduce_each
-from rotorch.hold.holding import Holding, ShardsHolding
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
 
 
-class DDPBF16Holding(ShardsHolding):
+class DDPBF16Model(SimpleShardedModel):
     """The whole model on every rank; gradients meet when the step is done."""
 
     def __init__(self, setup: Setup) -> None:
@@ -26,6 +26,6 @@ class DDPBF16Holding(ShardsHolding):
         super().finish()
 
 
-def apply(setup: Setup) -> Holding:
+def apply(setup: Setup) -> ShardedModel:
     """Holds the model whole on every rank."""
-    return DDPBF16Holding(setup)
+    return DDPBF16Model(setup)

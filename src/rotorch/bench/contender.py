@@ -125,13 +125,13 @@ class UnderLayout(Contender):
 
     @property
     def transport(self) -> str | None:
-        return self.model.holding.transport
+        return self.model.sharded.transport
 
     def slots(self) -> list[Tensor]:
-        return self.model.holding.slots()
+        return self.model.sharded.slots()
 
     def observed(self, observer: Observer) -> AbstractContextManager[None]:
-        return self.model.holding.observed(observer)
+        return self.model.sharded.observed(observer)
 
 
 class WithoutLayout(Contender):

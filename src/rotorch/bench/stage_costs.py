@@ -15,7 +15,7 @@ from rotorch.bench.contender import UnderLayout
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import OPTIMIZER, WEIGHTS, LiveStorages, measure_tensors
 from rotorch.hold.gathered_stages import hides_sums
-from rotorch.hold.pipeline import PipelineHolding
+from rotorch.hold.pipeline import PipelinedModel
 from rotorch.models.losses import Batch
 from rotorch.parallel_model import ParallelModel
 from rotorch.pipelining.actions import COMPUTE, Action, ActionKind
@@ -47,13 +47,13 @@ def predicted_transient_bytes(
         num_micro_batches: of the step that is predicted.
         ranks_per_stage: number of ranks that share a stage's weights.
     """
-    holding = model.holding
-    assert isinstance(holding, PipelineHolding)
+    sharded = model.sharded
+    assert isinstance(sharded, PipelinedModel)
     rank = model.mesh.get_local_rank(0)
-    seen = _watch_a_step(model, holding, micro_batches)
+    seen = _watch_a_step(model, sharded, micro_batches)
     first = next(iter(micro_batches[0].values()))
     message_bytes = first.shape[0] * first.shape[1] * model.spec.order.width * model.spec.weights[0].itemsize
-    table = holding.table(num_micro_batches)
+    table = sharded.table(num_micro_batches)
     costs = [StageCosts(message_bytes=message_bytes)] * table.num_stages
     for stage in table.stages_of(rank):
         costs[stage] = _costs(
@@ -89,7 +89,7 @@ def micro_batches_to_measure(parallel: str) -> int:
     return max(2, *units)
 
 
-def _watch_a_step(model: ParallelModel, holding: PipelineHolding, micro_batches: Sequence[Batch]) -> list[_Seen]:
+def _watch_a_step(model: ParallelModel, sharded: PipelinedModel, micro_batches: Sequence[Batch]) -> list[_Seen]:
     seen: list[_Seen] = []
     live = LiveStorages()
 
@@ -107,7 +107,7 @@ def _watch_a_step(model: ParallelModel, holding: PipelineHolding, micro_batches:
                 _Seen(action, before, live.made_bytes(), live.most_made_bytes(since=before), gradients(action.stage))
             )
 
-    with live, holding.watched(watch):
+    with live, sharded.watched(watch):
         model.forward_backward(micro_batches)
     for parameter in model.parameters():
         parameter.grad = None

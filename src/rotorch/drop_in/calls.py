@@ -53,7 +53,7 @@ class PlainCalls:
 
     def __init__(self, model: ParallelModel) -> None:
         self.model = model
-        self.scale = model.holding.loss_scale / model.num_batch_ranks
+        self.scale = model.sharded.loss_scale / model.num_batch_ranks
         self._leaf = torch.zeros((), requires_grad=True)
         """A leaf of every graph: a backward comes to it if it is for all gradients."""
         self._end = get_gradient_edge(self._leaf).node
@@ -65,8 +65,8 @@ class PlainCalls:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, part: nn.Module | None = None) -> Any:
         """Runs the module's forward, or that of a part of it, on this rank's own input; returns its output."""
-        if self.model.holding.no_plain_call is not None:
-            raise ConfigError(self.model.holding.no_plain_call)
+        if self.model.sharded.no_plain_call is not None:
+            raise ConfigError(self.model.sharded.no_plain_call)
         if self.model.num_context_ranks > 1 and torch.is_grad_enabled():
             raise ConfigError(
                 "context: model(...) would compute whole sequences on every rank. Write "
@@ -76,7 +76,7 @@ class PlainCalls:
         args, kwargs = self._entered((args, kwargs))
 
         def run(callee: nn.Module) -> Any:
-            output = _called(callee, part, args, kwargs, at_root=self.model.holding.calls_start_at_root)
+            output = _called(callee, part, args, kwargs, at_root=self.model.sharded.calls_start_at_root)
             refuse_cut_outputs(self.model, kwargs, output)
             return self._left(output)
 
@@ -93,7 +93,7 @@ class PlainCalls:
         model.written_buffers.start()
         with _gradients_kept(model), model.unsharded(for_calls=True) as callee, model.forward_pass():
             with torch.no_grad():  # gradients are the backward's affair
-                model.holding.start()
+                model.sharded.start()
             output = run(callee)
         # Not within the pass: where slices replace each other, this rank's place holds another one's until the end.
         while self._to_note:
@@ -258,7 +258,7 @@ class _Backward:
         with self._breaking_off(), torch.enable_grad():
             self._unsharded.enter_context(model.hooks.called_after(all_gradients=all_gradients))
             self._unsharded.enter_context(model.unsharded(for_calls=True))
-            model.holding.start()
+            model.sharded.start()
         self._past = _GradientsPastThePass(model)
 
     @contextmanager
@@ -273,7 +273,7 @@ class _Backward:
         """Completes gradients, and gives the module its parameters again."""
         self._past.take()
         with self._breaking_off(), torch.enable_grad():
-            self._model.holding.finish()
+            self._model.sharded.finish()
             self._past.add()  # before hooks, which see a backward's whole gradients
         self._unsharded.close()
         if self._kept is None:

@@ -30,8 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.axis_group import AxisGroup, Wait
 from rotorch.core.spec import ModelSpec, Unit
-from rotorch.hold.holding import ShardsHolding, StageHolding
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedStages, SimpleShardedModel
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.shard.sharded_weight import ShardedWeight
 from rotorch.shard.storages import allocate, free
@@ -247,7 +247,7 @@ class GatheredStages(Memory):
         return found
 
 
-class StageShards(ShardsHolding, StageHolding):
+class StageShards(SimpleShardedModel, ShardedStages):
     """This rank's rows of the weights of its stages.
 
     Args:

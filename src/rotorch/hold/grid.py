@@ -25,8 +25,8 @@ from rotorch.core.grid_memory import products
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
 from rotorch.hold.flat_gradients import FlatGradients
 from rotorch.hold.gathered_blocks import GatheredBlocks
-from rotorch.hold.holding import Holding, ShardsHolding
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import sum_of_parts
@@ -37,16 +37,16 @@ from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.shard.sharded_weight import Chunk, box_chunks
 
 
-def apply(setup: Setup) -> Holding:
+def apply(setup: Setup) -> ShardedModel:
     """Cuts the model into blocks over the mesh, for every strategy on grids."""
     if setup.compiled:
         raise ConfigError(
             f"{setup.strategy}: blocks are sent in the middle of layers, which cannot be compiled. Leave compile out"
         )
-    return GridHolding(setup)
+    return GridModel(setup)
 
 
-class GridHolding(ShardsHolding):
+class GridModel(SimpleShardedModel):
     """One rank's blocks on a square grid, which may be several layers deep."""
 
     def __init__(self, setup: Setup) -> None:

@@ -1,4 +1,4 @@
-"""Shards in the memory of an inner holding: the outer one's DTensors lie over the same memory, as do gradients."""
+"""Shards in the memory of an inner model: the outer one's DTensors lie over the same memory, as do gradients."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rotorch.shard.sharded_weight import ShardedWeight, dtensor_like
 
 
 class InnerMemory(Memory):
-    """The memory of an inner holding's weights, as far as this rank owns them.
+    """The memory of an inner model's weights, as far as this rank owns them.
 
-    The inner holding puts tensors into the module for a pass, and has the rule for gradients of earlier steps: they are
+    The inner model puts tensors into the module for a pass, and has the rule for gradients of earlier steps: they are
     handed to it before a step. Weights that it does not hold are empty here.
 
     Args:
-        inner: the inner holding's weights by name, borrowed ones included.
+        inner: the inner model's weights by name, borrowed ones included.
         owned: names of the weights that this rank owns.
     """
 
@@ -33,13 +33,13 @@ class InnerMemory(Memory):
         return name in self._owned
 
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter | None:
-        return None  # the inner holding puts the tensors of a pass into the module
+        return None  # the inner model puts the tensors of a pass into the module
 
     def adds_in_place(self, name: str) -> bool:
         return True
 
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
-        """Hands gradients that the user has not cleared to the inner holding, which starts next."""
+        """Hands gradients that the user has not cleared to the inner model, which starts next."""
         for name, inner in self._inner.items():
             held = weights[name]
             # The user sees, and may have frozen, the outer parameter only.
@@ -47,12 +47,12 @@ class InnerMemory(Memory):
             before = held.local_grad if name in self._owned else None  # a borrowed weight's is of this step only
             if before is None:
                 inner.parameter.grad = None
-            # Same address: the inner holding has this gradient already, and adds to it in place.
+            # Same address: the inner model has this gradient already, and adds to it in place.
             elif inner.local_grad is None or inner.local_grad.data_ptr() != before.data_ptr():
                 inner.parameter.grad = dtensor_like(inner.parameter, before)
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
-        """The inner holding's completed gradients; zeros for unused weights, since other ranks may have used them."""
+        """The inner model's completed gradients; zeros for unused weights, since other ranks may have used them."""
         found = {}
         for name, held in weights.items():
             if held.parameter.requires_grad:
@@ -61,7 +61,7 @@ class InnerMemory(Memory):
         return found
 
     def break_off(self, weights: Mapping[str, ShardedWeight], error: BaseException) -> None:
-        """Drops earlier gradients if the inner holding has dropped any: they lie in the same memory."""
+        """Drops earlier gradients if the inner model has dropped any: they lie in the same memory."""
         gone = [
             name
             for name in self._owned

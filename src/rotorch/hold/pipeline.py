@@ -1,7 +1,7 @@
 """Models cut into stages (`pp`, `zeropp`): the stages of one rank, and a step as a row of actions.
 
-Another Holding, `inner`, holds the units of this rank's stages. A weight of another stage is a DTensor too, with an
-empty shard on this rank: so names, optimizers, clipping and checkpoints are those of any layout.
+Another sharded model, `inner`, holds the units of this rank's stages. A weight of another stage is a DTensor too, with
+an empty shard on this rank: so names, optimizers, clipping and checkpoints are those of any layout.
 
 [Note: weights of two stages]
     An embedding tied to a head is used in the first stage and in the last. The first owns it. The last borrows it: its
@@ -24,10 +24,10 @@ from torch.distributed.tensor import Replicate, Shard
 from rotorch.comm.observe import Activity, Observer
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.core.spec import ModelSpec, UnitKind, Weight
-from rotorch.hold.holding import OuterHolding, Result, ShardsHolding, StageHolding
 from rotorch.hold.inner_memory import InnerMemory
 from rotorch.hold.pipeline_step import PipelineStep, Watch
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import OuterShardedModel, Result, ShardedStages, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.mesh import sum_in_one_message
 from rotorch.models.losses import Batch
@@ -39,7 +39,7 @@ from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.shard.sharded_weight import cut_chunks, dtensor_like
 
 
-class WholeStages(ShardsHolding, StageHolding):
+class WholeStages(SimpleShardedModel, ShardedStages):
     """The weights of this rank's stages, whole: the inside of a pipeline without another strategy."""
 
     weight_gradients_wait = True
@@ -51,7 +51,7 @@ class WholeStages(ShardsHolding, StageHolding):
         super().__init__(setup.module, setup.shards(placements))
 
 
-class PipelineHolding(OuterHolding):
+class PipelinedModel(OuterShardedModel):
     """One rank's stages of a model.
 
     Args:
@@ -61,9 +61,9 @@ class PipelineHolding(OuterHolding):
         mesh: of the pipeline, one axis.
     """
 
-    _inner: StageHolding
+    _inner: ShardedStages
 
-    def __init__(self, inner: StageHolding, *, setup: Setup, mesh: DeviceMesh) -> None:
+    def __init__(self, inner: ShardedStages, *, setup: Setup, mesh: DeviceMesh) -> None:
         super().__init__(inner)
         strategy, spec = setup.strategy, setup.spec
         inside = setup.mesh if setup.inside is None else setup.inside
@@ -130,7 +130,7 @@ class PipelineHolding(OuterHolding):
 
     def start(self) -> None:
         self.shards.start()
-        # Before the inner holding starts, which may publish its weights to other ranks.
+        # Before the inner model starts, which may publish its weights to other ranks.
         self._values_to_borrowers()
         self._inner.start()
 
@@ -144,7 +144,7 @@ class PipelineHolding(OuterHolding):
         theirs = [(owner, self._inner.weights[name].local) for owner, name in borrowed]
         self._messages.exchange(mine, theirs)
         if borrowed:
-            # The values are new, as after a load: whatever the inner holding derives from them must follow.
+            # The values are new, as after a load: whatever the inner model derives from them must follow.
             self._inner.values_changed()
             self._inner.borrowed_ready()
 
@@ -254,21 +254,21 @@ class PipelineHolding(OuterHolding):
         )
 
 
-def hold_stages(setup: Setup, *, mesh: DeviceMesh, alone: Callable[[ModelSpec], StageHolding]) -> PipelineHolding:
+def hold_stages(setup: Setup, *, mesh: DeviceMesh, alone: Callable[[ModelSpec], ShardedStages]) -> PipelinedModel:
     """Cuts a model into stages; this rank's are held by the inner strategy, or else by what `alone` makes.
 
     Args:
         setup: of the strategy.
         mesh: of the pipeline, one axis.
-        alone: makes the holding of this rank's units if there is no inner strategy.
+        alone: makes the model of this rank's units if there is no inner strategy.
     """
     inner, strategy = setup.inner, setup.strategy
     if inner is None:
         setup.prepare_blocks()
         inner = alone(strategy.part_of(setup.spec, position=mesh.get_local_rank() * strategy.ranks_per_stage))
-    if not isinstance(inner, StageHolding):
+    if not isinstance(inner, ShardedStages):
         raise AssertionError(f"{type(inner).__name__} cannot be inside of a pipeline")
-    return PipelineHolding(inner, setup=setup, mesh=mesh)
+    return PipelinedModel(inner, setup=setup, mesh=mesh)
 
 
 def _forwards(strategy: StageStrategy, *, num_micro_batches: int) -> Schedule:

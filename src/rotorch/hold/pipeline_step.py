@@ -20,7 +20,7 @@ from torch import Tensor
 from rotorch.comm.stage_messages import HEARD, StageMessages
 from rotorch.comm.status_word import Operation, StatusWord, at
 from rotorch.core.errors import HeardFailure, RankFailure
-from rotorch.hold.holding import StageHolding
+from rotorch.hold.sharded_model import ShardedStages
 from rotorch.models.losses import Batch
 from rotorch.models.stages import StagedModule, StageOutput
 from rotorch.ops.deferred_weight_gradients import DeferredWeightGradients
@@ -49,7 +49,7 @@ class PipelineStep:
 
     def __init__(
         self,
-        inner: StageHolding,
+        inner: ShardedStages,
         *,
         staged: StagedModule,
         messages: StageMessages,

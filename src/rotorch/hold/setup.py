@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.core.spec import ModelSpec
-from rotorch.hold.holding import Holding
+from rotorch.hold.sharded_model import ShardedModel
 from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
 from rotorch.models.blocks import recompute_blocks
 from rotorch.models.compiled import compile_blocks
@@ -31,7 +31,7 @@ class Setup:
         sites: by name, where the module looks for each weight.
         compiled: run blocks by torch.compile.
         param_dtype: of the weights that passes compute with; None: that of the weights at rest.
-        inner: the Holding of the strategy inside of this one, if there is one.
+        inner: the sharded model of the strategy inside of this one, if there is one.
         inside: the axes of this strategy and of those inside of it.
     """
 
@@ -43,7 +43,7 @@ class Setup:
     sites: Mapping[str, tuple[Site, ...]]
     compiled: bool = False
     param_dtype: torch.dtype | None = None
-    inner: Holding | None = None
+    inner: ShardedModel | None = None
     inside: DeviceMesh | None = None
 
     def shards(

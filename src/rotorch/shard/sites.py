@@ -1,4 +1,4 @@
-"""Places of parameters in a module, where a pass puts its tensors and takes them back (`hold/holding.py`)."""
+"""Places of parameters in a module, where a pass puts its tensors and takes them back (`hold/sharded_model.py`)."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def counted_waits() -> Iterator[Counter[str]]:
 def waits_of_micro_batches(model: ParallelModel) -> Iterator[Counter[str]]:
     """Counts such calls in steps of `model`, from the start of the first micro-batch to the end of the last one."""
     found: Counter[str] = Counter()
-    run = model.holding.forward_backward
+    run = model.sharded.forward_backward
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         with counted_waits() as waits:
@@ -126,7 +126,7 @@ def waits_of_micro_batches(model: ParallelModel) -> Iterator[Counter[str]]:
         found.update(waits)
         return out
 
-    with mock.patch.object(model.holding, "forward_backward", counted):
+    with mock.patch.object(model.sharded, "forward_backward", counted):
         yield found
 
 

@@ -107,10 +107,10 @@ def traffic_problems(model: ParallelModel, meter: Meter, *, batch: MicroBatch | 
 
 def _as_it_runs(model: ParallelModel) -> Strategy:
     """The innermost strategy, with the transport that "auto" came to."""
-    inner, transport = model.strategies[-1], model.holding.transport
+    inner, transport = model.strategies[-1], model.sharded.transport
     if transport is None or getattr(inner, "transport", None) != "auto":
         return inner
-    hosts = model.holding.num_hosts
+    hosts = model.sharded.num_hosts
     return inner.model_copy(update={"transport": transport} | ({} if hosts is None else {"hosts": hosts}))
 
 

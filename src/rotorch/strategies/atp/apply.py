@@ -17,8 +17,8 @@ from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import common_seed
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, GridCut, Unit, UnitKind, Weight
-from rotorch.hold.holding import Holding, ShardsHolding
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import ParallelRegion, sum_of_parts
@@ -31,16 +31,16 @@ from rotorch.shard.sharded_weight import box_chunks
 from rotorch.strategies.atp.plan import AtpPlace, is_column
 
 
-def apply(setup: Setup) -> Holding:
+def apply(setup: Setup) -> ShardedModel:
     """Cuts the model into blocks over the two axes of the mesh."""
     if setup.compiled:
         raise ConfigError(
             f"{setup.strategy}: sums lie in the middle of modules, which cannot be compiled. Leave compile out"
         )
-    return ATPHolding(setup)
+    return ATPModel(setup)
 
 
-class ATPHolding(ShardsHolding):
+class ATPModel(SimpleShardedModel):
     """One rank's blocks, and the weights that are whole on every rank."""
 
     def __init__(self, setup: Setup) -> None:

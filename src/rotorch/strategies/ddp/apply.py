@@ -15,14 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from rotorch.comm.collectives import all_reduce_each
-from rotorch.hold.holding import Holding, OuterHolding, Result, ShardsHolding
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import OuterShardedModel, Result, ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.models.losses import Batch
 from rotorch.shard.sharded_weight import EarlierGradient
 
 
-class DDPHolding(ShardsHolding):
+class DDPModel(SimpleShardedModel):
     """The whole model on every rank; torch's DDP sums gradients in buckets, under backward.
 
     Where passes compute in another dtype than the weights have, DDP's buckets would have that of the passes. Gradients
@@ -84,10 +84,10 @@ def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
     )
 
 
-class ReplicatedHolding(OuterHolding):
-    """Another strategy's holding, once per replica: its own gradients are summed over the replicas."""
+class ReplicatedModel(OuterShardedModel):
+    """Another strategy's model, once per replica: its own gradients are summed over the replicas."""
 
-    def __init__(self, inner: Holding, *, mesh: DeviceMesh) -> None:
+    def __init__(self, inner: ShardedModel, *, mesh: DeviceMesh) -> None:
         super().__init__(inner)
         self._mesh = mesh
         self._earlier: list[EarlierGradient] = []
@@ -137,9 +137,9 @@ class ReplicatedHolding(OuterHolding):
         return self._inner.gradients()
 
 
-def apply(setup: Setup) -> Holding:
-    """Holds the model whole on every rank, or replicates the inner strategy's holding."""
+def apply(setup: Setup) -> ShardedModel:
+    """Holds the model whole on every rank, or replicates the inner strategy's model."""
     if setup.inner is not None:
-        return ReplicatedHolding(setup.inner, mesh=setup.mesh)
+        return ReplicatedModel(setup.inner, mesh=setup.mesh)
     setup.prepare_blocks()
-    return DDPHolding(setup)
+    return DDPModel(setup)

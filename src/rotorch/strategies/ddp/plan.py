@@ -32,7 +32,7 @@ from rotorch.core.traffic import all_reduce
 
 
 class DDP(OneAxis):
-    """`size` replicas of the model, or of the inner strategy's holding. Written `ddp=2`.
+    """`size` replicas of the model, or of the inner strategy's model. Written `ddp=2`.
 
     Attributes:
         size: number of replicas.

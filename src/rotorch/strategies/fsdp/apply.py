@@ -16,14 +16,14 @@ from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.errors import ConfigError
 from rotorch.core.whole_units import is_whole
 from rotorch.hold.gathered_stages import StageShards
-from rotorch.hold.holding import Holding
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedModel
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.models.blocks import repeated_blocks
 from rotorch.shard.sharded_weight import ShardedWeight
 
 
-class FSDPHolding(Holding):
+class FSDPModel(ShardedModel):
     """The model under `fully_shard`: gathered block by block for a pass, sharded along dim 0 at rest."""
 
     calls_start_at_root = True
@@ -125,9 +125,9 @@ def _return_no_views(_: nn.Module, __: Any, output: Any) -> Any:
     return tree_unflatten([leaf.clone() if view else leaf for leaf, view in zip(leaves, views, strict=True)], tree)
 
 
-def apply(setup: Setup) -> Holding:
+def apply(setup: Setup) -> ShardedModel:
     """Shards the model; inside a pipeline its stages, which are gathered when the pipeline says so."""
     setup.prepare_blocks()
     if any(unit.stages for unit in setup.spec.units):
         return StageShards(setup, spec=setup.spec, mesh=setup.mesh, reshard=setup.strategy.reshard)
-    return FSDPHolding(setup)
+    return FSDPModel(setup)

@@ -17,8 +17,8 @@ from rotorch.comm.collectives import common_seed
 from rotorch.comm.shared_axis_group import make_axis_group
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, UnitKind
-from rotorch.hold.holding import Holding, ShardsHolding, StageHolding
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedModel, ShardedStages, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.describe import module_declares
 from rotorch.ops.along_tokens import OnAllTokens, SequenceParallelRegion, TokenShard, refuse_hidden_states
@@ -34,12 +34,12 @@ from rotorch.strategies.megatron.plan import Megatron
 _log = logging.getLogger(__name__)
 
 
-def apply(setup: Setup) -> Holding:
+def apply(setup: Setup) -> ShardedModel:
     """Cuts the model over the ranks of the mesh."""
-    return MegatronHolding(setup)
+    return MegatronModel(setup)
 
 
-class MegatronHolding(ShardsHolding, StageHolding):
+class MegatronModel(SimpleShardedModel, ShardedStages):
     """One rank's slices, and the weights that are whole on every rank."""
 
     def __init__(self, setup: Setup) -> None:

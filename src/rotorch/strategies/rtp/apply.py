@@ -27,9 +27,9 @@ from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Unit, UnitKind
 from rotorch.core.whole_units import is_whole
-from rotorch.hold.holding import Holding, ShardsHolding, StageHolding
 from rotorch.hold.ring_memory import RingMemory
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedModel, ShardedStages, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.describe import module_declares
 from rotorch.models.hf import head_weights
@@ -47,12 +47,12 @@ from rotorch.strategies.rtp.plan import RTP
 _log = logging.getLogger(__name__)
 
 
-def apply(setup: Setup) -> Holding:
+def apply(setup: Setup) -> ShardedModel:
     """Cuts the model over the ring of the mesh."""
-    return RTPHolding(setup)
+    return RTPModel(setup)
 
 
-class RTPHolding(ShardsHolding, StageHolding):
+class RTPModel(SimpleShardedModel, ShardedStages):
     """One rank's slices, its ring, and the weights that are whole on every rank."""
 
     def __init__(self, setup: Setup) -> None:

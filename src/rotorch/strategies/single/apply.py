@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from rotorch.hold.holding import Holding, ShardsHolding
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
 
 
-def apply(setup: Setup) -> Holding:
+def apply(setup: Setup) -> ShardedModel:
     """Holds the model whole."""
     setup.prepare_blocks()
     placements = [ShardPlacement.whole(weight, mesh=setup.mesh) for weight in setup.spec.weights]
-    return ShardsHolding(setup.module, setup.shards(placements))
+    return SimpleShardedModel(setup.module, setup.shards(placements))

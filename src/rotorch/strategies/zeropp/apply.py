@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 from rotorch.hold.gathered_stages import StageShards
-from rotorch.hold.holding import Holding
 from rotorch.hold.pipeline import hold_stages
 from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedModel
 from rotorch.strategies.zeropp.plan import SHARDS, STAGES
 
 
-def apply(setup: Setup) -> Holding:
+def apply(setup: Setup) -> ShardedModel:
     """Cuts the model into stages; the strategy inside holds those of this rank, or shards do."""
     return hold_stages(
         setup, mesh=setup.mesh[STAGES], alone=lambda part: StageShards(setup, spec=part, mesh=setup.mesh[SHARDS])

@@ -136,7 +136,7 @@ def bytes_alive(state: TrainState | None, *, vocab_sizes: frozenset[int] = froze
         owned[GRADIENTS] = [grad for weight in held if (grad := weight.local_grad) is not None]
         kept = state.optimizer.state.values() if state.optimizer is not None else ()
         owned[OPTIMIZER] = [value for of_weight in kept for value in of_weight.values() if isinstance(value, Tensor)]
-        owned[SLOTS] = list(state.model.holding.slots())
+        owned[SLOTS] = list(state.model.sharded.slots())
     alive = dict.fromkeys(CATEGORIES, 0)
     alive.update((category, owned_bytes(tensors)) for category, tensors in owned.items())
     seen = {storage_key(local_part(tensor)) for tensors in owned.values() for tensor in tensors}

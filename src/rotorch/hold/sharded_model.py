@@ -1,9 +1,9 @@
-"""`Holding`: one strategy's model on this rank, at rest and unsharded for a pass; the boundary below `ParallelModel`.
+"""`ShardedModel`: one strategy's model on this rank, at rest and in a pass; the boundary below `ParallelModel`.
 
 [Note: unsharding]
     At rest the module's parameters are DTensors, so optimizers, clipping and checkpoints work as on any model. A
-    forward pass needs plain tensors. `Holding.unsharded()` puts them into the module for the time of a pass and takes
-    them back afterwards, also after an exception: between passes the module always has its DTensors.
+    forward pass needs plain tensors. `ShardedModel.unsharded()` puts them into the module for the time of a pass and
+    takes them back afterwards, also after an exception: between passes the module always has its DTensors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rotorch.shard.sharded_weight import ShardedWeight
 Result = TypeVar("Result")
 
 
-class Holding(Observable, ABC):
+class ShardedModel(Observable, ABC):
     """One strategy's model on this rank: it is held in shards, and unsharded for a pass.
 
     `strategies/<kind>/apply.py` subclasses it.
@@ -137,8 +137,8 @@ class Holding(Observable, ABC):
         return None
 
 
-class ShardsHolding(Holding):
-    """A Holding of nothing but `ShardedWeights`: all of `single`; others add operations of their own to it.
+class SimpleShardedModel(ShardedModel):
+    """A sharded model of nothing but `ShardedWeights`: all of `single`; others add operations of their own to it.
 
     Args:
         module: the model.
@@ -165,8 +165,8 @@ class ShardsHolding(Holding):
         return self.shards.gradients()
 
 
-class StageHolding(Holding):
-    """A Holding that a pipeline can have inside: it holds the stages of this rank and is unsharded for a whole step."""
+class ShardedStages(ShardedModel):
+    """A sharded model that a pipeline can have inside: of this rank's stages, unsharded for a whole step."""
 
     weight_gradients_wait: bool = False
     """True if a pipeline may put gradients of linear layers off: the module computes with plain, whole weights."""
@@ -201,10 +201,10 @@ class StageHolding(Holding):
         return None
 
 
-class OuterHolding(Holding):
-    """A Holding around another one, `inner`, which has the transport and its buffers."""
+class OuterShardedModel(ShardedModel):
+    """A sharded model around another one, `inner`, which has the transport and its buffers."""
 
-    def __init__(self, inner: Holding) -> None:
+    def __init__(self, inner: ShardedModel) -> None:
         self._inner = inner
         self.no_plain_call = inner.no_plain_call
         self.calls_start_at_root = inner.calls_start_at_root
