@@ -29,7 +29,7 @@ from rotorch.bench.record import describe_origin, load_average
 from rotorch.bench.task import Task
 from rotorch.bench.tensor_memory import measure_tensors
 from rotorch.comm.meter import Meter
-from rotorch.core.grid import GridPlace
+from rotorch.core.grid import GridCoordinate
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Combine, Cut, GridCut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy
@@ -97,8 +97,8 @@ def gathered_blocks(strategy: Strategy, spec: ModelSpec) -> int:
     """Bytes of whole blocks that a step gathers: in the Layout, and measured among what is saved of a forward pass."""
     if not getattr(strategy, "zero", False):
         return 0
-    place = GridPlace.at(0, size=strategy.rows, depth=strategy.depth, in_shards=True)
-    return sum(place.block_bytes(w) for w in spec.weights if place.is_in_shards(w))
+    coordinate = GridCoordinate.at(0, size=strategy.rows, depth=strategy.depth, in_shards=True)
+    return sum(coordinate.block_bytes(w) for w in spec.weights if coordinate.is_in_shards(w))
 
 
 def by_axis(layout: Layout) -> dict[str, int]:
@@ -205,11 +205,11 @@ def square_product(*, q: int, d: int, size: int) -> tuple[int, int]:
     grid = GridCut(rows=Cut(1, size), columns=Cut(0, size))
     weight = Weight("w", (size, size), 1, grid=grid)
     unit = Unit("w", UnitKind.WEIGHT, Combine.CONCAT, (weight,))
-    place = GridPlace.at(0, size=q, depth=d)
+    coordinate = GridCoordinate.at(0, size=q, depth=d)
     batch = MicroBatch(num_rows=1, num_tokens=size // (d * q), itemsize=1)
-    weights = place.layout(unit).transfers
+    weights = coordinate.layout(unit).transfers
     over_depth = sent_bytes(t for t in weights if t.axis == "depth")
-    return sent_bytes([*weights, *place.activation_transfers(unit, batch)]) - over_depth, over_depth
+    return sent_bytes([*weights, *coordinate.activation_transfers(unit, batch)]) - over_depth, over_depth
 
 
 def pair_of_products(*, p: int, size: int) -> int:

@@ -158,18 +158,18 @@ def flat_position(axes: Mapping[str, int], positions: Mapping[str, int]) -> int:
     return number
 
 
-def batch_place(strategies: Sequence[Strategy], positions: Mapping[str, int]) -> tuple[int, int]:
+def batch_position(strategies: Sequence[Strategy], positions: Mapping[str, int]) -> tuple[int, int]:
     """This rank's share of a global batch by number, and how many there are, from its position on each axis.
 
     Neighbours that share a sequence have one share.
     """
     sizes = {axis: size for strategy in strategies for axis, size in strategy.axes.items()}
-    number, total = place_along([axis for strategy in strategies for axis in strategy.batch_axes], sizes, positions)
+    number, total = position_along([axis for strategy in strategies for axis in strategy.batch_axes], sizes, positions)
     sharing = context_ranks(strategies)  # they are neighbours on the innermost of these axes
     return number // sharing, total // sharing
 
 
-def place_along(axes: Sequence[str], sizes: Mapping[str, int], positions: Mapping[str, int]) -> tuple[int, int]:
+def position_along(axes: Sequence[str], sizes: Mapping[str, int], positions: Mapping[str, int]) -> tuple[int, int]:
     """This rank's number along some axes together, the first of them outermost, and how many there are."""
     number, total = 0, 1
     for axis in axes:

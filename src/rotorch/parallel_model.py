@@ -27,7 +27,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.hold.sharded_model import ShardedModel
-from rotorch.mesh import batch_place, place_along
+from rotorch.mesh import batch_position, position_along
 from rotorch.models.blocks import mark_blocks
 from rotorch.models.checks import refuse_float16
 from rotorch.models.hf import head_weights
@@ -126,8 +126,8 @@ class ParallelModel:
         coordinate = mesh.get_coordinate() or [0] * mesh.ndim
         sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
         positions = dict(zip(mesh.mesh_dim_names or (), coordinate, strict=True))
-        self.batch_rank, self.num_batch_ranks = batch_place(strategies, positions)
-        self._group, num_groups = place_along(self.batch_axes, sizes, positions)
+        self.batch_rank, self.num_batch_ranks = batch_position(strategies, positions)
+        self._group, num_groups = position_along(self.batch_axes, sizes, positions)
         self._num_sharing = mesh.size() // num_groups
         self._is_first = not any(at for axis, at in positions.items() if axis not in self.batch_axes)
         self._roll_call = RollCall(mesh)
@@ -135,9 +135,9 @@ class ParallelModel:
         self.num_context_ranks = context_ranks(strategies)
         self.context_rank = 0 if sequence is None else sequence.rank
         self.feature_axes = tuple(axis for s in strategies for axis in s.feature_axes)
-        self.feature_rank, self.num_feature_ranks = place_along(self.feature_axes, sizes, positions)
+        self.feature_rank, self.num_feature_ranks = position_along(self.feature_axes, sizes, positions)
         self.token_axes = tuple(axis for s in strategies for axis in s.token_axes)
-        self.token_rank, self.num_token_ranks = place_along(self.token_axes, sizes, positions)
+        self.token_rank, self.num_token_ranks = position_along(self.token_axes, sizes, positions)
 
     @property
     def device(self) -> torch.device:

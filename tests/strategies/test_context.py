@@ -131,7 +131,7 @@ def test_every_rank_gets_the_keys_that_its_tokens_see_and_no_others(num_tokens, 
         for chunk in part.chunks:
             for block in blocks_of(chunk, num_tokens=num_tokens):
                 seen = seen_by(block, window=window)
-                assert keys[part.place(seen) :][: seen.length] == list(range(seen.start, seen.stop))
+                assert keys[part.offset(seen) :][: seen.length] == list(range(seen.start, seen.stop))
     assert sum(part.num_sent for part in parts) == sum(part.num_received for part in parts)
 
 

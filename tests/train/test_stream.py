@@ -1,4 +1,4 @@
-"""Text that is read as it is needed: the windows of a token file, in blocks, from any place on; flat memory; runs."""
+"""Text that is read as it is needed: the windows of a token file, in blocks, from anywhere on; flat memory; runs."""
 
 import json
 import tracemalloc
@@ -13,7 +13,7 @@ from commands import rotorch, write_run
 from rotorch.core.errors import ConfigError, FinalFailure
 from rotorch.train.data.batches import check_source, open_windows, prepare_corpus, prepare_sources
 from rotorch.train.data.mixture import BLOCK
-from rotorch.train.data.stream import MixedStreams, Place
+from rotorch.train.data.stream import MixedStreams, StreamPosition
 from rotorch.train.metrics import read_metrics
 
 LENGTH = 16
@@ -76,7 +76,7 @@ def test_windows_are_those_of_the_token_file(text, tokenizer_json, tokens):
 def test_blocks_have_all_windows_in_an_order_of_their_own(text):
     expected = stored(text)
     windows = streamed(text, stream=8)
-    plain = [window for window, _ in zip(windows.files.windows(Place()), range(24), strict=False)]
+    plain = [window for window, _ in zip(windows.files.windows(StreamPosition()), range(24), strict=False)]
     plain = [ids.tolist() for ids, _ in plain]
     found = [windows.window(sample).tolist() for sample in range(24)]
     for block in range(3):

@@ -26,12 +26,12 @@ from rotorch.train.launch.status import FailureKind, RankPhase, RankStatus, Stat
 from rotorch.train.launch.watchdog import RankWatchdog, StallClock, explain_hang, format_record
 
 
-def status(rank, step, phase=RankPhase.FORWARD_BACKWARD, place=""):
-    return RankStatus(rank, 100 + rank, step, phase, FailureKind.NONE, 0.0, 0.0, "", place)
+def status(rank, step, phase=RankPhase.FORWARD_BACKWARD, position=""):
+    return RankStatus(rank, 100 + rank, step, phase, FailureKind.NONE, 0.0, 0.0, "", position)
 
 
 def test_who_stood_still_first_is_named_first():
-    found = explain_hang([status(0, 3), status(1, 3, place="at x")], still_s={0: 9.6, 1: 11.2}, states={})
+    found = explain_hang([status(0, 3), status(1, 3, position="at x")], still_s={0: 9.6, 1: 11.2}, states={})
     assert str(found) == (
         "rank 1 has not got on for 11 s: it is in step 3, computing forward and backward, at x "
         "(rank 0 is in step 3, computing forward and backward, for 10 s)"
@@ -58,7 +58,7 @@ def test_progress_is_any_number_that_changes(monkeypatch):
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now_s[0])
     board = StatusBoard(1)
     board.enter(0, pid=1)
-    progress, place = StallClock(board), board.place
+    progress, position = StallClock(board), board.position
 
     def after(seconds):
         now_s[0] += seconds
@@ -66,9 +66,9 @@ def test_progress_is_any_number_that_changes(monkeypatch):
 
     assert [after(0.5) for _ in range(3)] == [0.0, 0.5, 1.0]
     assert after(3600.0) == 2.0  # the machine was asleep
-    place.now = at(Operation.SLICE_FORWARD, unit=1, part=1)
+    position.now = at(Operation.SLICE_FORWARD, unit=1, part=1)
     assert after(0.5) == 0.0
-    place.micro_batch = 2
+    position.micro_batch = 2
     assert after(0.5) == 0.0
     board.doing(RankPhase.OPTIMIZER, step=1)
     assert [after(0.5) for _ in range(2)] == [0.0, 0.5]
@@ -79,14 +79,14 @@ def test_a_board_says_where_a_rank_is_in_its_units_names():
     board.enter(1, pid=7)
     board.name_units(["a", "b" * 300_000])
     board.name_units(["a", "model.layers.1.mlp"])
-    board.place.now = at(Operation.AWAIT_SLICE, unit=1, part=0)
-    board.place.peer = 1
-    assert board.read(1).place == ""  # not in a pass
+    board.position.now = at(Operation.AWAIT_SLICE, unit=1, part=0)
+    board.position.peer = 1
+    assert board.read(1).position == ""  # not in a pass
     board.doing(RankPhase.FORWARD_BACKWARD, step=4)
-    assert board.read(1).place == "waiting for slice 0 of 'model.layers.1.mlp' from rank 0"
-    assert board.read(0).place == ""
+    assert board.read(1).position == "waiting for slice 0 of 'model.layers.1.mlp' from rank 0"
+    assert board.read(0).position == ""
     board.fail("why", kind=FailureKind.OWN)
-    assert board.read(1).message == "why" and "mlp" in board.read(1).place
+    assert board.read(1).message == "why" and "mlp" in board.read(1).position
 
 
 def test_what_compiles_may_take_long():
@@ -178,7 +178,7 @@ def marks_of(run):
         return module(**batch).logits.sum() / num_targets
 
     model = parallelize(Plain(), "single", device="cpu", loss=loss)
-    assert model.write_status_to(board.place) == []
+    assert model.write_status_to(board.position) == []
     run(model)
     return marks
 

@@ -37,7 +37,7 @@ def shard_of(rows: int, *, layer: int, depth: int) -> Range:
 
 
 @dataclass(frozen=True)
-class GridPlace:
+class GridCoordinate:
     """One rank's position on a grid: layer `layer` of `depth`, row and column of `size`.
 
     With `in_shards` each layer holds a shard of every block at rest, along its first dim.
@@ -51,10 +51,10 @@ class GridPlace:
     in_shards: bool = False
 
     @staticmethod
-    def at(position: int, *, size: int, depth: int, in_shards: bool = False) -> GridPlace:
-        """The place of the rank at `position` of the axes depth, row, col."""
+    def at(position: int, *, size: int, depth: int, in_shards: bool = False) -> GridCoordinate:
+        """The coordinate of the rank at `position` of the axes depth, row, col."""
         layer, rest = divmod(position, size * size)
-        return GridPlace(size, depth, layer, *divmod(rest, size), in_shards)
+        return GridCoordinate(size, depth, layer, *divmod(rest, size), in_shards)
 
     def block_shape(self, weight: Weight) -> tuple[int, ...]:
         """Shape of this rank's block of a weight."""

@@ -24,7 +24,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
-from rotorch.core.grid import ACROSS, DEPTH, DOWN, ID_ITEMSIZE, GridPlace
+from rotorch.core.grid import ACROSS, DEPTH, DOWN, ID_ITEMSIZE, GridCoordinate
 from rotorch.core.messages import SUM_CHUNK_BYTES, lane_bytes
 from rotorch.core.spec import GridCut, Unit, Weight
 from rotorch.core.traffic import MicroBatch
@@ -33,48 +33,50 @@ _Passing = tuple[str, int, int]
 """The axis group of a message, its size where all read it, its size as one rank's part of a sum."""
 
 
-def in_flight_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatch | None, shared: bool) -> int:
+def in_flight_bytes(
+    coordinate: GridCoordinate, units: Iterable[Unit], *, batch: MicroBatch | None, shared: bool
+) -> int:
     """Largest bytes of a layer's blocks while its product is computed (see [Note: in flight]).
 
     Args:
-        place: of the rank.
+        coordinate: of the rank.
         units: of the model, or one of them.
         batch: one micro-batch; None leaves out blocks of activations.
         shared: True if blocks travel through shared memory.
     """
-    q = place.size
+    q = coordinate.size
     if q == 1:
         return 0
     copies = min(2, q) if shared else min(2, q - 1) + min(3, q)
-    layers = (_block_bytes(place, w, batch) + _of_activations(place, w, batch)[1] for _, w in products(units))
+    layers = (_block_bytes(coordinate, w, batch) + _of_activations(coordinate, w, batch)[1] for _, w in products(units))
     return copies * max(layers, default=0)
 
 
-def with_gathered_bytes(place: GridPlace, units: Sequence[Unit], *, in_flight: int, shared: bool) -> int:
+def with_gathered_bytes(coordinate: GridCoordinate, units: Sequence[Unit], *, in_flight: int, shared: bool) -> int:
     """Bytes of a step beyond weights, gradients and optimizer at rest, without slots ([Note: shards over depth]).
 
     Gradients at rest do not exist while whole ones do, so they are subtracted.
 
     Args:
-        place: of the rank.
+        coordinate: of the rank.
         units: of the model, or one of them.
         in_flight: bytes of products.
         shared: True if messages travel through shared memory.
     """
-    shards = [w for unit in units for w in unit.weights if place.is_in_shards(w)]
+    shards = [w for unit in units for w in unit.weights if coordinate.is_in_shards(w)]
     if not shards:
         return in_flight
     trained = [w for w in shards if w.trained]
-    blocks, grads = sum(map(place.block_bytes, shards)), sum(map(place.block_bytes, trained))
-    gathering = blocks + (place.depth + 1) * _largest_message(place, shards)
+    blocks, grads = sum(map(coordinate.block_bytes, shards)), sum(map(coordinate.block_bytes, trained))
+    gathering = blocks + (coordinate.depth + 1) * _largest_message(coordinate, shards)
     computing = blocks + in_flight + grads
     # A message's own gradients are freed before its sum is complete; gloo copies the tensor that it scatters.
-    summing = grads + (1 if shared else place.depth + 1) * _largest_message(place, trained)
-    return max(gathering, computing, summing) - sum(map(place.held_bytes, trained))
+    summing = grads + (1 if shared else coordinate.depth + 1) * _largest_message(coordinate, trained)
+    return max(gathering, computing, summing) - sum(map(coordinate.held_bytes, trained))
 
 
-def _largest_message(place: GridPlace, weights: list[Weight]) -> int:
-    return max((part for part, _ in _messages(place, weights)), default=0)
+def _largest_message(coordinate: GridCoordinate, weights: list[Weight]) -> int:
+    return max((part for part, _ in _messages(coordinate, weights)), default=0)
 
 
 def messages_of(sizes: Sequence[int], *, depth: int) -> list[range]:
@@ -90,24 +92,24 @@ def messages_of(sizes: Sequence[int], *, depth: int) -> list[range]:
     return [*found, range(start, len(sizes))] if sizes else []
 
 
-def slots_bytes(place: GridPlace, units: Iterable[Unit], *, batch: MicroBatch | None) -> int:
+def slots_bytes(coordinate: GridCoordinate, units: Iterable[Unit], *, batch: MicroBatch | None) -> int:
     """All of a rank's slots in shared memory (see [Note: slots]); arguments as of `in_flight_bytes`."""
     whole: dict[str, int] = defaultdict(int)
     part: dict[str, int] = defaultdict(int)
-    for axis, readable, of_sum in _all_that_passes(place, list(units), batch):
+    for axis, readable, of_sum in _all_that_passes(coordinate, list(units), batch):
         whole[axis], part[axis] = max(whole[axis], readable), max(part[axis], of_sum)
-    sizes = {DEPTH: place.depth, DOWN: place.size, ACROSS: place.size}
+    sizes = {DEPTH: coordinate.depth, DOWN: coordinate.size, ACROSS: coordinate.size}
     return sum(lane_bytes(n, whole=whole[axis], part=part[axis]) for axis, n in sizes.items())
 
 
-def _all_that_passes(place: GridPlace, units: list[Unit], batch: MicroBatch | None) -> Iterator[_Passing]:
+def _all_that_passes(coordinate: GridCoordinate, units: list[Unit], batch: MicroBatch | None) -> Iterator[_Passing]:
     for _, weight in products(units):
-        yield _of_weights(place, weight, batch)
-        yield _of_activations(place, weight, batch)
-    yield from _gradients(place, units)
+        yield _of_weights(coordinate, weight, batch)
+        yield _of_activations(coordinate, weight, batch)
+    yield from _gradients(coordinate, units)
     if batch is not None:
         for unit in units:
-            yield from _beside_products(place, unit, batch)
+            yield from _beside_products(coordinate, unit, batch)
 
 
 def products(units: Iterable[Unit]) -> Iterator[tuple[Unit, Weight]]:
@@ -119,64 +121,68 @@ def products(units: Iterable[Unit]) -> Iterator[tuple[Unit, Weight]]:
                 yield unit, weight
 
 
-def _of_weights(place: GridPlace, weight: Weight, batch: MicroBatch | None) -> _Passing:
+def _of_weights(coordinate: GridCoordinate, weight: Weight, batch: MicroBatch | None) -> _Passing:
     """Blocks of a matrix in the precision of the pass, and of its gradient in its own."""
-    at_home = not place.is_in_shards(weight) and (batch is None or batch.itemsize == weight.itemsize)
-    read = 0 if at_home else _block_bytes(place, weight, batch)
-    return DOWN, read, place.largest_block_bytes(weight) if weight.trained else 0
+    at_home = not coordinate.is_in_shards(weight) and (batch is None or batch.itemsize == weight.itemsize)
+    read = 0 if at_home else _block_bytes(coordinate, weight, batch)
+    return DOWN, read, coordinate.largest_block_bytes(weight) if weight.trained else 0
 
 
-def _block_bytes(place: GridPlace, weight: Weight, batch: MicroBatch | None) -> int:
+def _block_bytes(coordinate: GridCoordinate, weight: Weight, batch: MicroBatch | None) -> int:
     """The largest block of a matrix, in the precision of the pass."""
-    numel = place.largest_block_bytes(weight) // weight.itemsize
+    numel = coordinate.largest_block_bytes(weight) // weight.itemsize
     return numel * (weight.itemsize if batch is None else batch.itemsize)
 
 
-def _of_activations(place: GridPlace, weight: Weight, batch: MicroBatch | None) -> _Passing:
+def _of_activations(coordinate: GridCoordinate, weight: Weight, batch: MicroBatch | None) -> _Passing:
     """Blocks of a linear layer's inputs, and of their gradient; of a head that uses a table, of logits."""
     if batch is None:
         return ACROSS, 0, 0
-    width = max(place.widths(weight, weight.grid.rows if weight.grid else None))
+    width = max(coordinate.widths(weight, weight.grid.rows if weight.grid else None))
     num_bytes = batch.num_rows * batch.num_tokens * width * batch.itemsize
     return ACROSS, num_bytes, num_bytes
 
 
-def _gradients(place: GridPlace, units: list[Unit]) -> Iterator[_Passing]:
+def _gradients(coordinate: GridCoordinate, units: list[Unit]) -> Iterator[_Passing]:
     """Messages of gradients: those that are summed over the same axis groups lie side by side, in one message."""
     flat: dict[tuple[tuple[str, ...], int], int] = defaultdict(int)
     shards: dict[tuple[tuple[str, ...], int], list[Weight]] = defaultdict(list)
     gathered: dict[int, list[Weight]] = defaultdict(list)
     for weight in (w for unit in units for w in unit.weights):
         cut = weight.grid or GridCut()
-        over = ((DEPTH, None, place.depth), (DOWN, cut.rows, place.size), (ACROSS, cut.columns, place.size))
+        over = (
+            (DEPTH, None, coordinate.depth),
+            (DOWN, cut.rows, coordinate.size),
+            (ACROSS, cut.columns, coordinate.size),
+        )
         key = tuple(axis for axis, part, size in over if part is None and size > 1), weight.itemsize
-        if place.is_in_shards(weight):
+        if coordinate.is_in_shards(weight):
             gathered[weight.itemsize].append(weight)
             if weight.trained:
                 shards[key].append(weight)
         elif weight.trained:
-            flat[key] += place.block_bytes(weight)
+            flat[key] += coordinate.block_bytes(weight)
     for (axes, _), num_bytes in flat.items():
         for axis in axes:
             yield axis, min(num_bytes, SUM_CHUNK_BYTES), 0
     for weights in gathered.values():
-        for largest, _ in _messages(place, weights):
+        for largest, _ in _messages(coordinate, weights):
             yield DEPTH, largest, 0
     for (axes, _), weights in shards.items():
-        for largest, mine in _messages(place, weights):
+        for largest, mine in _messages(coordinate, weights):
             yield DEPTH, 0, largest
             for axis in axes[1:]:
                 yield axis, min(mine, SUM_CHUNK_BYTES), 0
 
 
-def _messages(place: GridPlace, weights: list[Weight]) -> Iterator[tuple[int, int]]:
+def _messages(coordinate: GridCoordinate, weights: list[Weight]) -> Iterator[tuple[int, int]]:
     """Per message (see `messages_of`): bytes of the largest rank's part, and of this rank's own."""
-    sizes = [place.held_bytes(w, layer=0) for w in weights]
-    for together in messages_of(sizes, depth=place.depth):
-        yield sum(sizes[k] for k in together), sum(place.held_bytes(weights[k]) for k in together)
+    sizes = [coordinate.held_bytes(w, layer=0) for w in weights]
+    for together in messages_of(sizes, depth=coordinate.depth):
+        yield sum(sizes[k] for k in together), sum(coordinate.held_bytes(weights[k]) for k in together)
 
 
-def _beside_products(place: GridPlace, unit: Unit, batch: MicroBatch) -> Iterator[_Passing]:
+def _beside_products(coordinate: GridCoordinate, unit: Unit, batch: MicroBatch) -> Iterator[_Passing]:
     """Messages of a unit's norms, look-ups, whole outputs and loss."""
     tokens = batch.num_rows * batch.num_tokens
     for weight in unit.weights:
@@ -186,7 +192,7 @@ def _beside_products(place: GridPlace, unit: Unit, batch: MicroBatch) -> Iterato
         if cut.whole_output:
             yield ACROSS, min(tokens * weight.shape[0] * batch.itemsize, SUM_CHUNK_BYTES), 0
         if cut.is_table and len(weight.shape) == 2 and unit.uses > unit.reads_in_backward:
-            found = tokens * math.prod(place.block_shape(weight)[1:]) * weight.itemsize
+            found = tokens * math.prod(coordinate.block_shape(weight)[1:]) * weight.itemsize
             yield DOWN, max(tokens * ID_ITEMSIZE, found if weight.trained else 0), found
     if unit.logits:
         yield ACROSS, min(2 * tokens * batch.loss_itemsize, SUM_CHUNK_BYTES), 0

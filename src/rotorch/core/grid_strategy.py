@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.grid import ACROSS, DOWN, GridPlace
+from rotorch.core.grid import ACROSS, DOWN, GridCoordinate
 from rotorch.core.grid_memory import in_flight_bytes, slots_bytes, with_gathered_bytes
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Unit, UnitKind
@@ -68,7 +68,7 @@ class GridStrategy(Strategy):
         return (ACROSS,)
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
-        return self._with_buffers(self._place(position).layout(unit), [unit], batch=None, position=position)
+        return self._with_buffers(self._coordinate(position).layout(unit), [unit], batch=None, position=position)
 
     def layout_of(self, spec: ModelSpec, *, batch: MicroBatch | None = None, position: int = 0) -> Layout:
         layout = super().layout_of(spec, batch=batch, position=position)
@@ -77,20 +77,20 @@ class GridStrategy(Strategy):
     def _with_buffers(
         self, layout: Layout, units: Sequence[Unit], *, batch: MicroBatch | None, position: int
     ) -> Layout:
-        place, shared = self._place(position), self.transport == "shared_memory"
-        slots = slots_bytes(place, units, batch=batch) if shared else 0
-        in_flight = in_flight_bytes(place, units, batch=batch, shared=shared)
-        transient = slots + with_gathered_bytes(place, units, in_flight=in_flight, shared=shared)
+        coordinate, shared = self._coordinate(position), self.transport == "shared_memory"
+        slots = slots_bytes(coordinate, units, batch=batch) if shared else 0
+        in_flight = in_flight_bytes(coordinate, units, batch=batch, shared=shared)
+        transient = slots + with_gathered_bytes(coordinate, units, in_flight=in_flight, shared=shared)
         transfers = () if shared else layout.transfers
         return replace(layout, transient_bytes=transient, slots_bytes=slots, transfers=transfers)
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         if self.transport == "shared_memory":
             return ()
-        return tuple(self._place(position).activation_transfers(unit, batch))
+        return tuple(self._coordinate(position).activation_transfers(unit, batch))
 
-    def _place(self, position: int) -> GridPlace:
-        return GridPlace.at(position, size=self.rows, depth=self.num_layers, in_shards=self.in_shards)
+    def _coordinate(self, position: int) -> GridCoordinate:
+        return GridCoordinate.at(position, size=self.rows, depth=self.num_layers, in_shards=self.in_shards)
 
     def check(self, spec: ModelSpec) -> None:
         _check_grid(spec, strategy=str(self), size=self.rows)

@@ -237,15 +237,15 @@ class LayerOrder:
     def _numbers(self) -> dict[str, int]:
         return {layer: number for number, layer in enumerate(self.layers)}
 
-    def place_of(self, name: str) -> int:
+    def layer_number(self, name: str) -> int:
         """The layer of a weight by number; -1 before the layers, the number of layers behind them."""
-        if name not in self._places:
-            self._places[name] = self._find(name)
-        return self._places[name]
+        if name not in self._layer_numbers:
+            self._layer_numbers[name] = self._find(name)
+        return self._layer_numbers[name]
 
     @cached_property
-    def _places(self) -> dict[str, int]:
-        """Results of `place_of`: a search asks for the same names in every layout."""
+    def _layer_numbers(self) -> dict[str, int]:
+        """Results of `layer_number`: a search asks for the same names in every layout."""
         return {}
 
     def _find(self, name: str) -> int:
@@ -301,8 +301,8 @@ class ModelSpec:
         cut = {w.name for unit in self.inside for w in unit.weights}
         units: list[Unit] = list(self.cut_units)
         for unit in self.inside:  # before the unit that needs it
-            places = (i for i, other in enumerate(units) if unit.name in other.replicated)
-            units.insert(next(places, len(units)), unit)
+            here = (i for i, other in enumerate(units) if unit.name in other.replicated)
+            units.insert(next(here, len(units)), unit)
         for unit in self.units:
             if unit.kind is UnitKind.REPLICATED:
                 left = tuple(w for w in unit.weights if w.name not in cut)
@@ -321,8 +321,8 @@ class ModelSpec:
         An embedding tied to a head is none.
         """
         for weight in self.weights:
-            places = {self.order.place_of(name) for name in (weight.name, *weight.aliases)}
-            if len(places) > 1 and any(0 <= place < len(self.order.layers) for place in places):
+            layers = {self.order.layer_number(name) for name in (weight.name, *weight.aliases)}
+            if len(layers) > 1 and any(0 <= layer < len(self.order.layers) for layer in layers):
                 return weight.name
         return ""
 

@@ -77,21 +77,21 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
     state, gathered = [0] * (last + 1), [0] * (last + 1)
     head_flops = logits = 0
     for weight in spec.weights:
-        places = [order.place_of(name) for name in (weight.name, *weight.aliases)]
-        home, *others = dict.fromkeys(min(max(place, 0), last) for place in places)
+        layers = [order.layer_number(name) for name in (weight.name, *weight.aliases)]
+        home, *others = dict.fromkeys(min(max(layer, 0), last) for layer in layers)
         state[home] += (_STATES if weight.trained else 1) * weight.num_bytes
         for layer in others:
             state[layer] += (_STATES_OF_BORROWED if weight.trained else 1) * weight.num_bytes
         for layer in (home, *others):
             gathered[layer] += (2 if weight.trained else 1) * weight.num_bytes
-        for place in places:
+        for layer in layers:
             used, outputs = _per_token(weight, experts=order.experts_per_token)
-            if place > last:
+            if layer > last:
                 head_flops += 2 * tokens * used
                 logits += 2 * tokens * outputs * batch.loss_itemsize  # with their gradient
-            elif place >= 0:  # before the layers are look-ups, which take no products
-                flops[place] += 2 * tokens * used
-                kept[place] += tokens * outputs * batch.itemsize
+            elif layer >= 0:  # before the layers are look-ups, which take no products
+                flops[layer] += 2 * tokens * used
+                kept[layer] += tokens * outputs * batch.itemsize
     return tuple(
         LayerCost(
             forward_flops=flops[layer] + (head_flops if layer == last else 0),

@@ -38,8 +38,8 @@ def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:
     """
 
     def stage_of(name: str) -> int:
-        place = min(max(spec.order.place_of(name), 0), len(spec.order.layers) - 1)
-        return next(number for number, part in enumerate(parts) if place in part)
+        layer = min(max(spec.order.layer_number(name), 0), len(spec.order.layers) - 1)
+        return next(number for number, part in enumerate(parts) if layer in part)
 
     units: list[Unit] = []
     for unit in spec.units:
@@ -73,9 +73,9 @@ def of_stages(spec: ModelSpec, *, mine: Callable[[int], bool]) -> ModelSpec:
         if len(unit.stages) > 1 and not all(mine(stage) for stage in unit.stages):
             # An embedding tied to a head that another rank has: each has one use, and only a head reads in backward.
             weight = unit.weights[0]
-            places = [order.place_of(name) for name in (weight.name, *weight.aliases)]
-            here = [place for place in places if mine(unit.stages[0] if place < 0 else unit.stages[-1])]
-            unit = replace(unit, uses=len(here), reads_in_backward=sum(p >= 0 for p in here))
+            layers = [order.layer_number(name) for name in (weight.name, *weight.aliases)]
+            here = [layer for layer in layers if mine(unit.stages[0] if layer < 0 else unit.stages[-1])]
+            unit = replace(unit, uses=len(here), reads_in_backward=sum(layer >= 0 for layer in here))
             unit = unit.with_note(replace(in_stage(unit), borrowed=not mine(unit.stages[0])))
         units.append(unit)
     return replace(spec, units=tuple(units))

@@ -69,23 +69,23 @@ class KeyExchange:
     def num_needed(self) -> int:
         return sum(each.length for each in self.needed)
 
-    def place(self, seen: Range) -> int:
-        """The place of consecutive needed tokens in this rank's keys."""
-        return _place(seen, self.needed)
+    def offset(self, seen: Range) -> int:
+        """The offset of consecutive needed tokens in this rank's keys."""
+        return _offset(seen, self.needed)
 
     def other(self, rank: int) -> KeyExchange:
         """The part of another rank."""
         return KeyExchange(self.num_tokens, self.num_ranks, rank, self.window)
 
     def sends(self, to: int) -> tuple[Range, ...]:
-        """The places of the tokens, among this rank's own, whose keys another rank needs."""
+        """The ranges of the tokens, among this rank's own, whose keys another rank needs."""
         common = _common(self.chunks, self.other(to).needed)
-        return tuple(Range(_place(each, self.chunks), each.length) for each in common)
+        return tuple(Range(_offset(each, self.chunks), each.length) for each in common)
 
     def receives(self, source: int) -> tuple[Range, ...]:
-        """The places in this rank's keys of those that another rank has, in the order in which it sends them."""
+        """The ranges in this rank's keys of those that another rank has, in the order in which it sends them."""
         common = _common(self.other(source).chunks, self.needed)
-        return tuple(Range(_place(each, self.needed), each.length) for each in common)
+        return tuple(Range(_offset(each, self.needed), each.length) for each in common)
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -114,11 +114,11 @@ def _common(these: tuple[Range, ...], those: tuple[Range, ...]) -> list[Range]:
     return found
 
 
-def _place(wanted: Range, ranges: tuple[Range, ...]) -> int:
-    """The place of a range of tokens in a tensor of these ranges, one of which has all of it."""
-    place = 0
+def _offset(wanted: Range, ranges: tuple[Range, ...]) -> int:
+    """The offset of a range of tokens in a tensor of these ranges, one of which has all of it."""
+    offset = 0
     for each in ranges:
         if each.start <= wanted.start and wanted.stop <= each.stop:
-            return place + wanted.start - each.start
-        place += each.length
+            return offset + wanted.start - each.start
+        offset += each.length
     raise AssertionError(f"{wanted} is in none of {ranges}")

@@ -21,7 +21,7 @@ from rotorch.comm.collectives import all_reduce_sum, barrier, gather_objects
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
 from rotorch.drop_in.plain_loops import check_plain_loop
-from rotorch.mesh import batch_place, check_world_size, make_mesh
+from rotorch.mesh import batch_position, check_world_size, make_mesh
 from rotorch.strategies import parse_parallel
 
 _PRECISIONS = ("32-true", "64-true", "bf16-mixed", "bf16-true")
@@ -98,8 +98,8 @@ class LayoutRanks:
         self.set_world_ranks()
         self._mesh = make_mesh(self.layout, device=self.root_device)
         sizes = {axis: size for strategy in self.layout for axis, size in strategy.axes.items()}
-        places = dict(zip(sizes, self._mesh.get_coordinate() or [0] * len(sizes), strict=True))
-        self._share, num_shares = batch_place(self.layout, places)
+        coordinate = dict(zip(sizes, self._mesh.get_coordinate() or [0] * len(sizes), strict=True))
+        self._share, num_shares = batch_position(self.layout, coordinate)
         shares = gather_objects(self._share, mesh=self._mesh)
         self._first_of_shares = tuple(shares.index(share) for share in range(num_shares))
 

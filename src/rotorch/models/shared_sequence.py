@@ -196,7 +196,7 @@ class SharedSequence:
         for chunk in sequence.chunks:
             for block in blocks_of(chunk, num_tokens=sequence.num_tokens):
                 seen = seen_by(block, window=sliding_window)
-                here, place = query.narrow(2, done, block.length), exchange.place(seen)
+                here, place = query.narrow(2, done, block.length), exchange.offset(seen)
                 its_keys, its_values = (x.narrow(2, place, seen.length) for x in (keys, values))
                 if torch.is_grad_enabled():
                     output = checkpoint(

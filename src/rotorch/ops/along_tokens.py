@@ -250,7 +250,7 @@ class _GatheredAgain:
     """A gathered tensor that is freed after forward and gathered once more in backward."""
 
     def __init__(self, own: Tensor, whole: Tensor, lengths: tuple[int, ...], axis_group: AxisGroup) -> None:
-        self._own, self._place = own, (_DIM, lengths, axis_group)
+        self._own, self._along = own, (_DIM, lengths, axis_group)
         self._key, self._version, self._dtype = storage_key(whole), whole._version, whole.dtype
         self.alive: Tensor | None = whole  # until the module is through: nothing else may take its storage
         self._made: Tensor | None = None
@@ -270,7 +270,7 @@ class _GatheredAgain:
         """Returns the view again. All ranks, equally often and in one order."""
         # The first of several saved views gathers for all of them; the last one frees it.
         if self._made is None:
-            self._made = all_gather_along(self._own, *self._place)
+            self._made = all_gather_along(self._own, *self._along)
         made = self._made.as_strided(view.shape, view.stride, view.offset)
         self._num_left -= 1
         if not self._num_left:

@@ -213,10 +213,10 @@ class _Along(Function):
     def forward(
         ctx: Any, x: Tensor, forth: _Move, back: _Move, dim: int, lengths: Sequence[int], axis_group: AxisGroup
     ) -> Tensor:
-        ctx.back, ctx.place = back, (dim, lengths, axis_group)
-        return forth(x, *ctx.place)
+        ctx.back, ctx.along = back, (dim, lengths, axis_group)
+        return forth(x, *ctx.along)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return ctx.back(grad, *ctx.place), *[None] * 5
+        return ctx.back(grad, *ctx.along), *[None] * 5

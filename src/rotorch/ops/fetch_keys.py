@@ -37,7 +37,7 @@ class _FetchKeys(Function):
     def forward(
         ctx: Any, x: Tensor, exchange: KeyExchange, axis_group: AxisGroup, before_waiting: Callable[[], None]
     ) -> Tensor:
-        ctx.place = exchange, axis_group, before_waiting
+        ctx.exchange = exchange, axis_group, before_waiting
         before_waiting()
         own = x.movedim(_TOKENS, 0)  # tokens first: those of a message then lie side by side
         keys = own.new_empty(exchange.num_needed, *own.shape[1:])
@@ -53,7 +53,7 @@ class _FetchKeys(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        exchange, axis_group, before_waiting = ctx.place
+        exchange, axis_group, before_waiting = ctx.exchange
         before_waiting()
         of_keys = grad.movedim(_TOKENS, 0)
         outgoing = [_taken(of_keys, exchange.receives(source)) for source in exchange.others]
@@ -71,19 +71,19 @@ class _FetchKeys(Function):
         return own.movedim(0, _TOKENS), None, None, None
 
 
-def _taken(x: Tensor, places: Sequence[Range]) -> Tensor:
-    """The tokens at some places, one range after another. Contiguous."""
-    parts = [x.narrow(0, each.start, each.length) for each in places]
+def _taken(x: Tensor, ranges: Sequence[Range]) -> Tensor:
+    """The tokens of some ranges, one range after another. Contiguous."""
+    parts = [x.narrow(0, each.start, each.length) for each in ranges]
     return torch.cat(parts) if parts else x.new_empty(0, *x.shape[1:])
 
 
-def _room(like: Tensor, places: Sequence[Range]) -> Tensor:
+def _room(like: Tensor, ranges: Sequence[Range]) -> Tensor:
     """Memory for the tokens of some ranges."""
-    return like.new_empty(sum(each.length for each in places), *like.shape[1:])
+    return like.new_empty(sum(each.length for each in ranges), *like.shape[1:])
 
 
-def _put(x: Tensor, places: Sequence[Range], tokens: Tensor) -> None:
+def _put(x: Tensor, ranges: Sequence[Range], tokens: Tensor) -> None:
     done = 0
-    for each in places:
+    for each in ranges:
         x.narrow(0, each.start, each.length).copy_(tokens.narrow(0, done, each.length))
         done += each.length

@@ -53,7 +53,7 @@ class GridUse(WeightUse):
     def vocabulary(self) -> tuple[Range, ...]:
         """Rows of a table by row of the grid, or rows of a head by column of the grid."""
         if self.weight.grid is None:
-            raise AssertionError(f"{self.weight.name} has no place on a grid")
+            raise AssertionError(f"{self.weight.name} has no cut on a grid")
         return self.ranges(self.weight.grid.rows if self.is_table else self.weight.grid.columns)
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:

@@ -92,7 +92,7 @@ class RotatingUnit:
         return None if flat is None else self.slices.whole(flat)
 
     @cached_property
-    def forward_place(self) -> int:
+    def forward_status(self) -> int:
         """The value of `StatusWord.now` for the whole unit's forward."""
         return at(Operation.BLOCK_FORWARD, unit=self.item)
 

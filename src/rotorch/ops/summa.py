@@ -58,7 +58,7 @@ def summa_table_linear(grid: Grid, x: Tensor, table: Tensor, *, num_rows: Sequen
     both, and the table's gradient.
 
     Args:
-        grid: this rank's place, i, j.
+        grid: this rank's coordinate, i, j.
         x: this rank's columns of the features.
         table: its block.
         num_rows: rows of the table in the blocks of each row of the grid.

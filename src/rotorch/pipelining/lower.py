@@ -33,7 +33,7 @@ _GIVES_INPUT_GRADIENT = (ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT)
 _TAKES_WEIGHT_GRADIENT = (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
 Span = tuple[int, int]
-"""First and last place in a row."""
+"""First and last index in a row."""
 
 
 def lower(
@@ -56,10 +56,10 @@ def lower(
         ScheduleError: if rows wait for each other, or are lowered already.
     """
     for rank, row in enumerate(schedule.rows):
-        for place, action in enumerate(row):
+        for index, action in enumerate(row):
             if action.kind not in COMPUTE:
                 raise ScheduleError(
-                    f"{schedule.name}: rank {rank}, action {place} ({action}): rows are lowered already"
+                    f"{schedule.name}: rank {rank}, action {index} ({action}): rows are lowered already"
                 )
     with_shards = []
     for row in schedule.rows:
@@ -181,13 +181,13 @@ def _spans(
 ) -> dict[int, list[Span]]:
     """The spans in which the weights of each of a rank's stages are whole, in order (see [Note: spans])."""
     uses: dict[int, dict[tuple[int, bool], Span]] = {}
-    for place, action in enumerate(row):
+    for index, action in enumerate(row):
         if action.kind is ActionKind.BACKWARD_WEIGHT and not weight_gradients_need_weights:
             continue
         assert action.micro_batch is not None
         use = (schedule.unit_of(action.micro_batch), action.kind is ActionKind.FORWARD)
-        first, _ = uses.setdefault(action.stage, {}).get(use, (place, place))
-        uses[action.stage][use] = (first, place)
+        first, _ = uses.setdefault(action.stage, {}).get(use, (index, index))
+        uses[action.stage][use] = (first, index)
     spans: dict[int, list[Span]] = {}
     for stage, mine in uses.items():
         joined: list[Span] = []
@@ -205,14 +205,14 @@ def _alone(row: tuple[Action, ...], stage: int, first: int, last: int) -> bool:
 
 
 def _sent_for(spans: dict[int, list[Span]], *, ahead: bool) -> dict[int, list[int]]:
-    """By place in a row: the stages whose gathers start before it (see [Note: spans])."""
-    places: dict[int, list[int]] = {}
+    """By index in a row: the stages whose gathers start before it (see [Note: spans])."""
+    indices: dict[int, list[int]] = {}
     for first, stage in sorted((first, stage) for stage, mine in spans.items() for first, _ in mine):
         earlier = first - 1
         whole = {other for other, mine in spans.items() for start, last in mine if start <= earlier <= last}
-        possible = ahead and earlier >= 0 and stage not in whole and len(whole) < 2 and earlier not in places
-        places.setdefault(earlier if possible else first, []).append(stage)
-    return places
+        possible = ahead and earlier >= 0 and stage not in whole and len(whole) < 2 and earlier not in indices
+        indices.setdefault(earlier if possible else first, []).append(stage)
+    return indices
 
 
 def _with_sharding(
@@ -222,16 +222,16 @@ def _with_sharding(
     unshard = _sent_for(spans, ahead=ahead)
     reshard = {last: stage for stage, mine in spans.items() for _, last in mine}
     last_gradient: dict[tuple[int, int], int] = {}
-    for place, action in enumerate(row):
+    for index, action in enumerate(row):
         if action.kind in _TAKES_WEIGHT_GRADIENT:
             assert action.micro_batch is not None
-            last_gradient[action.stage, schedule.unit_of(action.micro_batch)] = place
-    reduce = {place: stage for (stage, _), place in last_gradient.items()}
-    for place, action in enumerate(row):
-        for stage in unshard.get(place, ()):
+            last_gradient[action.stage, schedule.unit_of(action.micro_batch)] = index
+    reduce = {index: stage for (stage, _), index in last_gradient.items()}
+    for index, action in enumerate(row):
+        for stage in unshard.get(index, ()):
             yield Action(ActionKind.UNSHARD, stage)
         yield action
-        if place in reshard:
-            yield Action(ActionKind.RESHARD, reshard[place])
-        if place in reduce:
-            yield Action(ActionKind.REDUCE_GRAD, reduce[place])
+        if index in reshard:
+            yield Action(ActionKind.RESHARD, reshard[index])
+        if index in reduce:
+            yield Action(ActionKind.REDUCE_GRAD, reduce[index])

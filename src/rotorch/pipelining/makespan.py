@@ -64,7 +64,7 @@ class Makespan:
         asked: dict[Action, int] = {}
         queues: dict[tuple[int, int], list[Action]] = {}
         line: dict[tuple[int, int], int] = {}
-        places = [0] * schedule.num_ranks
+        indices = [0] * schedule.num_ranks
 
         def add(action: Action, first: int, others: tuple[int, ...]) -> int:
             found.append((action.stage * len(kinds) + number_of[action.kind], first, others))
@@ -108,10 +108,10 @@ class Makespan:
         while moved:
             moved = False
             for rank, row in enumerate(schedule.rows):
-                while places[rank] < len(row) and does(rank, row[places[rank]]):
-                    places[rank] += 1
+                while indices[rank] < len(row) and does(rank, row[indices[rank]]):
+                    indices[rank] += 1
                     moved = True
-        if any(place < len(row) for place, row in zip(places, schedule.rows, strict=True)):
+        if any(index < len(row) for index, row in zip(indices, schedule.rows, strict=True)):
             simulate(schedule)  # raises an error that names the ranks that wait for each other
             raise AssertionError(f"{schedule.name}: stuck")
         return found

@@ -161,8 +161,8 @@ class Simulation:
 
     def peak_bytes(self, rank: int, *, category: str | None = None) -> float:
         """The most that `rank` holds at a moment, of one category or of all together."""
-        place = None if category is None else CATEGORIES.index(category)
-        return max((sum(m.held) if place is None else m.held[place] for m in self.memory[rank]), default=0.0)
+        number = None if category is None else CATEGORIES.index(category)
+        return max((sum(m.held) if number is None else m.held[number] for m in self.memory[rank]), default=0.0)
 
 
 def simulate(
@@ -229,18 +229,18 @@ class _Run:
         self.entries = [[] for _ in ranks]
         self.clocks, self.collectives, self.sums = ([0.0] * len(ranks) for _ in range(3))
         self.done = [[] for _ in ranks]
-        places = [0] * len(ranks)
+        indices = [0] * len(ranks)
         moved = True
         while moved:
             moved = False
             for rank, row in enumerate(self.schedule.rows):
-                while places[rank] < len(row) and self._does(rank, row[places[rank]]):
-                    places[rank] += 1
+                while indices[rank] < len(row) and self._does(rank, row[indices[rank]]):
+                    indices[rank] += 1
                     moved = True
         stuck = [
-            f"rank {rank} at action {place} ({row[place]})"
-            for rank, (row, place) in enumerate(zip(self.schedule.rows, places, strict=True))
-            if place < len(row)
+            f"rank {rank} at action {index} ({row[index]})"
+            for rank, (row, index) in enumerate(zip(self.schedule.rows, indices, strict=True))
+            if index < len(row)
         ]
         if stuck:
             how = "blocking messages" if self.blocking else "messages"

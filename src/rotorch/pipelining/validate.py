@@ -23,7 +23,7 @@ GATHERS_PER_UNIT = 2
 
 
 def validate(schedule: Schedule, *, weight_gradients_need_weights: bool = True) -> None:
-    """Raises `ScheduleError`, which names rank, place and action, unless the lowered table keeps all of this.
+    """Raises `ScheduleError`, which names rank, index and action, unless the lowered table keeps all of this.
 
     - Every stage computes every micro-batch once: forward, and both gradients together or apart; on the stage's rank.
     - A computation's inputs stand before it, or come by a message that does; each message has its two ends.
@@ -59,24 +59,24 @@ class _Row:
     def actions(self) -> tuple[Action, ...]:
         return self.schedule.rows[self.rank]
 
-    def wrong(self, place: int, what: str) -> ScheduleError:
-        return ScheduleError(f"{self.schedule.name}: rank {self.rank}, action {place} ({self.actions[place]}): {what}")
+    def wrong(self, index: int, what: str) -> ScheduleError:
+        return ScheduleError(f"{self.schedule.name}: rank {self.rank}, action {index} ({self.actions[index]}): {what}")
 
     def holds_actions_once(self) -> None:
         """Checks that every computation of the rank's stages is there exactly once, and no message twice."""
         schedule, seen = self.schedule, set[Action]()
         stages = schedule.stages_of(self.rank)
-        for place, action in enumerate(self.actions):
+        for index, action in enumerate(self.actions):
             if action.stage not in stages:
-                raise self.wrong(place, f"the rank holds stages {stages} only")
+                raise self.wrong(index, f"the rank holds stages {stages} only")
             if action.kind in COMPUTE or action.kind in MESSAGES:
                 if action.micro_batch is None or not 0 <= action.micro_batch < schedule.num_micro_batches:
-                    raise self.wrong(place, f"micro-batches are 0 to {schedule.num_micro_batches - 1}")
+                    raise self.wrong(index, f"micro-batches are 0 to {schedule.num_micro_batches - 1}")
                 parts = {action}
                 if action.kind is ActionKind.BACKWARD:
                     parts = {replace(action, kind=ActionKind.BACKWARD_WEIGHT), gives(action)}
                 if seen & parts:
-                    raise self.wrong(place, "done before")
+                    raise self.wrong(index, "done before")
                 seen |= parts
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT):
             for stage in stages:
@@ -88,41 +88,41 @@ class _Row:
     def keeps_order(self) -> None:
         """Checks that inputs of computations, and the results that messages send, stand before them."""
         done: set[Action] = set()
-        for place, action in enumerate(self.actions):
+        for index, action in enumerate(self.actions):
             if action.kind in COMPUTE:
                 for need in needs(self.schedule, action):
                     here = self.schedule.rank_of(need.stage) == self.rank
                     source = need if here else _receive_of(need, action)
                     if source not in done:
-                        raise self.wrong(place, f"stands before {source}, which it needs")
+                        raise self.wrong(index, f"stands before {source}, which it needs")
             elif action.kind in SENDS:
                 forward = action.kind is ActionKind.SEND_FORWARD
                 kind = ActionKind.FORWARD if forward else ActionKind.BACKWARD_INPUT
                 if Action(kind, action.stage, action.micro_batch) not in done:
-                    raise self.wrong(place, f"stands before {Action(kind, action.stage, action.micro_batch)}")
+                    raise self.wrong(index, f"stands before {Action(kind, action.stage, action.micro_batch)}")
             done.add(gives(action))
 
     def has_whole_weights(self, weight_gradients_need_weights: bool) -> None:
         whole: set[int] = set()
         gathers = dict.fromkeys(self.schedule.stages_of(self.rank), 0)
-        for place, action in enumerate(self.actions):
+        for index, action in enumerate(self.actions):
             free = action.kind is ActionKind.BACKWARD_WEIGHT and not weight_gradients_need_weights
             match action.kind:
                 case ActionKind.UNSHARD:
                     if action.stage in whole:
-                        raise self.wrong(place, "the weights are whole already")
+                        raise self.wrong(index, "the weights are whole already")
                     whole.add(action.stage)
                     gathers[action.stage] += 1
                     if gathers[action.stage] > GATHERS_PER_UNIT * self.schedule.num_units:
                         raise self.wrong(
-                            place, f"more than {GATHERS_PER_UNIT} gathers for each of {self.schedule.num_units} units"
+                            index, f"more than {GATHERS_PER_UNIT} gathers for each of {self.schedule.num_units} units"
                         )
                 case ActionKind.RESHARD:
                     if action.stage not in whole:
-                        raise self.wrong(place, "the weights are not whole")
+                        raise self.wrong(index, "the weights are not whole")
                     whole.remove(action.stage)
                 case kind if kind in COMPUTE and not free and action.stage not in whole:
-                    raise self.wrong(place, "the stage's weights are not whole")
+                    raise self.wrong(index, "the stage's weights are not whole")
         if whole:
             raise ScheduleError(f"{self.schedule.name}: rank {self.rank} never reshards stages {sorted(whole)}")
 
@@ -130,18 +130,18 @@ class _Row:
         """Between the last weight gradient of a unit and the first of the next stands one REDUCE_GRAD."""
         schedule = self.schedule
         gradients: dict[int, set[int]] = {stage: set() for stage in schedule.stages_of(self.rank)}
-        for place, action in enumerate(self.actions):
+        for index, action in enumerate(self.actions):
             mine = gradients[action.stage]
             if action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT):
                 assert action.micro_batch is not None
                 if mine and schedule.unit_of(min(mine)) != schedule.unit_of(action.micro_batch):
-                    raise self.wrong(place, "gradients of another unit are not summed yet")
+                    raise self.wrong(index, "gradients of another unit are not summed yet")
                 mine.add(action.micro_batch)
             elif action.kind is ActionKind.REDUCE_GRAD:
                 size = 0 if not mine else len(schedule.micro_batches_of(schedule.unit_of(min(mine))))
                 if len(mine) != size or not mine:
                     raise self.wrong(
-                        place, f"gradients of {len(mine)} of {size or schedule.unit} micro-batches are there"
+                        index, f"gradients of {len(mine)} of {size or schedule.unit} micro-batches are there"
                     )
                 mine.clear()
         for stage, mine in gradients.items():
@@ -150,11 +150,11 @@ class _Row:
 
     def stays_within_bounds(self) -> None:
         in_flight = 0
-        for place, action in enumerate(self.actions):
+        for index, action in enumerate(self.actions):
             in_flight += action.kind is ActionKind.FORWARD
             if in_flight > self.schedule.most_in_flight:
                 raise self.wrong(
-                    place, f"{in_flight} micro-batches in flight, more than {self.schedule.most_in_flight}"
+                    index, f"{in_flight} micro-batches in flight, more than {self.schedule.most_in_flight}"
                 )
             in_flight -= action.kind in (ActionKind.BACKWARD, ActionKind.BACKWARD_WEIGHT)
 
@@ -169,34 +169,34 @@ def _receive_of(need: Action, action: Action) -> Action:
 def _messages_have_two_ends(rows: Sequence[_Row]) -> None:
     there = {(row.rank, action) for row in rows for action in row.actions if action.kind in MESSAGES}
     for row in rows:
-        for place, action in enumerate(row.actions):
+        for index, action in enumerate(row.actions):
             if action.kind in MESSAGES:
                 other = counterpart(action)
                 if not 0 <= other.stage < row.schedule.num_stages or row.schedule.rank_of(other.stage) == row.rank:
-                    raise row.wrong(place, "its other end is no stage of another rank")
+                    raise row.wrong(index, "its other end is no stage of another rank")
                 if (row.schedule.rank_of(other.stage), other) not in there:
-                    raise row.wrong(place, f"rank {row.schedule.rank_of(other.stage)} has no {other}")
+                    raise row.wrong(index, f"rank {row.schedule.rank_of(other.stage)} has no {other}")
 
 
 def _batches_pass(schedule: Schedule) -> None:
     """Simulates all messages between two computations as one batch, which ends when all its messages have passed."""
     batches = [_batches(row) for row in schedule.rows]
-    places = [0] * len(batches)
+    indices = [0] * len(batches)
     gone: set[Action] = set()
     moved = True
     while moved:
         moved = False
-        posted = {a for mine, place in zip(batches, places, strict=True) if place < len(mine) for a in mine[place]}
+        posted = {a for mine, index in zip(batches, indices, strict=True) if index < len(mine) for a in mine[index]}
         passed = {action for action in posted if counterpart(action) in posted} - gone
         gone |= passed
         for rank, mine in enumerate(batches):
-            if places[rank] < len(mine) and mine[places[rank]] <= gone:
-                places[rank] += 1
+            if indices[rank] < len(mine) and mine[indices[rank]] <= gone:
+                indices[rank] += 1
                 moved = True
         moved = moved or bool(passed)
-    for rank, (mine, place) in enumerate(zip(batches, places, strict=True)):
-        if place < len(mine):
-            waits = ", ".join(sorted(str(action) for action in mine[place] - gone))
+    for rank, (mine, index) in enumerate(zip(batches, indices, strict=True)):
+        if index < len(mine):
+            waits = ", ".join(sorted(str(action) for action in mine[index] - gone))
             raise ScheduleError(f"{schedule.name}: deadlock with batched messages: rank {rank} waits for {waits}")
 
 

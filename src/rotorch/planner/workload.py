@@ -137,7 +137,7 @@ class FoldedModel:
     def short(self) -> FoldedModel:
         """Returns the model with a specification that has one layer of each class only."""
         first = {number: self.pattern.index(number) for number in range(len(self.classes))}
-        layers = tuple(self.spec.order.layers[place] for place in first.values())
+        layers = tuple(self.spec.order.layers[layer] for layer in first.values())
         units = (*self.before, *(unit for layer in self.classes for unit in layer.units), *self.after)
         order = replace(self.spec.order, layers=layers)
         return replace(self, spec=replace(self.spec, units=units, order=order))
@@ -171,19 +171,19 @@ class FoldedModel:
 
 def fold(spec: ModelSpec) -> FoldedModel:
     """Folds a model's equal layers into classes (see [Note: classes])."""
-    by_place = _units_by_place(spec)
+    by_layer = _units_by_layer(spec)
     num_layers = len(spec.order.layers)
     keys: dict[tuple[Unit, ...], int] = {}
     pattern: list[int] = []
     shown: list[tuple[Unit, ...]] = []
     for number, layer in enumerate(spec.order.layers):
-        units = by_place.get(number, ())
+        units = by_layer.get(number, ())
         key = tuple(_without_name(unit, layer=layer) for unit in units)
         if key not in keys:
             keys[key] = len(keys)
             shown.append(tuple(units))
         pattern.append(keys[key])
-    return _folded(spec, before=by_place.get(-1, ()), shown=shown, pattern=pattern, after=by_place.get(num_layers, ()))
+    return _folded(spec, before=by_layer.get(-1, ()), shown=shown, pattern=pattern, after=by_layer.get(num_layers, ()))
 
 
 def _folded(
@@ -209,30 +209,20 @@ def _folded(
     )
 
 
-def _units_by_place(spec: ModelSpec) -> dict[int, list[Unit]]:
+def _units_by_layer(spec: ModelSpec) -> dict[int, list[Unit]]:
     """Units by the number of their layer: -1 before all layers, as many as there are behind them."""
-    order = spec.order
-    layer_of = {name: number for number, name in enumerate(order.layers)}
-    behind = tuple(f"{module}." for module in order.after)
-
-    def place(name: str) -> int:
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            if (found := layer_of.get(".".join(parts[:end]))) is not None:
-                return found
-        return len(order.layers) if name.startswith(behind) else -1
-
-    by_place: dict[int, list[Unit]] = {}
+    layer_of = spec.order.layer_number
+    by_layer: dict[int, list[Unit]] = {}
     for unit in spec.units:
         if unit.kind is not UnitKind.REPLICATED:
-            by_place.setdefault(place(unit.weights[0].name), []).append(unit)
+            by_layer.setdefault(layer_of(unit.weights[0].name), []).append(unit)
             continue
         weights: dict[int, list[Weight]] = {}
         for weight in unit.weights:
-            weights.setdefault(place(weight.name), []).append(weight)
+            weights.setdefault(layer_of(weight.name), []).append(weight)
         for number, mine in weights.items():
-            by_place.setdefault(number, []).append(replace(unit, weights=tuple(mine)))
-    return by_place
+            by_layer.setdefault(number, []).append(replace(unit, weights=tuple(mine)))
+    return by_layer
 
 
 def _without_name(unit: Unit, *, layer: str) -> Unit:

@@ -21,7 +21,7 @@ class AtRest:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         parameters = dict(module.named_parameters())
-        self._places = [
+        self._found = [
             (name, site, parameters[name], storage_key(parameters[name]))
             for name, sites in find_sites(module).items()
             for site in sites
@@ -30,7 +30,7 @@ class AtRest:
 
     def check(self) -> None:
         """Raises `ConfigError` if a weight was replaced, taken out, or if one to train was added."""
-        for name, site, parameter, key in self._places:
+        for name, site, parameter, key in self._found:
             if site.get() is not parameter:
                 raise ConfigError(
                     f"{name!r} was replaced by another object after parallelize: training would go on with the old "
@@ -49,7 +49,7 @@ class AtRest:
             if parameter is not None
         }
         if not self._known <= found.keys():
-            name = next(name for name, _, parameter, _ in self._places if id(parameter) not in found)
+            name = next(name for name, _, parameter, _ in self._found if id(parameter) not in found)
             raise ConfigError(
                 f"the part of the model with {name!r} was taken out or replaced after parallelize: ranks would go on "
                 "with the old one, or train others of their own. Change the model before parallelize"

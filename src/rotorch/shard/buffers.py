@@ -32,7 +32,7 @@ class WrittenBuffers:
     """Detects the floating-point buffers of a module that a step has written, and averages them over ranks."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._places = [
+        self._found = [
             (holder, name)
             for holder in module.modules()
             for name, buffer in holder._buffers.items()
@@ -81,7 +81,7 @@ class WrittenBuffers:
                 buffer.copy_((total / writers).view_as(buffer))
 
     def _now(self) -> Sequence[Tensor]:
-        return [holder._buffers[name] for holder, name in self._places]  # type: ignore[misc]
+        return [holder._buffers[name] for holder, name in self._found]  # type: ignore[misc]
 
 
 def _version(buffer: Tensor) -> int:
@@ -91,11 +91,11 @@ def _version(buffer: Tensor) -> int:
 @contextmanager
 def buffers_untouched(module: nn.Module) -> Iterator[None]:
     """Undoes writes to a module's buffers at the end of the block: for a forward that runs a second time."""
-    places = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
-    for holder, name, buffer in places:
+    found = [(m, name, b) for m in module.modules() for name, b in m._buffers.items() if b is not None]
+    for holder, name, buffer in found:
         holder._buffers[name] = buffer.clone()
     try:
         yield
     finally:
-        for holder, name, buffer in places:
+        for holder, name, buffer in found:
             holder._buffers[name] = buffer

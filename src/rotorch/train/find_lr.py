@@ -174,7 +174,7 @@ def _sweep_in_rank(board: StatusBoard, *, run: CheckedRun, rates: Sequence[float
     state = build(run)
     model, optimizer = state.model, state.optimizer
     assert optimizer is not None, "build makes one"
-    board.name_units(model.write_status_to(board.place, blocks=not config.train.compile))
+    board.name_units(model.write_status_to(board.position, blocks=not config.train.compile))
     if config.train.compile:
         board.will_compile()
     windows, _, _ = open_windows(run.source, seed=config.train.seed)

@@ -277,7 +277,7 @@ def _train(
         tell_phase("building the model")
     running.state = state = build(run, store=store)
     model = state.model
-    board.name_units(model.write_status_to(board.place, blocks=not config.train.compile))
+    board.name_units(model.write_status_to(board.position, blocks=not config.train.compile))
     state.data = {**data_position(config, sizes=run.sizes, source=run.source), "corpus": corpus}
     if config.train.compile:
         board.will_compile()

@@ -166,7 +166,7 @@ def _in_rank(board: StatusBoard, *, saved: SavedModel, use: Use) -> bool:
     if precision == "param_bfloat16" and without_param_dtype(saved.strategies) is not None:
         precision = "bfloat16"  # the nearest that every layout has
     model = parallelize(module, saved.strategies, device=pick_device(saved.device), **precision_arguments(precision))
-    board.name_units(model.write_status_to(board.place))
+    board.name_units(model.write_status_to(board.position))
     model.materialize(seed=saved.manifest.seed)
     board.doing(RankPhase.LOADING)
     load(saved.checkpoint, TrainState(model=model), random_states=False)

@@ -7,10 +7,10 @@
     receives the others' slices; its own it copies beside them.
 
 [Note: the way home]
-    A group's gradient hops from group to group, between the ranks that have the same place in theirs. So when a rank
-    has added to that of its own group, the buffer has the parts of all ranks of that place; each then gives every
+    A group's gradient hops from group to group, between the ranks that have the same number in theirs. So when a rank
+    has added to that of its own group, the buffer has the parts of all ranks of that number; each then gives every
     neighbour the part that is the neighbour's slice, and adds what it gets to its own. That is as many bytes as hops of
-    single slices take. A home gradient is made of the sum of this rank's place, then those of the other places in their
+    single slices take. A home gradient is made of the sum of this rank's number, then those of the others in their
     order: an order that no timing changes.
 """
 
@@ -44,7 +44,7 @@ class Piece(Protocol):
 
 @dataclass
 class _Arriving:
-    """The sums of the other places in the gradient of a home slice, on their way into slot `into`."""
+    """The sums of ranks with other numbers in the gradient of a home slice, on their way into slot `into`."""
 
     item: int
     slot: int
@@ -95,7 +95,7 @@ class GroupedRing(SendReceiveRing):
             timeout_s=timeout_s,
         )
         self._num_visits, self._per_visit, self._pieces = num_visits, per_visit, pieces
-        self._group, self._place = divmod(self.position, per_visit)
+        self._group = self.position // per_visit
         self._forward_order = [(self._group - i) % num_visits for i in range(num_visits)]
         self._backward_order = [(self._group + 1 + j) % num_visits for j in range(num_visits)]
         self._ahead = FetchesAhead(Passes(size=num_visits, all_come=True), most=ahead, post=self._post)
@@ -164,7 +164,7 @@ class GroupedRing(SendReceiveRing):
         self._release(other)
         if visit.step < self._num_visits - 1:
             numels, arriving = self._visit_numels[item], (visit.index + 1) % self._num_visits
-            # As far as a group is long: to the rank with this one's place in the group before.
+            # As far as a group is long: to the rank with this one's number in the group before.
             self._hop(slot, numels[visit.index], numels[arriving], distance=self._per_visit)
             return
         neighbours = [rank for rank in self._ranks_of(self._group) if rank != self.position]
@@ -200,7 +200,7 @@ class GroupedRing(SendReceiveRing):
 
     @torch.no_grad()
     def _settle(self) -> None:
-        """Adds the sums of all places to the home gradient that they are for."""
+        """Adds the sums of all numbers to the home gradient that they are for."""
         arriving, self._arriving = self._arriving, None
         if arriving is None:
             return

@@ -3,12 +3,12 @@
 [Note: blocks]
     Ranks of a host are neighbours, and every host has as many. A pass visits the slices of one host after another's, a
     block at a time: in forward this host's own block first, in backward last. Of a block of another host, each rank
-    receives the slice whose owner has its place there, into shared memory of its host, and reads the others where its
-    neighbours have received them. While a block is computed with, the next one is on its way.
+    receives the slice whose owner has the same local rank, into shared memory of its host, and reads the others where
+    its neighbours have received them. While a block is computed with, the next one is on its way.
 
 [Note: gradients]
     The ranks of a host add their parts to the gradient of a slice in turn, in shared memory. The last of them is the
-    rank that has the owner's place: it adds the sum of the hosts before, which has come meanwhile, and sends it to the
+    rank with the owner's local rank: it adds the sum of the hosts before, which has come meanwhile, and sends it to the
     next host. To its own slice's gradient a rank adds that sum when the buffer is next needed, at the end of a step at
     the latest, and opens the gradient to other passes only then.
 
@@ -116,13 +116,13 @@ class HierarchicalRing(Ring):
         super().__init__(size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype)
         self.num_hosts, self._per_host = hosts, self.size // hosts
         m = self._per_host
-        self._host, self._place = divmod(self.position, m)
-        # Within a block, too, one's own place is first in forward and last in backward.
+        self._host, self._local_rank = divmod(self.position, m)
+        # Within a block, too, one's own is first in forward and last in backward.
         self._forward_order = [
-            (self._host - b) % hosts * m + (self._place - i) % m for b in range(hosts) for i in range(m)
+            (self._host - b) % hosts * m + (self._local_rank - i) % m for b in range(hosts) for i in range(m)
         ]
         self._backward_order = [
-            (self._host + 1 + b) % hosts * m + (self._place + 1 + i) % m for b in range(hosts) for i in range(m)
+            (self._host + 1 + b) % hosts * m + (self._local_rank + 1 + i) % m for b in range(hosts) for i in range(m)
         ]
         ranks = mesh.mesh.tolist()
         self._weight_group, self._gradient_group = (message_group(ranks, timeout_s=timeout_s) for _ in range(2))
@@ -139,12 +139,12 @@ class HierarchicalRing(Ring):
             num_bytes = header + (2 * sum(home) + sum(sizes)) * dtype.itemsize
             extents.append(Extent(end, num_bytes))
             end += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = share_file(end, group=group, owned=[extents[self._place]])
+        memory = share_file(end, group=group, owned=[extents[self._local_rank]])
         self._shares = [
             _Share(memory, extent, dtype=dtype, home=home, sizes=sizes, sums=sums)
             for extent, home in zip(extents, homes, strict=True)
         ]
-        self._own = own = self._shares[self._place]
+        self._own = own = self._shares[self._local_rank]
         self._home_weights, self._home_gradients = own.weights, own.gradients
         self._all_home_gradients = own.all_gradients
         self._arrival = torch.empty(largest, dtype=dtype)
@@ -231,26 +231,30 @@ class HierarchicalRing(Ring):
 
     def _visiting(self, item: int, index: int, number: int) -> Tensor:
         """A slice in the memory of this host: at home, or where fetch `number` has brought it."""
-        host, place = divmod(index, self._per_host)
-        share = self._shares[place]
+        host, local_rank = divmod(index, self._per_host)
+        share = self._shares[local_rank]
         if host == self._host:
             return share.weights[item]
-        if place != self._place:
-            self._mark_wait(Operation.AWAIT_SLICE, item, index, source=self._neighbours.start + place)
-            self._await(share.counts, _ARRIVED, self._base + number + 1, whom=lambda: place, what="a slice")
+        if local_rank != self._local_rank:
+            self._mark_wait(Operation.AWAIT_SLICE, item, index, source=self._neighbours.start + local_rank)
+            self._await(share.counts, _ARRIVED, self._base + number + 1, whom=lambda: local_rank, what="a slice")
         return share.slots[number % len(share.slots)][: self.numels[item][index]]
 
     def _source(self, block: int, *, backward: bool) -> int:
         """Position of the rank that sends this one its slice of a block of a pass."""
-        return self.order(backward=backward)[block * self._per_host] // self._per_host * self._per_host + self._place
+        return (
+            self.order(backward=backward)[block * self._per_host] // self._per_host * self._per_host + self._local_rank
+        )
 
     def _post(self, target: Pass, block: int) -> Fetch:
         """Starts the messages of one block: this rank's own slice goes to one host, another host's comes here."""
         number, slots = self._num_fetches, self._own.slots
         self._num_fetches += 1
-        for place, share in enumerate(self._shares):  # see [Note: slots]
+        for local_rank, share in enumerate(self._shares):  # see [Note: slots]
             free = self._base + max(0, number + 1 - len(slots))
-            self._await(share.counts, _DONE, free, whom=lambda place=place: place, what="its visit of a slice")
+            self._await(
+                share.counts, _DONE, free, whom=lambda local_rank=local_rank: local_rank, what="its visit of a slice"
+            )
         source = self._source(block, backward=target.backward)
         distance = source - self.position
         exchange = Exchange(
@@ -270,8 +274,8 @@ class HierarchicalRing(Ring):
     # ------------------------------------------------------------- gradients
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        host, place = divmod(visit.index, self._per_host)
-        turn, share = visit.step % self._per_host, self._shares[place]
+        host, local_rank = divmod(visit.index, self._per_host)
+        turn, share = visit.step % self._per_host, self._shares[local_rank]
         turns, which, first = self._turns(item, visit)
         if host == self._host:
             flat, fresh = share.gradients[item], turn == 0 and self.fresh[item]
@@ -282,15 +286,17 @@ class HierarchicalRing(Ring):
         if turns[which] < first + turn:
             if not wait:
                 return None
-            waits_for = (place - 1 - max(0, int(turns[which]) - first)) % self._per_host
+            waits_for = (local_rank - 1 - max(0, int(turns[which]) - first)) % self._per_host
             with self._awaiting_gradient(item, visit.index, source=self._neighbours.start + waits_for):
-                # Neighbours add in the order of their visits; before the first of them the slice's own place opens.
+                # They add in the order of their visits; before the first, the owner's local rank opens it.
                 self._await(
                     turns,
                     which,
                     first + turn,
                     whom=lambda: (
-                        place if turns[which] < first else (place - 1 - (int(turns[which]) - first)) % self._per_host
+                        local_rank
+                        if turns[which] < first
+                        else (local_rank - 1 - (int(turns[which]) - first)) % self._per_host
                     ),
                     what="its part of a gradient",
                 )
@@ -300,8 +306,8 @@ class HierarchicalRing(Ring):
 
     def _turns(self, item: int, visit: Visit) -> tuple[np.ndarray, int, int]:
         """The numbers that count additions to a slice's gradient, the entry of this one, and its first value."""
-        host, place = divmod(visit.index, self._per_host)
-        share, per_use = self._shares[place], self._per_host + 1  # the last one opens the buffer to the next use
+        host, local_rank = divmod(visit.index, self._per_host)
+        share, per_use = self._shares[local_rank], self._per_host + 1  # the last one opens the buffer to the next use
         if host == self._host:
             return share.home_turns, item, self._base + self._rounds[item] * per_use
         uses, slot = divmod(self._num_sums, self._num_sum_slots)
@@ -322,7 +328,7 @@ class HierarchicalRing(Ring):
         self._announce(turns, which, first + turn + 1)
         if turn < self._per_host - 1:
             return
-        # The last turn of a block is that of the slice which has this rank's own place.
+        # The last turn of a block is that of the slice whose owner has this local rank.
         if visit.index == self.position:
             self._rounds[item] += 1
             self._pending_item = item  # not waited for here: the sum may arrive while later units compute
@@ -366,7 +372,7 @@ class HierarchicalRing(Ring):
         announce(numbers, index, value, fence=self._fence)
 
     def _await(self, numbers: np.ndarray, index: int, value: int, *, whom: Callable[[], int], what: str) -> None:
-        """Waits until a number of the host's memory, which the rank at place `whom()` owes, has come so far.
+        """Waits until a number of the host's memory, which the rank with local rank `whom()` owes, has come so far.
 
         Raises:
             HeardFailure: that rank has left the step in the middle, or ended.

@@ -28,7 +28,7 @@ from rotorch.ops.plane_use import Plane, PlaneUse, Role
 from rotorch.ops.random_state import seeded_rng
 from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.shard.sharded_weight import box_chunks
-from rotorch.strategies.atp.plan import AtpPlace, is_column
+from rotorch.strategies.atp.plan import AtpCoordinate, is_column
 
 
 def apply(setup: Setup) -> ShardedModel:
@@ -48,7 +48,7 @@ class ATPModel(SimpleShardedModel):
         self._mesh = mesh
         self._strategy = strategy
         interior, features = (AxisGroup.along(mesh, axis) for axis in (strategy.interior_axis, strategy.feature_axis))
-        self._place = AtpPlace(interior.position, interior.size, features.position, features.size)
+        self._coordinate = AtpCoordinate(interior.position, interior.size, features.position, features.size)
         self.plane = Plane(interior, features, strategy.chunks)
         placements = [self._placement(w) for w in spec.weights]
         shards = setup.shards(placements)
@@ -69,16 +69,18 @@ class ATPModel(SimpleShardedModel):
                     self._complete_sums(site.module, weight)
 
     def _placement(self, weight: Weight) -> ShardPlacement:
-        cut, place = weight.grid or GridCut(), self._place
+        cut, coordinate = weight.grid or GridCut(), self._coordinate
         cuts = [(self.plane.interior, cut.rows), (self.plane.features, cut.columns)]
-        chunks, shape = box_chunks(place.ranges(weight)), place.shape(weight)
+        chunks, shape = box_chunks(coordinate.ranges(weight)), coordinate.shape(weight)
         return ShardPlacement.on_axis_groups(weight, chunks=chunks, shape=shape, mesh=self._mesh, cuts=cuts)
 
     def _proxy(self, weight: Weight, unit: Unit) -> WeightProxy:
         if unit.kind is UnitKind.MODULE:
             role, rows = Role.COLUMN if is_column(weight) else Role.ROW, ()
         else:
-            rows = tuple(self._place.ranges(weight, interior=k)[0][0] for k in range(self._place.num_interior))
+            rows = tuple(
+                self._coordinate.ranges(weight, interior=k)[0][0] for k in range(self._coordinate.num_interior)
+            )
             if unit.combine is Combine.SUM or unit.logits or unit.kind is UnitKind.REPLICATED:
                 role = Role.TABLE
             else:
@@ -88,7 +90,7 @@ class ATPModel(SimpleShardedModel):
         return WeightProxy(use, like=block)
 
     def _complete_sums(self, norm: nn.Module, weight: Weight) -> None:
-        (mine,) = self._place.shape(weight)
+        (mine,) = self._coordinate.shape(weight)
         (total,) = weight.shape
         complete_sums(norm, mine=mine, total=total, sum_over=partial(sum_of_parts, axis_group=self.plane.features))
 

@@ -49,7 +49,7 @@ FIRST, SECOND = "atp_1", "atp_2"
 
 
 @dataclass(frozen=True)
-class AtpPlace:
+class AtpCoordinate:
     """One rank's position: its part of interiors, and of the residual stream's features.
 
     Of a weight, `grid.rows` is cut over the interior's axis and `grid.columns` over the features'; where both cut the
@@ -132,14 +132,14 @@ class ATP(Strategy):
     def feature_axes(self) -> tuple[str, ...]:
         return (self.feature_axis,)
 
-    def place(self, position: int) -> AtpPlace:
-        """The place of the rank at `position` of the two axes."""
+    def coordinate(self, position: int) -> AtpCoordinate:
+        """The coordinate of the rank at `position` of the two axes."""
         at = dict(zip((FIRST, SECOND), divmod(position, self.d2), strict=True))
         sizes, inner, outer = self.axes, self.interior_axis, self.feature_axis
-        return AtpPlace(at[inner], sizes[inner], at[outer], sizes[outer])
+        return AtpCoordinate(at[inner], sizes[inner], at[outer], sizes[outer])
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
-        """With `Weight.grid` as `AtpPlace` reads it."""
+        """With `Weight.grid` as `AtpCoordinate` reads it."""
         alone = {
             w.name.rpartition(".")[0].rpartition(".")[0] + "."
             for u in spec.cut_units
@@ -153,21 +153,21 @@ class ATP(Strategy):
         return replace(spec, units=tuple(units))
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
-        place = self.place(position)
-        held = sum(map(place.num_bytes, unit.weights))
-        parts = sum(place.num_bytes(w) for w in unit.weights if w.trained and w.beside_slices)
-        summed = all_reduce(parts, axis=self.interior_axis, size=place.num_interior, phase=Phase.STEP)
+        coordinate = self.coordinate(position)
+        held = sum(map(coordinate.num_bytes, unit.weights))
+        parts = sum(coordinate.num_bytes(w) for w in unit.weights if w.trained and w.beside_slices)
+        summed = all_reduce(parts, axis=self.interior_axis, size=coordinate.num_interior, phase=Phase.STEP)
         return Layout(resident_bytes=held, transfers=(summed,) if summed.sent_bytes else ())
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         """Transfers of one micro-batch for `unit`: hidden states, interiors, sums of norms, numbers of the loss."""
-        place = self.place(position)
+        coordinate = self.coordinate(position)
         tokens = batch.num_rows * batch.num_tokens
         transfers = list(self._norms(unit, tokens * batch.loss_itemsize))
         if unit.kind is UnitKind.MODULE:
-            transfers += list(self._module(unit, place, tokens * batch.itemsize)) * unit.uses
+            transfers += list(self._module(unit, coordinate, tokens * batch.itemsize)) * unit.uses
         elif unit.kind is UnitKind.WEIGHT:
-            transfers += self._single(unit, place, tokens, batch)
+            transfers += self._single(unit, coordinate, tokens, batch)
         return tuple(t for t in transfers if t.sent_bytes)
 
     def _norms(self, unit: Unit, column_bytes: int) -> Iterator[Transfer]:
@@ -176,18 +176,18 @@ class ATP(Strategy):
             for phase in (Phase.FORWARD, Phase.BACKWARD):
                 yield from [self._over_features(column_bytes, phase)] * sums
 
-    def _module(self, unit: Unit, place: AtpPlace, column_bytes: int) -> Iterator[Transfer]:
+    def _module(self, unit: Unit, coordinate: AtpCoordinate, column_bytes: int) -> Iterator[Transfer]:
         matrices = [w for w in unit.weights if len(w.shape) == 2]
-        width = next(place.shape(w)[1] for w in matrices if is_column(w))
+        width = next(coordinate.shape(w)[1] for w in matrices if is_column(w))
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             yield self._over_interior(width * column_bytes, phase)
         for weight in matrices:
-            columns = place.shape(weight)[0 if is_column(weight) else 1]
+            columns = coordinate.shape(weight)[0 if is_column(weight) else 1]
             yield self._over_features(columns * column_bytes, Phase.FORWARD if is_column(weight) else Phase.BACKWARD)
 
-    def _single(self, unit: Unit, place: AtpPlace, tokens: int, batch: MicroBatch) -> Iterator[Transfer]:
+    def _single(self, unit: Unit, coordinate: AtpCoordinate, tokens: int, batch: MicroBatch) -> Iterator[Transfer]:
         weight, column_bytes = unit.weights[0], tokens * batch.itemsize
-        outputs, inputs = place.shape(weight)
+        outputs, inputs = coordinate.shape(weight)
         num_products = unit.uses if unit.combine is Combine.CONCAT else unit.reads_in_backward
         for _ in range(unit.uses - num_products):
             yield self._over_interior(inputs * column_bytes, Phase.FORWARD)
@@ -200,8 +200,8 @@ class ATP(Strategy):
                 for numbers in (1, 2):  # the largest; the sum of exponentials and the target's
                     yield self._over_interior(numbers * tokens * batch.loss_itemsize, Phase.FORWARD)
             else:
-                most = max(place.shape(weight, interior=k)[0] for k in range(place.num_interior))
-                axis, size = self.interior_axis, place.num_interior
+                most = max(coordinate.shape(weight, interior=k)[0] for k in range(coordinate.num_interior))
+                axis, size = self.interior_axis, coordinate.num_interior
                 yield all_gather(most * column_bytes, axis=axis, size=size, phase=Phase.FORWARD)
             yield self._over_interior(inputs * column_bytes, Phase.BACKWARD)
 
@@ -225,19 +225,19 @@ class ATP(Strategy):
             )
         if spec.by_plan:
             raise ConfigError(f"{self}: a plan of your own has no cuts of features. Write megatron, rtp or fsdp")
-        place = self.place(0)
+        coordinate = self.coordinate(0)
         for unit in self.units_of(spec).units:
             for weight in unit.weights:
                 cut = weight.grid or GridCut()
-                if cut.columns is not None and weight.shape[cut.columns.dim] % place.num_features:
+                if cut.columns is not None and weight.shape[cut.columns.dim] % coordinate.num_features:
                     raise ConfigError(
                         f"{self}: {weight.shape[cut.columns.dim]} features of {weight.name!r} do not divide over "
-                        f"{place.num_features} ranks. Write a size of that axis that divides them"
+                        f"{coordinate.num_features} ranks. Write a size of that axis that divides them"
                     )
-                if cut.rows is not None and cut.rows.groups < place.num_interior:
+                if cut.rows is not None and cut.rows.groups < coordinate.num_interior:
                     raise ConfigError(
                         f"{self}: {weight.name!r} has {cut.rows.groups} groups (heads, columns) for "
-                        f"{place.num_interior} ranks. Write {cut.rows.groups} or less for that axis"
+                        f"{coordinate.num_interior} ranks. Write {cut.rows.groups} or less for that axis"
                     )
                 if weight.beside_slices and cut.columns is not None:
                     raise ConfigError(

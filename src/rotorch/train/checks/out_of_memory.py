@@ -115,9 +115,9 @@ def explained_out_of_memory(share: Share) -> Iterator[Running]:
         # What it is explained with may run out of memory itself: then that much is said.
         with suppress(Exception):
             alive = bytes_alive(running.state, vocab_sizes=_vocab_sizes(share.spec))
-            place = _innermost_module(error.__traceback__, running.state)
+            where = _innermost_module(error.__traceback__, running.state)
             saving = _is_saving(error.__traceback__)
-            text = describe(alive, asked=asked, place="a save" if saving else place, device=_device(running.state))
+            text = describe(alive, asked=asked, where="a save" if saving else where, device=_device(running.state))
             text = f"{text}. {cheapest_change(share, alive, asked=asked, saving=saving)}"
         raise FinalFailure(text) from error
     finally:
@@ -212,12 +212,12 @@ def _is_saving(traceback: TracebackType | None) -> bool:
 # ---------------------------------------------------------------- what is said
 
 
-def describe(alive: Mapping[str, int], *, asked: int | None, place: str, device: torch.device) -> str:
+def describe(alive: Mapping[str, int], *, asked: int | None, where: str, device: torch.device) -> str:
     """Says what asked for memory and what has it, as a sentence without its end."""
     parts = ", ".join(f"{category} {format_bytes(alive[category])}" for category in CATEGORIES)
     amount = format_bytes(asked) if asked is not None else "some"
     text = f"out of memory: {amount} more {'was' if asked is None else 'were'} asked for"
-    text += f" by {place}" if place else ""
+    text += f" by {where}" if where else ""
     return f"{text}, and {_left(device)}. Alive in tensors: {parts}"
 
 
@@ -345,8 +345,8 @@ def _same_global_batch(share: Share, *, strategies: Sequence[Strategy]) -> Batch
 def _num_layers(share: Share) -> int:
     """Repeated blocks of the model that this rank computes: of a pipeline those of its stages."""
     spec = part_of_rank(share.spec, strategies=share.strategies, rank=share.rank)
-    places = {spec.order.place_of(weight.name) for weight in spec.weights}
-    return len(places & set(range(len(spec.order.layers)))) or share.num_layers
+    layers = {spec.order.layer_number(weight.name) for weight in spec.weights}
+    return len(layers & set(range(len(spec.order.layers)))) or share.num_layers
 
 
 def _at_rest(share: Share) -> int:

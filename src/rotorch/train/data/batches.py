@@ -31,7 +31,7 @@ from rotorch.train.data.corpus import STDLIB, Corpus, find_corpus
 from rotorch.train.data.instructions import Instructions, find_records, open_chat
 from rotorch.train.data.mixture import MixedWindows
 from rotorch.train.data.preferences import PairWindows, Preferences
-from rotorch.train.data.stream import MixedStreams, Place, StreamedFiles, StreamWindows, stream_fingerprint
+from rotorch.train.data.stream import MixedStreams, StreamedFiles, StreamPosition, StreamWindows, stream_fingerprint
 from rotorch.train.data.token_file import (
     FORMAT_VERSION,
     HEADER_BYTES,
@@ -341,7 +341,7 @@ def _check_stream(checked: CheckedSource) -> None:
             f"data.stream: {text.path} is no JSONL and no Parquet: a text file is one document, and would be read from "
             "its beginning to go on in it. Write data.stream = false, or records"
         )
-    next(checked.streamed(seed=0).files.windows(Place()))
+    next(checked.streamed(seed=0).files.windows(StreamPosition()))
 
 
 def _build(checked: CheckedSource, *, progress: Callable[[int, int], None]) -> None:

@@ -67,8 +67,8 @@ class CorpusFile:
 
 
 @dataclass
-class RowPlace:
-    """Place in a file of records, which who reads moves behind each record.
+class RowPosition:
+    """Position in a file of records, which who reads moves behind each record.
 
     Attributes:
         row: records before it; in JSONL lines, also blank ones.
@@ -135,26 +135,26 @@ class Corpus:
         if num_empty:
             _log.info("corpus %s: %d empty documents left out", self.source, num_empty)
 
-    def pieces_of(self, number: int, *, place: RowPlace | None = None) -> Iterator[tuple[bytes, bool]]:
+    def pieces_of(self, number: int, *, position: RowPosition | None = None) -> Iterator[tuple[bytes, bool]]:
         """Streams the documents of one file, also empty ones.
 
         Args:
             number: Of the file.
-            place: Where to begin, in JSONL and Parquet; it moves along.
+            position: Where to begin, in JSONL and Parquet; it moves along.
 
         Raises:
-            ConfigError: If the file cannot be read, a record is broken, or with `place` if the file has changed.
+            ConfigError: If the file cannot be read, a record is broken, or with `position` if the file has changed.
         """
         file = self.files[number]
         if file.kind == "text":
             yield from _read_text(file.path)
             return
-        if place is not None:
+        if position is not None:
             status = _stat(file.path)
             if (status.st_size, status.st_mtime_ns) != (file.size_bytes, file.mtime_ns):
                 raise ConfigError(f"corpus file '{file.path}': changed while it was read. Run again")
         read = _read_jsonl if file.kind == "jsonl" else _read_parquet
-        yield from read(file.path, text_field=self.text_field, place=place)
+        yield from read(file.path, text_field=self.text_field, position=position)
 
 
 def find_corpus(
@@ -303,20 +303,22 @@ def _read_text(path: Path) -> Iterator[tuple[bytes, bool]]:
         raise ConfigError(f"corpus file '{path}': cannot read: {error.strerror}") from error
 
 
-def _read_jsonl(path: Path, *, text_field: str, place: RowPlace | None = None) -> Iterator[tuple[bytes, bool]]:
-    for where, record in read_json_lines(path, example=f'{{"{text_field}": "..."}}', place=place):
+def _read_jsonl(path: Path, *, text_field: str, position: RowPosition | None = None) -> Iterator[tuple[bytes, bool]]:
+    for where, record in read_json_lines(path, example=f'{{"{text_field}": "..."}}', position=position):
         if text_field not in record:
             raise ConfigError(f"{where}: {_no_field(text_field, fields=record)}")
         yield _text_of(record[text_field], text_field=text_field, where=where), True
 
 
-def read_json_lines(path: Path, *, example: str, place: RowPlace | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_json_lines(
+    path: Path, *, example: str, position: RowPosition | None = None
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """Streams the records of a JSONL file, blank lines left out.
 
     Args:
         path: the file.
         example: example of a record, for messages.
-        place: where to begin; it moves along.
+        position: where to begin; it moves along.
 
     Yields:
         (where, record): the file and line for messages, and the object.
@@ -325,12 +327,12 @@ def read_json_lines(path: Path, *, example: str, place: RowPlace | None = None) 
         ConfigError: if the file cannot be read, or a line is no JSON object; names file and line.
     """
     try:
-        place = RowPlace() if place is None else place
+        position = RowPosition() if position is None else position
         with path.open("rb") as stream:
-            stream.seek(place.byte)
+            stream.seek(position.byte)
             for line in iter(lambda: stream.readline(_MOST_LINE_BYTES + 1), b""):
-                place.row, place.byte = place.row + 1, place.byte + len(line)
-                number = place.row
+                position.row, position.byte = position.row + 1, position.byte + len(line)
+                number = position.row
                 if len(line) > _MOST_LINE_BYTES:
                     raise ConfigError(
                         f"corpus file '{path}', line {number}: longer than {format_bytes(_MOST_LINE_BYTES)}. "
@@ -379,20 +381,20 @@ def _measure_parquet(path: Path, *, text_field: str) -> tuple[int, int]:
     return text_bytes if metadata.num_rows else 0, metadata.num_rows
 
 
-def _read_parquet(path: Path, *, text_field: str, place: RowPlace | None = None) -> Iterator[tuple[bytes, bool]]:
-    for where, row in read_parquet_rows(path, columns=[text_field], place=place):
+def _read_parquet(path: Path, *, text_field: str, position: RowPosition | None = None) -> Iterator[tuple[bytes, bool]]:
+    for where, row in read_parquet_rows(path, columns=[text_field], position=position):
         yield _text_of(row.get(text_field), text_field=text_field, where=where), True
 
 
 def read_parquet_rows(
-    path: Path, *, columns: list[str] | None = None, place: RowPlace | None = None
+    path: Path, *, columns: list[str] | None = None, position: RowPosition | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """Streams the rows of a Parquet file, without fields that are null.
 
     Args:
         path: the file.
         columns: fields to read; by default all.
-        place: where to begin; it moves along.
+        position: where to begin; it moves along.
 
     Yields:
         (where, row): the file and row for messages, and the row's fields.
@@ -402,26 +404,26 @@ def read_parquet_rows(
     """
     import pyarrow.parquet  # type: ignore[import-untyped]  # here: slow to import
 
-    place = RowPlace() if place is None else place
+    position = RowPosition() if position is None else position
     try:
         with pyarrow.parquet.ParquetFile(path, pre_buffer=False) as file:
             first = 0
             for group in range(file.metadata.num_row_groups):
                 num_rows = file.metadata.row_group(group).num_rows
                 first += num_rows
-                if first <= place.row:
+                if first <= position.row:
                     continue
                 batches = file.iter_batches(
                     batch_size=_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
                 )
-                skip = place.row - (first - num_rows)
+                skip = position.row - (first - num_rows)
                 for batch in batches:
                     skipped = min(skip, len(batch))
                     skip -= skipped
                     for row in batch.slice(skipped).to_pylist():
-                        place.row += 1
+                        position.row += 1
                         found = {name: value for name, value in row.items() if value is not None}
-                        yield f"corpus file '{path}', row {place.row}", found
+                        yield f"corpus file '{path}', row {position.row}", found
     except (ValueError, OSError, pyarrow.ArrowException) as error:
         if isinstance(error, ConfigError):
             raise

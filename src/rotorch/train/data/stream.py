@@ -8,8 +8,8 @@ is left at the end of the last file is not read. Windows are taken in blocks of 
 that the seed decides; with a buffer above 1 the files of each epoch, too, have such an order. So sample `n` is the same
 whatever the ranks: every rank reads and tokenises all of the stream, and takes its own samples.
 
-[Note: going on] A window begins some tokens behind a record's place (file, line, byte). The place of a block's first
-window is all that a run needs to go on in it; a checkpoint has one per source.
+[Note: going on] A window begins some tokens behind a record's position (file, line, byte). The position of a block's
+first window is all that a run needs to go on in it; a checkpoint has one per source.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rotorch.core.errors import ConfigError, FinalFailure
-from rotorch.train.data.corpus import Corpus, RowPlace
+from rotorch.train.data.corpus import Corpus, RowPosition
 from rotorch.train.data.mixture import BLOCK, MixedWindows, Share, places
 from rotorch.train.data.shuffle import Permutation
 from rotorch.train.data.tokens import Tokens
@@ -39,8 +39,8 @@ STREAM = "stream"
 
 
 @dataclass(frozen=True)
-class Place:
-    """Place in a stream: the first token of a window.
+class StreamPosition:
+    """Position in a stream: the first token of a window.
 
     Attributes:
         epoch: times that all files were read before.
@@ -58,7 +58,7 @@ class Place:
 
 
 class StreamedFiles:
-    """The files of a corpus as an endless stream of windows, from any place on."""
+    """The files of a corpus as an endless stream of windows, from any position on."""
 
     def __init__(self, corpus: Corpus, *, tokens: Tokens, length: int, seed: int, shuffles: bool) -> None:
         """Reads nothing yet.
@@ -72,32 +72,32 @@ class StreamedFiles:
         """
         self.corpus, self.tokens, self._length, self._seed, self._shuffles = corpus, tokens, length, seed, shuffles
 
-    def windows(self, place: Place) -> Iterator[tuple[npt.NDArray[Any], Place]]:
-        """Yields windows, shape [length], and the place of each, without end.
+    def windows(self, position: StreamPosition) -> Iterator[tuple[npt.NDArray[Any], StreamPosition]]:
+        """Yields windows, shape [length], and the position of each, without end.
 
         Raises:
             ConfigError: If a record is broken, a file has changed, or all files together have no window.
         """
         while True:
             num_windows = 0
-            for found in self._rest_of_epoch(place):
+            for found in self._rest_of_epoch(position):
                 num_windows += 1
                 yield found
-            if not num_windows and place == Place(epoch=place.epoch):
+            if not num_windows and position == StreamPosition(epoch=position.epoch):
                 raise ConfigError(
                     f"corpus '{self.corpus.source}': fewer than {self._length} tokens, and one sample has as many. "
                     "Write a smaller data.sequence_length, or a longer corpus"
                 )
-            place = Place(epoch=place.epoch + 1)
+            position = StreamPosition(epoch=position.epoch + 1)
 
-    def _rest_of_epoch(self, start: Place) -> Iterator[tuple[npt.NDArray[Any], Place]]:
+    def _rest_of_epoch(self, start: StreamPosition) -> Iterator[tuple[npt.NDArray[Any], StreamPosition]]:
         now = _Reading(self, start)
-        marks = deque([(0, replace(start, skip=0))])  # tokens before an array, and its place
+        marks = deque([(0, replace(start, skip=0))])  # tokens before an array, and its position
         held: npt.NDArray[Any] = np.empty(0, self.tokens.dtype)
         num_read, num_used, before = 0, start.skip, marks[0][1]
         for ids in self.tokens.encode_pieces(now.documents()):
             marks.append((num_read, before))
-            held, num_read, before = np.concatenate([held, ids]), num_read + len(ids), now.place
+            held, num_read, before = np.concatenate([held, ids]), num_read + len(ids), now.position
             first = num_read - len(held)  # number of the first id that is held
             while num_read - num_used >= self._length:
                 while len(marks) > 1 and marks[1][0] <= num_used:
@@ -117,22 +117,22 @@ class StreamedFiles:
 
 
 class _Reading:
-    """One epoch from a place on: `place` is that of the next document. Tokenizers read whole batches ahead of ids."""
+    """One epoch: `position` is that of the next document. Tokenizers read whole batches ahead of ids."""
 
-    def __init__(self, files: StreamedFiles, start: Place) -> None:
+    def __init__(self, files: StreamedFiles, start: StreamPosition) -> None:
         self._files, self._start = files, start
-        self._file, self._row = start.file, RowPlace(start.row, start.byte)
+        self._file, self._row = start.file, RowPosition(start.row, start.byte)
 
     @property
-    def place(self) -> Place:
-        return Place(self._start.epoch, self._file, self._row.row, self._row.byte)
+    def position(self) -> StreamPosition:
+        return StreamPosition(self._start.epoch, self._file, self._row.row, self._row.byte)
 
     def documents(self) -> Iterator[tuple[bytes, bool]]:
         order = self._files.order(self._start.epoch)
         for file in range(self._start.file, len(order)):
             if file > self._start.file:
-                self._file, self._row = file, RowPlace()
-            for data, ends_document in self._files.corpus.pieces_of(order[file], place=self._row):
+                self._file, self._row = file, RowPosition()
+            for data, ends_document in self._files.corpus.pieces_of(order[file], position=self._row):
                 if data:
                     yield data, ends_document
 
@@ -165,15 +165,15 @@ class StreamWindows(TokenWindows):
             documents=documents,
         )
         self.files, self._buffer = files, buffer
-        self.seek({"block": 0, **asdict(Place())})
+        self.seek({"block": 0, **asdict(StreamPosition())})
 
     def seek(self, position: Mapping[str, Any]) -> None:
         """Goes to a block, by what `position` has said of it."""
         fields = dict(position)
         self._number = int(fields.pop("block"))
-        self._reader = self.files.windows(Place(**fields))
-        self._block: list[tuple[npt.NDArray[Any], Place]] = []
-        self._next: list[tuple[npt.NDArray[Any], Place]] = []
+        self._reader = self.files.windows(StreamPosition(**fields))
+        self._block: list[tuple[npt.NDArray[Any], StreamPosition]] = []
+        self._next: list[tuple[npt.NDArray[Any], StreamPosition]] = []
 
     def window(self, sample: int) -> npt.NDArray[np.int64]:
         """The ids of sample number `sample` of the run; samples before those of the last call's block are gone.
@@ -200,8 +200,8 @@ class StreamWindows(TokenWindows):
         """Times that the files were read, to a file."""
         if not self._block:
             return 0.0
-        place = self._block[-1][1]
-        return place.epoch + place.file / len(self.files.corpus.files)
+        position = self._block[-1][1]
+        return position.epoch + position.file / len(self.files.corpus.files)
 
     def _go_to(self, number: int) -> None:
         assert number >= self._number, "a stream is read forwards"
@@ -214,8 +214,8 @@ class StreamWindows(TokenWindows):
         """Reads windows of the next block until it has `count`."""
         try:
             while len(self._next) < count:
-                window, place = next(self._reader)
-                self._next.append((window.copy(), place))
+                window, position = next(self._reader)
+                self._next.append((window.copy(), position))
         except ConfigError as error:
             raise FinalFailure(f"data.stream: {error}") from error
 

@@ -105,8 +105,8 @@ def describe_rank(status: RankStatus, *, still_s: float) -> list[str]:
     state = process_state(status.pid) or "gone"
     since = f", for {time.time() - status.since_s:.1f} s" if status.since_s else ""
     lines = [f"rank {status.rank} (process {status.pid}, {state}): {status}{since}"]
-    if status.place:
-        lines.append(f"  {status.place}, for {still_s:.1f} s")
+    if status.position:
+        lines.append(f"  {status.position}, for {still_s:.1f} s")
     if status.message:
         lines.append(f"  {status.message}")
     return lines

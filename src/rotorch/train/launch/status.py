@@ -1,6 +1,6 @@
 """Status of each rank, in memory that the launcher shares with the ranks it forks: read when one of them fails.
 
-    | stop flag | rank 0: pid, step, phase, failure, place | rank 1: ... | names of rank 0's units | ... |
+    | stop flag | rank 0: pid, step, phase, failure, position | rank 1: ... | names of rank 0's units | ... |
 
 The memory is anonymous: nothing of it outlives the processes. A rank that torchrun started has a board for itself
 alone.
@@ -70,7 +70,7 @@ _TEXTS = {
 
 
 _PASSES = {RankPhase.FORWARD_BACKWARD, RankPhase.EVALUATING, RankPhase.SAMPLING, RankPhase.EXAMINING}
-"""In which a place says something; after them it is what was left there."""
+"""In which a position says something; after them it is what was left there."""
 _COMPILES_ONCE = {RankPhase.FORWARD_BACKWARD, RankPhase.EVALUATING}
 _COMPILES_AGAIN = {RankPhase.SAMPLING, RankPhase.EXAMINING}  # other lengths, and hooks
 
@@ -98,7 +98,7 @@ class RankStatus:
         failed_at_s: time of that, in seconds since the epoch.
         since_s: since when it is doing that, in seconds since the epoch.
         message: the exception, in one line.
-        place: its place in the pass, now or last: micro-batch, unit, slice, the rank it waits for; "" outside of one.
+        position: in the pass, now or last: micro-batch, unit, slice, the rank it waits for; "" outside of one.
         compiles: True if it may be compiling, which takes long and says nothing.
     """
 
@@ -110,7 +110,7 @@ class RankStatus:
     failed_at_s: float
     since_s: float
     message: str
-    place: str = ""
+    position: str = ""
     compiles: bool = False
 
     def __str__(self) -> str:
@@ -168,12 +168,12 @@ class StatusBoard:
         self._to_compile = _COMPILES_ONCE | _COMPILES_AGAIN
 
     @property
-    def place(self) -> StatusWord:
-        """Word in which this rank records its place in a pass."""
+    def position(self) -> StatusWord:
+        """Word in which this rank records its position in a pass."""
         return StatusWord.from_buffer(self._memory, self._start(self.own_rank) + _SLOT.size)
 
     def name_units(self, names: Sequence[str]) -> None:
-        """Called by a rank when it knows its units: the names that its places speak of by number."""
+        """Called by a rank when it knows its units: the names that its positions speak of by number."""
         text = "\n".join(names).encode()[: _NAMES_BYTES - 1]
         start = self._names_start(self.own_rank)
         self._memory[start : start + len(text) + 1] = text + b"\0"
@@ -189,7 +189,7 @@ class StatusBoard:
         """Returns what the board says about a rank."""
         start = self._start(rank)
         pid, step, phase, failure, failed_at_s, since_s, compiles = _SLOT.unpack_from(self._memory, start)
-        place = StatusWord.from_buffer_copy(self._memory, start + _SLOT.size)
+        position = StatusWord.from_buffer_copy(self._memory, start + _SLOT.size)
         start += _TEXT_START
         (length,) = struct.unpack_from("<q", self._memory, start)
         return RankStatus(
@@ -201,7 +201,7 @@ class StatusBoard:
             failed_at_s,
             since_s,
             message=self._memory[start + 8 : start + 8 + length].decode(errors="replace"),
-            place=self._words(rank, place) if phase in _PASSES else "",
+            position=self._words(rank, position) if phase in _PASSES else "",
             compiles=bool(compiles),
         )
 
@@ -209,14 +209,14 @@ class StatusBoard:
         """Numbers that change whenever a rank gets on."""
         start = self._start(rank)
         _, step, phase, _, _, since_s, _ = _SLOT.unpack_from(self._memory, start)
-        place = StatusWord.from_buffer_copy(self._memory, start + _SLOT.size)
-        return step, phase, since_s, place.now, place.micro_batch, place.passes
+        position = StatusWord.from_buffer_copy(self._memory, start + _SLOT.size)
+        return step, phase, since_s, position.now, position.micro_batch, position.passes
 
-    def _words(self, rank: int, place: StatusWord) -> str:
+    def _words(self, rank: int, position: StatusWord) -> str:
         start = self._names_start(rank)
         end = self._memory.find(b"\0", start, start + _NAMES_BYTES)
         names = self._memory[start:end].decode(errors="replace").split("\n") if end > start else []
-        return describe_status(place.now, place.micro_batch, place.peer, names=names)
+        return describe_status(position.now, position.micro_batch, position.peer, names=names)
 
     def all(self) -> list[RankStatus]:
         """Returns what the board says about every rank."""

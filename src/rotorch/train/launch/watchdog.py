@@ -1,7 +1,7 @@
 """Watch over the progress of ranks, and the messages when they make none.
 
 [Note: who looks]
-    The launcher sees the places of all its ranks (`status.py`), so it notices a standstill while the ranks still wait.
+    The launcher sees the positions of all its ranks (`status.py`), so it notices a standstill while they still wait.
     Under torchrun no process sees all ranks: each rank watches itself, and writes its own part of the run's report.
 
 [Note: what getting on is]
@@ -116,7 +116,7 @@ def _moves(status: RankStatus) -> bool:
 
 
 def _where(status: RankStatus) -> str:
-    return f"{status}, {status.place}" if status.place else str(status)
+    return f"{status}, {status.position}" if status.position else str(status)
 
 
 # ---------------------------------------------------------------- inside of a rank
