@@ -78,11 +78,11 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
     head_flops = logits = 0
     for weight in spec.weights:
         layers = [order.layer_number(name) for name in (weight.name, *weight.aliases)]
-        home, *others = dict.fromkeys(min(max(layer, 0), last) for layer in layers)
-        state[home] += (_STATES if weight.trained else 1) * weight.num_bytes
+        owner, *others = dict.fromkeys(min(max(layer, 0), last) for layer in layers)
+        state[owner] += (_STATES if weight.trained else 1) * weight.num_bytes
         for layer in others:
             state[layer] += (_STATES_OF_BORROWED if weight.trained else 1) * weight.num_bytes
-        for layer in (home, *others):
+        for layer in (owner, *others):
             gathered[layer] += (2 if weight.trained else 1) * weight.num_bytes
         for layer in layers:
             used, outputs = _per_token(weight, experts=order.experts_per_token)

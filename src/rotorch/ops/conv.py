@@ -125,8 +125,8 @@ def _padded(x: Tensor, mode: str, *, kernel: Sequence[int], dilation: Sequence[i
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Part of a slice that one call computes.
+class _Groups:
+    """Whole groups of a slice, or a part of one, that one call computes.
 
     Attributes:
         out: its channels within the whole output.
@@ -141,7 +141,7 @@ class _Part:
     groups: int
 
 
-def _parts(rows: Range, *, call: Convolution, num_out: int, num_in: int) -> Iterator[_Part]:
+def _parts(rows: Range, *, call: Convolution, num_out: int, num_in: int) -> Iterator[_Groups]:
     """Cuts a slice where groups begin (see the top of this file)."""
     each_out, each_in = num_out // call.groups, num_in // call.groups
     start = rows.start
@@ -151,7 +151,7 @@ def _parts(rows: Range, *, call: Convolution, num_out: int, num_in: int) -> Iter
         whole = 0 if inside else (rows.stop - start) // each_out
         length = whole * each_out if whole else min(each_out - inside, rows.stop - start)
         inputs = Range(group * each_in, max(whole, 1) * each_in)
-        yield _Part(Range(start, length), start - rows.start, inputs, max(whole, 1))
+        yield _Groups(Range(start, length), start - rows.start, inputs, max(whole, 1))
         start += length
 
 

@@ -36,7 +36,7 @@ Take = Callable[[ShardedWeight, Tensor], None]
 
 
 @dataclass(frozen=True)
-class _Part:
+class _Shard:
     """One rank's part of a matrix: the shape of its tensor, and the chunks of the whole that it consists of."""
 
     shape: tuple[int, ...]
@@ -68,7 +68,7 @@ class _Matrix:
     """
 
     held: ShardedWeight
-    parts: tuple[_Part, ...]
+    parts: tuple[_Shard, ...]
     owner: int
     sources: frozenset[int]
 
@@ -86,7 +86,7 @@ class WholeMatrices:
         if mesh is None or any(held.mesh is not mesh for held in matrices):
             raise AssertionError("matrices of one parallel model")
         self._ranks = Pairwise(mesh)
-        mine = [(held.name, _Part(tuple(held.local.shape), held.chunks)) for held in matrices]
+        mine = [(held.name, _Shard(tuple(held.local.shape), held.chunks)) for held in matrices]
         of_ranks = gather_objects(mine, mesh=mesh)
         if any([name for name, _ in theirs] != [name for name, _ in mine] for theirs in of_ranks):
             raise AssertionError("ranks have given different matrices")
@@ -164,7 +164,7 @@ class WholeMatrices:
                 take(theirs.held, receive)
 
 
-def _balanced(parts: Sequence[tuple[_Part, ...]], *, costs: Sequence[float], size: int) -> list[int]:
+def _balanced(parts: Sequence[tuple[_Shard, ...]], *, costs: Sequence[float], size: int) -> list[int]:
     """An owner for each matrix: the largest first, to whoever of its holders has least to do."""
     owners, load = [0] * len(parts), [0.0] * size
     for number in sorted(range(len(parts)), key=lambda n: (-costs[n], n)):
@@ -175,7 +175,7 @@ def _balanced(parts: Sequence[tuple[_Part, ...]], *, costs: Sequence[float], siz
     return owners
 
 
-def _sources(parts: tuple[_Part, ...], *, owner: int, of: ShardedWeight) -> frozenset[int]:
+def _sources(parts: tuple[_Shard, ...], *, owner: int, of: ShardedWeight) -> frozenset[int]:
     """Ranks whose parts together are the whole: of those that hold the same, the one of the owner's own replica."""
     holders: dict[tuple[Chunk, ...], list[int]] = {}
     for rank, part in enumerate(parts):

@@ -214,7 +214,7 @@ class _HeldBytes:
             for category in ("weights", "gradients", "optimizer"):
                 held[category] += count * (prediction.ledger[category] or 0)
             held["slots"] = max(held["slots"], 0 if self._gathers else prediction.transient_bytes)
-        if borrows and not any(unit.logits for unit in self.model.after):  # a head that the first stage is home to
+        if borrows and not any(unit.logits for unit in self.model.after):  # a head that the first stage owns
             held["weights"] += self._before.weights_bytes
             held["gradients"] += self._before.trained_bytes
         return held

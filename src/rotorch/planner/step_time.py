@@ -146,7 +146,7 @@ def visits_of(strategy: Strategy) -> int:
 
 
 @dataclass(frozen=True)
-class _Part:
+class _UnitTime:
     """Seconds of one unit, or of the units around the layers."""
 
     forward_s: float
@@ -201,12 +201,12 @@ class _Step:
             head = replace(head, backward_input=Work.together([head.forward, head.backward_input]))
         self.after = self._outside(model.after, head)
 
-    def _layer(self, layer: LayerClass) -> list[_Part]:
+    def _layer(self, layer: LayerClass) -> list[_UnitTime]:
         plan = self.plan
         passes = layer_passes(plan.model, layer, batch=plan.batch, cutting=self.cutting, numerics=plan.numerics)
         return [self._part([unit], p) for unit, p in zip(layer.units, passes, strict=True)]
 
-    def _outside(self, units: Sequence[Unit], passes: Passes) -> _Part:
+    def _outside(self, units: Sequence[Unit], passes: Passes) -> _UnitTime:
         """Part before or behind the layers; a matrix there that is not the head counts as a plain matrix."""
         plan = self.plan
         others = [
@@ -223,12 +223,12 @@ class _Step:
         ]
         return self._part(units, Passes.together([passes, *others]))
 
-    def _part(self, units: Sequence[Unit], passes: Passes) -> _Part:
+    def _part(self, units: Sequence[Unit], passes: Passes) -> _UnitTime:
         speeds, plan = self.plan.speeds, self.plan
         backward = passes.backward
         recompute = speeds.device_s(passes.forward) if plan.numerics.recompute else 0.0
         recompute_host = speeds.host_s(passes.forward) if plan.numerics.recompute else 0.0
-        found = _Part(
+        found = _UnitTime(
             forward_s=speeds.device_s(passes.forward),
             input_s=speeds.device_s(passes.backward_input) + recompute,
             weight_s=speeds.device_s(passes.backward_weight),
@@ -241,7 +241,7 @@ class _Step:
             found = self._with_transfers(found, unit)
         return found
 
-    def _with_transfers(self, part: _Part, unit: Unit) -> _Part:
+    def _with_transfers(self, part: _UnitTime, unit: Unit) -> _UnitTime:
         """Adds a unit's transfers to its part (see [Note: where transfers go])."""
         plan = self.plan
         layout = plan.inner.layout(unit)
@@ -319,7 +319,7 @@ class _Step:
         return found
 
     def _scheduled(self, counts: Mapping[int, int], *, before: bool, after: bool, sums: bool) -> _Pass:
-        row: list[list[_Part]] = [[self.before]] if before else []
+        row: list[list[_UnitTime]] = [[self.before]] if before else []
         row += [self.layers[number] for number, count in counts.items() for _ in range(count)]
         row += [[self.after]] if after else []
         lanes = Lanes()
@@ -338,7 +338,7 @@ class _Step:
             busy_s=dict(lanes.busy_s),
         )
 
-    def _through(self, lanes: Lanes, row: Sequence[Sequence[_Part]], *, back: int, sums: bool) -> None:
+    def _through(self, lanes: Lanes, row: Sequence[Sequence[_UnitTime]], *, back: int, sums: bool) -> None:
         """Schedules the layers of one pass, forward (`back` 0) or backward."""
         start = lanes.end_s
         done, before_that = start, start

@@ -12,7 +12,7 @@ from rotorch.core.spec import Range, Weight
 from rotorch.shard.sharded_weight import Chunk, cut_chunks
 
 
-class Piece(NamedTuple):
+class FlatChunk(NamedTuple):
     """A run of elements of a slice, at home and among all slices of its visit."""
 
     home: int
@@ -85,10 +85,10 @@ class FlatSlices:
             for part, shape, dim in zip(flat.split(self._splits[index]), self.shapes[index], self._first, strict=True)
         ]
 
-    def pieces(self, index: int) -> list[Piece]:
+    def flat_chunks(self, index: int) -> list[FlatChunk]:
         """Returns where the elements of slice `index` lie at home and in its visit; of weights with `cut_first`."""
         if self.per_visit == 1:
-            return [Piece(0, 0, self.numels[index])]
+            return [FlatChunk(0, 0, self.numels[index])]
         visit, found, home_start, visit_start = index // self.per_visit, [], 0, 0
         for weight, split in zip(self.weights, self._splits[visit], strict=True):
             if weight.cut is None:
@@ -100,7 +100,7 @@ class FlatSlices:
             for mine, all_of_visit in zip(own, self.ranges(weight, index=visit), strict=True):
                 numel = mine.length * row
                 if numel:
-                    found.append(Piece(home_start, block_start + (mine.start - all_of_visit.start) * row, numel))
+                    found.append(FlatChunk(home_start, block_start + (mine.start - all_of_visit.start) * row, numel))
                 home_start += numel
                 block_start += all_of_visit.length * row
             visit_start += split

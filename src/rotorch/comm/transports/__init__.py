@@ -14,7 +14,7 @@ from rotorch.comm.collectives import any_rank, gather_objects, group_timeout_s
 from rotorch.comm.fp8 import Fp8Wire
 from rotorch.comm.ring import Ring
 from rotorch.comm.shared_file import SharedMemoryUnavailable
-from rotorch.comm.transports.grouped import GroupedRing, Piece
+from rotorch.comm.transports.grouped import FlatChunk, GroupedRing
 from rotorch.comm.transports.hierarchical import HierarchicalRing
 from rotorch.comm.transports.hopping import HoppingRing
 from rotorch.comm.transports.peer_memory import OVERLAPPING, PeerMemoryUnavailable
@@ -42,7 +42,7 @@ def make_ring(
     ahead: int = 1,
     num_hosts: int = 2,
     num_visits: int | None = None,
-    pieces: Sequence[Sequence[Sequence[Piece]]] = (),
+    flat_chunks: Sequence[Sequence[Sequence[FlatChunk]]] = (),
 ) -> Ring:
     """Makes the ring of a one-axis mesh. All its ranks call it and get the same transport.
 
@@ -61,7 +61,7 @@ def make_ring(
         ahead: fetches under way while a slice is computed with, over messages out of place.
         num_hosts: number of hosts that "hierarchical" was asked for.
         num_visits: over messages out of place, visits of a pass, if fewer than ranks; see grouped.py.
-        pieces: of each slice then, `pieces[item][index]`.
+        flat_chunks: of each slice then, `flat_chunks[item][index]`.
 
     Raises:
         ConfigError: the transport that was asked for cannot be had.
@@ -150,7 +150,7 @@ def make_ring(
             mesh=mesh,
             num_visits=num_visits,
             numels=numels,
-            pieces=pieces,
+            flat_chunks=flat_chunks,
             dtype=dtype,
             device=device,
             wire=wire,

@@ -31,7 +31,7 @@ from rotorch.comm.transports.send_receive import SendReceiveRing
 from rotorch.comm.wire import Wire
 
 
-class Piece(Protocol):
+class FlatChunk(Protocol):
     """A run of elements of a slice: where it begins at home and in its visit, and its length."""
 
     @property
@@ -60,7 +60,7 @@ class GroupedRing(SendReceiveRing):
         mesh: the ring's ranks.
         num_visits: visits of a pass; a divisor of the number of ranks.
         numels: elements of each slice, `numels[item][index]`.
-        pieces: of each slice, `pieces[item][index]`.
+        flat_chunks: of each slice, `flat_chunks[item][index]`.
         dtype: of slices at home and of gradients.
         device: where they lie.
         wire: form in which slices travel, the same in which they visit; by default as they are at home.
@@ -74,7 +74,7 @@ class GroupedRing(SendReceiveRing):
         mesh: DeviceMesh,
         num_visits: int,
         numels: Sequence[Sequence[int]],
-        pieces: Sequence[Sequence[Sequence[Piece]]],
+        flat_chunks: Sequence[Sequence[Sequence[FlatChunk]]],
         dtype: torch.dtype,
         device: torch.device,
         wire: Wire | None = None,
@@ -94,7 +94,7 @@ class GroupedRing(SendReceiveRing):
             room=per_visit * max((max(n) for n in numels), default=0),
             timeout_s=timeout_s,
         )
-        self._num_visits, self._per_visit, self._pieces = num_visits, per_visit, pieces
+        self._num_visits, self._per_visit, self._flat_chunks = num_visits, per_visit, flat_chunks
         self._group = self.position // per_visit
         self._forward_order = [(self._group - i) % num_visits for i in range(num_visits)]
         self._backward_order = [(self._group + 1 + j) % num_visits for j in range(num_visits)]
@@ -125,13 +125,13 @@ class GroupedRing(SendReceiveRing):
         slot = self._fetched(this, step)[: self._visit_numels[this.item][index]]
         if index == self._group:  # the neighbours' slices have come beside it; nobody sends this rank its own
             home = self._home_weights[this.item]
-            for piece in self._pieces[this.item][self.position]:
-                self._wire.visit(_at_home(home, piece), _in_visit(slot, piece))
+            for chunk in self._flat_chunks[this.item][self.position]:
+                self._wire.visit(_at_home(home, chunk), _in_visit(slot, chunk))
         return slot
 
     def _post(self, target: Pass, step: int) -> Fetch:
         """Starts the messages of one visit: this rank's slice to all ranks of a group, another one's slices here."""
-        g, pieces = self._num_visits, self._pieces[target.item]
+        g, flat_chunks = self._num_visits, self._flat_chunks[target.item]
         group = self.order(backward=target.backward)[step]
         readers = (self._group - 1 - step) % g if target.backward else (self._group + step) % g
         number = self._num_fetches
@@ -139,16 +139,16 @@ class GroupedRing(SendReceiveRing):
         memory, outgoing = self._slot_of(number), self._outgoing(target.item)
         exchange = Exchange(
             receives=[
-                (_in_visit(memory, piece), source)
+                (_in_visit(memory, chunk), source)
                 for source in self._ranks_of(group)
                 if source != self.position
-                for piece in pieces[source]
+                for chunk in flat_chunks[source]
             ],
             sends=[
-                (_at_home(outgoing, piece), reader)
+                (_at_home(outgoing, chunk), reader)
                 for reader in self._ranks_of(readers)
                 if reader != self.position
-                for piece in pieces[self.position]
+                for chunk in flat_chunks[self.position]
             ],
             group=self._weight_group,
         )
@@ -170,14 +170,14 @@ class GroupedRing(SendReceiveRing):
         neighbours = [rank for rank in self._ranks_of(self._group) if rank != self.position]
         self._hops[slot] = exchange = Exchange(
             receives=[
-                (_at_home(part, piece), rank)
+                (_at_home(part, chunk), rank)
                 for part, rank in zip(self._parts(item, other), neighbours, strict=True)
-                for piece in self._pieces[item][self.position]
+                for chunk in self._flat_chunks[item][self.position]
             ],
             sends=[
-                (_in_visit(self._gradient_slots[slot], piece), rank)
+                (_in_visit(self._gradient_slots[slot], chunk), rank)
                 for rank in neighbours
-                for piece in self._pieces[item][rank]
+                for chunk in self._flat_chunks[item][rank]
             ],
             group=self._gradient_group,
         )
@@ -207,16 +207,16 @@ class GroupedRing(SendReceiveRing):
         item = arriving.item
         self._await_gradient(arriving.exchange, item, self._group)
         home, own = self._home_gradients[item], self._gradient_slots[arriving.slot]
-        for piece in self._pieces[item][self.position]:
-            target, part = _at_home(home, piece), _in_visit(own, piece)
+        for chunk in self._flat_chunks[item][self.position]:
+            target, part = _at_home(home, chunk), _in_visit(own, chunk)
             target.copy_(part) if arriving.fresh else target.add_(part)
         for part in self._parts(item, arriving.into):
             home.add_(part)
 
 
-def _at_home(flat: Tensor, piece: Piece) -> Tensor:
-    return flat[piece.home : piece.home + piece.numel]
+def _at_home(flat: Tensor, chunk: FlatChunk) -> Tensor:
+    return flat[chunk.home : chunk.home + chunk.numel]
 
 
-def _in_visit(flat: Tensor, piece: Piece) -> Tensor:
-    return flat[piece.visit : piece.visit + piece.numel]
+def _in_visit(flat: Tensor, chunk: FlatChunk) -> Tensor:
+    return flat[chunk.visit : chunk.visit + chunk.numel]

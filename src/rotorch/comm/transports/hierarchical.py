@@ -46,7 +46,7 @@ _STEP = 1 << 24  # between the bases of two steps: more than any number grows in
 _DONE, _ARRIVED, _BROKEN_OFF, _COUNTS = range(4)
 
 
-class _Share:
+class _Segment:
     """One rank's part of the host's file.
 
     Attributes:
@@ -140,11 +140,11 @@ class HierarchicalRing(Ring):
             extents.append(Extent(end, num_bytes))
             end += -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         memory = share_file(end, group=group, owned=[extents[self._local_rank]])
-        self._shares = [
-            _Share(memory, extent, dtype=dtype, home=home, sizes=sizes, sums=sums)
+        self._segments = [
+            _Segment(memory, extent, dtype=dtype, home=home, sizes=sizes, sums=sums)
             for extent, home in zip(extents, homes, strict=True)
         ]
-        self._own = own = self._shares[self._local_rank]
+        self._own = own = self._segments[self._local_rank]
         self._home_weights, self._home_gradients = own.weights, own.gradients
         self._all_home_gradients = own.all_gradients
         self._arrival = torch.empty(largest, dtype=dtype)
@@ -232,13 +232,13 @@ class HierarchicalRing(Ring):
     def _visiting(self, item: int, index: int, number: int) -> Tensor:
         """A slice in the memory of this host: at home, or where fetch `number` has brought it."""
         host, local_rank = divmod(index, self._per_host)
-        share = self._shares[local_rank]
+        segment = self._segments[local_rank]
         if host == self._host:
-            return share.weights[item]
+            return segment.weights[item]
         if local_rank != self._local_rank:
             self._mark_wait(Operation.AWAIT_SLICE, item, index, source=self._neighbours.start + local_rank)
-            self._await(share.counts, _ARRIVED, self._base + number + 1, whom=lambda: local_rank, what="a slice")
-        return share.slots[number % len(share.slots)][: self.numels[item][index]]
+            self._await(segment.counts, _ARRIVED, self._base + number + 1, whom=lambda: local_rank, what="a slice")
+        return segment.slots[number % len(segment.slots)][: self.numels[item][index]]
 
     def _source(self, block: int, *, backward: bool) -> int:
         """Position of the rank that sends this one its slice of a block of a pass."""
@@ -250,10 +250,10 @@ class HierarchicalRing(Ring):
         """Starts the messages of one block: this rank's own slice goes to one host, another host's comes here."""
         number, slots = self._num_fetches, self._own.slots
         self._num_fetches += 1
-        for local_rank, share in enumerate(self._shares):  # see [Note: slots]
+        for local_rank, segment in enumerate(self._segments):  # see [Note: slots]
             free = self._base + max(0, number + 1 - len(slots))
             self._await(
-                share.counts, _DONE, free, whom=lambda local_rank=local_rank: local_rank, what="its visit of a slice"
+                segment.counts, _DONE, free, whom=lambda local_rank=local_rank: local_rank, what="its visit of a slice"
             )
         source = self._source(block, backward=target.backward)
         distance = source - self.position
@@ -275,12 +275,12 @@ class HierarchicalRing(Ring):
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
         host, local_rank = divmod(visit.index, self._per_host)
-        turn, share = visit.step % self._per_host, self._shares[local_rank]
+        turn, segment = visit.step % self._per_host, self._segments[local_rank]
         turns, which, first = self._turns(item, visit)
         if host == self._host:
-            flat, fresh = share.gradients[item], turn == 0 and self.fresh[item]
+            flat, fresh = segment.gradients[item], turn == 0 and self.fresh[item]
         else:
-            flat, fresh = share.sums[which][: self.numels[item][visit.index]], turn == 0
+            flat, fresh = segment.sums[which][: self.numels[item][visit.index]], turn == 0
             if turn == 0:
                 self._open_sums(which, first)
         if turns[which] < first + turn:
@@ -307,11 +307,14 @@ class HierarchicalRing(Ring):
     def _turns(self, item: int, visit: Visit) -> tuple[np.ndarray, int, int]:
         """The numbers that count additions to a slice's gradient, the entry of this one, and its first value."""
         host, local_rank = divmod(visit.index, self._per_host)
-        share, per_use = self._shares[local_rank], self._per_host + 1  # the last one opens the buffer to the next use
+        segment, per_use = (
+            self._segments[local_rank],
+            self._per_host + 1,
+        )  # the last one opens the buffer to the next use
         if host == self._host:
-            return share.home_turns, item, self._base + self._rounds[item] * per_use
+            return segment.home_turns, item, self._base + self._rounds[item] * per_use
         uses, slot = divmod(self._num_sums, self._num_sum_slots)
-        return share.sum_turns, slot, self._base + uses * per_use
+        return segment.sum_turns, slot, self._base + uses * per_use
 
     def _open_sums(self, slot: int, first: int) -> None:
         """Lets neighbours write to a slot for sums, once what it held has left."""
@@ -381,7 +384,7 @@ class HierarchicalRing(Ring):
         ranks, patience = self._ranks[self._neighbours], self._patience
 
         def left() -> bool:
-            return bool(self._shares[whom()].counts[_BROKEN_OFF] >= self._base > 0)
+            return bool(self._segments[whom()].counts[_BROKEN_OFF] >= self._base > 0)
 
         def late() -> str:
             return f"rank {ranks[whom()]} is late: this one waited {patience.timeout_s:.0f} s for {what}"

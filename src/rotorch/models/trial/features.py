@@ -1,6 +1,6 @@
 """Trial on a tiny model of the same kind: are its outputs the same with activations cut along their features?
 
-[Note: feature probe]
+[Note: trial of features]
     The rules of `models/features.py` know weights only. Modules also have code between their weights: adding and
     scaling treat every feature alike, but a norm without weights, or a mean over features, would be taken over a part
     of them without an error. So a model with the same configuration but smaller sizes is built and run twice at once,
@@ -56,7 +56,7 @@ def last_linear(module: nn.Module) -> str:
 
 
 def why_not_in_halves(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> str:
-    """Returns the reason why a model's features cannot be cut, by trial (see [Note: feature probe]); "" if they can.
+    """Returns the reason why a model's features cannot be cut (see [Note: trial of features]); "" if they can.
 
     Deterministic, the same on all ranks; draws from no random generator of the caller's.
 

@@ -1,6 +1,6 @@
 """Trial on a tiny model: are its outputs the same with activations cut along the sequence inside of its layers?
 
-[Note: token probe]
+[Note: trial along tokens]
     Between the modules of a layer that have matrices (attentions, MLPs) a model adds, scales and normalises token by
     token, as far as a plan can tell; but a layer's code may also shift its tokens by one, or mix in other tokens. So a
     model with the same configuration but smaller sizes runs twice at once, in two threads. Each thread has a chunk of
@@ -35,7 +35,7 @@ _known: dict[str, str] = {}
 def why_not_along_tokens(module: nn.Module) -> str:
     """Returns the reason why activations in a model's layers cannot be cut along the sequence; "" if they can.
 
-    See [Note: token probe]. Deterministic, the same on all ranks; draws from no random generator of the caller's.
+    See [Note: trial along tokens]. The same on all ranks; draws from no random generator of the caller's.
 
     Args:
         module: the model; it has a pipeline plan, which says what its layers are.

@@ -1,6 +1,6 @@
 """Trial on a tiny model: is a sequence computed in two parts, with keys and values exchanged, the same as whole?
 
-[Note: sequence probe]
+[Note: trial of a shared sequence]
     Ranks that share a sequence exchange keys and values in attentions that go through transformers' interface, and
     nothing else. A layer's code may look at other tokens in other ways: convolutions, states that pass along the
     sequence, attentions and masks of its own, statistics over all tokens. So a model with the same configuration but
@@ -48,7 +48,7 @@ _known: dict[str, SharedTrial] = {}
 
 
 def try_shared(module: nn.Module) -> SharedTrial:
-    """Tries a tiny model like `module` (see [Note: sequence probe]); once per class and configuration in a process.
+    """Tries a tiny model like `module` (see [Note: trial of a shared sequence]); once per class and configuration.
 
     Deterministic, the same on all ranks; draws from no random generator of the caller's.
     """

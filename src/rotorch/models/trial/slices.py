@@ -1,6 +1,6 @@
 """Trial on a tiny model of the same kind: does the model's code run on slices of its weights?
 
-[Note: probe]
+[Note: trial of slices]
     A plan cuts a module's weights, but does not promise that its forward runs on slices: the code may reshape with the
     whole number of heads, or normalise over all heads at once. So a model with the same configuration but smaller
     sizes is built and run once, and every module that is to become a unit runs again on two slices of its weights,
@@ -65,7 +65,7 @@ _known: dict[str, Trial] = {}
 
 
 def try_tiny(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Trial:
-    """Tries a tiny model like `module` (see [Note: probe]); once per class and configuration in a process.
+    """Tries a tiny model like `module` (see [Note: trial of slices]); once per class and configuration in a process.
 
     Deterministic, the same on all ranks; draws from no random generator of the caller's.
 

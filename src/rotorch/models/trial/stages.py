@@ -1,6 +1,6 @@
 """Trial on a tiny model of the same kind: are its outputs the same when it is cut between its layers?
 
-[Note: stage probe]
+[Note: trial of stages]
     A pipeline plan declares the order of modules, but does not promise that they pass on hidden states only. Layers
     that return something else beside them, or leave it in a cache for later layers, cannot be run as stages, and some
     would not even fail: a tensor unpacks into as many values as it has rows. So a tiny model runs once whole and once
@@ -23,7 +23,7 @@ _TOLERANCE = 1e-9
 
 
 def why_not_in_stages(tiny: nn.Module, *, run: Callable[[], Any]) -> str:
-    """Returns the reason why a model cannot be cut between its layers; "" if it can (see [Note: stage probe]).
+    """Returns the reason why a model cannot be cut between its layers; "" if it can (see [Note: trial of stages]).
 
     Args:
         tiny: a model that runs; it is left as it is.

@@ -169,7 +169,7 @@ def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUni
         ahead=strategy.ahead,
         num_hosts=strategy.hosts,
         num_visits=strategy.num_visits,
-        pieces=[list(map(s.pieces, range(size))) for s in slices] if grouped else (),
+        flat_chunks=[list(map(s.flat_chunks, range(size))) for s in slices] if grouped else (),
     )
     found = zip(in_place, side_by_side, strict=True) if ring.gives_whole else zip(visiting, slices, strict=True)
     return ring, [

@@ -185,12 +185,12 @@ class RTP(OneAxis):
             numbers = ((self.hosts - 1) * unit.uses, (self.hosts - 1) * self._reads_in_backward(unit))
             hops = self.hosts - 1
         else:
-            own = self._num_pieces(unit, position)
+            own = self._num_flat_chunks(unit, position)
             numbers = ((n - 1) * own * unit.uses, (n - 1) * own * self._reads_in_backward(unit))
             hops = n - 1
             if (m := n // self.num_visits) > 1:
                 first = position // m * m
-                neighbours = sum(self._num_pieces(unit, k) for k in range(first, first + m) if k != position)
+                neighbours = sum(self._num_flat_chunks(unit, k) for k in range(first, first + m) if k != position)
                 hops = self.num_visits - 1 + neighbours
         in_backward += hopped * num_hops
         transfers = (
@@ -245,7 +245,7 @@ class RTP(OneAxis):
         to_send, m = message if copies else 0, self.size // self.num_visits
         return m * ((1 if self.wire == "fp8" else self.ahead + 1) * message + 2 * largest) + unpacked + to_send
 
-    def _num_pieces(self, unit: Unit, index: int) -> int:
+    def _num_flat_chunks(self, unit: Unit, index: int) -> int:
         """Messages that carry a slice: one, or one per block of each weight where slices lie side by side."""
         if self.num_visits == self.size:
             return 1

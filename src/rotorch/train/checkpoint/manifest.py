@@ -76,11 +76,11 @@ def errors_as_damage(file: AnyPath) -> Iterator[None]:
         raise DamagedCheckpoint(f"checkpoint: {file}: damaged ({error.strerror or error} where it was read)") from None
 
 
-class _Part(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class StoredChunk(_Part):
+class StoredChunk(_Strict):
     """A box of a tensor and where its bytes lie: `file`, from byte `start`, row-major."""
 
     offsets: tuple[int, ...] = Field(strict=False)
@@ -89,7 +89,7 @@ class StoredChunk(_Part):
     start: int = Field(ge=0)
 
 
-class TensorEntry(_Part):
+class TensorEntry(_Strict):
     """One whole tensor: dtype (a name of `ITEM_BYTES`), shape, and the chunks that fill it."""
 
     dtype: str
@@ -102,14 +102,14 @@ class TensorEntry(_Part):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class FileEntry(_Part):
+class FileEntry(_Strict):
     """One file beside the manifest: its size and the sha256 of its contents, in hex."""
 
     num_bytes: int = Field(ge=0)
     sha256: str
 
 
-class ModelEntry(_Part):
+class ModelEntry(_Strict):
     """Model of a checkpoint: class, Hugging Face config (None for a plain module), further names of tied weights.
 
     With adapters also what peft's `adapter_config.json` says.
@@ -122,7 +122,7 @@ class ModelEntry(_Part):
     adapters: dict[str, JsonValue] | None = None
 
 
-class OptimizerEntry(_Part):
+class OptimizerEntry(_Strict):
     """Optimizer of a checkpoint: class, hyperparameters per group, kind of each key of its state (see `state.py`)."""
 
     name: str
@@ -130,7 +130,7 @@ class OptimizerEntry(_Part):
     kinds: dict[str, str]
 
 
-class Manifest(_Part):
+class Manifest(_Strict):
     """Everything of a checkpoint but its tensors.
 
     `renamed`: files beside the tensors' that lie under another name than their own, by their own; see
