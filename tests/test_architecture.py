@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -69,8 +70,12 @@ ONLY_THERE = {
     r"torch\.distributed\.tensor\.DTensor\.from_local$": {"shard.sharded_weight", "bench.peers.tensor_parallel"},
     r"rotorch\.shard\.sites\.find_sites$": {"parallelize", "shard.at_rest", "models", "bench", *UNDONE},
     r"rotorch\.shard\.sharded_weight\.dtensor_at_rest$": {"hold.sharded_weights"},
+    r"rotorch\.shard\.sharded_weight\.EarlierGradient$": {"strategies.ddp.apply", "shard.gradient_hooks"},
+    r"rotorch\.models\.trial\.sums\.(adds_up|is_linear_in_rows)$": {"models.trial.slices", "ops.partial_module"},
+    # In a slice, in the whole that all ranks read, and where calls of it are told from others.
+    r"torch\.nn\.functional\.embedding$": {"ops.ids_in_slice", "ops.side_by_side", "ops.weight_proxy", "models.trial"},
 }
-"""By what is used: the modules that use it. What they make is passed on, so that there is one way to hold a weight."""
+"""By what is used: the modules that use it. What they make is passed on, so that each of these is done in one way."""
 BAD_FILES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 BAD_CLASSES = re.compile(r"(Engine|Manager|Context|Factory|Registry)$")
 MAX_LINES = 600
@@ -210,7 +215,7 @@ def weights_are_held_in_one_way(module: str, tree: ast.Module) -> Iterator[tuple
     for line, name in uses(tree):
         for pattern, modules in ONLY_THERE.items():
             if re.match(pattern, name) and not any(f"{module}.".startswith(f"{there}.") for there in modules):
-                yield line, f"uses {name}: take what hold/sharded_weights.py makes, or setup.sites"
+                yield line, f"uses {name}, which is for {', '.join(sorted(modules))} only: ask these for it"
 
 
 def file_problems(path: Path, text: str) -> Iterator[str]:
@@ -290,6 +295,27 @@ def test_layers_in_contributing_are_those_of_the_code():
             for part in found[2].split():
                 drawn[part.rstrip("/").removesuffix(".py").replace("/", ".").replace("<kind>", "*")] = float(found[1])
     assert drawn == {part: layer for part, layer in LAYERS.items() if part != "__main__"}
+
+
+def test_the_picture_of_layers_has_every_part_below_those_that_import_it():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    block = re.search(r"## The layers.*?```\n(.*?)```", page, re.DOTALL)
+    assert block is not None
+    lines = [re.split(r"\s{2,}", line) for line in block[1].splitlines() if not line.startswith("---")]
+    rows = [[name for name in line if "/" in name or name.endswith(".py")] for line in lines]
+    rows = [[name.rstrip("/").removesuffix(".py").replace("/", ".") for name in row if " " not in name] for row in rows]
+    drawn = [[name.replace("<kind>", "*").removesuffix(".__init__") for name in row] for row in rows]
+    layers = [[layer_of(name.replace("*", "rtp")) for name in row] for row in drawn]
+    assert layers == sorted(layers, reverse=True) and all(min(a) >= max(b) for a, b in pairwise(layers))
+    assert set(LAYERS) - {"__main__"} <= {name for row in drawn for name in row}
+
+
+def test_the_glossary_is_short_and_names_what_is_there():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    block = re.search(r"## Words\n(.*?)\n## ", page, re.DOTALL)
+    assert block is not None and block[1].count("\n") <= 40
+    source = "".join(path.read_text("utf-8") for path in PACKAGE.rglob("*.py"))
+    assert [word for word in re.findall(r"`(\w+)`", block[1]) if not re.search(rf"\b{word}\b", source)] == []
 
 
 def test_the_tree_in_the_page_has_every_part_of_the_package_and_nothing_else():

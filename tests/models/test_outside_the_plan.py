@@ -10,7 +10,7 @@ from transformers.models.phimoe import modeling_phimoe
 import rotorch
 from rotorch.core.spec import UnitKind
 from rotorch.models.describe import describe
-from rotorch.models.trial import slices as probe
+from rotorch.models.trial import slices as trial_of_slices
 from rotorch.testing.batches import global_batch
 from rotorch.testing.conformance import INVARIANTS, examine, make_case
 from rotorch.testing.fake import as_rank
@@ -47,7 +47,7 @@ def alone(spec):
 
 @pytest.fixture
 def _nothing_is_known(monkeypatch):
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(trial_of_slices, "_known", {})
 
 
 def test_attention_that_a_plan_leaves_out_goes_round():
@@ -115,7 +115,7 @@ def test_what_depends_on_the_data_stays_whole(monkeypatch):
     def seldom(self, hidden_states, *args, **kwargs):
         return sometimes(self, hidden_states, *args, **kwargs) if hidden_states.shape[1] > 1 else (hidden_states, None)
 
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(trial_of_slices, "_known", {})
     monkeypatch.setattr(modeling_phimoe.PhimoeAttention, "forward", seldom)
     spec = spec_of(phimoe())
     kept = {kept.name: kept.why for kept in spec.kept_whole}
@@ -137,7 +137,7 @@ def test_without_a_tiny_model_that_runs_it_stays_whole(monkeypatch):
 @pytest.mark.usefixtures("_nothing_is_known")
 def test_experts_that_are_taken_one_by_one_stay_whole(monkeypatch):
     """Their plan gives them a role, but where they cannot run on slices ranks ask for different ones of them."""
-    monkeypatch.setattr(probe, "_adds_up", lambda *_: False)
+    monkeypatch.setattr(trial_of_slices, "adds_up", lambda *_: False)
     spec = spec_of(phimoe())
     kept = {kept.name: kept.why for kept in spec.kept_whole}
     assert "depends on the data" in kept["model.layers.0.mlp.experts.gate_up_proj"]

@@ -15,14 +15,14 @@ import rotorch
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import UnitKind
 from rotorch.models.describe import describe
-from rotorch.models.trial import slices as probe
+from rotorch.models.trial import slices as trial_of_slices
 from rotorch.shard.materialize import on_meta
 from rotorch.testing.subjects import tiny_subject
 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch):
-    monkeypatch.setattr(probe, "_known", {})
+    monkeypatch.setattr(trial_of_slices, "_known", {})
 
 
 def modules_of(model_class, config):
@@ -95,8 +95,8 @@ def test_the_callers_random_numbers_are_left_alone():
 
 def test_a_model_is_tried_once(monkeypatch):
     tried = []
-    original = probe._run_on_slices
-    monkeypatch.setattr(probe, "_run_on_slices", lambda *a, **k: tried.append(1) or original(*a, **k))
+    original = trial_of_slices._run_on_slices
+    monkeypatch.setattr(trial_of_slices, "_run_on_slices", lambda *a, **k: tried.append(1) or original(*a, **k))
     modules_of(transformers.LlamaForCausalLM, llama())
     modules_of(transformers.LlamaForCausalLM, llama())
     assert tried == [1]

@@ -1,10 +1,6 @@
 """A module whose outputs are partial sums: its own forward runs on slices of its weights (rtp, megatron, atp).
 
-[Note: sums]
-    Outputs of slices add up only if a module's forward is linear in its row-wise weights: a residual, a norm or an
-    activation behind them would count once per slice, and the loss would look right. Hugging Face's own plans obey
-    that. A user's own plan is tried once, on the first input: row-wise weights times -2 must give the
-    output times -2, which in binary arithmetic is exact.
+See [Note: sums] in `models/trial/sums.py` for the modules that may run so.
 """
 
 from __future__ import annotations
@@ -14,16 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Range, Unit
 from rotorch.models.compiled import compiled_forward
+from rotorch.models.trial.sums import is_linear_in_rows
 from rotorch.ops.multihead import multihead_on_slice
 from rotorch.ops.random_state import seed_generators
-from rotorch.shard.buffers import buffers_untouched
 from rotorch.shard.sites import Site
 
 RunOnSlice = Callable[[Sequence[Tensor] | None, Sequence[Any]], list[Tensor]]
@@ -84,7 +79,7 @@ class PartialModule:
         slices: of its weights.
         sites: places of each of its weights.
         once: by name, the biases that are added once, as they are during a pass.
-        proven: True if outputs of slices are known to add up; else the first pass tries (see [Note: sums]).
+        proven: True if outputs of slices are known to add up; else the first pass tries.
         compiled: run its forward by torch.compile.
     """
 
@@ -174,20 +169,16 @@ class PartialModule:
         weights = self._slices.own()
         if weights is None:
             return
-        rows = [w.cut is not None and 0 < w.cut.dim == len(w.shape) - 1 for w in self._unit.weights]
-        # By a power of two, which changes no mantissa: a linear forward gives exactly -2 times its output.
-        scaled = [-2.0 * weight if row else weight for weight, row in zip(weights, rows, strict=True)]
-        devices = [weights[0].device] if weights[0].device.type == "cuda" else []
         # `run` puts weights into the module, where the pass still needs its own.
         before = [sites[0].get() for sites in self._sites]
-        outputs = []
-        with torch.no_grad(), torch.random.fork_rng(devices), buffers_untouched(self._module):
-            for given in (weights, scaled):
-                seed_generators(0)  # dropout drops the same
-                outputs.append(run(given).float())
+
+        def seeded(given: Sequence[Tensor]) -> Tensor:
+            seed_generators(0)  # dropout drops the same
+            return run(given)
+
+        adds_up = is_linear_in_rows(self._module, self._unit, weights, run=seeded)
         self._put(before)
-        once, again = outputs
-        if (again + 2.0 * once).norm() > 1e-2 * again.norm():
+        if not adds_up:
             raise ConfigError(
                 f"{self._slices.strategy}: {self._unit.name!r} cannot be cut as the plan says: its forward does more "
                 "with the row-wise product than return it (a residual, a norm, an activation), so outputs of slices do "

@@ -4,8 +4,9 @@
     A plan cuts a module's weights, but does not promise that its forward runs on slices: the code may reshape with the
     whole number of heads, or normalise over all heads at once. So a model with the same configuration but smaller
     sizes is built and run once, and every module that is to become a unit runs again on two slices of its weights,
-    with the same input. If the outputs of the slices do not add up to its own output, no module of its class
-    runs on slices in the real model, and its weights rotate one by one, which is right for any code.
+    with the same input. If the outputs of the slices do not add up to its own output (`models/trial/sums.py`), no
+    module of its class runs on slices in the real model, and its weights rotate one by one, which is right for any
+    code.
     The same holds for classes that the tiny model did not run, and for models without a tiny one.
 
     The same tiny model shows the uses of weights without a role in the plan (`models/trial/uses.py`), and the places
@@ -14,7 +15,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -25,22 +25,17 @@ from itertools import product
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from rotorch._torch_private import tree_flatten, tree_unflatten
-from rotorch.core.spec import ModelSpec, Unit, UnitKind
+from rotorch.core.spec import ModelSpec, UnitKind
 from rotorch.models.trial.stages import why_not_in_stages
+from rotorch.models.trial.sums import adds_up, copied
 from rotorch.models.trial.tiny import inputs_for, shrunk_like, with_values
 from rotorch.models.trial.uses import Use, uses_in_passes
 from rotorch.shard.materialize import off_meta
-from rotorch.shard.sharded_weight import cut_chunks
 from rotorch.shard.sites import find_sites
 
 _log = logging.getLogger(__name__)
-
-_NUM_SLICES = 2
-_TOLERANCE = 1e-4
-"""Relative, of outputs; norms and rotary positions may compute in float32 where all else is float64."""
 
 _ROWS_AND_TOKENS = ((2, 12), (2, 12), (1, 1), (1, 2))
 """Of the passes in which uses of weights are watched: what depends on values or on their number differs among them."""
@@ -192,10 +187,10 @@ def _run_on_slices(tiny: nn.Module, spec: ModelSpec, *, run: Callable[[], Any]) 
         given: list[Any] = []
 
         def before(_: Any, args: Any, kwargs: Any, given: list[Any] = given) -> None:
-            given.append(_copied((args, kwargs)))
+            given.append(copied((args, kwargs)))
 
         def after(_: Any, args: Any, kwargs: Any, output: Any, name: str = name, given: list[Any] = given) -> None:
-            calls.append((name, *given.pop(), _copied(output)))
+            calls.append((name, *given.pop(), copied(output)))
 
         child = tiny.get_submodule(name)
         handles.append(child.register_forward_pre_hook(before, with_kwargs=True))
@@ -210,56 +205,5 @@ def _run_on_slices(tiny: nn.Module, spec: ModelSpec, *, run: Callable[[], Any]) 
     return ran - {
         type(tiny.get_submodule(name))
         for name, args, kwargs, output in calls
-        if not _adds_up(tiny.get_submodule(name), units[name], sites, args, kwargs, output)
+        if not adds_up(tiny.get_submodule(name), units[name], sites, args, kwargs, output)
     }
-
-
-def _adds_up(module: nn.Module, unit: Unit, sites: Any, args: Any, kwargs: Any, output: Any) -> bool:
-    """True if a module's outputs on the slices of its weights sum to its output on all of them.
-
-    Of a tuple the first element does. What else it holds must be maps of single heads, as many as a slice has: such
-    are left out, while anything else may be what later layers ask for.
-    """
-    whole = {w.name: sites[w.name][0].module._parameters[sites[w.name][0].attribute] for w in unit.weights}
-    once = {name: sites[name][0].module._parameters[sites[name][0].attribute] for name in unit.added_once}
-    try:
-        first, *others = _tensors(output)
-        total = torch.zeros_like(first)
-        for name in once:
-            for site in sites[name]:
-                site.put(None)
-        for index in range(_NUM_SLICES):
-            for weight in unit.weights:
-                chunks = cut_chunks(weight, num_slices=_NUM_SLICES, index=index)
-                if not chunks:
-                    continue
-                part = torch.cat([chunk.of_whole(whole[weight.name]) for chunk in chunks], dim=chunks[0].dim)
-                for site in sites[weight.name]:
-                    site.put(nn.Parameter(part))
-            again, kwargs_again = _copied((args, kwargs))
-            part, *more = _tensors(module(*again, **kwargs_again))
-            if part.shape != total.shape or any(a.shape == b.shape for a, b in zip(others, more, strict=True)):
-                return False
-            total += part
-        for bias in once.values():
-            total += bias
-    except Exception:  # whatever its code does not like about slices
-        return False
-    finally:
-        for name, tensor in (whole | once).items():
-            for site in sites[name]:
-                site.put(tensor)
-    return bool((total - first).norm() <= _TOLERANCE * first.norm())
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The output, or the tensors in the tuple that it is, which must begin with one."""
-    outputs = output if isinstance(output, tuple) else (output,)
-    if not isinstance(outputs[0], Tensor):
-        raise TypeError(f"returns a {type(outputs[0]).__name__}")
-    return [each for each in outputs if isinstance(each, Tensor)]
-
-
-def _copied(values: Any) -> Any:
-    leaves, tree = tree_flatten(values)
-    return tree_unflatten([copy.copy(leaf) if not isinstance(leaf, Tensor) else leaf.clone() for leaf in leaves], tree)

@@ -1,0 +1,106 @@
+"""The two proofs that outputs of a module on slices of its weights add up: with all slices, or with one.
+
+[Note: sums]
+    Outputs of slices add up only if a module's forward is linear in its row-wise weights: a residual, a norm or an
+    activation behind them would count once per slice, and the loss would look right. Where there is a tiny model of the
+    same kind, all slices of a module run, before ranks start, and the sum is compared (`adds_up`): this shows besides
+    that the module's code runs on slices at all. A user's own plan for a module without a tiny one is tried on the
+    first input of a real pass, where a rank has one slice: row-wise weights times -2 must give the output times -2,
+    which in binary arithmetic is exact (`is_linear_in_rows`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rotorch._torch_private import tree_flatten, tree_unflatten
+from rotorch.core.spec import Unit
+from rotorch.shard.buffers import buffers_untouched
+from rotorch.shard.sharded_weight import cut_chunks
+
+_NUM_SLICES = 2
+_TOLERANCE = 1e-4
+"""Relative, of outputs; norms and rotary positions may compute in float32 where all else is float64."""
+_TOLERANCE_OF_SCALED = 1e-2
+"""The same where outputs have the precision of a real pass, bfloat16 at worst."""
+
+
+def adds_up(module: nn.Module, unit: Unit, sites: Any, args: Any, kwargs: Any, output: Any) -> bool:
+    """True if a module's outputs on the slices of its weights sum to its output on all of them.
+
+    Of a tuple the first element does. What else it holds must be maps of single heads, as many as a slice has: such
+    are left out, while anything else may be what later layers ask for.
+    """
+    whole = {w.name: sites[w.name][0].module._parameters[sites[w.name][0].attribute] for w in unit.weights}
+    once = {name: sites[name][0].module._parameters[sites[name][0].attribute] for name in unit.added_once}
+    try:
+        first, *others = _tensors(output)
+        total = torch.zeros_like(first)
+        for name in once:
+            for site in sites[name]:
+                site.put(None)
+        for index in range(_NUM_SLICES):
+            for weight in unit.weights:
+                chunks = cut_chunks(weight, num_slices=_NUM_SLICES, index=index)
+                if not chunks:
+                    continue
+                part = torch.cat([chunk.of_whole(whole[weight.name]) for chunk in chunks], dim=chunks[0].dim)
+                for site in sites[weight.name]:
+                    site.put(nn.Parameter(part))
+            again, kwargs_again = copied((args, kwargs))
+            part, *more = _tensors(module(*again, **kwargs_again))
+            if part.shape != total.shape or any(a.shape == b.shape for a, b in zip(others, more, strict=True)):
+                return False
+            total += part
+        for bias in once.values():
+            total += bias
+    except Exception:  # whatever its code does not like about slices
+        return False
+    finally:
+        for name, tensor in (whole | once).items():
+            for site in sites[name]:
+                site.put(tensor)
+    return bool((total - first).norm() <= _TOLERANCE * first.norm())
+
+
+def is_linear_in_rows(
+    module: nn.Module, unit: Unit, weights: Sequence[Tensor], *, run: Callable[[Sequence[Tensor]], Tensor]
+) -> bool:
+    """True if a module's output on one slice follows its row-wise weights, on which sums over slices rest.
+
+    Args:
+        module: whose buffers stay as they are.
+        unit: its description.
+        weights: of the slice, in the unit's order.
+        run: puts weights into the module and returns its output, with the same random numbers each time.
+    """
+    rows = [w.cut is not None and 0 < w.cut.dim == len(w.shape) - 1 for w in unit.weights]
+    # By a power of two, which changes no mantissa: a linear forward gives exactly -2 times its output.
+    scaled = [-2.0 * weight if row else weight for weight, row in zip(weights, rows, strict=True)]
+    devices = [weights[0].device] if weights[0].device.type == "cuda" else []
+    outputs = []
+    with torch.no_grad(), torch.random.fork_rng(devices), buffers_untouched(module):
+        for given in (weights, scaled):
+            outputs.append(run(given).float())
+    once, again = outputs
+    # Not `<=`: outputs that are not numbers fail later, where their cause is named.
+    return not (again + 2.0 * once).norm() > _TOLERANCE_OF_SCALED * again.norm()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    """The output, or the tensors in the tuple that it is, which must begin with one."""
+    outputs = output if isinstance(output, tuple) else (output,)
+    if not isinstance(outputs[0], Tensor):
+        raise TypeError(f"returns a {type(outputs[0]).__name__}")
+    return [each for each in outputs if isinstance(each, Tensor)]
+
+
+def copied(values: Any) -> Any:
+    """A copy of nested values whose tensors have memory of their own."""
+    leaves, tree = tree_flatten(values)
+    return tree_unflatten([copy.copy(leaf) if not isinstance(leaf, Tensor) else leaf.clone() for leaf in leaves], tree)
