@@ -205,11 +205,8 @@ class CutInName(SavedInChunks, DTensor):
         return _as_cut(result, groups[0])
 
 
-class StatePart(CutInName):
-    """A weight in a `state_dict()`: this rank's part, in the form that torch's checkpoints save, load and gather.
-
-    Parts that are cut as torch cuts have this form too: values of a part must not be written as those of the whole.
-    """
+class PartOfState:
+    """Refusals of a `state_dict()` entry that has a part of a tensor: it must not be taken for the whole."""
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise ConfigError(
@@ -222,6 +219,13 @@ class StatePart(CutInName):
         return self.__reduce_ex__(None)
 
     storage = untyped_storage
+
+
+class StatePart(PartOfState, CutInName):
+    """A weight in a `state_dict()`: this rank's part, in the form that torch's checkpoints save, load and gather.
+
+    Parts that are cut as torch cuts have this form too: values of a part must not be written as those of the whole.
+    """
 
     def data_ptr(self) -> int:
         """0: a wrapper has no memory. Of a part that begins within a larger tensor torch would give its offset."""

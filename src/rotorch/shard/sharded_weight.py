@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Weight
-from rotorch.shard.in_chunks import Box, CutInName, SavedInChunks
+from rotorch.shard.in_chunks import Box, CutInName, PartOfState, SavedInChunks
 from rotorch.shard.sites import Site
 from rotorch.shard.storages import allocate, free
 
@@ -341,7 +341,7 @@ _COPIES = {"aten::clone", "aten::detach", "aten::_to_copy"}
 """Operations of loops that keep the best state of a model: `{n: t.clone() for n, t in model.state_dict().items()}`."""
 
 
-class ChunkedTensor(SavedInChunks):
+class ChunkedTensor(PartOfState, SavedInChunks):
     """A whole tensor of which this rank holds some chunks, in the form that `torch.distributed.checkpoint` knows.
 
     It is a tensor because torch asks only tensors; it has a shape and a dtype but takes part in no computation. Also
@@ -372,17 +372,7 @@ class ChunkedTensor(SavedInChunks):
     def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
         return memo.setdefault(id(self), self.clone())
 
-    def __reduce_ex__(self, _: Any) -> Any:
-        raise ConfigError(
-            "state_dict() gives each rank's parts of weights, for torch.distributed.checkpoint. For torch.save "
-            "write model.full_state_dict(), on all ranks: the first one gets whole tensors"
-        )
-
-    def untyped_storage(self) -> Any:
-        """Raises: other libraries (safetensors) would take the memory of a part for that of the whole."""
-        return self.__reduce_ex__(None)
-
-    storage = data_ptr = untyped_storage
+    data_ptr = PartOfState.untyped_storage  # type: ignore[assignment]
 
     def __repr__(self, *_: Any, **__: Any) -> str:
         return f"ChunkedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, chunks={self.chunks})"

@@ -37,7 +37,7 @@ from rotorch.comm.ring import GradientBuffer, Ring, Visit
 from rotorch.comm.shared_file import Extent, Patience, announce, share_file
 from rotorch.comm.status_word import Operation
 from rotorch.comm.transports.message_ring import message_group
-from rotorch.comm.transports.messages import Exchange
+from rotorch.comm.transports.messages import Exchange, wait_for_all
 from rotorch.comm.transports.passes import Fetch, FetchesAhead, Pass, Passes
 from rotorch.core.errors import HeardFailure
 from rotorch.core.messages import sum_slots
@@ -189,10 +189,7 @@ class HierarchicalRing(Ring):
     def _drain(self) -> None:
         """Waits for all messages under way, and drops what they bring."""
         self._ahead.drop()
-        for slot, hop in enumerate(self._hops):
-            if hop is not None:
-                hop.wait()
-            self._hops[slot] = None
+        wait_for_all(self._hops)
         self._arriving, self._pending_item = None, None
 
     def restore_owners(self, *, after: BaseException | None = None) -> None:

@@ -79,6 +79,14 @@ class Exchange:
         self.wait_sent()
 
 
+def wait_for_all(hops: list[Exchange | None]) -> None:
+    """Waits for the messages of all slots of a ring, which have none afterwards."""
+    for slot, hop in enumerate(hops):
+        if hop is not None:
+            hop.wait()
+        hops[slot] = None
+
+
 def _wait(works: list[dist.Work]) -> None:
     try:
         for work in works:

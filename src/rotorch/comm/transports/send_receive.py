@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotorch.comm.ring import GradientBuffer, Visit
 from rotorch.comm.status_word import Operation
 from rotorch.comm.transports.message_ring import MessageRing
-from rotorch.comm.transports.messages import Exchange
+from rotorch.comm.transports.messages import Exchange, wait_for_all
 from rotorch.comm.transports.passes import Fetch, FetchesAhead, Pass, Passes
 from rotorch.comm.wire import Wire
 
@@ -116,10 +116,7 @@ class SendReceiveRing(MessageRing):
     def _drain(self) -> None:
         """Waits for all messages under way; drops sums that a step that broke off has not added to its gradients."""
         self._ahead.drop()
-        for slot, hop in enumerate(self._hops):
-            if hop is not None:
-                hop.wait()
-            self._hops[slot] = None
+        wait_for_all(self._hops)
         if self._pending_add is not None:
             self._pending_add.hop.wait()
             self._pending_add = None
