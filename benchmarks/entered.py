@@ -1,6 +1,7 @@
 """Files, classes and functions of rotorch that one training step enters, by layout: how much there is to read.
 
     python benchmarks/entered.py [--json FILE]
+    python benchmarks/entered.py --names "rtp=2"      # which: each file with its classes
 
 Counted on rank 0 of forked gloo ranks with `sys.setprofile`, in the third step of a tiny Llama, forward to the end of
 backward, with the `fsdp` of torch beside it. A class is entered when one of its methods is; a lambda or a
@@ -51,13 +52,14 @@ class Entered:
 
     def __init__(self, *packages: str) -> None:
         self._packages = packages
+        self.classes_by_file: dict[str, list[str]] = {}
         self._seen: set[tuple[str, str]] = set()
 
     def count(self, step: Callable[[], object]) -> dict[str, int]:
         """Runs `step` and counts, also on the threads that autograd runs in.
 
         Returns:
-            Numbers of files, classes and functions.
+            Numbers of files, classes and functions; `classes_by_file` has the names.
         """
         torch.autograd.set_multithreading_enabled(False)  # backward runs in this thread, where the profile is set
         sys.setprofile(self._event)
@@ -68,6 +70,9 @@ class Entered:
             torch.autograd.set_multithreading_enabled(True)
         named = {(file, name) for file, name in self._seen if "<" not in name}
         classes = {(file, name.rpartition(".")[0]) for file, name in named if "." in name}
+        self.classes_by_file = {
+            file: sorted({owner for where, owner in classes if where == file}) for file in sorted(f for f, _ in named)
+        }
         return {"files": len({file for file, _ in named}), "classes": len(classes), "functions": len(named)}
 
     def _event(self, frame: FrameType, event: str, _argument: object) -> None:
@@ -77,8 +82,8 @@ class Entered:
                 self._seen.add((file, frame.f_code.co_qualname.replace(".<locals>.", ".")))
 
 
-def count_on_rank(parallel: str) -> dict[str, int]:
-    """Trains a few steps and counts one. All ranks."""
+def count_on_rank(parallel: str) -> tuple[dict[str, int], dict[str, list[str]]]:
+    """Trains a few steps and counts one; also gives the classes by file. All ranks."""
     torch.manual_seed(0)
     module = LlamaForCausalLM(CONFIG)
     ids = torch.randint(CONFIG.vocab_size, (2, 16))
@@ -86,7 +91,8 @@ def count_on_rank(parallel: str) -> dict[str, int]:
     step, package = _torchs_step(module, batch) if "fully_shard" in parallel else _step(module, batch, parallel)
     for _ in range(SETTLED):
         step()
-    return Entered(package).count(step)
+    entered = Entered(package)
+    return entered.count(step), entered.classes_by_file
 
 
 def _step(module: nn.Module, batch: dict[str, Any], parallel: str) -> tuple[Callable[[], object], str]:
@@ -106,9 +112,15 @@ def main() -> None:
     """Prints a table; writes a record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the counts here, too")
+    parser.add_argument("--names", choices=LAYOUTS, help="list the files and classes of one layout")
     options = parser.parse_args()
+    if options.names:
+        _, found = run_ranks(count_on_rank, options.names, num_ranks=LAYOUTS[options.names])[0]
+        for file, classes in found.items():
+            print(f"{file.rpartition('/rotorch/')[2]:40} {', '.join(classes)}")
+        return
     rows = [
-        {"parallel": parallel, **run_ranks(count_on_rank, parallel, num_ranks=ranks)[0]}
+        {"parallel": parallel, **run_ranks(count_on_rank, parallel, num_ranks=ranks)[0][0]}
         for parallel, ranks in LAYOUTS.items()
     ]
     print(f"{'one step under':32} files  classes  functions")

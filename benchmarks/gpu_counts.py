@@ -49,7 +49,7 @@ from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing  # noqa
 from rotorch.models.blocks import repeated_blocks  # noqa: E402
 from rotorch.models.hf import causal_lm, config_from_dict  # noqa: E402
 from rotorch.models.losses import causal_lm_loss  # noqa: E402
-from rotorch.ops import product_into  # noqa: E402
+from rotorch.ops import running_sum  # noqa: E402
 from rotorch.source import source_commit  # noqa: E402
 from rotorch.strategies.rtp import apply as rtp_apply  # noqa: E402
 from rotorch.strategies.rtp.plan import RTP  # noqa: E402
@@ -196,7 +196,7 @@ def count_rows(rows: tuple[tuple[str, str], ...], *, shapes: dict[str, Any], tok
                 # Made with arithmetic: a tiny model of the same kind is tried first, and its values decide.
                 contender = Contender(parallel, mode, shapes=shapes, layers=layers, tokens=tokens)
                 # Products with wider sums are there on CUDA only, and need no arithmetic here.
-                on_cuda = mock.patch.object(product_into, "_WIDENS", ("cpu",))
+                on_cuda = mock.patch.object(running_sum, "_WIDENS", ("cpu",))
                 with WithoutArithmetic(), on_cuda:
                     for _ in range(SETTLED):
                         contender.forward_backward()

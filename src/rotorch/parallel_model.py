@@ -36,8 +36,7 @@ from rotorch.models.losses import Batch, LossFn, causal_lm_loss, count_targets
 from rotorch.models.modes import evaluating
 from rotorch.models.pretrained import open_pretrained
 from rotorch.models.shared_sequence import SharedSequence, check_batch
-from rotorch.ops.deferred_logits import real_for_hooks
-from rotorch.ops.outputs import detached, last_logits, real_outputs
+from rotorch.ops.deferred_logits import detached, last_logits, real_for_hooks, real_outputs
 from rotorch.process.host_memory import make_room
 from rotorch.shard.at_rest import AtRest
 from rotorch.shard.buffers import WrittenBuffers

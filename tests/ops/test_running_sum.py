@@ -5,9 +5,8 @@ from unittest import mock
 import pytest
 import torch
 
-from rotorch.ops import product_into
-from rotorch.ops.product_into import add_product
-from rotorch.ops.running_sum import OutputSum, RunningSum
+from rotorch.ops import running_sum
+from rotorch.ops.running_sum import OutputSum, RunningSum, add_product
 
 
 def parts(num_parts, dtype=torch.float64):
@@ -96,7 +95,7 @@ def test_where_torch_has_products_with_wider_sums_they_are_used(fresh):
     target, a, b = (torch.empty(*shape, device="meta") for shape in ((3, 5), (3, 4), (4, 5)))
     a, b = a.bfloat16(), b.bfloat16()
     assert not add_product(target, a, b, fresh=fresh)
-    with mock.patch.object(product_into, "_WIDENS", ("meta",)):
+    with mock.patch.object(running_sum, "_WIDENS", ("meta",)):
         assert add_product(target, a, b, fresh=fresh)
         assert not add_product(target, a.double(), b.double(), fresh=fresh)
     assert target.dtype == torch.float32

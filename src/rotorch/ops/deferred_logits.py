@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from rotorch._torch_private import tree_flatten, tree_unflatten, wrapper_tensor
+from rotorch.models.losses import Batch
 from rotorch.ops.ids_in_slice import check_ids
 from rotorch.ops.tensor_proxy import TensorProxy, writes
 
@@ -181,6 +182,25 @@ class DeferredLogits(TensorProxy):
 def with_real_logits(value: Any) -> Any:
     """The value itself, or the logits if they were deferred."""
     return value.real_logits() if isinstance(value, DeferredLogits) else value
+
+
+def real_outputs(callee: nn.Module, batch: Batch) -> Any:
+    """Calls the module and makes deferred logits real at once, while all ranks are here; a caller alone could not."""
+    leaves, tree = tree_flatten(callee(**batch))
+    return tree_unflatten([with_real_logits(leaf) for leaf in leaves], tree)
+
+
+def last_logits(callee: nn.Module, batch: Batch) -> Tensor:
+    """The logits of the token after the batch's last."""
+    # A copy: a view would keep the logits of all tokens in memory.
+    logits: Tensor = callee(**batch, use_cache=False).logits[:, -1, :].clone()
+    return logits
+
+
+def detached(value: Any) -> Any:
+    """Returns `value` with real tensors, detached from their graphs."""
+    leaves, tree = tree_flatten(value)
+    return tree_unflatten([with_real_logits(x).detach() if isinstance(x, Tensor) else x for x in leaves], tree)
 
 
 @contextmanager

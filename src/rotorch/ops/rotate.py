@@ -35,10 +35,9 @@ from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.ids_in_slice import add_rows
 from rotorch.ops.keep_attention import KeepAttention
 from rotorch.ops.no_saved_tensor_hooks import no_saved_tensor_hooks
-from rotorch.ops.product_into import add_product
 from rotorch.ops.random_state import RandomState
 from rotorch.ops.recompute_norm import recipe_of
-from rotorch.ops.running_sum import OutputSum, RunningSum
+from rotorch.ops.running_sum import OutputSum, RunningSum, add_product
 from rotorch.shard.flat import FlatSlices
 
 RunSlice = Callable[[list[Tensor], Sequence[Tensor]], Tensor]
