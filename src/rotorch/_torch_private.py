@@ -293,7 +293,7 @@ def wrapper_tensor(cls: type[Tensor], shape: Sequence[int], *, like: Tensor) -> 
 
 
 def as_dtensor_class(cls: type[Tensor], dtensor: Any, *, local: Tensor | None = None) -> Any:
-    """An instance of a subclass of DTensor over what a DTensor has, or over a local tensor like that.
+    """An instance of a subclass of DTensor over the local tensor of a DTensor, or over another one like it.
 
     Reason: a subclass may be dispatched as its own, but no public name makes one; torch's own `from_local` makes
     DTensors only, and their mesh, placements and shape together have an underscore.
@@ -360,7 +360,7 @@ def flat_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 
 
 def import_what_steps_need() -> None:
-    """Has torch import what it imports in the first step of any optimizer: seconds, and memory that forks share.
+    """Has torch import the modules of an optimizer's first step now: seconds, and memory that forks share.
 
     Reason: a step itself would do so, too, but since torch 2.13 it asks for the stream of a GPU if there is one in
     sight, wherever its parameters lie, and no process forked after that could use it.

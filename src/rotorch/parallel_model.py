@@ -335,7 +335,7 @@ class ParallelModel:
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
-        """Returns what the module returns for this rank's own `batch`, without gradients. All ranks, as often.
+        """Returns the module's outputs for this rank's own `batch`, without gradients. All ranks, as often.
 
         Args:
             batch: arguments of the module's forward, by name; without labels no loss is computed.

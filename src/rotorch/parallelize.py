@@ -253,7 +253,7 @@ def _described(module: nn.Module, spec: ModelSpec) -> dict[str, str]:
 
 
 def load_step_code(kinds: Iterable[str]) -> None:
-    """Imports what a step under these strategies needs, once, before ranks are forked: each would import it for itself.
+    """Imports the modules of a step under these strategies, before ranks are forked: each would import them for itself.
 
     Computes nothing with a GPU in sight: ranks forked from a process that has could not use it
     (see `process/forking.py`).

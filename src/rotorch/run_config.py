@@ -520,7 +520,7 @@ def _apply_override(raw: dict[str, Any], *, override: str) -> None:
 
 
 def _parse_value(text: str, *, override: str) -> Any:
-    """Reads a TOML value; what is none is text, unless it begins like a list, a table or a quotation."""
+    """Reads a TOML value; anything else is text, unless it begins like a list, a table or a quotation."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError as error:

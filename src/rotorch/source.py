@@ -1,4 +1,4 @@
-"""The commit that this package's source is of, for records of what it did."""
+"""The commit of this package's source, for records of measurements."""
 
 from __future__ import annotations
 

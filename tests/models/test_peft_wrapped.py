@@ -210,7 +210,7 @@ def test_adapters_that_need_whole_weights_are_refused_after_parallelize(warmed):
 def test_adapters_of_another_kind_are_refused():
     module = wrapped("some layers").merge_and_unload()
     module = peft.get_peft_model(module, peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"))
-    with pytest.raises(ConfigError, match="PeftModelForCausalLM with PROMPT_TUNING: only of LoRA"):
+    with pytest.raises(ConfigError, match="PROMPT_TUNING: ranks can cut adapters of LoRA only"):
         rotorch.parallelize(module, "rtp=2", device="cpu")
 
 

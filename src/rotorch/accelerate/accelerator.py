@@ -53,7 +53,7 @@ class ParallelAccelerator(SharesAccelerator):
                 handle.remove()
 
     def load_state(self, input_dir: Any = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Reads what `save_state` wrote, under whatever layout; each rank its parts. All ranks.
+        """Reads the files of `save_state`, written under any layout; each rank its parts. All ranks.
 
         Raises:
             ConfigError: it was written without a layout, or of other models or optimizers.

@@ -23,7 +23,7 @@ _OURS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GP
 
 
 def prepare(accelerator: Accelerator, *objects: Any, layout: str | Sequence[Strategy] | None = None) -> Any:
-    """Spreads a model over all ranks, and prepares what is given with it. All ranks.
+    """Spreads a model over all ranks, and prepares the other arguments as Accelerate does. All ranks.
 
     The accelerator is the user's own, and goes on as such: `accumulate`, `backward`, `clip_grad_norm_`,
     `gather_for_metrics`, `save_state` and the rest. Further loaders and schedulers go to its own `prepare`.
@@ -73,7 +73,7 @@ def prepare(accelerator: Accelerator, *objects: Any, layout: str | Sequence[Stra
         accelerator._model_of = {}
     elif (accelerator.process_index, accelerator.num_processes) != (parallel.batch_rank, parallel.num_batch_ranks):
         raise ConfigError(
-            "rotorch.accelerate.prepare: this accelerator has a model whose ranks share batches in another way. Give "
+            "rotorch.accelerate.prepare: this accelerator has a model whose ranks share batches differently. Give "
             "both the same layout, or an Accelerator each"
         )
     accelerator._model_of |= {id(optimizer): model for optimizer in optimizers}

@@ -1,4 +1,4 @@
-"""Bars: what a bench must reach, in tokens per second or in bytes per rank.
+"""Bars: limits that a bench must reach, in tokens per second or in bytes per rank.
 
 `rtp=2 >= 1.05 * ddp=2` is of speed; `peak rtp=4 <= 0.75 * fsdp2` of the rank with the most memory, as is
 `process rtp=4[recompute=slice] <= 170 * MiB`. "peak" is of tensors, at the highest moment of a step, "rest" of weights,

@@ -58,7 +58,7 @@ def read_process_memory() -> ProcessMemory:
 
 
 def reset_peak() -> None:
-    """Sets the highest mark back to what is resident now."""
+    """Sets the highest mark back to the resident bytes of now."""
     file = _PROC / "clear_refs"
     if file.is_file():
         file.write_text("5")

@@ -193,7 +193,7 @@ class _Rank:
         return taken
 
     def traffic(self) -> Traffic:
-        """Runs one step and counts what is sent."""
+        """Runs one step and counts the bytes sent."""
         contender, step = self._made(), self._next()
         with Meter() as meter:
             contender.forward_backward(step)
@@ -227,7 +227,7 @@ class _Rank:
         return trace_steps(contender, steps=[self._next() for _ in range(count)], meet=self._wait_for_all)
 
     def stop(self) -> None:
-        """Frees what is shared with other ranks."""
+        """Frees memory shared with other ranks."""
         if self._contender is not None:
             self._contender.close()
 
@@ -286,7 +286,7 @@ def _join(setup: RankSetup) -> None:
 
 
 def load_code(task: Task) -> None:
-    """Loads what a step needs and torch or transformers load on first use: seconds, which forked ranks then save."""
+    """Loads modules of a step that torch or transformers load on first use: seconds, which forked ranks then save."""
     with on_meta():
         build(task)
     load_step_code(STRATEGIES)

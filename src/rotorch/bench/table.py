@@ -1,4 +1,4 @@
-"""The bench as people read it: three tables, and a line for whatever is wrong."""
+"""The bench as people read it: three tables, and a line for each problem."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ NUM_BATCHES = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """The work of one step, whoever does it.
+    """The work of one step, the same for all contenders.
 
     Attributes:
         name: name of the model in the output.
@@ -95,7 +95,7 @@ class Task:
 
 
 def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
-    """Takes from a run's configuration what a bench needs.
+    """Takes the entries of a bench from a run's configuration.
 
     Raises:
         ConfigError: the model's configuration cannot be read, the sequence is too long for it, the batch does not

@@ -108,7 +108,7 @@ def measure_tensors(contender: Contender, *, step: int) -> TensorMemory:
 
 @contextmanager
 def _head_named(module: nn.Module, live: LiveStorages) -> Iterator[None]:
-    """Calls logits what a Hugging Face model's head returns, where that is a plain tensor.
+    """Counts the outputs of a Hugging Face model's head as logits, if they are plain tensors.
 
     Heard of all modules, since a head with a hook of its own gives real logits (`real_for_hooks`): those of the whole
     vocabulary, in place of the slices that are to be measured.
@@ -189,7 +189,7 @@ class LiveStorages(TorchDispatchMode):
         return result
 
     def name(self, tensors: Iterable[Tensor], *, category: str) -> None:
-        """Says what the storages of `tensors` are for, also in the past."""
+        """Names the use of the storages of `tensors`, also in the past."""
         for tensor in map(local_part, tensors):
             if self._mappings.contains(tensor.untyped_storage()):
                 self._mapped[category].extend(extents(tensor))

@@ -457,7 +457,9 @@ def zoo(
 
     tell_phase()
     if known and again:
-        raise ConfigError("zoo: --known runs nothing, and --again runs what is known. Leave out one of the two")
+        raise ConfigError(
+            "zoo: --known runs nothing, and --again runs known models once more. Leave out one of the two"
+        )
     layouts = tuple(parallel or LAYOUTS)
     outcomes = run_zoo(
         names or (), layouts=layouts, cache=cache, again=again, older=older, only_known=known, tell=print_now

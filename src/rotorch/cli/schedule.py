@@ -84,7 +84,7 @@ def figures(found: Simulation) -> dict[str, Any]:
 
 
 def headlines(found: Simulation) -> list[str]:
-    """The figures in words: what it is, the bubble, memory, traffic."""
+    """The figures in words: kind, bubble, memory, traffic."""
     schedule, numbers = found.schedule, figures(found)
     ranks = numbers["ranks"]
 

@@ -241,7 +241,7 @@ class StageMessages:
             work.wait()
 
     def settle(self) -> None:
-        """Ends a step: waits until all messages have left, and receives and drops those that nobody has asked for."""
+        """Ends a step: waits until all messages have left; receives and drops the ones not asked for."""
         # After a failure of this rank: its neighbours still send, and each posted receive takes its message.
         for source, tag in list(self._expected):
             self.receive(source=source, tag=tag)
@@ -256,7 +256,7 @@ class StageMessages:
         self._learned[like] = min(self._learned.get(like, (tag, form)), (tag, form), key=lambda found: found[0])
 
     def leave(self) -> None:
-        """Records that a step was left in the middle: nobody takes its messages any more (see [Note: known alike])."""
+        """Records that a step was left in the middle: its messages are dropped (see [Note: known alike])."""
         self._was_left = self._mesh.size() > 1
 
     def check_whole(self) -> None:

@@ -144,7 +144,7 @@ def _of_activations(coordinate: GridCoordinate, weight: Weight, batch: MicroBatc
 
 
 def _gradients(coordinate: GridCoordinate, units: list[Unit]) -> Iterator[_Passing]:
-    """Messages of gradients: those that are summed over the same axis groups lie side by side, in one message."""
+    """Messages of gradients: gradients summed over the same axis groups lie side by side, in one message."""
     flat: dict[tuple[tuple[str, ...], int], int] = defaultdict(int)
     shards: dict[tuple[tuple[str, ...], int], list[Weight]] = defaultdict(list)
     gathered: dict[int, list[Weight]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""A line on the terminal about what is going on, until the next one. It needs no thread: ranks are forked."""
+"""A line on the terminal with the present phase, until the next one. It needs no thread: ranks are forked."""
 
 from __future__ import annotations
 

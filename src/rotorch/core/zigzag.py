@@ -35,7 +35,7 @@ def seen_by(queries: Range, *, window: int | None) -> Range:
 
 @dataclass(frozen=True)
 class KeyExchange:
-    """One rank's part in the exchange of keys and values: every rank gets those that its own tokens attend to.
+    """One rank's part in the exchange of keys and values: every rank gets the ones its own tokens attend to.
 
     Attributes:
         num_tokens: of the sequence.
@@ -83,7 +83,7 @@ class KeyExchange:
         return tuple(Range(_offset(each, self.chunks), each.length) for each in common)
 
     def receives(self, source: int) -> tuple[Range, ...]:
-        """The ranges in this rank's keys of those that another rank has, in the order in which it sends them."""
+        """The ranges in this rank's keys that come from another rank, in the order in which it sends them."""
         common = _common(self.other(source).chunks, self.needed)
         return tuple(Range(_offset(each, self.needed), each.length) for each in common)
 

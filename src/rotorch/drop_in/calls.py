@@ -157,7 +157,7 @@ class PlainCalls:
         return _Exit.apply(tensor, anchor, self) if anchor is not None and tensor.requires_grad else tensor
 
     def _later(self) -> Later:
-        """Returns the pass in which logits are made that nobody has asked for yet (see ops/deferred_logits.py)."""
+        """Returns the pass in which deferred logits are made (see ops/deferred_logits.py)."""
         before: list[Tensor] = []
         self._to_note.append(before)
         autocast = AutocastState.now(self.model.device.type)  # that of the call, wherever logits are read
@@ -286,7 +286,7 @@ class _Backward:
                 held.local_grad.copy_(before)
 
     def break_off(self) -> None:
-        """Ends the backward pass as after an exception in it; warns of what is lost by that."""
+        """Ends the backward pass as after an exception in it; warns of the gradients lost by that."""
         self._past.take()
         error = RuntimeError("a backward pass broke off")
         with suppress(RuntimeError):  # what undoes a pass raises what broke it off

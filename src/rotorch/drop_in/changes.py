@@ -23,7 +23,7 @@ _WEIGHTS = {"_parameters", "_flat_weights"}
 
 @dataclass
 class _Seen:
-    """A module's class, attributes, and the entries of those that are tables: of parts, of buffers, of hooks."""
+    """A module's class, its attributes, and the entries of its tables of parts, buffers and hooks."""
 
     kind: type[nn.Module]
     attributes: dict[str, Any]
@@ -68,7 +68,7 @@ class _Change:
         )
 
     def leave_out(self, module: nn.Module) -> None:
-        """Takes out of the module what is still as it came to be."""
+        """Takes the noted changes out of the module, if they are still as they were made."""
         first, then = self.kind
         if type(module) is then:
             module.__class__ = first
@@ -113,7 +113,7 @@ class Changes:
                 owner.use_cache = False
 
     def leave_out(self, module: nn.Module) -> Callable[[], None]:
-        """Makes a module at rest what it would be without them, with weights on meta, in place.
+        """Makes a module at rest as it would be without them, with weights on meta, in place.
 
         Args:
             module: the one that was changed.

@@ -61,7 +61,7 @@ class Origin:
         return made
 
     def as_given(self) -> AbstractContextManager[None]:
-        """A context in which the module's configuration is what it was before, as it is published."""
+        """A context in which the module's configuration is the one before `parallelize`, as it is published."""
         return self._changes.caches_on()
 
     @torch.no_grad()

@@ -55,5 +55,5 @@ def _whole(head: nn.Linear) -> WholeHead:
 
 
 def a_fused_loss(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Whole weights as they are; the name is what a refusal or the log says."""
+    """Whole weights as they are; refusals and the log use the name."""
     return weight, bias

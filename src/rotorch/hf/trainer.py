@@ -73,7 +73,7 @@ class TrainerMixin(_Trainer):
     layout: str | Sequence[Strategy] | None = None
 
     def __init__(self, *args: Any, layout: str | Sequence[Strategy] | None = None, **kwargs: Any) -> None:
-        """Takes what the trainer's own class takes, and `layout`.
+        """Takes the arguments of the trainer's own class, and `layout`.
 
         Raises:
             ConfigError: a layout or arguments that cannot be right together, before anything is made.
@@ -143,7 +143,7 @@ class TrainerMixin(_Trainer):
     # ---------------------------------------------------------------- saving and loading
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes whole weights, and what the trainer writes beside them. All ranks; the first one writes."""
+        """Writes whole weights, and the trainer's files beside them. All ranks; the first one writes."""
         if state_dict is None:
             wanted = saved_names(self.model)
             state_dict = full_state_dict(self.model, self.parallel, all_ranks=False, only=wanted)

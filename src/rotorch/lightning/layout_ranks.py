@@ -56,7 +56,7 @@ class LayoutRanks:
 
     @property
     def cluster_environment(self) -> Any:
-        """Ranks as torchrun's variables name them, whoever has set these; Lightning starts no processes."""
+        """Ranks by torchrun's variables, set by any launcher; Lightning starts no processes."""
         return TorchElasticEnvironment() if "RANK" in os.environ else self._environment
 
     @cluster_environment.setter

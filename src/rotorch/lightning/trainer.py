@@ -79,7 +79,7 @@ class Strategy(LayoutRanks, ParallelStrategy):
         self.setup_precision_plugin()
 
     def model_to_device(self) -> None:
-        """Moves what is not spread."""
+        """Moves the parts that are not spread."""
         assert self.model is not None, "Trainer has connected it"
         self.model.to(self.root_device)
 
@@ -158,7 +158,7 @@ class Strategy(LayoutRanks, ParallelStrategy):
         return rest
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Loads what is not in parts; whole weights of models too, if there are any."""
+        """Loads entries that are not in parts; whole weights of models too, if there are any."""
         assert self.lightning_module is not None, "Trainer has connected it"
         state, names = dict(checkpoint["state_dict"]), self._names()
         for name, model in _models_of(self.lightning_module):

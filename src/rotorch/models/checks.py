@@ -89,8 +89,8 @@ def refuse_wrapped(module: nn.Module) -> None:
     if not hasattr(module, "get_base_model") or kinds != {"LORA"}:
         said = f"with {', '.join(sorted(kinds))}" if kinds - {""} else "of this kind"
         raise ConfigError(
-            f"parallelize: a {type(module).__name__} {said}: only of LoRA it is known what ranks may cut. "
-            "Write peft.get_peft_model(model, LoraConfig(...)), or merge_and_unload() what is done"
+            f"parallelize: a {type(module).__name__} {said}: ranks can cut adapters of LoRA only. "
+            "Write peft.get_peft_model(model, LoraConfig(...)), or merge trained adapters by merge_and_unload()"
         )
 
 

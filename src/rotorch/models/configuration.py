@@ -113,7 +113,7 @@ def check_sizes(values: Mapping[str, Any], *, aliases: Mapping[str, str], source
         if key in sizes and value < 1:
             raise ConfigError(f"model: {source}: {key} = {value}. Write 1 or more")
         if key.endswith(("dropout", "pdrop")) and not 0 <= value < 1:
-            raise ConfigError(f"model: {source}: {key} = {value}: a share of what is dropped. Write 0 or more, below 1")
+            raise ConfigError(f"model: {source}: {key} = {value}: not a fraction. Write 0 or more, below 1")
         if key.endswith(("_eps", "_epsilon")) and not 0 < value < 1:
             raise ConfigError(f"model: {source}: {key} = {value}. Write a small positive number, e.g. 1e-6")
 
@@ -177,7 +177,7 @@ def _called(config: Any, name: str) -> str:
 
 
 def built(build: Callable[[], nn.Module], *, config: Any) -> nn.Module:
-    """`build()`, and what it cannot build in one line.
+    """`build()`; its failures become an error of one line.
 
     Raises:
         ConfigError: the constructor's own words, with the key whose value they name.

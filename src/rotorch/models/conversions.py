@@ -73,7 +73,7 @@ def ignored_when_loaded(module: nn.Module, names: Collection[str]) -> list[str]:
 
 
 def bare(module: nn.Module) -> Any:
-    """Returns the model without values and without what a strategy has made of it: an instance like it on meta.
+    """Returns an instance like the model on meta, without a strategy's changes.
 
     Rules go by the names of classes, and `fully_shard` gives modules other ones.
     """

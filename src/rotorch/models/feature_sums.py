@@ -71,8 +71,8 @@ def complete_sums(norm: nn.Module, *, mine: int, total: int, sum_over: Sum) -> N
 def _with_sums(forward: Any, mine: int, total: int, sum_over: Sum, /, *args: Any, **kwargs: Any) -> Any:
     if args and isinstance(args[0], Tensor) and args[0].shape[-1:] == (total,) and total != mine:
         raise ConfigError(
-            f"a norm got all {total} features where this rank has {mine}: this layout cuts activations along them, and "
-            "what is given past the embedding (inputs_embeds) is whole. Give input_ids, or write ddp, fsdp, rtp or "
+            f"a norm got all {total} features where this rank has {mine}: this layout cuts activations along them, "
+            "but not inputs_embeds, which bypass the embedding. Give input_ids, or write ddp, fsdp, rtp or "
             "megatron"
         )
     with CompletedSums(mine=mine, total=total, sum_over=sum_over):

@@ -116,7 +116,7 @@ class _Cuts:
         return self._cuts
 
     def _hidden_size(self) -> int:
-        """Features of the residual stream: what units that run on slices take in and give out, or what a head takes."""
+        """Features of the residual stream: inputs and outputs of units that run on slices, or inputs of a head."""
         sizes = {w.shape[1 - w.cut.dim] for u in self._modules() for w in u.weights if w.cut and len(w.shape) == 2}
         if not sizes and self.tried:
             heads = [w for u in self.spec.units for w in u.weights if u.logits or self._gives_output(w)]
@@ -279,7 +279,7 @@ class _Cuts:
         return all(type(each) in (kind if isinstance(kind, tuple) else (kind,)) for each in layers)
 
     def _try_norms(self) -> None:
-        """Counts the sums of every module with vectors of its own, by trial; refuses those that go wrong."""
+        """Counts the sums of every module with vectors of its own, by trial; refuses modules whose trial fails."""
         tried: dict[tuple[type, int], int] = {}
         for name, weight in self._weights.items():
             layer = self._sites[name][0].module
@@ -363,7 +363,7 @@ def _in_lockstep(halves: list[nn.Module], inputs: list[Tensor], *, size: int) ->
 
 
 class _ReplayedSums:
-    """Sums what one half gives with what the other gave in the run before, and remembers it."""
+    """Sums a half's value with that of the other half in the run before, and remembers it."""
 
     def __init__(self, other: list[Tensor]) -> None:
         self._other = other

@@ -196,7 +196,7 @@ class _Names:
 
 
 def read_gguf_metadata(path: Path, directory: Path) -> Path:
-    """Writes what a GGUF file says besides weights as a Hugging Face directory, once, and returns that.
+    """Writes a GGUF file's configuration and tokenizer as a Hugging Face directory, once, and returns that.
 
     `config.json`, `tokenizer.json` with its configuration and chat template, and `generation_config.json`. Takes some
     ten seconds for a vocabulary of 50,000, so it is kept.

@@ -158,7 +158,7 @@ def _parts(tensor: Tensor, operations: Sequence[Any], number: int) -> list[Tenso
 
 
 class _Stub(Stored):
-    """A tensor that nobody reads."""
+    """A tensor without readers."""
 
     dtype = torch.float32
 

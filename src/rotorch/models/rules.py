@@ -1,4 +1,4 @@
-"""Units by rules over the kinds of layers: of modules that declare no plan, and of what a declared plan leaves out.
+"""Units by rules over the kinds of layers: of modules without a declared plan, and of weights that a plan leaves out.
 
 [Note: rules]
     Linear layers, embeddings and convolutions are cut along their output, weight by weight (RTP, arXiv 2311.01635,
@@ -44,7 +44,7 @@ _SMALL_SHARE = 1 / 1000
 
 
 def spec_by_rule(module: nn.Module, weights: Mapping[str, Weight]) -> ModelSpec:
-    """The units that the rules give for a module; what is in none of them is whole on every rank.
+    """The units that the rules give for a module; all other weights are whole on every rank.
 
     Args:
         module: any module; meta tensors will do.
@@ -73,7 +73,7 @@ def large_and_left(module: nn.Module, spec: ModelSpec) -> list[Weight]:
 def cut_what_is_left(
     module: nn.Module, spec: ModelSpec, weights: Mapping[str, Weight], *, uses: Mapping[str, Use] | None
 ) -> ModelSpec:
-    """Adds units by rule for what is large and has no role in the plan that `spec` was made by.
+    """Adds units by rule for large weights without a role in the plan that `spec` was made by.
 
     Args:
         module: the model; meta tensors will do.
@@ -148,7 +148,7 @@ def _as_used(unit: Unit, uses: Mapping[str, Use] | None) -> Unit:
 
 
 def _spec(name: str, units: Sequence[Unit], weights: Mapping[str, Weight], *, kept: Sequence[KeptWhole]) -> ModelSpec:
-    """Units in the order of their weights, and one of what is in none of them."""
+    """Units in the order of their weights, and one of all other weights."""
     order = {weight: place for place, weight in enumerate(weights)}
     ordered = sorted(units, key=lambda u: min(order[w.name] for w in u.weights))
     owned = {w.name for unit in units for w in unit.weights}

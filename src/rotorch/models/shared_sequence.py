@@ -247,8 +247,8 @@ def check_batch(batch: Batch, *, num_ranks: int) -> None:
     """Raises `ConfigError` for a batch whose sequences cannot be cut: too short, packed documents, unknown entries."""
     if unknown := sorted(set(batch) - set(_KNOWN)):
         raise ConfigError(
-            f"context={num_ranks}: nobody knows how the batch's {', '.join(map(repr, unknown))} is cut along the "
-            f"sequence. Give {', '.join(_KNOWN)} only, or leave context out"
+            f"context={num_ranks}: the batch's {', '.join(map(repr, unknown))} cannot be cut along the sequence. "
+            f"Give {', '.join(_KNOWN)} only, or leave context out"
         )
     first = next((batch[name] for name in _TEXT if name in batch), None)
     if first is None or first.dim() < 2:

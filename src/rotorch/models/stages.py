@@ -92,7 +92,7 @@ def _of_every_layer(config: Any, name: str) -> Any:
 
 
 class _SkippedLayer(nn.Module):
-    """Stands where a layer of an earlier stage is: nobody looks at what it returns."""
+    """Stands in for a layer of an earlier stage; its output is not used."""
 
     def __init__(self, received: Tensor) -> None:
         super().__init__()

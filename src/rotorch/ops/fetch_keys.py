@@ -1,4 +1,4 @@
-"""Keys and values of a sequence that ranks share: each rank gets those that its tokens attend to."""
+"""Keys and values of a sequence that ranks share: each rank gets the ones its tokens attend to."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def seeded_rng(seed: int) -> Iterator[None]:
 
 
 def draw_seed() -> int:
-    """Draws from the CPU's generator, whatever the device of the pass: no GPU is waited for."""
+    """Draws from the CPU's generator on every device: no GPU is waited for."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 

@@ -78,7 +78,7 @@ class OutputSum(RunningSum):
             self._last = number, output, output._version
 
     def take(self, output: Tensor) -> bool:
-        """Adds a slice's output; returns False if the slice has to run again, since what it returned is not that."""
+        """Adds a slice's output; returns False if it returned another tensor than the sum, and has to run again."""
         last, self._last, has_added, self._has_added = self._last, None, self._has_added, False
         unchanged = last is not None and last[1] is output and last[2] == output._version
         if has_added:

@@ -18,7 +18,7 @@ class AdamW(torch.optim.AdamW):
     """Torch's, whose update sees tensors in the order in which they lie (see [Note: order in memory])."""
 
     def _init_group(self, group: dict[str, Any], params: list[Tensor], *others: list[Tensor]) -> bool:
-        """Fills the lists of what is updated together: parameters, gradients, both moments, numbers of steps.
+        """Fills the lists of tensors updated together: parameters, gradients, both moments, numbers of steps.
 
         Reason for overriding a private method: it is where torch puts these lists together, and no public one is.
         """

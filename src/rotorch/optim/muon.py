@@ -35,7 +35,7 @@ _ADJUST: dict[str, Callable[[int, int], float]] = {
 
 
 class Muon(torch.optim.Optimizer):
-    """`torch.optim.Muon` for the parameters that `parallelize` leaves, with AdamW for what is no hidden matrix.
+    """`torch.optim.Muon` for the parameters that `parallelize` leaves, with AdamW for all but hidden matrices.
 
     Arguments, defaults and results are torch's, under any layout. All ranks call `step`. Plain parameters, which belong
     to no parallel model, are updated by each rank alone.

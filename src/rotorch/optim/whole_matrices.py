@@ -165,7 +165,7 @@ class WholeMatrices:
 
 
 def _balanced(parts: Sequence[tuple[_Shard, ...]], *, costs: Sequence[float], size: int) -> list[int]:
-    """An owner for each matrix: the largest first, to whoever of its holders has least to do."""
+    """An owner for each matrix: the largest first, to the least loaded of its holders."""
     owners, load = [0] * len(parts), [0.0] * size
     for number in sorted(range(len(parts)), key=lambda n: (-costs[n], n)):
         holders = [rank for rank, part in enumerate(parts[number]) if part.numel]
@@ -176,7 +176,7 @@ def _balanced(parts: Sequence[tuple[_Shard, ...]], *, costs: Sequence[float], si
 
 
 def _sources(parts: tuple[_Shard, ...], *, owner: int, of: ShardedWeight) -> frozenset[int]:
-    """Ranks whose parts together are the whole: of those that hold the same, the one of the owner's own replica."""
+    """Ranks whose parts together are the whole: of holders of one part, the one of the owner's own replica."""
     holders: dict[tuple[Chunk, ...], list[int]] = {}
     for rank, part in enumerate(parts):
         if part.numel:

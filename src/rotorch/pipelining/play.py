@@ -1,4 +1,4 @@
-"""Rows by playing: in every slot of time each rank does the action that its rule prefers among those that are ready.
+"""Rows by playing: in every slot of time each rank does the ready action that its rule prefers.
 
 Forward, input gradient and weight gradient take one slot each, messages none. Micro-batches of a stage are taken in
 order, so that three counters describe a stage's progress.

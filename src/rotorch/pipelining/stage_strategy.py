@@ -130,7 +130,7 @@ class StageStrategy(Strategy):
         return Placement.LOOP
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage, among those that a micro-batch passes."""
+        """The rank that holds a stage, among the ranks that a micro-batch passes."""
         return self.placement.rank_of(stage, num_ranks=self.stages)
 
     def parts_of(self, spec: ModelSpec) -> tuple[range, ...]:

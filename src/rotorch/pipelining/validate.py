@@ -1,4 +1,4 @@
-"""Checks of a lowered table: an executor may trust a table that passes, whoever wrote it."""
+"""Checks of a lowered table: an executor may trust any table that passes."""
 
 from __future__ import annotations
 

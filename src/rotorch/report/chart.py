@@ -72,7 +72,7 @@ class Curve:
 
     @property
     def points(self) -> list[tuple[int, float | None]]:
-        """Its points; of a dotted curve only those that have a value."""
+        """Its points; of a dotted curve only points with a value."""
         pairs = zip(self.steps, self.values, strict=True)
         return [pair for pair in pairs if pair[1] is not None] if self.dots else list(pairs)
 

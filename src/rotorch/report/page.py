@@ -356,7 +356,7 @@ def _memory_of_rank(run: RecordedRun, rank: int, bar: Callable[[Mapping[str, int
 
 
 def _memory_charts(runs: Sequence[RecordedRun], *, first: int, last: int, columns: int) -> Iterator[str]:
-    """A chart per category: what the rank that has the most holds over the steps, and what was predicted."""
+    """A chart per category: bytes of the rank with the most over the steps, and the predicted bytes."""
     for category in CATEGORIES[:-1]:
         curves = []
         for number, run in enumerate(runs):

@@ -407,6 +407,6 @@ def _read_failure(path: Path, remarks: list[str]) -> str:
 
 
 def _headline(failure: str) -> str:
-    """The line of a report of a failure that says what it was; its first line is the time."""
+    """The line of a failure report with the cause; its first line is the time."""
     lines = [line for line in failure.splitlines() if line.strip()]
     return lines[1] if len(lines) > 1 else "".join(lines)

@@ -171,7 +171,7 @@ class CutInName(SavedInChunks, DTensor):
         placements: Sequence[Placement] | None = None,
         **_: Any,
     ) -> DTensor:
-        """The whole tensor on all ranks of the mesh, which call it, if that is what is asked; without gradients.
+        """The whole tensor on all ranks of the mesh, which call it, if the whole is asked for; without gradients.
 
         Raises:
             ConfigError: other placements; torch would take the parts for those of torch.chunk.
@@ -253,7 +253,7 @@ def _is_local(func: Any, name: str, args: Any, kwargs: Any) -> bool:
 
 
 def _goes_with(tensor: Tensor, cut: CutInName) -> bool:
-    """True if a tensor is cut alike, or has one element along the dims that are cut: each rank has what it needs."""
+    """True if a tensor is cut alike, or has one element along the dims that are cut: each rank has its operand."""
     if isinstance(tensor, CutInName):
         return tensor.shape == cut.shape and tensor.chunks == cut.chunks
     if tensor.numel() == 1 and tensor.dim() <= 1:

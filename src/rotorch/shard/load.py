@@ -93,7 +93,7 @@ def check_fit(
     may_lack: Sequence[str] = (),
     may_have: Sequence[str] = (),
 ) -> dict[str, str | None]:
-    """Returns the stored name of each weight and buffer, None for those that may be missing. Reads no tensor.
+    """Returns the stored name of each weight and buffer, None if it may be missing. Reads no tensor.
 
     Arguments and errors are those of `load_stored`; `dtypes` are the weights' own, by name.
     """

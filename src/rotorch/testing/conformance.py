@@ -180,7 +180,7 @@ Invariant = Callable[[Examination], Iterator[str]]
 
 
 def at_rest_every_parameter_is_a_dtensor(e: Examination) -> Iterator[str]:
-    """Every parameter is a DTensor sharing memory with what the rank holds, under the name that it had before."""
+    """Every parameter is a DTensor over the rank's own shard, under the name that it had before."""
     found = dict(e.model.named_parameters())
     if list(found) != e.case.names:
         yield f"names differ: {sorted(set(found) ^ set(e.case.names)) or 'order'}"
@@ -482,7 +482,7 @@ def frozen_weights_get_no_gradient(e: Examination) -> Iterator[str]:
 
 
 def _every_second(e: Examination) -> set[str]:
-    """Every second unit whole, and of what nobody cuts every second weight."""
+    """Every second unit whole, and of the uncut weights every second one."""
     cut = {w.name for unit in e.model.spec.cut_units[::2] for w in unit.weights}
     whole = [w.name for unit in e.model.spec.units if unit.kind is UnitKind.REPLICATED for w in unit.weights]
     return cut | set(whole[::2])
@@ -510,7 +510,7 @@ INVARIANTS: dict[str, Invariant] = {
 
 
 def examine(case: Case, *, parallel: str, scratch: Path, timeout_s: float = 300.0) -> dict[str, list[str]]:
-    """Runs all of `INVARIANTS` on forked ranks; returns what is wrong with each, the rank first. One process calls it.
+    """Runs all of `INVARIANTS` on forked ranks; returns the failure of each, the rank first. One process calls it.
 
     An exception that all ranks raise alike is a problem of the invariant that raised it, and the next one starts with a
     new model. One that only some ranks raise leaves the others waiting, and ends the examination.

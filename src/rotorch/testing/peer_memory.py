@@ -52,7 +52,7 @@ class OutOfOrder(AssertionError):
 
 @dataclass(frozen=True)
 class FakeMark:
-    """A place in a lane: after so many pieces of work, with what the lane had seen then."""
+    """A mark in a lane: after so much work, with the marks that the lane had seen then."""
 
     lane: FakeLane
     position: int
@@ -295,13 +295,13 @@ class FakePeerMemory:
         self._accesses[key] = kept
 
     def write_to_peer(self, to: Tensor) -> None:
-        """Marks what is written into another rank's window as unread (see [Note: windows])."""
+        """Marks elements written into another rank's window as unread (see [Note: windows])."""
         for window, unread in zip(self._windows, self._unread, strict=True):
             if storage_key(to) == storage_key(window):
                 self._turn(unread, to, window, unread_now=True)
 
     def read_from_window(self, source: Tensor) -> None:
-        """Marks what is read from this rank's window as read."""
+        """Marks elements read from this rank's window as read."""
         if storage_key(source) == storage_key(self.window):
             self._turn(self._unread[self.rank], source, self.window, unread_now=False)
 

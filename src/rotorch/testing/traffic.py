@@ -68,7 +68,7 @@ def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None
 def sent_and_said(
     module: nn.Module, parallel: str, *, batch: Mapping[str, Tensor]
 ) -> tuple[dict[Kind, int], dict[Kind, int]]:
-    """Bytes that this rank sends in a first step, by kind, and what the Layouts say. All ranks call it.
+    """Bytes that this rank sends in a first step, by kind, and the Layouts' bytes. All ranks call it.
 
     Args:
         module: a model of token ids; its weights are initialised.

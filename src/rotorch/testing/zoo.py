@@ -169,7 +169,7 @@ def _read(cache: Path, *, depends_on: str | None) -> dict[tuple[str, str], Outco
 
 
 def _verify_in_child(config_class: type, layouts: Sequence[str]) -> list[Outcome]:
-    """Outcomes of one model, whatever it does (see [Note: one model, one child])."""
+    """Outcomes of one model, crashes included (see [Note: one model, one child])."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_child, args=(config_class, layouts, sender))

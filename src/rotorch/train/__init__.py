@@ -1,1 +1,1 @@
-"""Training: data, state, loop, checkpoints and what is reported while they run."""
+"""Training: data, state, loop, checkpoints and reports."""

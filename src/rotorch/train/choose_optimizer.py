@@ -125,7 +125,7 @@ def choose_optimizer(settings: OptimizerSection) -> ChosenOptimizer:
 
 
 def check_optimizer(settings: OptimizerSection, spec: ModelSpec) -> None:
-    """All that can be wrong with a run's optimizer for a model.
+    """Checks of a run's optimizer for a model.
 
     Raises:
         ConfigError: as `choose_optimizer`; or a group of which the model has no weight, or that asks for what is not.

@@ -304,7 +304,7 @@ def read_batches(windows: TokenWindows, model: ParallelModel, *, step: int, size
 
 
 def evaluate(model: ParallelModel, held_out: TokenWindows, *, micro_batch: int, max_windows: int) -> HeldOut:
-    """Measures the model on held-out windows, the same ones whatever the ranks. All ranks."""
+    """Measures the model on held-out windows, the same ones for any number of ranks. All ranks."""
     parts = held_out.evaluation_batches(
         micro_batch=micro_batch,
         batch_rank=model.batch_rank,

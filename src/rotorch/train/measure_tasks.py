@@ -121,7 +121,7 @@ def _measure(
 
 
 def _numbers(of_task: dict[str, Any]) -> dict[str, float]:
-    """The metrics of a task, without those that are not numbers, by their names without the filter "none"."""
+    """The metrics of a task that are numbers, by their names without the filter "none"."""
     return {
         key.removesuffix(",none"): float(value)
         for key, value in of_task.items()

@@ -96,7 +96,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, *, lr: float) -> None:
 
 
 def schedule_numbers(settings: OptimizerSection, *, steps: int) -> dict[str, Any]:
-    """All that `learning_rate` depends on, as plain JSON: what a checkpoint keeps to notice a change."""
+    """The inputs of `learning_rate` as plain JSON: checkpoints keep them to notice a change."""
     names = {
         "lr",
         "warmup_steps",

@@ -203,8 +203,8 @@ def check_same_reference(run: CheckedRun) -> None:
     theirs = str(run.resume.manifest.data.get(REFERENCE, ours))
     if theirs != ours:
         raise ConfigError(
-            f"--resume: model.init = {run.config.model.init!r}, its files or train.precision are not those that "
-            f"{run.resume.checkpoint} has its reference of ({ours[:8]} now, {theirs[:8]} then). Write them as they were"
+            f"--resume: model.init = {run.config.model.init!r}, its files or train.precision differ from those of "
+            f"the reference in {run.resume.checkpoint} ({ours[:8]} now, {theirs[:8]} then). Write them as they were"
         )
 
 

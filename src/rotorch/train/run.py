@@ -234,7 +234,7 @@ def check_same_corpus(run: CheckedRun, corpus: str) -> None:
 
 
 def keep_earlier_metrics(run: CheckedRun, *, tell: Callable[[str], None]) -> None:
-    """A run that was asked to go on, and has no checkpoint, begins anew: what it measured before stays beside.
+    """A run that was asked to go on, and has no checkpoint, begins anew: earlier metrics stay beside.
 
     A run may be killed before its first checkpoint, and whoever starts it again by the same command wants it to begin.
     """
@@ -335,7 +335,7 @@ def _train(
 
 
 def build(run: CheckedRun, *, store: dist.Store | None = None) -> TrainState:
-    """Builds model and optimizer; every rank makes, or reads, only what it holds. All ranks.
+    """Builds model and optimizer; every rank makes, or reads, only its own shards. All ranks.
 
     Args:
         run: the checked run.
@@ -459,7 +459,7 @@ def _texts(run: CheckedRun) -> list[str]:
 
 
 def _samples(run: CheckedRun) -> str:
-    """Words on samples, where they are not what a user would expect."""
+    """Words on samples that a user would not expect."""
     if run.config.data.stream:
         buffer = run.config.data.shuffle_buffer
         order = f"shuffled within {buffer} samples" if buffer > 1 else "in its own order"

@@ -115,7 +115,7 @@ def model_tensors(model: ParallelModel) -> dict[str, ChunkedTensor | Tensor]:
 
 
 def names_to_save(model: ParallelModel) -> set[str]:
-    """Names of the weights that this rank saves: of those that hold the same chunks one does, and all know which.
+    """Names of the weights that this rank saves: one holder of each chunk does, and all ranks know which.
 
     So rank 0 plans each chunk once, however many hold it. Holders get weights that follow each other in the model's
     description, equal shares of its bytes.

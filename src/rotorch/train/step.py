@@ -104,7 +104,7 @@ def rewards_of(model: ParallelModel, beside: Sequence[Mapping[str, Tensor]]) -> 
 def _agree(
     model: ParallelModel, *, squared_norm: float, stop: bool, is_wrong: bool, peak_bytes: int
 ) -> tuple[float, bool, bool, tuple[int, ...]]:
-    """Sums the norm's shares, and with them tells all ranks who was asked to stop and how much memory each took."""
+    """Sums the norm's shares, and in the same message stop requests and each rank's peak of memory."""
     num_ranks = model.mesh.size()
     rank = model.mesh.get_rank() if num_ranks > 1 else 0
     numbers = torch.zeros(3 + num_ranks, dtype=torch.float64)

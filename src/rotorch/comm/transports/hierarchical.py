@@ -314,7 +314,7 @@ class HierarchicalRing(Ring):
         return segment.sum_turns, slot, self._base + uses * per_use
 
     def _open_sums(self, slot: int, first: int) -> None:
-        """Lets neighbours write to a slot for sums, once what it held has left."""
+        """Lets neighbours write to a slot for sums, once its last contents have left."""
         hop, self._hops[slot] = self._hops[slot], None
         if hop is not None:
             hop.wait_sent()

@@ -216,7 +216,7 @@ class SharedMemoryRing(Ring):
         announce(self._turns[visit.index], item, visit.turn + 1, fence=self._fence)
 
     def _discarded_gradient(self, numel: int) -> Tensor:
-        """Gradient memory that nobody reads, at one address for the ring's life: callers cache views by address."""
+        """Gradient memory without readers, at one address for the ring's life: callers cache views by address."""
         if not self._discarded.numel():
             self._discarded = self._discarded.new_empty(max(max(n) for n in self.numels))
         return self._discarded[:numel]

@@ -274,7 +274,7 @@ def _shrink_rope(parameters: dict[str, Any], config: dict[str, Any], *, sections
 def inputs_for(
     model_class: type, config: Any, *, num_rows: int, num_tokens: int, seed: int = 0, embedded: bool = False
 ) -> dict[str, Tensor]:
-    """Random inputs for what a model class's forward asks for by name; their first dims divide by rows.
+    """Random inputs for the arguments of a model class's forward, by name; their first dims divide by rows.
 
     Token ids, images, patches with their grid or positions, embeddings; of what it does not need, none but token ids
     or images.

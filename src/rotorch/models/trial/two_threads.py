@@ -38,7 +38,7 @@ def trial() -> Iterator[None]:
 
 
 def tiny_of(module: nn.Module, *, num_tokens: int = 12) -> tuple[nn.Module, dict[str, Any], Tensor] | str:
-    """A tiny model that runs, its inputs, and what it gives; or why there is none."""
+    """A tiny model that runs, its inputs and its outputs; or why there is none."""
     why = "there is no tiny one to try it on"
     for config in shrunk_like(module.config):
         config.use_cache = False
@@ -59,7 +59,7 @@ def differ(found: Tensor, expected: Tensor) -> bool:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The first floating-point tensor of what a model returns."""
+    """The first floating-point tensor of a model's outputs."""
     return next(leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.is_floating_point())
 
 

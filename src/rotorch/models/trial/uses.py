@@ -104,7 +104,7 @@ def uses_in_passes(module: nn.Module, passes: Iterable[Callable[[], Any]]) -> di
 
 
 def pattern_of(name: str) -> str:
-    """A weight's name with the numbers of its layers left out: what it has in common with those of other layers."""
+    """A weight's name without the numbers of its layers: the same for that weight of all layers."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 

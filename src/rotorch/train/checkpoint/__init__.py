@@ -1,1 +1,1 @@
-"""Checkpoints: what is saved, where it lies, how it becomes whole, and export."""
+"""Checkpoints: contents, files, commits, and export."""

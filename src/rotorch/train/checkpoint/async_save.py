@@ -54,7 +54,7 @@ class Saver:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        """Waits for what is being written; where all ranks leave with an error, no longer than `_PATIENCE_S`."""
+        """Waits for files being written; where all ranks leave with an error, no longer than `_PATIENCE_S`."""
         if error is None:
             self.wait()
         elif isinstance(error, RotorchError):
@@ -79,7 +79,7 @@ class Saver:
         return snapshot.path
 
     def check(self) -> None:
-        """Raises what a save behind the run has failed with, once. Waits for nothing."""
+        """Raises the error of a save behind the run, once. Waits for nothing."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 

@@ -1,4 +1,4 @@
-"""`rotorch inspect`: what a checkpoint has, in plain values. No torch, so that it answers at once."""
+"""`rotorch inspect`: the contents of a checkpoint in plain values. No torch, so that it answers at once."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def find_checkpoint(path: AnyPath | str) -> AnyPath:
 
 
 def check(path: AnyPath | str) -> Manifest:
-    """Reads a whole checkpoint and holds every byte against its digests. Returns what it says of itself.
+    """Reads a whole checkpoint and compares every byte with its digests. Returns its manifest.
 
     Raises:
         ConfigError: if it is missing, foreign, from a later version, cut off or damaged; names the file and the reason.
@@ -220,7 +220,7 @@ def remove_leftovers(parent: AnyPath) -> None:
 
 
 def remove_unlisted(directory: AnyPath) -> None:
-    """Removes what is in a checkpoint's directory of a store and not in its manifest: all, if it has none."""
+    """Removes files of a checkpoint's directory of a store that are not in its manifest: all, if it has none."""
     try:
         listed = {MANIFEST, *read_manifest(directory).files}
     except ConfigError:

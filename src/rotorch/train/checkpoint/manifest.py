@@ -54,7 +54,7 @@ class NewerFormat(ConfigError):
 
 
 class DamagedCheckpoint(ConfigError):
-    """Bytes of the checkpoint are missing or are not those that were written."""
+    """Bytes of the checkpoint are missing or differ from the written ones."""
 
 
 _BAD_SECTOR = {errno.EIO, errno.EBADMSG, getattr(errno, "EUCLEAN", errno.EIO)}
@@ -265,7 +265,7 @@ def _why_no_manifest(path: AnyPath) -> str:
 
 
 def _nonsense(manifest: Manifest) -> str | None:
-    """Says what a manifest claims that cannot be: paths that leave the directory, boxes out of bounds."""
+    """Names impossible entries of a manifest: paths that leave the directory, boxes out of bounds."""
     for name in manifest.files:
         if Path(name).name != name or name in (".", "..", MANIFEST):
             return f"file name {name!r} leaves the checkpoint's directory"

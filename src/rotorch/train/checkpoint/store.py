@@ -123,7 +123,7 @@ class StorePath:
 
     @contextmanager
     def _asked(self) -> Iterator[tuple[Any, str]]:
-        """The store and the path in it; whatever a store's library raises becomes an `OSError` that names the URL."""
+        """The store and the path in it; any error of a store's library becomes an `OSError` that names the URL."""
         from fsspec.core import url_to_fs
 
         with _as_os_error(self.url):
@@ -136,7 +136,7 @@ AnyPath: TypeAlias = Path | StorePath
 
 
 def as_path(where: Path | StorePath | str) -> AnyPath:
-    """A directory or URL as what is read and written; `file://` is a directory like any other.
+    """A directory or URL to be read and written; `file://` is a directory like any other.
 
     Raises:
         ConfigError: for a URL of a store that is not known, or whose package is not installed, or with a password; for

@@ -70,7 +70,7 @@ _EXACT = {"adamw", "lion", "sgd"}
 
 
 def dry_run(run: CheckedRun) -> dict[str, Any]:
-    """Works out what the ranks of a checked run would read and hold; returns plain JSON values."""
+    """Computes the bytes that the ranks of a checked run would read and hold; returns plain JSON values."""
     predictions = predict_ranks(run.spec, strategies=run.strategies)
     read = None if run.resume is None else _Reading(run, run.resume.manifest)
     ranks = [_plan(run, found, read, rank=rank) for rank, found in enumerate(predictions)]

@@ -203,7 +203,7 @@ def with_published_files(config: RunConfig) -> RunConfig:
 
 
 def described_by(path: str, *, cache: Path) -> str:
-    """`path`, or for a GGUF file the directory of what it says besides weights."""
+    """`path`, or for a GGUF file the directory of its configuration and tokenizer."""
     from rotorch.models.gguf import find_gguf, read_gguf_metadata
 
     gguf = find_gguf(Path(path))
@@ -355,7 +355,7 @@ def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
 
 
 def read_model_config(config: RunConfig) -> Any:
-    """Reads the model's Hugging Face configuration; weights are trained in float32, whatever they were published in."""
+    """Reads the model's Hugging Face configuration; weights published in any dtype are trained in float32."""
     import torch
 
     from rotorch.models.hf import config_from_dict, load_config

@@ -92,7 +92,7 @@ def check_replicas(state: TrainState) -> Sums:
 
 
 def check_unchanged(state: TrainState, sums: Sums) -> None:
-    """Compares what this rank holds with what it held after the last update. All ranks; sends 8 bytes per rank.
+    """Compares this rank's memory with that after the last update. All ranks; sends 8 bytes per rank.
 
     Raises:
         RankFailure: on all ranks alike, if anything has changed on any: names the weight and the rank.
@@ -134,7 +134,7 @@ def _take(state: TrainState) -> Sums:
 
 
 def _which_part(held: ShardedWeight) -> int:
-    """A number, not 0, for the part of the weight that a rank holds: the same for those that hold the same."""
+    """A number, not 0, for the part of the weight that a rank holds: the same for all holders of that part."""
     return 1 + zlib.crc32(repr([(chunk.offsets, chunk.sizes) for chunk in held.chunks]).encode())
 
 

@@ -68,7 +68,7 @@ class CorpusFile:
 
 @dataclass
 class RowPosition:
-    """Position in a file of records, which who reads moves behind each record.
+    """Position in a file of records; reading moves it behind each record.
 
     Attributes:
         row: records before it; in JSONL lines, also blank ones.

@@ -147,7 +147,7 @@ class TokenFile:
 
     @property
     def fingerprint(self) -> str:
-        """Says which ids these are, wherever the file lies: what a checkpoint keeps to know its corpus again."""
+        """Fingerprint of the ids, independent of the file's path: checkpoints keep it to recognise their corpus."""
         return f"{self.header.num_tokens}-{self.header.crc32:08x}"
 
 

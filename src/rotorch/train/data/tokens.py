@@ -94,7 +94,7 @@ class Tokens(abc.ABC):
 
 @final
 class ByteTokens(Tokens):
-    """Ids 0 to 255 are the bytes themselves; 256 follows every document. Nothing is lost, whatever the encoding."""
+    """Ids 0 to 255 are the bytes themselves; 256 follows every document. Nothing is lost in any encoding."""
 
     def __init__(self) -> None:
         self.name = BYTES
@@ -327,7 +327,7 @@ def without_surrogates(text: str) -> str:
 
 @contextlib.contextmanager
 def _panics_unheard() -> Iterator[None]:
-    """Keeps what is written to stderr from the user if the block raises: Rust writes its panics there itself."""
+    """Hides output to stderr from the user if the block raises: Rust writes its panics there itself."""
     with tempfile.TemporaryFile() as heard:
         stderr = os.dup(2)
         os.dup2(heard.fileno(), 2)

@@ -230,7 +230,7 @@ class TokenWindows:
         return begins
 
     def _targets(self, window: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Labels of a window's inputs, all ids but its first; -100 of those that are not learnt."""
+        """Labels of a window's inputs, all ids but its first; -100 where an id is not learnt."""
         learnt = (window < NOT_A_TARGET) & ~self._begins(window)
         return np.where(learnt, window % BEGINS_DOCUMENT, IGNORED_LABEL)[1:]
 

@@ -122,7 +122,7 @@ def launch(
 
 
 def _as_asked(failure: RotorchError, watch: RankMonitor) -> RotorchError:
-    """A failure after somebody asked the run to stop is not what ends it, and nobody wants it started again."""
+    """A failure after the run was asked to stop does not end it, and starts no restart."""
     is_last = isinstance(failure, RankFailure) and watch.board.stop_requested
     return FinalFailure(str(failure)) if is_last else failure
 

@@ -26,7 +26,7 @@ _LONGEST_POST_MORTEM_S = 600.0
 
 @dataclass(frozen=True)
 class ProcessExit:
-    """End of a rank's process: by signal `signal_number`, or with `exit_code`; None if nobody knows."""
+    """End of a rank's process: by signal `signal_number`, or with `exit_code`; None if unknown."""
 
     exit_code: int | None = 0
     signal_number: int = 0
@@ -124,7 +124,7 @@ class RankMonitor:
         raise failure
 
     def _report(self, error: RotorchError, *, still_s: Mapping[int, float] | None = None) -> RotorchError:
-        """Writes down who was where, and says in the error where that is."""
+        """Writes the positions of all ranks to a file, and names the file in the error."""
         if self.stacks is None or self.report is None or not self.report.parent.is_dir():
             return error
         alive = {rank: pid for rank, pid in self.pids.items() if rank not in self._ended}
@@ -148,7 +148,7 @@ class RankMonitor:
                     os.kill(pid, signal.SIGKILL)
 
     def _note(self) -> bool:
-        """Notes who ended since; returns whether anyone failed."""
+        """Notes ranks that ended since; returns True if any failed."""
         for rank, pid in self.pids.items():
             end = None if rank in self._ended else _exit_status_of(pid)
             if end is None:

@@ -89,7 +89,7 @@ def directories_of(config: RunConfig) -> dict[str, Path]:
 
 @contextmanager
 def lock_directories(directories: dict[str, Path], *, seen_with: frozenset[Path]) -> Iterator[None]:
-    """Holds the locks of directories, and makes those that are missing. One process of a run.
+    """Holds the locks of directories, and makes missing directories. One process of a run.
 
     Args:
         directories: by the key of the configuration that names them.

@@ -186,7 +186,7 @@ class StatusBoard:
         self._write(failure=kind, failed_at_s=time.time())
 
     def read(self, rank: int) -> RankStatus:
-        """Returns what the board says about a rank."""
+        """Returns a rank's status on the board."""
         start = self._start(rank)
         pid, step, phase, failure, failed_at_s, since_s, compiles = _SLOT.unpack_from(self._memory, start)
         position = StatusWord.from_buffer_copy(self._memory, start + _SLOT.size)
@@ -219,7 +219,7 @@ class StatusBoard:
         return describe_status(position.now, position.micro_batch, position.peer, names=names)
 
     def all(self) -> list[RankStatus]:
-        """Returns what the board says about every rank."""
+        """Returns every rank's status on the board."""
         return [self.read(rank) for rank in range(self.num_ranks)]
 
     def request_stop(self, *, signal_number: int) -> None:

@@ -83,7 +83,7 @@ class StallClock:
 def explain_hang(
     statuses: Sequence[RankStatus], *, still_s: Mapping[int, float], states: Mapping[int, str]
 ) -> RankFailure | None:
-    """Says who waits for whom when no rank gets on; None where that may take long.
+    """Names waiting ranks and the ranks they wait for, when none gets on; None where that may take long.
 
     Args:
         statuses: of all ranks that have not ended.
@@ -138,7 +138,7 @@ def keep_record(board: StatusBoard, *, directory: Path) -> None:
 
 
 def format_record(record: Mapping[str, Any]) -> str:
-    """The last collectives of torch's flight recorder, those that have not come to an end first, in lines of text."""
+    """The last collectives of torch's flight recorder, unfinished ones first, in lines of text."""
     entries = record.get("entries", [])
     waiting = [entry for entry in entries if not entry.get("retired", True)]
     chosen = waiting[-_MOST_ENTRIES:] or entries[-1:]
