@@ -20,7 +20,6 @@ from rotorch.planner.search import Batch, Plan, search, why_nothing_fits
 from rotorch.run_config import RunConfig
 from rotorch.strategies import parse_parallel
 
-AUTO = "auto"
 _FIRST_STEPS = 2
 
 
