@@ -28,6 +28,7 @@ class Progress:
             case ActionKind.FORWARD:
                 there = self.num_micro_batches if stage == 0 else self.forwards[stage - 1]
             case ActionKind.BACKWARD_INPUT:
+                # The last stage makes its gradient from the loss; others get theirs from the stage behind them.
                 there = min(self.forwards[stage], self.num_micro_batches if stage == last else self.inputs[stage + 1])
             case _:
                 there = self.inputs[stage]
@@ -55,6 +56,7 @@ def play(rule: Rule, *, num_ranks: int, num_stages: int, num_micro_batches: int)
     now = Progress(num_micro_batches, [0] * num_stages, [0] * num_stages, [0] * num_stages)
     rows: list[list[Action]] = [[] for _ in range(num_ranks)]
     while min(now.weights) < num_micro_batches:
+        # All choose before any counter moves: within a slot no rank has what another one makes in it.
         chosen = [_first_ready(rule(rank, now), now) for rank in range(num_ranks)]
         assert any(chosen), f"nothing is ready that the rule names: {now}"
         for row, action in zip(rows, chosen, strict=True):

@@ -119,6 +119,7 @@ class GroupedRing(SendReceiveRing):
     # ------------------------------------------------------------- weights
 
     def _comes_from(self, index: int) -> int | None:
+        # The first of several: a wait names one rank. In groups of one, nobody sends this rank its own group.
         return next((rank for rank in self._ranks_of(index) if rank != self.position), None)
 
     def _arrive(self, this: Pass, step: int, index: int) -> Tensor:
@@ -133,6 +134,7 @@ class GroupedRing(SendReceiveRing):
         """Starts the messages of one visit: this rank's slice to all ranks of a group, another one's slices here."""
         g, flat_chunks = self._num_visits, self._flat_chunks[target.item]
         group = self.order(backward=target.backward)[step]
+        # The group whose order has this one at the same step: every rank posts the sends that its readers now wait for.
         readers = (self._group - 1 - step) % g if target.backward else (self._group + step) % g
         number = self._num_fetches
         self._num_fetches += 1
@@ -161,12 +163,13 @@ class GroupedRing(SendReceiveRing):
 
     def pass_on(self, item: int, visit: Visit) -> None:
         slot, other = visit.step % 2, (visit.step + 1) % 2
-        self._release(other)
+        self._release(other)  # it receives next: what it sent for the visit before must have left
         if visit.step < self._num_visits - 1:
             numels, arriving = self._visit_numels[item], (visit.index + 1) % self._num_visits
             # As far as a group is long: to the rank with this one's number in the group before.
             self._hop(slot, numels[visit.index], numels[arriving], distance=self._per_visit)
             return
+        # The last visit, of the own group: the slot has its gradient with all parts of ranks of this rank's number.
         neighbours = [rank for rank in self._ranks_of(self._group) if rank != self.position]
         self._hops[slot] = exchange = Exchange(
             receives=[
@@ -209,6 +212,7 @@ class GroupedRing(SendReceiveRing):
         home, own = self._home_gradients[item], self._gradient_slots[arriving.slot]
         for chunk in self._flat_chunks[item][self.position]:
             target, part = _at_home(home, chunk), _in_visit(own, chunk)
+            # `fresh` as that pass found it: the ring's own flag has been cleared at its end.
             target.copy_(part) if arriving.fresh else target.add_(part)
         for part in self._parts(item, arriving.into):
             home.add_(part)
