@@ -8,7 +8,7 @@
     A rank that cannot start writes its refusal in place of every round's verdict. Ranks that wait in a round, or reach
     one later, read it there instead of waiting for that rank.
 
-    The store may be a thread of rank 0's process, so nobody leaves before all have read a verdict that ends the job.
+    The store may be a thread of rank 0's process, so no rank leaves before all have read a verdict that ends the job.
     All waiting is polling at growing distances: a wait inside of the store cannot be interrupted, and warns on stderr.
 """
 
@@ -92,7 +92,7 @@ class Agreement:
                 differs = True
                 store.set(f"differs/{self._rank}", json.dumps(_differences(table, json.loads(store.get("table")))))
                 store.add("differing", 1)
-        # The first difference ends rank 0's wait too: the job ends whoever else is still to come.
+        # The first difference ends rank 0's wait too: the job ends in any case.
         if store.add("arrived", 1) == self._num_ranks or differs:
             store.set("ready", "yes")
         if self._rank == 0:

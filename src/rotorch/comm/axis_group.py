@@ -100,7 +100,7 @@ class AxisGroup:
 
     def broadcast(self, block: Tensor, *, source: int) -> Wait:
         """Starts sending `block` of the rank at `source` to all; the others' is overwritten. Contiguous."""
-        # An empty block is empty on all ranks, which know its shape: nobody waits for it.
+        # An empty block is empty on all ranks, which know its shape: no rank waits for it.
         if self.group is None or not block.numel():
             return _nothing
         return _waiting(dist.broadcast(block, group_src=source, group=self.group, async_op=True))
@@ -276,7 +276,7 @@ class _Reductions:
         self._finish(at_most=1)
 
     def mine(self) -> Tensor:
-        # Those for other ranks too: nobody else waits for them, and their parts must stay until they have left.
+        # Messages to other ranks too: no other code waits for them, and their parts must stay until they have left.
         self._finish(at_most=0)
         if self._mine is None:
             raise AssertionError("no part was made for this rank")

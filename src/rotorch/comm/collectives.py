@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rotorch._torch_private import group_timeout
 from rotorch.comm.shared_memory_reduce import close_shared_reduce, open_shared_reduce, shared_reduce_of
 
-_ALONE_S = 600.0  # one rank waits for nobody
+_ALONE_S = 600.0  # a single rank has no other to wait for
 
 
 def _groups(mesh: DeviceMesh) -> Iterator[dist.ProcessGroup]:

@@ -26,7 +26,7 @@ BLOCKS = {Kind.ALL_GATHER: "rotorch.all_gather", Kind.REDUCE_SCATTER: "rotorch.r
 """Names of the profiler's blocks; the messages inside one block make up one collective."""
 
 _TAGS = {Kind.ALL_GATHER: 1, Kind.REDUCE_SCATTER: 2}
-_AHEAD = 2  # parts of a sum that may come while nobody has added the one before
+_AHEAD = 2  # parts of a sum that may come before the last one has been added
 
 
 def goes_by_exchange(group: dist.ProcessGroup, *, device: torch.device) -> bool:

@@ -70,6 +70,6 @@ def _ask(store: dist.Store, *, rank: int) -> str:
     asked = secrets.token_hex(8)
     store.set(f"asks/{rank}", asked)
     prefix = store.get(f"answer/{asked}").decode()
-    # Ends rank 0's wait: until then it answers this rank again, whatever stale number it may have found.
+    # Ends rank 0's wait: until then it answers this rank again, with any stale number that it may have found.
     store.set(f"taken/{prefix}/{rank}", "yes")
     return prefix

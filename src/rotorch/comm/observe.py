@@ -5,7 +5,7 @@ block and take them away again, so the ring and torch.distributed pay nothing ot
 
 [Note: waits of a ring]
     All time that `visits` takes to give the next slice is waiting for a slice, and all time in `gradient` and `pass_on`
-    is waiting for a gradient, whatever the transport does there: waits, posts messages, copies. Computing alone would
+    is waiting for a gradient, with all of the transport's work there: waits, messages, copies. Computing alone would
     not need it. Additions that were kept back (`Ring.defer`) and are made there count as waiting too.
 
 [Note: under way]

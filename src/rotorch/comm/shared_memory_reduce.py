@@ -10,7 +10,7 @@ waits for it), which is much of a step of few tokens. Here every rank writes its
     A rank that has seen all others come to sum k + 1 may overwrite its part of sum k.
 
 [Note: a sum that is left]
-    A rank that leaves a sum by an exception can never take part again: nobody knows which ranks have read which parts.
+    A rank that leaves a sum by an exception can never take part again: it is unknown which ranks have read which parts.
     It announces that; the others raise, and it raises itself at its next sum. All raise too if they come with different
     tensors, or if a rank that they wait for has ended.
 """

@@ -2,7 +2,7 @@
 
 [Note: headers]
     Beside each tensor goes a header on CPU with its shape and dtype, or the news that the sender has broken off, so a
-    rank whose neighbour failed fails too and waits for nobody. Headers carry tags and come in any order.
+    rank whose neighbour failed fails too, without further waits. Headers carry tags and come in any order.
 
 [Note: posted ahead]
     A receiver allocates a tensor, and posts its receive, where its row says so (RECV), long before it needs the tensor,
@@ -65,7 +65,7 @@ class Lines(Protocol):
         """Starts receiving the tensor that is sent with the same tag."""
 
     def send(self, tensor: Tensor, *, to: int, tag: int) -> Wait:
-        """Starts sending a tensor; tensors to one rank arrive in the order of sending, whatever their tags."""
+        """Starts sending a tensor; tensors to one rank arrive in the order of sending, not of tags."""
 
     def receive(self, tensor: Tensor, *, source: int, tag: int) -> Wait:
         """Starts receiving the next tensor of a rank."""
@@ -153,7 +153,7 @@ class StageMessages:
         self._under_way: dict[tuple[int, int], list[tuple[Wait, Tensor]]] = {}
         self._unclaimed: dict[int, deque[int]] = {}
         self._left_behind: list[tuple[Wait, Tensor]] = []
-        """Sends and receives that nobody waits for; their memory must stay."""
+        """Sends and receives without a waiter; their memory must stay."""
 
     def send(self, tensor: Tensor | None, *, to: int, tag: int, like: Hashable, unclaimed: bool = False) -> None:
         """Starts sending a tensor to the rank at position `to`; None tells it that this rank has broken off.
@@ -298,7 +298,7 @@ class StageMessages:
         return torch.load(io.BytesIO(content.numpy().tobytes()), map_location=self._device, weights_only=False)
 
     def no_value(self, *, source: int) -> None:
-        """Replaces `to_all` and `from_one` on a rank that is about to raise; waits for nobody.
+        """Replaces `to_all` and `from_one` on a rank that is about to raise; does not wait.
 
         Others may wait for this rank to leave, inside of a stage, before they do their part.
         """

@@ -48,7 +48,7 @@ _PART_BITS, _UNIT_BITS = 16, 32
 
 
 class StatusWord(ctypes.Structure):
-    """This rank's position in a step. Without `from_buffer` it lies in this process's own memory, where nobody looks.
+    """This rank's position in a step. Without `from_buffer` it lies in this process's own memory, unread.
 
     Attributes:
         now: see `at`.

@@ -144,7 +144,7 @@ class PipelinedModel(OuterShardedModel):
         theirs = [(owner, self._inner.weights[name].local) for owner, name in borrowed]
         self._messages.exchange(mine, theirs)
         if borrowed:
-            # The values are new, as after a load: whatever the inner model derives from them must follow.
+            # The values are new, as after a load: copies that the inner model made of them must follow.
             self._inner.values_changed()
             self._inner.borrowed_ready()
 

@@ -99,7 +99,7 @@ class PipelineStep:
             self._messages.leave()
             raise
         if self._deferred is not None:
-            # A row that broke off leaves operands of weight gradients that nobody will compute.
+            # A row that broke off leaves operands of weight gradients that will not be computed.
             self._deferred.forget()
         if self._error is not None:
             raise self._error

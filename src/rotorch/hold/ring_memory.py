@@ -17,7 +17,7 @@ from rotorch.shard.sharded_weight import ShardedWeight
 class RingMemory(Memory):
     """The weights of rotating units in the ring's memory; the others each in its own.
 
-    A step adds to gradients of slices in place, also to those that the user has not cleared: they are not set aside. So
+    A step adds to gradients of slices in place, also to ones that the user has not cleared: these are not set aside. So
     a step that breaks off while it adds to earlier gradients loses all of them.
 
     Args:

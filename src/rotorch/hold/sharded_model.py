@@ -38,13 +38,13 @@ class ShardedModel(Observable, ABC):
     """The loss is multiplied by this before backward (for libraries that average gradients over ranks)."""
 
     status: StatusWord | None = None
-    """Status word to which this rank writes its position in a step, if anybody reads it."""
+    """Status word to which this rank writes its position in a step, if it is read."""
 
     no_plain_call: str | None = None
     """The reason why a user's own loop cannot call the model, and what to write instead; None if it can."""
 
     calls_start_at_root: bool = False
-    """True if a part that is called by itself needs what the module's own hooks gather."""
+    """True if a part that is called by itself needs weights that the module's own hooks gather."""
 
     @abstractmethod
     def unsharded(self) -> AbstractContextManager[nn.Module]:
@@ -185,7 +185,7 @@ class ShardedStages(ShardedModel):
         return None
 
     def computed_backward(self, stage: int) -> None:
-        """Makes deferred additions after a stage's backward: this rank may wait next, so nobody may wait for it."""
+        """Makes deferred additions after a stage's backward: this rank may wait next, so no rank may wait for it."""
         return None
 
     def reshard(self, stage: int) -> None:

@@ -148,7 +148,7 @@ class DeferredLogits(TensorProxy):
                     return logits
                 return logits._with(logits.hidden, (*logits.chain, (func, tuple(args[1:]), kwargs)))
             if logits.origin.later is not None:
-                pass  # made once, whatever parts of them are asked for
+                pass  # made once, whole, also for a part of them
             elif func in _RESHAPES and (hidden := _reshaped(logits, func, args[1:], kwargs)) is not None:
                 return logits._with(hidden, logits.chain)
             elif func is Tensor.__getitem__ and _keeps_last_dim(args[1], logits.dim()):

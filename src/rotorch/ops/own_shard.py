@@ -29,7 +29,7 @@ class OwnShard(ModuleSlices):
 
     [Note: nothing on this rank]
         Where there are fewer groups (heads) than ranks, the last ranks hold nothing of the unit. They run it on zeros
-        of the first slice's shape, which give zeros of the right shape whatever the module does, while the others
+        of the first slice's shape, which give zeros of the right shape for any code of the module, while the others
         compute.
     """
 

@@ -22,7 +22,7 @@ from rotorch.ops.random_state import seed_generators
 from rotorch.shard.sites import Site
 
 RunOnSlice = Callable[[Sequence[Tensor] | None, Sequence[Any]], list[Tensor]]
-"""(weights of a slice, or None for those that the module has; leaves of the arguments) -> outputs to be summed."""
+"""(weights of a slice, or None for the module's own; leaves of the arguments) -> outputs to be summed."""
 
 Prove = Callable[[Callable[[Sequence[Tensor]], Tensor]], None]
 """Takes `weights -> first output` and raises if outputs do not add up; does nothing if they are known to."""

@@ -85,7 +85,7 @@ def own_rng(position: int, *, like: Sequence[Any], active: bool) -> Iterator[Non
     """Makes each rank draw numbers of its own inside the block; afterwards all go on alike (see the module's note).
 
     Args:
-        position: this rank's among those that share a batch.
+        position: this rank's among the ranks that share a batch.
         like: tensors (and other objects), whose device's generator is saved, too.
         active: False: do nothing.
     """

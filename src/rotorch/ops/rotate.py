@@ -63,7 +63,7 @@ class RotatingUnit:
             (a user's own `torch.utils.checkpoint`).
         leaves: the inputs that the graph of a slice begins with, while its forward runs.
         output_sum: sum of the slices' outputs, while their forward runs.
-        input_sums: sums of their gradients, while the backward of a slice runs; None for those that need none.
+        input_sums: sums of their gradients, while the backward of a slice runs; None for inputs without gradients.
         visiting: number of the slice that came last.
     """
 
@@ -199,7 +199,7 @@ class SliceGradient:
         unit = self._unit
         if not unit.trained or self._complete(wait=False):
             return
-        # The own slice is the last of this rank's backward and nobody waits for it: its turn can come in a later layer.
+        # The own slice is the last of this rank's backward, no rank waits for it: its turn can come in a later layer.
         if unit.ring.defers_adds and self._visit.index == unit.ring.position:
             unit.ring.defer(self._complete)
         else:
@@ -214,7 +214,7 @@ class SliceGradient:
             addition()
         self._early.clear()
         for view, fresh in zip(self._views, self._fresh, strict=True):
-            # A weight that this slice did not use: the next rank adds to whatever lies here.
+            # A weight that this slice did not use: the next rank adds to the contents of this memory.
             if fresh:
                 view.zero_()
         self._unit.ring.pass_on(self._unit.item, self._visit)

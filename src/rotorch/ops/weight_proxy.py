@@ -153,7 +153,7 @@ def _on_whole_weights(func: Any, args: Any, kwargs: Any) -> Any:
     leaves, tree = tree_flatten((args, kwargs))
     held = [leaf for leaf in leaves if isinstance(leaf, WeightProxy)]
     name = getattr(func, "__name__", str(func))
-    # Before anything is gathered: a refusal on one rank is one on all, and nobody waits for the others.
+    # Before anything is gathered: a refusal on one rank is one on all, and no rank waits for another.
     for use in (proxy.use for proxy in held):
         if (refusal := use.refusal()) is not None:
             raise ConfigError(f"{use.strategy}: {use.weight.name!r} is used by {name!r}, which {refusal}")

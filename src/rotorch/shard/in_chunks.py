@@ -3,7 +3,7 @@
 [Note: cut in name only]
     A DTensor placement says where a rank's part sits only for cuts as torch.chunk makes them. Of uneven heads, fused
     halves and the stages of a pipeline torch would make a whole in the wrong order, or messages of lengths that do not
-    fit, which end the process. What is element by element is right all the same, and so are sums and norms over all
+    fit, which end the process. Operations element by element are right all the same, and so are sums and norms over all
     elements: these pass. `full_tensor` and torch's checkpoints go by the chunks. The rest is refused by name, on every
     rank alike, before anything is sent.
 """
@@ -49,7 +49,7 @@ _PASS = {
     "zero_",
     "zeros_like",
 }
-"""What is right on parts whatever the cut, beside what works element by element."""
+"""Operations that are right on parts of any cut, beside those element by element."""
 
 _PASS_IN_LISTS = ("_amp_foreach_", "_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 _REDUCTIONS = {"all", "any", "linalg_vector_norm", "max", "min", "norm", "sum"}

@@ -61,8 +61,8 @@ def on_meta() -> Iterator[None]:
         >>> with rotorch.on_meta():
         ...     model = AutoModelForCausalLM.from_config(config)
 
-    Numbers that a constructor draws directly (`nn.Parameter(torch.randn(n))`) are the same in every process, whatever
-    the state of torch's generator, which is left as it was.
+    Numbers that a constructor draws directly (`nn.Parameter(torch.randn(n))`) are the same in every process, for any
+    state of torch's generator, which is left as it was.
     """
     recorder = Recorder()
     register = nn.Module.register_parameter

@@ -108,7 +108,7 @@ class FetchesAhead:
         passes: of the ring's steps.
         most: largest number of fetches under way while a slice is computed with.
         post: starts the fetch of one visit.
-        when_dropped: called after each fetch that nobody needed, when its messages have come.
+        when_dropped: called after each dropped fetch, when its messages have come.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ class SendReceiveRing(MessageRing):
         wire, largest = self._wire, room or self._largest
         length, travels = wire.length(largest), self.size > 1
         if ahead > 1 and not wire.as_at_home:
-            raise AssertionError("what is sent lies in one buffer, which two messages under way would need")
+            raise AssertionError("messages lie in one buffer, which two under way would need")
         num_slots = (1 if wire.packs else ahead + 1) if travels or not wire.as_at_home else 0
         self._slots = [torch.empty(length, dtype=wire.message_dtype, device=device) for _ in range(num_slots)]
         self._unpacked = torch.empty(largest if wire.packs else 0, dtype=wire.dtype, device=device)

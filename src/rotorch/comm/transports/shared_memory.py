@@ -18,7 +18,7 @@ rank allocates its own extents (`comm/shared_file.py`).
 
 [Note: a step that is broken off]
     A rank that leaves a step announces it, since its deferred additions are never made, and others may wait for them.
-    Those go on with gradient memory that nobody reads, until they meet the same failure, or `finish`, which raises.
+    Others go on with gradient memory that is never read, until they meet the same failure, or `finish`, which raises.
 
 Writes to a gradient must be seen before the turn that announces them. x86 keeps stores in order; `_fence` is for
 machines that do not.

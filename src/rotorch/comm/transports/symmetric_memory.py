@@ -108,7 +108,7 @@ class SymmetricMemoryRing(Ring):
         self._converts = self.wire_dtype != dtype
         starts = [self._layout([self._words(sizes[rank]) for sizes in self.numels]) for rank in range(n)]
         largest = max((max(sizes) for sizes in self.numels), default=0) if n > 1 else 0
-        inbox = max(ends[-1] for ends in starts)  # windows are equally large, whatever ranks are home to
+        inbox = max(ends[-1] for ends in starts)  # windows are equally large, slices may not be
         self._memory = memory = make_memory(mesh=mesh, device=device, numel=max(inbox + largest, 1), dtype=dtype)
         self._homes = [
             [

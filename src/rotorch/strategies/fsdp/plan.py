@@ -11,7 +11,7 @@ Picture (4 ranks over time; G = all-gather of a block, S = reduce-scatter of its
     (ranks 2 and 3 likewise: all gather the same block at the same time)
 
 Layout
-    `W[F/n, D]`: cut along the first dimension, whatever it means.
+    `W[F/n, D]`: cut along the first dimension, of any meaning.
 
 Cost
     Resident P/n. Transient: whole blocks, about 3 in forward and 4 to 5 in backward. Sent (n-1)/n (P + P + G).

@@ -15,7 +15,7 @@ Picture (4 ranks, one attention or MLP over time; A = all-reduce of an activatio
 Layout
     `W[F_tp, D]` or `W[F, D_tp]`: cut where the model's tensor-parallel plan says, by whole heads, by rows of the
     vocabulary. A weight that is cut alone (no second product takes the cut away) has its outputs placed side by side.
-    Weights that nobody cuts are whole on every rank. Logits stay cut along the vocabulary; the loss exchanges three
+    Uncut weights are whole on every rank. Logits stay cut along the vocabulary; the loss exchanges three
     numbers per token.
 
 Cost (unit of P bytes, n ranks, activations of A bytes at its input and output)

@@ -14,7 +14,7 @@ Picture (4 ranks, one unit; the number is the slice that a rank computes with)
 
 Layout
     `W[F_ring, D]` or `W[F, D_ring]`: cut where the model's tensor-parallel plan says, by whole heads, by rows of the
-    vocabulary. Weights that nobody cuts (norms) are whole on every rank; their gradients are all-reduced.
+    vocabulary. Uncut weights (norms) are whole on every rank; their gradients are all-reduced.
 
 Cost (unit of P bytes, n ranks)
     resident   P/n

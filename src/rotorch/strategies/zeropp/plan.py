@@ -11,7 +11,7 @@ Picture (2 stages, a unit of 3 micro-batches; G = all-gather, S = reduce-scatter
     (the other ranks of each stage likewise, with micro-batches of their own; `schedule.py` has the rule)
 
 Layout
-    `W[F/n, D]` of the layers of a rank's stages: cut along the first dimension, whatever it means. With V `chunks` a
+    `W[F/n, D]` of the layers of a rank's stages: cut along the first dimension, of any meaning. With V `chunks` a
     rank holds V stages, every P-th.
 
 Cost (P stages on as many ranks, n shards, a stage of B bytes, hidden states of A bytes)

@@ -9,7 +9,7 @@
 [Note: the bubble]
     With forward, input and weight gradient of one slot each, rank 0 is through with the forwards of a unit before its
     first input gradient comes back from P - 1 forwards and P backwards on other ranks, if U >= 2P - 1; with two chunks
-    or more it has the other chunks' forwards to do, and U >= P is enough. Then nobody is idle but while the pipeline
+    or more it has the other chunks' forwards to do, and U >= P is enough. Then no rank is idle but while the pipeline
     fills: P - 1 chunk slots of 3VM + P - 1, where 1F1B has 3V (P - 1).
 
 [Note: pending weight gradients]
