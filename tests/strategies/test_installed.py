@@ -13,6 +13,7 @@ from torch import nn
 
 from rotorch import parallelize
 from rotorch.core.errors import ConfigError
+from rotorch.hold import holding, sharded_model
 from rotorch.strategies import DDP, STRATEGIES, Single, installed
 from rotorch.strategies.installed import GROUP, with_installed
 from rotorch.testing.ranks import run_ranks
@@ -117,3 +118,9 @@ def test_rounded_sums_are_opt_in_and_said(monkeypatch):
     assert run_ranks(gradient, "ddp_bf16=2[bfloat16=true]", num_ranks=2) == [2.0, 2.0]
     exact, rounded = (plan.DDPBF16(size=2, bfloat16=rounds) for rounds in (False, True))
     assert exact.changes_the_model == "" and "bfloat16" in rounded.changes_the_model
+
+
+def test_packages_find_what_they_subclass_under_its_earlier_name():
+    names = {"Holding": "ShardedModel", "ShardsHolding": "SimpleShardedModel", "StageHolding": "ShardedStages"}
+    for old, new in (names | {"OuterHolding": "OuterShardedModel"}).items():
+        assert getattr(holding, old) is getattr(sharded_model, new)
