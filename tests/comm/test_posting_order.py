@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rotorch.comm.exchange import gather_each, sum_each
+from rotorch.comm.direct_collectives import gather_each, sum_each
 from rotorch.comm.stage_messages import StageMessages
 from rotorch.comm.transports import make_ring, messages
 from rotorch.testing.fake import as_rank

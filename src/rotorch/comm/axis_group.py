@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import as_one_message, group_timeout
-from rotorch.comm import exchange
+from rotorch.comm import direct_collectives
 from rotorch.comm.status_word import StatusWord
 
 Shapes = Mapping[str, Sequence[tuple[int, ...]]]
@@ -224,9 +224,9 @@ class AxisGroup:
             for whole, part in zip(wholes, parts, strict=True):
                 whole.copy_(part.view(whole.shape))
             return _nothing
-        # Torch's gathers over gloo go through a copy of the whole (see `comm/exchange.py`).
-        if parts and exchange.goes_by_exchange(self.group, device=parts[0].device):
-            return exchange.gather_each(wholes, parts, group=self.group)
+        # Torch's gathers over gloo go through a copy of the whole (see `comm/direct_collectives.py`).
+        if parts and direct_collectives.goes_directly(self.group, device=parts[0].device):
+            return direct_collectives.gather_each(wholes, parts, group=self.group)
         return self._each(dist.all_gather_single, wholes, parts)
 
     def sum_each(self, parts: Sequence[Tensor], wholes: Sequence[Tensor]) -> Wait:
@@ -236,8 +236,8 @@ class AxisGroup:
                 part.copy_(whole.view(part.shape))
             return _nothing
         # Torch's over gloo is an all-reduce of a copy.
-        if parts and exchange.goes_by_exchange(self.group, device=parts[0].device):
-            return exchange.sum_each(parts, wholes, group=self.group)
+        if parts and direct_collectives.goes_directly(self.group, device=parts[0].device):
+            return direct_collectives.sum_each(parts, wholes, group=self.group)
         return self._each(dist.reduce_scatter_single, parts, wholes)
 
     def _each(self, operation: Callable[..., None], outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Wait:

@@ -2,9 +2,9 @@
 
 Every transfer of torch.distributed goes through the dispatcher as an operation of the `c10d` namespace, whether our
 ring, torch's DDP or `fully_shard` issued it. The meter is a dispatch mode around a step; it changes nothing.
-Messages that stand for one collective (`comm/exchange.py`) count as that, and so does a small sum through shared
-memory (`comm/shared_memory_reduce.py`). Slices and blocks that are read in place move nothing and count nothing. Copies
-over symmetric memory are no operations of torch.distributed: they are not counted, though their Layout has them.
+Messages that stand for one collective (`comm/direct_collectives.py`) count as that, and so does a small sum through
+shared memory (`comm/shared_memory_reduce.py`). Slices and blocks that are read in place move nothing and count nothing.
+Copies over symmetric memory are no operations of torch.distributed: they are not counted, though their Layout has them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import TorchDispatchMode, group_size, tree_flatten
-from rotorch.comm.exchange import BLOCKS
+from rotorch.comm.direct_collectives import BLOCKS
 from rotorch.comm.shared_memory_reduce import listening
 from rotorch.core.traffic import Kind, sent_by_broadcast, sent_by_reduce
 
@@ -97,7 +97,7 @@ class Meter(TorchDispatchMode):
         if any(issubclass(t, DTensor) for t in types):
             return NotImplemented  # its own dispatch issues the operations, and comes back here with each
         if func.namespace == "profiler":
-            # `record_function` encloses messages that make up one collective (`comm/exchange.py`).
+            # `record_function` encloses messages that make up one collective (`comm/direct_collectives.py`).
             self._notice_block(func, args)
         elif func.namespace in _NAMESPACES:
             self._count(func._schema.name.partition("::")[2], args, functional=func.namespace == "_c10d_functional")

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rotorch._torch_private import group_timeout
-from rotorch.comm.exchange import goes_by_exchange
+from rotorch.comm.direct_collectives import goes_directly
 from rotorch.comm.shared_file import Extent, Patience, SharedMemoryUnavailable, announce, share_file
 from rotorch.core.errors import HeardFailure, RankFailure
 
@@ -55,7 +55,7 @@ def open_shared_reduce(group: dist.ProcessGroup, *, device: torch.device) -> Non
 
     They can if the ranks compute on CPU, on one host, and there is room. The memory lives as long as the group.
     """
-    if group in _shared_reduces or not goes_by_exchange(group, device=device):
+    if group in _shared_reduces or not goes_directly(group, device=device):
         return
     try:
         _shared_reduces[group] = SharedMemoryReduce(

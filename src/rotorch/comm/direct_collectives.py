@@ -29,7 +29,7 @@ _TAGS = {Kind.ALL_GATHER: 1, Kind.REDUCE_SCATTER: 2}
 _AHEAD = 2  # parts of a sum that may come before the last one has been added
 
 
-def goes_by_exchange(group: dist.ProcessGroup, *, device: torch.device) -> bool:
+def goes_directly(group: dist.ProcessGroup, *, device: torch.device) -> bool:
     """Returns True if a group's collectives on a device's tensors are better sent as these messages."""
     return device.type == "cpu" and "cpu:gloo" in str(dist.get_backend_config(group))
 

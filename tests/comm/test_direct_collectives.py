@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from rotorch.bench.tensor_memory import LiveStorages
-from rotorch.comm import exchange
+from rotorch.comm import direct_collectives
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.meter import Meter
 from rotorch.core.traffic import Kind
@@ -79,9 +79,9 @@ def test_a_sum_takes_memory_for_two_parts():
     assert run_ranks(bytes_of_a_sum, num_ranks=3) == [2, 2, 2]
 
 
-def who_exchanges():
-    return tuple(exchange.goes_by_exchange(dist.group.WORLD, device=torch.device(d)) for d in ("cpu", "cuda"))
+def who_sends_directly():
+    return tuple(direct_collectives.goes_directly(dist.group.WORLD, device=torch.device(d)) for d in ("cpu", "cuda"))
 
 
-def test_gloo_goes_by_exchange_and_nothing_else():
-    assert run_ranks(who_exchanges, num_ranks=1) == [(True, False)]
+def test_gloo_goes_directly_and_nothing_else():
+    assert run_ranks(who_sends_directly, num_ranks=1) == [(True, False)]
