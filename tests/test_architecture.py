@@ -76,6 +76,13 @@ ONLY_THERE = {
     r"torch\.nn\.functional\.embedding$": {"ops.ids_in_slice", "ops.side_by_side", "ops.weight_proxy", "models.trial"},
 }
 """By what is used: the modules that use it. What they make is passed on, so that each of these is done in one way."""
+OLD_WORDS = re.compile(
+    r"_*((come_home|guests_came|lend|take_back|add_late|mark_on|take_memory|give_memory_back|hands_on|remade|made_whole"
+    r"|unhooked|own_store|message_threads|place_side_by_side|take_own|companions|landing|deaths|orphans)$"
+    r"|(Twin|HeldWeight|Piece|StandIn|(Rotating|Cut|Plane|Block)Weight|Line|Meeting|Whereabouts|Turns)s?$"
+    r"|\w*(Place|Holding)$)"
+)
+"""Names that the glossary in docs/architecture.md has other words for."""
 BAD_FILES = {"utils", "util", "helpers", "helper", "common", "misc", "base"}
 BAD_CLASSES = re.compile(r"(Engine|Manager|Context|Factory|Registry)$")
 MAX_LINES = 600
@@ -204,6 +211,12 @@ def is_container(value: ast.expr | None) -> bool:
     return False
 
 
+def old_words_stay_away(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and OLD_WORDS.match(node.name):
+            yield node.lineno, f"{node.name}: see the words in docs/architecture.md"
+
+
 def docstrings_open_with_a_subject(module: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         documented = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module)
@@ -269,6 +282,7 @@ RULES = [
     modules_hold_no_state,
     weights_are_held_in_one_way,
     docstrings_open_with_a_subject,
+    old_words_stay_away,
 ]
 
 
@@ -393,6 +407,8 @@ BITES = [
         "class A:\n def f(self):\n  'True if it ends, whatever happens.'",
     ),
     (docstrings_open_with_a_subject, "mesh", "'How ranks are numbered.'", "'Numbers of ranks.'"),
+    (old_words_stay_away, "hold.pipeline", "def come_home(): ...", "def restore_owners(): ..."),
+    (old_words_stay_away, "core.grid", "class GridPlace: ...", "class GridCoordinate: ..."),
     (modules_hold_no_state, "models.hf", "known = {}", 'STATE_OF_A_PROCESS = {"probe": "x"}'),
 ]
 

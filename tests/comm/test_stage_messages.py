@@ -1,4 +1,4 @@
-"""Pipelines over lines as strict as any: threads for ranks, no process group. What NCCL relies on is seen here."""
+"""Pipelines over strict connections: threads for ranks, no process group. What NCCL relies on is seen here."""
 
 import threading
 from collections import defaultdict, deque
@@ -35,7 +35,7 @@ class Wires:
         assert self.changed.wait_for(holds, PATIENCE_S), "stuck"
 
 
-class StrictLines:
+class StrictConnections:
     """Tensors go in order of posting, whatever their tags, and a send stands still until its receive is posted."""
 
     def __init__(self, wires, rank):
@@ -140,7 +140,7 @@ class Pipeline:
         wires = Wires()
         places = [SimpleNamespace(size=lambda: schedule.num_ranks, get_local_rank=lambda r=r: r) for r in range(8)]
         self.messages = [
-            StageMessages(places[rank], device=torch.device("cpu"), lines=StrictLines(wires, rank))
+            StageMessages(places[rank], device=torch.device("cpu"), connections=StrictConnections(wires, rank))
             for rank in range(schedule.num_ranks)
         ]
         generator = torch.Generator().manual_seed(1)
@@ -235,7 +235,8 @@ def two_ends():
     wires = Wires()
     meshes = [SimpleNamespace(size=lambda: 2, get_local_rank=lambda r=r: r) for r in range(2)]
     return [
-        StageMessages(mesh, device=torch.device("cpu"), lines=StrictLines(wires, r)) for r, mesh in enumerate(meshes)
+        StageMessages(mesh, device=torch.device("cpu"), connections=StrictConnections(wires, r))
+        for r, mesh in enumerate(meshes)
     ]
 
 
@@ -318,11 +319,11 @@ def test_a_result_that_was_left_behind_takes_no_values_of_borrowed_weights():
 def test_few_gradients_are_under_way():
     waited = []
 
-    class Slow(StrictLines):
+    class Slow(StrictConnections):
         def send(self, tensor, *, to, tag):
             return lambda: waited.append(tag)
 
-    messages = StageMessages(SimpleNamespace(), device=torch.device("cpu"), lines=Slow(Wires(), 0))
+    messages = StageMessages(SimpleNamespace(), device=torch.device("cpu"), connections=Slow(Wires(), 0))
     for tag in range(5):
         messages.send(torch.ones(2), to=1, tag=tag, like="gradients", unclaimed=True)
     assert len(waited) == 3 and len(messages._under_way) == 2

@@ -251,7 +251,7 @@ def test_any_number_of_dims(shape):
 # ---- seeds, names and dtypes ----------------------------------------------------------------------------------------
 
 
-class Twins(nn.Module):
+class TwoAlike(nn.Module):
     def __init__(self):
         super().__init__()
         self.a = nn.Linear(20, 30)
@@ -259,9 +259,9 @@ class Twins(nn.Module):
 
 
 def test_values_are_a_function_of_seed_and_name():
-    assert torch.equal(values(Twins, name="a.weight"), values(Twins, name="a.weight"))
-    a, b = (values(Twins, name=f"{n}.weight") for n in "ab")
-    other = values(Twins, name="a.weight", seed=1)
+    assert torch.equal(values(TwoAlike, name="a.weight"), values(TwoAlike, name="a.weight"))
+    a, b = (values(TwoAlike, name=f"{n}.weight") for n in "ab")
+    other = values(TwoAlike, name="a.weight", seed=1)
     for x, y in ((a, b), (a, other)):
         assert not torch.equal(x, y)
         assert abs(float(torch.corrcoef(torch.stack([x.flatten(), y.flatten()]))[0, 1])) < 0.15
@@ -328,10 +328,10 @@ def test_one_parameter_in_two_places_stays_one():
 
 def test_a_model_built_on_torchs_own_meta_device_has_recipes_too():
     with torch.device("meta"):
-        module = Twins()
+        module = TwoAlike()
     recipes = take_recipes(module)
     assert sorted(recipes) == ["a.bias", "a.weight", "b.bias", "b.weight"]
-    watched = recipes_of(Twins)[1]
+    watched = recipes_of(TwoAlike)[1]
     assert [(i.op, i.args) for i in recipes["a.weight"]] == [(i.op, i.args) for i in watched["a.weight"]]
 
 

@@ -71,7 +71,7 @@ def held(config, parallel):
     gradients = sum(h.local_grad.nbytes for h in model.weights.values())
     averages = sum(s["exp_avg"].to_local().nbytes for s in optimizer.state.values())
     slots = sum(slot.nbytes for slot in model.sharded.slots())
-    unsharded = [twin.untyped_storage().nbytes() for twin in model.sharded.shards.leaves.values()]
+    unsharded = [leaf.untyped_storage().nbytes() for leaf in model.sharded.shards.leaves.values()]
     position = torch.distributed.get_rank()
     said = model.strategies[0].layout_of(model.spec, batch=micro_batch_of(model, batch), position=position)
     model.close()

@@ -55,7 +55,7 @@ _HEADER, _TENSOR, _BEHIND = range(3)
 Form = tuple[torch.dtype, tuple[int, ...]]
 
 
-class Lines(Protocol):
+class Connections(Protocol):
     """Connections between this rank of a pipeline and the others. All ranks are named by their positions."""
 
     def send_header(self, header: Tensor, *, to: int, tag: int) -> Wait:
@@ -71,8 +71,8 @@ class Lines(Protocol):
         """Starts receiving the next tensor of a rank."""
 
 
-class GroupLines:
-    """Lines over process groups (see [Note: one order per direction]); gloo goes by tags and needs no second group.
+class GroupConnections:
+    """Connections over process groups (see [Note: one order per direction]); gloo goes by tags, without a second group.
 
     Args:
         mesh: of the pipeline, one axis. All its ranks make them.
@@ -137,13 +137,13 @@ class StageMessages:
     Args:
         mesh: of the pipeline, one axis. All its ranks make them.
         device: of the tensors.
-        lines: connections to carry them; None: process groups.
+        connections: to carry them; None: process groups.
     """
 
-    def __init__(self, mesh: DeviceMesh, *, device: torch.device, lines: Lines | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh, *, device: torch.device, connections: Connections | None = None) -> None:
         self._mesh = mesh
         self._device = device
-        self._lines: Lines = GroupLines(mesh, device=device) if lines is None else lines
+        self._connections: Connections = GroupConnections(mesh, device=device) if connections is None else connections
         self._known: dict[Hashable, Form] = {}
         """By `like`: the form that both ends predict in this step (see [Note: posted ahead])."""
         self._learned: dict[Hashable, tuple[int, Form]] = {}
@@ -169,7 +169,7 @@ class StageMessages:
         known, form = self._known.get(like), None if tensor is None else _form_of(tensor)
         state = _BROKEN_OFF if form is None else _AS_KNOWN if known in (form, None) else _OTHERWISE
         header = _header(state, form)
-        self._under_way[to, tag] = [(self._lines.send_header(header, to=to, tag=_tag(tag, _HEADER)), header)]
+        self._under_way[to, tag] = [(self._connections.send_header(header, to=to, tag=_tag(tag, _HEADER)), header)]
         # The receiver has posted a receive exactly then: from its prediction, or else from this header.
         if known is not None or form is not None:
             asked_for = known or form
@@ -180,12 +180,12 @@ class StageMessages:
                 payload = torch.zeros(asked_for[1], dtype=asked_for[0], device=self._device)
             if payload.numel():
                 payload = payload.contiguous()
-                leaves = self._lines.send(payload, to=to, tag=_tag(tag, _TENSOR))
+                leaves = self._connections.send(payload, to=to, tag=_tag(tag, _TENSOR))
                 self._under_way[to, tag].append((leaves, payload))
         if state == _OTHERWISE and tensor is not None and tensor.numel():
             # Tagged, like a header: as an untagged tensor it would meet the receive of the next tensor.
             on_cpu = tensor.cpu().contiguous()
-            leaves = self._lines.send_header(on_cpu, to=to, tag=_tag(tag, _BEHIND))
+            leaves = self._connections.send_header(on_cpu, to=to, tag=_tag(tag, _BEHIND))
             self._under_way[to, tag].append((leaves, on_cpu))
         if form is not None:
             self._learn(like, form, tag=tag)
@@ -199,7 +199,7 @@ class StageMessages:
     def expect(self, *, source: int, tag: int, like: Hashable) -> None:
         """Posts the receive of a message from the rank at position `source`."""
         header = torch.empty(_MOST_DIMS + 3, dtype=torch.int64)
-        came = self._lines.receive_header(header, source=source, tag=_tag(tag, _HEADER))
+        came = self._connections.receive_header(header, source=source, tag=_tag(tag, _HEADER))
         found = self._expected[source, tag] = _Expected(like, header, came)
         form = self._known.get(like)
         if form is None:
@@ -209,7 +209,7 @@ class StageMessages:
         if form is not None:
             found.tensor = torch.empty(form[1], dtype=form[0], device=self._device)
             if found.tensor.numel():
-                found.tensor_came = self._lines.receive(found.tensor, source=source, tag=_tag(tag, _TENSOR))
+                found.tensor_came = self._connections.receive(found.tensor, source=source, tag=_tag(tag, _TENSOR))
 
     def receive(self, *, source: int, tag: int) -> Tensor | None:
         """Waits for an expected tensor; None if its sender has broken off."""
@@ -227,7 +227,7 @@ class StageMessages:
         # On CPU: a tensor behind its header goes by tag, as headers do.
         tensor = torch.empty(form[1], dtype=form[0])
         if tensor.numel():
-            self._lines.receive_header(tensor, source=source, tag=_tag(tag, _BEHIND))()
+            self._connections.receive_header(tensor, source=source, tag=_tag(tag, _BEHIND))()
         return tensor.to(self._device)
 
     def exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
@@ -288,12 +288,12 @@ class StageMessages:
             HeardFailure: that rank has broken off.
         """
         header = torch.empty(_MOST_DIMS + 3, dtype=torch.int64)
-        self._lines.receive_header(header, source=source, tag=_RESULT)()
+        self._connections.receive_header(header, source=source, tag=_RESULT)()
         form = _form_in(header)
         if form is None:
             raise HeardFailure(HEARD)
         content = torch.empty(form[1], dtype=form[0])
-        self._lines.receive_header(content, source=source, tag=_RESULT + 1)()
+        self._connections.receive_header(content, source=source, tag=_RESULT + 1)()
         # Unpickling is safe: the bytes are of a rank of this job, not of a file.
         return torch.load(io.BytesIO(content.numpy().tobytes()), map_location=self._device, weights_only=False)
 
@@ -307,11 +307,11 @@ class StageMessages:
             self._left_behind += [(leaves, header) for leaves in self._to_others(header, tag=_RESULT)]
         else:  # or the next value would be taken for this one
             header = torch.empty(_MOST_DIMS + 3, dtype=torch.int64)
-            self._left_behind.append((self._lines.receive_header(header, source=source, tag=_RESULT), header))
+            self._left_behind.append((self._connections.receive_header(header, source=source, tag=_RESULT), header))
 
     def _to_others(self, tensor: Tensor, *, tag: int) -> list[Wait]:
         others = [to for to in range(self._mesh.size()) if to != self._mesh.get_local_rank()]
-        return [self._lines.send_header(tensor, to=to, tag=tag) for to in others]
+        return [self._connections.send_header(tensor, to=to, tag=tag) for to in others]
 
 
 _RESULT, _BORROWED = 0, 2
