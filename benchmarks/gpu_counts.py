@@ -45,6 +45,7 @@ from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY, fill_with_noise  # noqa: E
 
 import rotorch  # noqa: E402
 from rotorch.bench.record import describe_machine, versions  # noqa: E402
+from rotorch.comm.ring import RingSetup  # noqa: E402
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing  # noqa: E402
 from rotorch.models.blocks import repeated_blocks  # noqa: E402
 from rotorch.models.hf import causal_lm, config_from_dict  # noqa: E402
@@ -132,14 +133,8 @@ class Contender:
             self._memory = memory(**given, copy_engine=lambda: self.operations.paused())
             return self._memory
 
-        return SymmetricMemoryRing(
-            mesh=mesh,
-            numels=numels,
-            dtype=dtype,
-            device=device,
-            wire_dtype=options.get("wire_dtype"),
-            make_memory=make_memory,
-        )
+        setup = RingSetup(mesh, numels, dtype, device=device, wire_dtype=options.get("wire_dtype"))
+        return SymmetricMemoryRing(setup, make_memory=make_memory)
 
     @property
     def lane_calls(self) -> int:

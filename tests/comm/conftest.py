@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch import core
 from rotorch.comm import transports
+from rotorch.comm.ring import RingSetup
 from rotorch.comm.shared_file import own_prefix
 from rotorch.comm.transports import make_ring
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
@@ -45,7 +46,8 @@ def make(transport, *, numels, schedule="random"):
     options = dict(mesh=mesh, numels=numels, dtype=torch.float64, device=torch.device("cpu"))
     options["wire_dtype"] = torch.float32 if "wire" in variants else None
     if transport == "symmetric_memory":  # without GPUs
-        made = SymmetricMemoryRing(**options, make_memory=partial(FakePeerMemory, schedule=schedule), timeout_s=300.0)
+        setup = RingSetup(**options, timeout_s=300.0)
+        made = SymmetricMemoryRing(setup, make_memory=partial(FakePeerMemory, schedule=schedule))
     else:
         made = make_ring(
             transport,

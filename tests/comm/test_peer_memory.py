@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from rotorch.comm.ring import RingSetup
 from rotorch.comm.transports import peer_memory
 from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemoryUnavailable
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
@@ -155,7 +156,7 @@ def test_if_another_rank_has_none_this_one_has_none(cuda, monkeypatch):
 
 def test_a_step_of_a_ring_of_two_call_by_call(cuda, monkeypatch):
     monkeypatch.setattr(CudaPeerMemory, "reached", lambda *_, **__: True)
-    ring = SymmetricMemoryRing(mesh=MESH, numels=[[4, 3]], dtype=torch.float32, device=DEVICE)
+    ring = SymmetricMemoryRing(RingSetup(MESH, [[4, 3]], torch.float32, device=DEVICE))
     ring.home_weights(0).fill_(1.0)
     cuda.notes.clear()
     ring.start(fresh=[True])

@@ -13,6 +13,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from rotorch.comm.meter import Meter
+from rotorch.comm.ring import RingSetup
 from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
 from rotorch.core.errors import RankFailure
@@ -205,8 +206,8 @@ def test_passes_to_come_are_those_of_the_step_before():
 
 def late():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    options = dict(numels=numels_of(2), dtype=torch.float64, device=torch.device("cpu"), timeout_s=5.0)
-    ring = SymmetricMemoryRing(mesh=mesh, make_memory=FakePeerMemory, **options)
+    setup = RingSetup(mesh, numels_of(2), torch.float64, timeout_s=5.0)
+    ring = SymmetricMemoryRing(setup, make_memory=FakePeerMemory)
     ring.start(fresh=[True] * 3)
     if ring.position == 1:
         return ""

@@ -7,6 +7,7 @@ import platform
 import re
 import signal
 import tempfile
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import rotorch
 from rotorch.comm import shared_file
+from rotorch.comm.ring import RingSetup
 from rotorch.comm.shared_file import SharedMemoryUnavailable
 from rotorch.comm.transports import make_ring, peer_memory
 from rotorch.comm.transports.send_receive import SendReceiveRing
@@ -218,14 +220,14 @@ def fallen_back(reason):
     """The ring for CUDA where windows cannot be made; the tensors are made on CPU."""
     import rotorch.comm.transports as module
 
-    def unavailable(**_):
+    def unavailable(_):
         raise peer_memory.PeerMemoryUnavailable(reason)
 
     module.SymmetricMemoryRing = unavailable
     refused = choose("auto", device="cuda")[0]
     module.dist.get_backend = lambda group: "nccl"
     known = module.SendReceiveRing
-    module.SendReceiveRing = lambda **how: known(**{**how, "device": torch.device("cpu")})
+    module.SendReceiveRing = lambda setup, **how: known(replace(setup, device=torch.device("cpu")), **how)
     return choose("auto", device="cuda"), choose("symmetric_memory", device="cuda"), refused
 
 
@@ -243,7 +245,7 @@ def test_without_symmetric_memory_a_ring_on_cuda_falls_back_with_one_warning():
 
 def mapped(directory):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    ring = SharedMemoryRing(mesh=mesh, numels=NUMELS, dtype=torch.float32)
+    ring = SharedMemoryRing(RingSetup(mesh, NUMELS, torch.float32))
     ring.home_weights(0).fill_(float(ring.position + 1))
     dist.barrier()
     seen = [float(visit.weights[0]) for visit in ring.visits(0, backward=False)]
@@ -266,7 +268,7 @@ def unmappable(directory):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     message = ""
     try:
-        SharedMemoryRing(mesh=mesh, numels=NUMELS, dtype=torch.float32)
+        SharedMemoryRing(RingSetup(mesh, NUMELS, torch.float32))
     except SharedMemoryUnavailable as error:
         message = str(error)
     dist.barrier()
@@ -290,7 +292,7 @@ def too_large(directory):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     message = ""
     try:
-        SharedMemoryRing(mesh=mesh, numels=[[1 << 20, 1 << 20]], dtype=torch.float32)
+        SharedMemoryRing(RingSetup(mesh, [[1 << 20, 1 << 20]], torch.float32))
     except SharedMemoryUnavailable as error:
         message = str(error)
     dist.barrier()
@@ -307,8 +309,7 @@ def test_more_shared_memory_than_the_host_has_is_refused_before_any_is_taken(mon
 def late(transport):
     """Rank 1 takes no part in a backward pass; the passes before it were as they should be."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    options = {"device": torch.device("cpu")} if transport is SendReceiveRing else {}
-    ring = transport(mesh=mesh, numels=NUMELS, dtype=torch.float32, timeout_s=5.0, **options)
+    ring = transport(RingSetup(mesh, NUMELS, torch.float32, timeout_s=5.0))
     ring.start(fresh=[True, True])
     for _ in ring.visits(0, backward=False):
         pass

@@ -11,6 +11,7 @@ import torch
 
 import rotorch
 from rotorch.comm.meter import Meter
+from rotorch.comm.ring import RingSetup
 from rotorch.comm.transports.symmetric_memory import SymmetricMemoryRing
 from rotorch.core.errors import RankFailure
 from rotorch.core.layout import combine_layouts
@@ -32,8 +33,8 @@ def over_symmetric_memory(monkeypatch):
         pass
 
     def make_ring(transport, *, mesh, numels, dtype, device, wire_dtype=None, **_):
-        options = dict(mesh=mesh, numels=numels, dtype=dtype, device=device, wire_dtype=wire_dtype)
-        ring = SymmetricMemoryRing(**options, make_memory=FakePeerMemory)
+        setup = RingSetup(mesh, numels, dtype, device=device, wire_dtype=wire_dtype)
+        ring = SymmetricMemoryRing(setup, make_memory=FakePeerMemory)
         watching = ring._memory.watched()
         watching.__enter__()
         ring.watching = watching

@@ -23,10 +23,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.status_word import Operation, StatusWord, at
 
@@ -67,19 +69,32 @@ class DeferredAdd(Protocol):
     def __call__(self, *, wait: bool) -> bool: ...
 
 
-class Ring(ABC):
-    """One rank's place on a ring of `size` ranks, holding one slice of each of several items.
+@dataclass(frozen=True)
+class RingSetup:
+    """A ring's ranks and slices: the argument of every transport.
 
-    Args:
-        size: ranks on the ring.
-        position: this rank's.
-        numels: elements of each slice: `numels[item][index]`.
+    Attributes:
+        mesh: the ring's ranks.
+        numels: elements of each slice, `numels[item][index]`.
         dtype: of all slices at home and of gradients.
+        device: where slices lie.
         wire_dtype: of visiting slices, if it is another one (see [Note: precision]).
+        timeout_s: a rank that is later than this counts as gone.
+    """
 
-    A transport's constructor allocates the memory of this rank's own slices and their gradients. It spells out its
-    arguments even where they are those of another transport: they are the interface that callers write by name, each
-    transport takes some that others lack, and `**options` would hide both from readers and from type checkers.
+    mesh: DeviceMesh
+    numels: Sequence[Sequence[int]]
+    dtype: torch.dtype
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    wire_dtype: torch.dtype | None = None
+    timeout_s: float = 600.0
+
+
+class Ring(ABC):
+    """One rank's position on a ring of `size` ranks, holding one slice of each of several items.
+
+    A transport's constructor allocates the memory of this rank's own slices and their gradients. All ranks of the mesh
+    must make the ring together.
     """
 
     _home_weights: Sequence[Tensor]
@@ -106,20 +121,12 @@ class Ring(ABC):
     name: str
     """Name of the transport, for `doctor` and reports."""
 
-    def __init__(
-        self,
-        *,
-        size: int,
-        position: int,
-        numels: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        wire_dtype: torch.dtype | None = None,
-    ) -> None:
-        self.size = size
-        self.position = position
-        self.numels = [tuple(n) for n in numels]
-        self.dtype = dtype
-        self.wire_dtype = wire_dtype or dtype
+    def __init__(self, setup: RingSetup) -> None:
+        self.size = size = setup.mesh.size()
+        self.position = position = setup.mesh.get_local_rank()
+        self.numels = [tuple(n) for n in setup.numels]
+        self.dtype = setup.dtype
+        self.wire_dtype = setup.wire_dtype or setup.dtype
         self.fresh = [True] * len(self.numels)
         """Per item: True if nothing has been added to its gradients in this step."""
         self._deferred: list[DeferredAdd] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import any_rank, gather_objects, group_timeout_s
 from rotorch.comm.fp8 import Fp8Wire
-from rotorch.comm.ring import Ring
+from rotorch.comm.ring import Ring, RingSetup
 from rotorch.comm.shared_file import SharedMemoryUnavailable
 from rotorch.comm.transports.grouped import FlatChunk, GroupedRing
 from rotorch.comm.transports.hierarchical import HierarchicalRing
@@ -66,12 +67,18 @@ def make_ring(
     Raises:
         ConfigError: the transport that was asked for cannot be had.
     """
+    for kind, needed in (("symmetric_memory", "cuda"), ("shared_memory", "cpu")):
+        if transport == kind and device.type != needed:
+            raise ConfigError(
+                f"rtp: transport={kind} works between {needed.upper()} ranks, not on {device.type}. "
+                "Write transport=auto"
+            )
+    setup = RingSetup(
+        mesh, numels, dtype, device=device, wire_dtype=wire_dtype, timeout_s=group_timeout_s(mesh, device=device)
+    )
     if transport in ("auto", "symmetric_memory") and device.type == "cuda" and mesh.size() > 1:
         try:
-            timeout_s = group_timeout_s(mesh, device=device)
-            return SymmetricMemoryRing(
-                mesh=mesh, numels=numels, dtype=dtype, device=device, wire_dtype=wire_dtype, timeout_s=timeout_s
-            )
+            return SymmetricMemoryRing(setup)
         except PeerMemoryUnavailable as error:
             # Raised on all ranks alike, so they go on to the next transport together without asking.
             if transport == "symmetric_memory":
@@ -84,15 +91,10 @@ def make_ring(
     if transport in ("auto", "shared_memory") and device.type == "cpu":
         ring, reason = None, ""
         try:
-            items = numels if numels_side_by_side is None else numels_side_by_side
-            ring = SharedMemoryRing(
-                mesh=mesh,
-                numels=items,
-                dtype=dtype,
-                wire_dtype=wire_dtype,
-                whole=numels_side_by_side is not None,
-                timeout_s=group_timeout_s(mesh, device=device),
-            )
+            if numels_side_by_side is None:
+                ring = SharedMemoryRing(setup)
+            else:
+                ring = SharedMemoryRing(replace(setup, numels=numels_side_by_side), whole=True)
         except SharedMemoryUnavailable as error:
             reason = str(error)
         # Asked of all: one rank without it would wait for messages that the others never send.
@@ -105,14 +107,6 @@ def make_ring(
         if transport == "shared_memory":
             raise ConfigError(f"rtp: transport=shared_memory is not possible: {reason}. Write transport=auto")
         no_shared_memory = f"rtp: no shared memory ({reason}); slices travel by send and receive instead"
-    elif transport == "symmetric_memory" and device.type != "cuda":
-        raise ConfigError(
-            f"rtp: transport=symmetric_memory works between CUDA ranks, not on {device.type}. Write transport=auto"
-        )
-    elif transport == "shared_memory":
-        raise ConfigError(
-            f"rtp: transport=shared_memory works between CPU ranks, not on {device.type}. Write transport=auto"
-        )
     if device.type == "cuda" and mesh.size() > 1 and dist.get_backend(mesh.get_group()) == "gloo":
         raise ConfigError(
             "rtp: slices on GPUs cannot travel as messages of gloo, which takes those of CPU tensors only. Write "
@@ -120,7 +114,6 @@ def make_ring(
             f"symmetric memory ({OVERLAPPING}=1, transport=auto)"
         )
     wire = (Fp8Wire if fp8 else Wire)(home_dtype=dtype, dtype=wire_dtype or dtype)
-    timeout_s = group_timeout_s(mesh, device=device)
     if mesh.size() > 2:  # of two ranks, none shares a host with another of a ring over two
         hosts = gather_objects(platform.node(), mesh=mesh)
         as_it_is = device.type == "cpu" and wire.as_at_home and buffering == "out_of_place"
@@ -131,9 +124,7 @@ def make_ring(
             )
         if transport == "hierarchical" or (transport == "auto" and as_it_is and even_hosts(hosts)):
             asked_for = num_hosts if transport == "hierarchical" else None
-            over_hosts = _over_hosts(
-                hosts, asked_for=asked_for, mesh=mesh, numels=numels, dtype=dtype, ahead=ahead, timeout_s=timeout_s
-            )
+            over_hosts = _over_hosts(setup, hosts=hosts, asked_for=asked_for, ahead=ahead)
             if over_hosts is not None:
                 return over_hosts
         if mesh.get_local_rank() == 0:
@@ -144,40 +135,21 @@ def make_ring(
     elif no_shared_memory and mesh.get_local_rank() == 0:
         logger.warning(no_shared_memory)
     if buffering == "in_place":
-        return HoppingRing(mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, timeout_s=timeout_s)
+        return HoppingRing(setup, wire=wire)
     if num_visits is not None and num_visits < mesh.size():
-        return GroupedRing(
-            mesh=mesh,
-            num_visits=num_visits,
-            numels=numels,
-            flat_chunks=flat_chunks,
-            dtype=dtype,
-            device=device,
-            wire=wire,
-            ahead=ahead,
-            timeout_s=timeout_s,
-        )
-    return SendReceiveRing(
-        mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, ahead=ahead, timeout_s=timeout_s
-    )
+        return GroupedRing(setup, num_visits=num_visits, flat_chunks=flat_chunks, wire=wire, ahead=ahead)
+    return SendReceiveRing(setup, wire=wire, ahead=ahead)
 
 
 def _over_hosts(
-    hosts: Sequence[str],
-    *,
-    asked_for: int | None,
-    mesh: DeviceMesh,
-    numels: Sequence[Sequence[int]],
-    dtype: torch.dtype,
-    ahead: int,
-    timeout_s: float,
+    setup: RingSetup, *, hosts: Sequence[str], asked_for: int | None, ahead: int
 ) -> HierarchicalRing | None:
     """Makes the ring in which the ranks of a host share slices. None if they share no memory and none was asked for.
 
     Raises:
         ConfigError: it was asked for, over so many hosts, and cannot be had.
     """
-    found = even_hosts(hosts)
+    mesh, found = setup.mesh, even_hosts(hosts)
     if asked_for is not None and found != asked_for:
         advice = f"hosts={found}, or transport=auto" if found > 1 else "transport=auto"
         raise ConfigError(
@@ -186,7 +158,7 @@ def _over_hosts(
         )
     ring, reason = None, "ranks of another host cannot share memory"
     try:
-        ring = HierarchicalRing(mesh=mesh, hosts=found, numels=numels, dtype=dtype, ahead=ahead, timeout_s=timeout_s)
+        ring = HierarchicalRing(setup, hosts=found, ahead=ahead)
     except SharedMemoryUnavailable as error:
         reason = str(error)
     # Asked of all: the hosts do not see each other's memory, so one of them may fail alone.

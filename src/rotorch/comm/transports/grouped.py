@@ -22,9 +22,8 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.ring import GradientBuffer, Visit
+from rotorch.comm.ring import GradientBuffer, RingSetup, Visit
 from rotorch.comm.transports.messages import Exchange
 from rotorch.comm.transports.passes import Fetch, FetchesAhead, Pass, Passes
 from rotorch.comm.transports.send_receive import SendReceiveRing
@@ -54,46 +53,30 @@ class _Arriving:
 
 
 class GroupedRing(SendReceiveRing):
-    """See the module's notes. All ranks of `mesh` must make it together.
+    """See the module's notes.
 
     Args:
-        mesh: the ring's ranks.
+        setup: ranks and slices.
         num_visits: visits of a pass; a divisor of the number of ranks.
-        numels: elements of each slice, `numels[item][index]`.
         flat_chunks: of each slice, `flat_chunks[item][index]`.
-        dtype: of slices at home and of gradients.
-        device: where they lie.
-        wire: form in which slices travel, the same in which they visit; by default as they are at home.
+        wire: form in which slices travel, the same in which they visit.
         ahead: groups under way while one is computed with. More than one if slices travel as they are at home.
-        timeout_s: a neighbour that is later than this counts as gone.
     """
 
     def __init__(
         self,
+        setup: RingSetup,
         *,
-        mesh: DeviceMesh,
         num_visits: int,
-        numels: Sequence[Sequence[int]],
         flat_chunks: Sequence[Sequence[Sequence[FlatChunk]]],
-        dtype: torch.dtype,
-        device: torch.device,
         wire: Wire | None = None,
         ahead: int = 1,
-        timeout_s: float = 600.0,
     ) -> None:
         if wire is not None and wire.packs:
             raise AssertionError("packed slices do not visit side by side")
-        per_visit = mesh.size() // num_visits
-        super().__init__(
-            mesh=mesh,
-            numels=numels,
-            dtype=dtype,
-            device=device,
-            wire=wire,
-            ahead=ahead,
-            room=per_visit * max((max(n) for n in numels), default=0),
-            timeout_s=timeout_s,
-        )
+        per_visit = setup.mesh.size() // num_visits
+        room = per_visit * max((max(n) for n in setup.numels), default=0)
+        super().__init__(setup, wire=wire, ahead=ahead, room=room)
         self._num_visits, self._per_visit, self._flat_chunks = num_visits, per_visit, flat_chunks
         self._group = self.position // per_visit
         self._forward_order = [(self._group - i) % num_visits for i in range(num_visits)]

@@ -31,9 +31,8 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.comm.ring import GradientBuffer, Ring, RingSetup, Visit
 from rotorch.comm.shared_file import Extent, Patience, announce, share_file
 from rotorch.comm.status_word import Operation
 from rotorch.comm.transports.message_ring import message_group
@@ -85,15 +84,12 @@ def _header_bytes(num_items: int, num_sums: int) -> int:
 
 
 class HierarchicalRing(Ring):
-    """See the module's notes. All ranks of `mesh` must make it together.
+    """See the module's notes.
 
     Args:
-        mesh: the ring's ranks.
+        setup: ranks and slices, on CPUs; slices visit as they are at home.
         hosts: number of hosts; each has as many ranks, and they are neighbours.
-        numels: elements of each slice, `numels[item][index]`.
-        dtype: of all slices and gradients.
         ahead: blocks on their way while one is computed with.
-        timeout_s: a rank that is later than this counts as gone.
 
     Raises:
         SharedMemoryUnavailable: on all ranks of a host, if they cannot share memory.
@@ -103,17 +99,9 @@ class HierarchicalRing(Ring):
     defers_adds = False  # a slot must be free for the next unit
     name = "hierarchical"
 
-    def __init__(
-        self,
-        *,
-        mesh: DeviceMesh,
-        hosts: int,
-        numels: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        ahead: int = 1,
-        timeout_s: float = 600.0,
-    ) -> None:
-        super().__init__(size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype)
+    def __init__(self, setup: RingSetup, *, hosts: int, ahead: int = 1) -> None:
+        super().__init__(setup)
+        dtype, timeout_s = setup.dtype, setup.timeout_s
         self.num_hosts, self._per_host = hosts, self.size // hosts
         m = self._per_host
         self._host, self._local_rank = divmod(self.position, m)
@@ -124,7 +112,7 @@ class HierarchicalRing(Ring):
         self._backward_order = [
             (self._host + 1 + b) % hosts * m + (self._local_rank + 1 + i) % m for b in range(hosts) for i in range(m)
         ]
-        ranks = mesh.mesh.tolist()
+        ranks = setup.mesh.mesh.tolist()
         self._weight_group, self._gradient_group = (message_group(ranks, timeout_s=timeout_s) for _ in range(2))
         self._neighbours = slice(self._host * m, (self._host + 1) * m)
         group = message_group(ranks[self._neighbours], timeout_s=timeout_s)

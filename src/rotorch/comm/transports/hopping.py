@@ -29,9 +29,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.ring import GradientBuffer, Visit
+from rotorch.comm.ring import GradientBuffer, RingSetup, Visit
 from rotorch.comm.status_word import Operation
 from rotorch.comm.transports.message_ring import MessageRing, message_group
 from rotorch.comm.transports.messages import Bounce, Hop
@@ -42,41 +41,23 @@ _PATIENCE_S = 20.0  # after an exception, for the other ranks to have raised it 
 
 
 class HoppingRing(MessageRing):
-    """See the module's notes. All ranks of `mesh` must make it together.
+    """See the module's notes.
 
     Args:
-        mesh: the ring's ranks.
-        numels: elements of each slice, `numels[item][index]`.
-        dtype: of slices at home and of gradients.
-        device: where they lie.
-        wire: form in which slices travel; by default as they are at home.
-        timeout_s: a neighbour that is later than this counts as gone.
+        setup: ranks and slices.
+        wire: form in which slices travel; by default as they visit.
     """
 
-    def __init__(
-        self,
-        *,
-        mesh: DeviceMesh,
-        numels: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        device: torch.device,
-        wire: Wire | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self._homes_travel = wire is None or wire.as_at_home
-        rooms = [max(n) for n in numels]
-        super().__init__(
-            mesh=mesh,
-            numels=numels,
-            dtype=dtype,
-            device=device,
-            wire=wire,
-            rooms=rooms if self._homes_travel else None,
-            timeout_s=timeout_s,
-        )
+    def __init__(self, setup: RingSetup, *, wire: Wire | None = None) -> None:
+        dtype, device = setup.dtype, setup.device
+        wire = wire or Wire(home_dtype=dtype, dtype=setup.wire_dtype or dtype)
+        self._homes_travel = wire.as_at_home
+        rooms = [max(n) for n in setup.numels]
+        super().__init__(setup, wire=wire, rooms=rooms if self._homes_travel else None)
         # A group with a short timeout: ranks that did not raise never answer, and must not hold up the error.
-        self._agreement_group = message_group(mesh.mesh.tolist(), timeout_s=min(_PATIENCE_S, timeout_s / 2))
-        wire, largest = self._wire, self._largest
+        patience_s = min(_PATIENCE_S, setup.timeout_s / 2)
+        self._agreement_group = message_group(setup.mesh.mesh.tolist(), timeout_s=patience_s)
+        largest = self._largest
         self._rooms = self._home_buffer.split(rooms) if self._homes_travel else ()
         length, travels = wire.length(largest), self.size > 1
         self._traveller = torch.empty(0 if self._homes_travel else length, dtype=wire.message_dtype, device=device)

@@ -11,47 +11,31 @@ from itertools import accumulate
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.ring import Ring
+from rotorch.comm.ring import Ring, RingSetup
 from rotorch.comm.wire import Wire
 
 
 class MessageRing(Ring):
-    """A ring whose slices and gradients are sent. All ranks of `mesh` must make it together.
+    """A ring whose slices and gradients are sent.
 
     Args:
-        mesh: the ring's ranks.
-        numels: elements of each slice, `numels[item][index]`.
-        dtype: of slices at home and of gradients.
-        device: of all buffers.
-        wire: form in which slices travel; by default as they are at home.
+        setup: ranks and slices.
+        wire: form in which slices travel; by default as they visit.
         rooms: elements of each item's home buffer, where other slices take turns in it; by default its own slice's.
-        timeout_s: a neighbour that is later than this counts as gone.
     """
 
     moves_weights = True
     defers_adds = False  # a slot must be free for the next unit
     name = "send_receive"
 
-    def __init__(
-        self,
-        *,
-        mesh: DeviceMesh,
-        numels: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        device: torch.device,
-        wire: Wire | None,
-        rooms: Sequence[int] | None = None,
-        timeout_s: float,
-    ) -> None:
-        self._wire = wire = wire or Wire(home_dtype=dtype, dtype=dtype)
-        super().__init__(
-            size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype, wire_dtype=wire.dtype
-        )
+    def __init__(self, setup: RingSetup, *, wire: Wire | None, rooms: Sequence[int] | None = None) -> None:
+        super().__init__(setup)
+        self._wire = wire or Wire(home_dtype=self.dtype, dtype=self.wire_dtype)
+        dtype, device = setup.dtype, setup.device
         # Two groups: messages of one group arrive in order, and a fetch that runs ahead must not hold a gradient back.
         self._weight_group, self._gradient_group = (
-            message_group(mesh.mesh.tolist(), timeout_s=timeout_s) for _ in range(2)
+            message_group(setup.mesh.mesh.tolist(), timeout_s=setup.timeout_s) for _ in range(2)
         )
         home = [n[self.position] for n in self.numels]
         # In place, the home buffer must also hold the largest slice that takes a turn in it.

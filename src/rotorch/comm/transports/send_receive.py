@@ -30,9 +30,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.ring import GradientBuffer, Visit
+from rotorch.comm.ring import GradientBuffer, RingSetup, Visit
 from rotorch.comm.status_word import Operation
 from rotorch.comm.transports.message_ring import MessageRing
 from rotorch.comm.transports.messages import Exchange, wait_for_all
@@ -50,32 +49,18 @@ class _PendingAdd:
 
 
 class SendReceiveRing(MessageRing):
-    """See the module's notes. All ranks of `mesh` must make it together.
+    """See the module's notes.
 
     Args:
-        mesh: the ring's ranks.
-        numels: elements of each slice, `numels[item][index]`.
-        dtype: of slices at home and of gradients.
-        device: where they lie.
-        wire: form in which slices travel; by default as they are at home.
+        setup: ranks and slices.
+        wire: form in which slices travel; by default as they visit.
         ahead: fetches under way while a slice is computed with. More than one if slices travel as they are at home.
         room: elements of a slot; by default those of the largest slice.
-        timeout_s: a neighbour that is later than this counts as gone.
     """
 
-    def __init__(
-        self,
-        *,
-        mesh: DeviceMesh,
-        numels: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        device: torch.device,
-        wire: Wire | None = None,
-        ahead: int = 1,
-        room: int | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        super().__init__(mesh=mesh, numels=numels, dtype=dtype, device=device, wire=wire, timeout_s=timeout_s)
+    def __init__(self, setup: RingSetup, *, wire: Wire | None = None, ahead: int = 1, room: int | None = None) -> None:
+        super().__init__(setup, wire=wire)
+        dtype, device = setup.dtype, setup.device
         wire, largest = self._wire, room or self._largest
         length, travels = wire.length(largest), self.size > 1
         if ahead > 1 and not wire.as_at_home:

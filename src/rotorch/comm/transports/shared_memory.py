@@ -34,9 +34,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.comm.ring import GradientBuffer, Ring, RingSetup, Visit
 from rotorch.comm.shared_file import Extent, Patience, announce, share_file
 from rotorch.core.errors import HeardFailure
 
@@ -88,7 +87,11 @@ class _Plan:
 
 
 class SharedMemoryRing(Ring):
-    """See the module's notes. All ranks of `mesh` must make it together.
+    """See the module's notes.
+
+    Args:
+        setup: ranks and slices, on CPUs.
+        whole: slices lie side by side, so that every rank can read the whole weight.
 
     Raises:
         SharedMemoryUnavailable: the ranks are on several hosts, or the file system is missing or too small.
@@ -98,19 +101,9 @@ class SharedMemoryRing(Ring):
     defers_adds = True
     name = "shared_memory"
 
-    def __init__(
-        self,
-        *,
-        mesh: DeviceMesh,
-        numels: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        wire_dtype: torch.dtype | None = None,
-        timeout_s: float = 600.0,
-        whole: bool = False,
-    ) -> None:
-        super().__init__(
-            size=mesh.size(), position=mesh.get_local_rank(), numels=numels, dtype=dtype, wire_dtype=wire_dtype
-        )
+    def __init__(self, setup: RingSetup, *, whole: bool = False) -> None:
+        super().__init__(setup)
+        dtype = setup.dtype
         converts = self.wire_dtype != self.dtype
         self.moves_weights = converts
         largest = max((max(n) for n in self.numels), default=0)
@@ -118,8 +111,8 @@ class SharedMemoryRing(Ring):
         self._in_slot: tuple[int, int] | None = None
         """Item and index of the slice that the slot holds with this step's values."""
         self.gives_whole = whole
-        group = mesh.get_group() if self.size > 1 else None
-        self._patience = Patience(group=group, timeout_s=timeout_s)
+        group = setup.mesh.get_group() if self.size > 1 else None
+        self._patience = Patience(group=group, timeout_s=setup.timeout_s)
         self._base = 0
         self._rounds = [0] * len(self.numels)
         self._fence = threading.Lock()

@@ -47,11 +47,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
-from rotorch.comm.ring import GradientBuffer, Ring, Visit
+from rotorch.comm.ring import GradientBuffer, Ring, RingSetup, Visit
 from rotorch.comm.transports.passes import Pass, Passes
 from rotorch.comm.transports.peer_memory import CudaPeerMemory, PeerMemory
 from rotorch.core.errors import RankFailure
@@ -71,15 +69,10 @@ class _Fetch:
 
 
 class SymmetricMemoryRing(Ring):
-    """See the module's notes. All ranks of `mesh` must make it together.
+    """See the module's notes.
 
     Args:
-        mesh: the ring's ranks.
-        numels: elements of each slice, `numels[item][index]`.
-        dtype: of all slices at home, and of gradients.
-        wire_dtype: of visiting slices, if another one.
-        device: of this rank.
-        timeout_s: after this long, hops of the last step count as lost.
+        setup: ranks and slices; hops of a step count as lost after its `timeout_s`.
         make_memory: makes the windows.
 
     Raises:
@@ -90,21 +83,11 @@ class SymmetricMemoryRing(Ring):
     defers_adds = False  # parts are made at once, and added on a lane of their own
     name = "symmetric_memory"
 
-    def __init__(
-        self,
-        *,
-        mesh: DeviceMesh,
-        numels: Sequence[Sequence[int]],
-        dtype: torch.dtype,
-        device: torch.device,
-        wire_dtype: torch.dtype | None = None,
-        timeout_s: float = 600.0,
-        make_memory: Callable[..., PeerMemory] = CudaPeerMemory,
-    ) -> None:
-        position = mesh.get_local_rank()
-        super().__init__(size=mesh.size(), position=position, numels=numels, dtype=dtype, wire_dtype=wire_dtype)
+    def __init__(self, setup: RingSetup, *, make_memory: Callable[..., PeerMemory] = CudaPeerMemory) -> None:
+        super().__init__(setup)
+        mesh, device, dtype = setup.mesh, setup.device, setup.dtype
         n, r = self.size, self.position
-        self._timeout_s = timeout_s
+        self._timeout_s = setup.timeout_s
         self._converts = self.wire_dtype != dtype
         starts = [self._layout([self._words(sizes[rank]) for sizes in self.numels]) for rank in range(n)]
         largest = max((max(sizes) for sizes in self.numels), default=0) if n > 1 else 0
