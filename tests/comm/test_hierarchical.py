@@ -271,7 +271,7 @@ def test_if_one_rank_leaves_alone_nobody_hangs_and_its_neighbour_names_it(in_bac
 
 
 def chosen(hosts, transport, unavailable, options):
-    def fail(**_):
+    def fail(*_, **__):
         raise SharedMemoryUnavailable("of this")
 
     if "one" in unavailable:

@@ -43,7 +43,7 @@ def build(**changes):
         ({"hidden_size": 10**6}, "one of its weights would take"),
         ({"hidden_size": 10**8}, "hidden_size = 100000000: one weight of 100000000 x 100000000 would take"),
         ({"hidden_size": "16"}, "'hidden_size' expected int, got str"),
-        ({"attention_dropout": 2.0}, "attention_dropout = 2.0: a share"),
+        ({"attention_dropout": 2.0}, "attention_dropout = 2.0: not a fraction"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps = -1.0. Write a small positive number"),
         ({"pad_token_id": 1000}, "Padding_idx must be within num_embeddings"),
     ],
