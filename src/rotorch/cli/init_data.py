@@ -14,7 +14,7 @@ from rotorch.train.data.corpus import (
     STDLIB,
     Corpus,
     CorpusFile,
-    RowPlace,
+    RowPosition,
     find_corpus,
     read_json_lines,
     read_parquet_rows,
@@ -96,15 +96,15 @@ def _first_records(source: str) -> _Records:
     path = Path(source).expanduser()
     files = [path] if path.is_file() else sorted(path.rglob("*")) if path.is_dir() else []
     for file in files:
-        place = RowPlace()
+        position = RowPosition()
         if file.suffix.lower() in (".jsonl", ".ndjson"):
-            found = read_json_lines(file, example='{"text": "..."}', place=place)
+            found = read_json_lines(file, example='{"text": "..."}', position=position)
         elif file.suffix.lower() == ".parquet":
             found = read_parquet_rows(file)
         else:
             continue
         records = [record for _, record in itertools.islice(found, _LOOKED_AT)]
-        return _Records(records, place.byte / max(1, len(records)))
+        return _Records(records, position.byte / max(1, len(records)))
     return _Records()
 
 
