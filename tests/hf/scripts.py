@@ -194,6 +194,26 @@ def texts_from_texts(layout: str | None, directory: Path) -> Run:
     return finish(trainer, layout)
 
 
+class Named(Trainer):
+    """Takes further arguments of the loss by name, as many overrides do."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **more: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs=return_outputs, **more)
+
+
+def classes(layout: str | None, directory: Path) -> Run:
+    """A head whose loss takes no count of items; all samples of a batch count alike."""
+    generator = np.random.default_rng(7)
+    ids = generator.integers(3, 61, size=(24, 7))
+    trainer = trainer_class(Named, layout)(
+        model=model(LlamaForSequenceClassification, num_labels=3),
+        args=arguments(TrainingArguments, directory, layout, gradient_accumulation_steps=2),
+        train_dataset=Dataset.from_dict({"input_ids": ids, "labels": generator.integers(3, size=24)}),
+    )
+    trainer.train()
+    return finish(trainer, layout)
+
+
 def dpo(layout: str | None, directory: Path, *, lora: bool = False, given: bool = False) -> Run:
     """With a reference model of other values; with adapters the model without them is the reference.
 

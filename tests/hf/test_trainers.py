@@ -32,6 +32,7 @@ SCRIPTS = {
     "grpo": (scripts.grpo, {}),
     "stream": (scripts.of_a_stream, {}),
     "texts from texts": (scripts.texts_from_texts, {}),
+    "classes": (scripts.classes, {}),
 }
 AFTERWARDS = dict(zip(LAYOUTS, ("fsdp=2", "megatron=2", MESSAGES, "rtp=2", "ddp=2"), strict=True))
 """Under which layout a run that was begun under another one is resumed."""

@@ -9,8 +9,7 @@
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from rotorch.accelerate.shares import of_shares
+from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.one_error import one_error
 from rotorch.core.errors import ConfigError
 from rotorch.core.strategy import Strategy
@@ -28,6 +28,8 @@ from rotorch.drop_in.whole import full_state_dict
 from rotorch.drop_in.whole_head import show_whole_head
 from rotorch.hf.arguments import check_accelerator, check_arguments, check_model, check_values
 from rotorch.models.lora import base_of, is_wrapped, saved_names
+from rotorch.models.modes import evaluating
+from rotorch.ops.random_state import seeded_rng
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
 from rotorch.strategies import parse_parallel
@@ -40,22 +42,6 @@ else:
 
 _OPTIMIZER = "optimizer"
 """The directory of the optimizer's state in a checkpoint."""
-
-
-_LOSS_IN_FORWARD = re.compile(r"Loss\(|cross_entropy\(|mse_loss\(")
-
-
-def _takes_means_itself(module: nn.Module) -> bool:
-    """True for a model of transformers that accepts a count of items, and divides its loss by its own (T5, BERT).
-
-    `Trainer` takes such a loss for a sum over the items of all processes and multiplies it by their number, so that
-    gradients would grow with the ranks (by name: `compute_loss`, `model_accepts_loss_kwargs`).
-    """
-    forward = inspect.unwrap(type(module).forward)
-    if not forward.__module__.startswith("transformers.models."):
-        return False
-    source = inspect.getsource(forward)
-    return "loss_function(" not in source and _LOSS_IN_FORWARD.search(source) is not None
 
 
 class TrainerMixin(_Trainer):
@@ -71,6 +57,7 @@ class TrainerMixin(_Trainer):
     """
 
     layout: str | Sequence[Strategy] | None = None
+    _counts_itself: bool | None = None
 
     def __init__(self, *args: Any, layout: str | Sequence[Strategy] | None = None, **kwargs: Any) -> None:
         """Takes the arguments of the trainer's own class, and `layout`.
@@ -134,11 +121,30 @@ class TrainerMixin(_Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """As ever; but the loss of a model that takes no count of items is its mean, and stays that."""
+        """As ever; but the loss of a model that divides it by a count of its own is that of one process.
+
+        `Trainer` takes it for a sum over the items of all processes and multiplies it by their number, so gradients
+        would grow with the ranks (transformers: `compute_loss`, `model_accepts_loss_kwargs`).
+        """
+        given = {} if num_items_in_batch is None else {"num_items_in_batch": num_items_in_batch}
+        if given and self._divides_by_its_own_count(model, inputs, num_items_in_batch):
+            given = {}
+        return super().compute_loss(model, inputs, return_outputs=return_outputs, **given)
+
+    def _divides_by_its_own_count(self, model: nn.Module, inputs: Any, num_items: Any) -> bool:
+        """True if the model's loss is the same for another count of items. All ranks; two passes, the first time."""
         computed_here = self.compute_loss_func is not None or self.label_smoother is not None
-        if not computed_here and _takes_means_itself(base_of(self.model)[1]):
-            num_items_in_batch = None
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if computed_here or not self.model_accepts_loss_kwargs or "labels" not in inputs:
+            return False
+        if self._counts_itself is None:
+            losses = []
+            for count in (num_items, 2 * num_items):
+                with evaluating(model), torch.no_grad(), seeded_rng(0):
+                    found = model(**inputs, num_items_in_batch=count)
+                losses.append(found["loss"] if isinstance(found, Mapping) else found[0])
+            changes = (losses[0] != losses[1]).to(torch.float32).reshape(1)
+            self._counts_itself = not all_reduce_sum(changes, mesh=self.parallel.mesh).item()
+        return self._counts_itself
 
     # ---------------------------------------------------------------- saving and loading
 
