@@ -70,6 +70,10 @@ def copies(model):
     both, average = copy.deepcopy({"model": model, "optimizer": optimizer}), AveragedModel(model)
     copied, owned = both["model"], both["optimizer"].param_groups[0]["params"]
     average.update_parameters(model)
+    with torch.no_grad():
+        kept = copy.deepcopy(list(model.parameters()))
+        for parameter, value in zip(model.parameters(), kept, strict=True):
+            value.add_(parameter)  # an average of one's own
     states = copy.deepcopy(model.state_dict()), {n: t.detach().clone() for n, t in model.state_dict().items()}
     with torch.no_grad():
         for parameter in model.parameters():
@@ -79,6 +83,8 @@ def copies(model):
         model.load_state_dict(state)
         found.append(model.full_state_dict(all_ranks=True))
     same = [all(torch.equal(values[name], value) for name, value in each.items()) for each in found]
+    pairs = zip(kept, model.parameters(), strict=True)
+    same.append(all(torch.equal(average.full_tensor(), 2 * own.full_tensor()) for average, own in pairs))
     same.append(all(a is b for a, b in zip(owned, copied.parameters(), strict=True)))
     named = [isinstance(each, LlamaForCausalLM) for each in (copied, average.module)]
     copied.close()
@@ -227,7 +233,7 @@ def test_published_directories_are_those_of_one_process(said, config, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_copies_have_the_values_and_go_their_own_ways(said, layout):
-    assert [rank[layout]["copies"] for rank in said[0]] == [[True] * 7] * 2
+    assert [rank[layout]["copies"] for rank in said[0]] == [[True] * 8] * 2
 
 
 @pytest.mark.parametrize("layout", THROUGH_TORCH)

@@ -26,6 +26,7 @@ ELEMENT_WISE = {
     "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
     "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
 }
+RIGHT = ("whole", "gathered", "penalty", "finite", "gradients", "computed", "norm", "saved")
 NOT_LOCAL = {
     "matmul": lambda p, q: p @ p.T,
     "view": lambda p, q: p.view(-1),
@@ -67,6 +68,10 @@ def under(config, layout, folder):
     gathered = parameter.redistribute(parameter.device_mesh, everywhere)
     found["gathered"] = _off(gathered.to_local(), theirs[name])
     found["computed"] = _off((2 * parameter + parameter.square()).full_tensor(), 2 * theirs[name] + theirs[name] ** 2)
+    for penalty in (lambda p: (p.full_tensor() ** 2).sum(), lambda p: (p**2).sum().full_tensor()):
+        (ours,) = torch.autograd.grad(penalty(parameter), parameter)
+        found["penalty"] = max(found.get("penalty", 0.0), _off(ours.full_tensor(), 2 * theirs[name]))
+    found["finite"] = _differ_somewhere(parameter)
     for each, p in cut.items():
         theirs[each].grad = p.grad.full_tensor()
     norm = torch.nn.utils.clip_grad_norm_([parameter], 1e9)
@@ -88,6 +93,16 @@ def under(config, layout, folder):
     found["saved"] = max(_off(whole[n], 0.1 * theirs[n].grad) for n in cut)
     model.close()
     return found
+
+
+def _differ_somewhere(parameter):
+    """0 if all ranks hear of a value that is not finite in the last rank's part, and of none where there is none."""
+    gradient, last = parameter.grad.detach().clone(), torch.distributed.get_rank() == 2
+    before = bool(torch.isfinite(gradient).all()), bool(torch.isnan(gradient).any())
+    if last:
+        gradient.to_local().view(-1)[0] = torch.nan
+    after = bool(torch.isfinite(gradient).all()), bool(torch.isnan(gradient).any())
+    return 0.0 if (before, after) == ((True, False), (False, True)) else 1.0
 
 
 @torch.no_grad()
@@ -113,7 +128,9 @@ def test_what_needs_more_than_its_elements_is_refused_in_one_line(told, name, la
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-@pytest.mark.parametrize("what", ["whole", "gathered", "gradients", "computed", "norm", "saved", *ELEMENT_WISE])
+@pytest.mark.parametrize(
+    "what", ["whole", "gathered", "penalty", "finite", "gradients", "computed", "norm", "saved", *ELEMENT_WISE]
+)
 def test_what_passes_is_right(told, name, layout, what):
     for of_rank in told:
         assert of_rank[name, layout]["cut"]

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from rotorch.core.errors import ConfigError
 from rotorch.models.lora import is_adapter
 from rotorch.parallel_model import ParallelModel
-from rotorch.shard.in_chunks import CutInName, StatePart
+from rotorch.shard.in_chunks import CutInName, StatePart, StatePartInName
 from rotorch.shard.sharded_weight import ShardedWeight
 
 
@@ -27,23 +27,26 @@ def weights_by_name(module: nn.Module, model: ParallelModel) -> dict[str, str]:
 
 
 def parts_by_name(module: nn.Module, model: ParallelModel, *, whole_adapters: bool) -> dict[str, Tensor]:
-    """Returns this rank's chunks of each weight, under all its names; plain tensors of weights that all ranks have.
+    """Returns this rank's part of each weight, under all its names, as DTensors; plain tensors if none is cut.
 
     Args:
         module: of which.
         model: its weights.
         whole_adapters: adapters of which ranks have parts are gathered, which all ranks must call.
     """
+    none_is_cut = all(held.num_holders == model.mesh.size() for held in model.weights.values())
 
     def part_of(name: str) -> Tensor:
         held = model.weights[name]
-        if held.num_holders == model.mesh.size():
+        if none_is_cut or (whole_adapters and is_adapter(name) and held.num_holders == model.mesh.size()):
             return held.local.detach()
         if whole_adapters and is_adapter(name):
             return model.full_tensor(name)
         at_rest = held.parameter.detach()
+        if isinstance(at_rest, CutInName):
+            return StatePartInName.of(at_rest, held.chunks)
         assert isinstance(at_rest, DTensor)
-        return StatePart.of(at_rest, held.chunks)
+        return StatePart.of(at_rest)
 
     parts = {name: part_of(name) for name in model.weights}
     return {name: parts[weight] for name, weight in weights_by_name(module, model).items()}

@@ -140,7 +140,11 @@ class CutInName(SavedInChunks, DTensor):
             return self.to_local(), self.chunks
 
     def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor, on all ranks of the mesh, which call it; without gradients."""
+        """The whole tensor, on all ranks of the mesh, which call it. Its gradient is taken to be the same on all."""
+        whole: Tensor = _Whole.apply(self)
+        return whole
+
+    def _whole(self) -> Tensor:
         local, chunks = self.in_chunks()
         whole = torch.zeros(self.shape, dtype=self.dtype, device=local.device)
         coordinate = self.device_mesh.get_coordinate() or []
@@ -151,14 +155,10 @@ class CutInName(SavedInChunks, DTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A tensor of its own over the same part, or a parameter; without a gradient."""
-        with torch.no_grad():
-            made: Tensor = self.detach().clone()
-        if isinstance(self, nn.Parameter):
-            made = nn.Parameter(made, self.requires_grad)
-        return memo.setdefault(id(self), made)
+        return memo.setdefault(id(self), own_copy(self))
 
     def part_of(self, whole: Tensor) -> CutInName:
-        """This rank's part of another whole tensor, cut alike; in memory of its own, without gradients."""
+        """This rank's part of another whole tensor, cut alike, in this one's dtype; it has no gradient."""
         own, chunks = self.in_chunks()
         local = torch.empty_like(own)
         for chunk in chunks:
@@ -179,7 +179,7 @@ class CutInName(SavedInChunks, DTensor):
         mesh, wanted = device_mesh or self.device_mesh, list(placements or self.placements)
         if mesh != self.device_mesh or not all(isinstance(placement, Replicate) for placement in wanted):
             raise _refusal("redistribute", self)
-        return distribute_tensor(self.full_tensor(), mesh, wanted, src_data_rank=None)  # sends nothing
+        return distribute_tensor(self._whole(), mesh, wanted, src_data_rank=None)  # sends nothing
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -187,6 +187,9 @@ class CutInName(SavedInChunks, DTensor):
         if name == "new_empty" and tuple(args[1]) == tuple(args[0].shape):  # torch's asynchronous saves fill it
             own, chunks = args[0].in_chunks()
             return cls.of(args[0], chunks, local=torch.empty_like(own, device=kwargs.get("device")))
+        if name in ("any", "all") and len(args) == 1 and not kwargs:  # torch gathers parts for them, as it cuts them
+            return _any_or_all(name, args[0])
+        args = _with_parts_of_wholes(args)
         groups = _computed_together(name, args, kwargs)
         for group in groups:
             cut = _first_cut(group)
@@ -205,6 +208,52 @@ class CutInName(SavedInChunks, DTensor):
         return _as_cut(result, groups[0])
 
 
+class _Whole(torch.autograd.Function):
+    """A whole tensor of its parts; backward each rank's part of the whole's gradient, as DTensor's `full_tensor`."""
+
+    @staticmethod
+    def forward(ctx: Any, cut: CutInName) -> Tensor:
+        ctx.cut = cut.detach()
+        return cut._whole()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> CutInName:
+        cut: CutInName = ctx.cut
+        return cut.part_of(grads[0])
+
+
+def own_copy(tensor: Tensor) -> Tensor:
+    """A DTensor or a parameter of its own over the same part of a whole; without a gradient."""
+    with torch.no_grad():
+        made: Tensor = tensor.detach().clone()
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _any_or_all(name: str, cut: CutInName) -> DTensor:
+    """One result for all ranks of the mesh, which call it: of `isfinite(gradient).all()` and the like."""
+    own, _ = cut.in_chunks()
+    found = own.any() if name == "any" else own.logical_not().any()
+    anywhere = all_reduce_sum(found.to(torch.float32).reshape(1), mesh=cut.device_mesh)[0] > 0
+    everywhere = [Replicate()] * cut.device_mesh.ndim
+    result = anywhere if name == "any" else ~anywhere
+    return distribute_tensor(result, cut.device_mesh, everywhere, src_data_rank=None)  # sends nothing
+
+
+def _with_parts_of_wholes(args: Any) -> Any:
+    """Operands with this rank's part in place of a DTensor that all ranks have whole: gradients of a sum are such."""
+    cut = _first_cut(args)
+    if cut is None:
+        return args
+
+    def part(operand: Any) -> Any:
+        is_alike = type(operand) is DTensor and (operand.shape, operand.dtype) == (cut.shape, cut.dtype)
+        if is_alike and all(placement.is_replicate() for placement in operand.placements):
+            return cut.part_of(operand.to_local())
+        return operand
+
+    return tuple(part(operand) for operand in args)
+
+
 class PartOfState:
     """Refusals of a `state_dict()` entry that has a part of a tensor: it must not be taken for the whole."""
 
@@ -220,16 +269,26 @@ class PartOfState:
 
     storage = untyped_storage
 
-
-class StatePart(PartOfState, CutInName):
-    """A weight in a `state_dict()`: this rank's part, in the form that torch's checkpoints save, load and gather.
-
-    Parts that are cut as torch cuts have this form too: values of a part must not be written as those of the whole.
-    """
-
     def data_ptr(self) -> int:
         """0: a wrapper has no memory. Of a part that begins within a larger tensor torch would give its offset."""
         return 0
+
+
+class StatePart(PartOfState, DTensor):
+    """A weight in a `state_dict()` of which this rank has the part that torch would cut."""
+
+    @classmethod
+    def of(cls, dtensor: DTensor) -> Self:
+        """The entry of a weight at rest."""
+        made: Self = as_dtensor_class(cls, dtensor)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return memo.setdefault(id(self), own_copy(self))
+
+
+class StatePartInName(PartOfState, CutInName):
+    """A weight in a `state_dict()` of which this rank has another part."""
 
 
 def _computed_together(name: str, args: Any, kwargs: Any) -> list[list[Tensor]]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from rotorch._torch_private import wrapper_tensor
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Range, Weight
-from rotorch.shard.in_chunks import Box, CutInName, PartOfState, SavedInChunks
+from rotorch.shard.in_chunks import Box, CutInName, PartOfState, SavedInChunks, own_copy
 from rotorch.shard.sites import Site
 from rotorch.shard.storages import allocate, free
 
@@ -225,7 +225,10 @@ class ShardedWeight:
     def belong_to(self, mesh: DeviceMesh) -> None:
         """Makes `weight_of` find this weight and its ranks by the parameter; called once the model is complete."""
         self.mesh = mesh
-        self.parameter.of_weight = WayBack(self)  # type: ignore[attr-defined]
+        way = WayBack(self)
+        self.parameter.of_weight = way  # type: ignore[attr-defined]
+        # torch copies the memory of a DTensor whose part begins within a larger tensor; it has none.
+        self.parameter.__deepcopy__ = way.copy  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- tensors in the module
 
@@ -321,6 +324,11 @@ class WayBack:
 
     def __init__(self, held: ShardedWeight | None = None) -> None:
         self.held = held
+
+    def copy(self, memo: dict[int, Any]) -> Tensor:
+        """The parameter's `__deepcopy__`: one of its own over a part of its own, without a way back."""
+        assert self.held is not None
+        return memo.setdefault(id(self.held.parameter), own_copy(self.held.parameter))
 
     def __reduce__(self) -> tuple[type[WayBack], tuple[()]]:
         return WayBack, ()
