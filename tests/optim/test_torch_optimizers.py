@@ -25,6 +25,8 @@ REFUSED = {
     "Muon": "Write rotorch.optim.Muon",
 }
 NEVER = {"SparseAdam": "does not support dense gradients"}  # on one process neither
+if torch.__version__ < "2.15":
+    CLASSES.pop("Rprop")  # torch's own, of 2.13, writes by masks, which its DTensor refuses
 
 
 def of_kind(kind, model, *, share=0, num_shares=1):
