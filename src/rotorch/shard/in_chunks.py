@@ -179,7 +179,7 @@ class CutInName(SavedInChunks, DTensor):
         mesh, wanted = device_mesh or self.device_mesh, list(placements or self.placements)
         if mesh != self.device_mesh or not all(isinstance(placement, Replicate) for placement in wanted):
             raise _refusal("redistribute", self)
-        return distribute_tensor(self._whole(), mesh, wanted, src_data_rank=None)  # sends nothing
+        return _on_all_ranks(self._whole(), mesh)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -234,9 +234,12 @@ def _any_or_all(name: str, cut: CutInName) -> DTensor:
     own, _ = cut.in_chunks()
     found = own.any() if name == "any" else own.logical_not().any()
     anywhere = all_reduce_sum(found.to(torch.float32).reshape(1), mesh=cut.device_mesh)[0] > 0
-    everywhere = [Replicate()] * cut.device_mesh.ndim
-    result = anywhere if name == "any" else ~anywhere
-    return distribute_tensor(result, cut.device_mesh, everywhere, src_data_rank=None)  # sends nothing
+    return _on_all_ranks(anywhere if name == "any" else ~anywhere, cut.device_mesh)
+
+
+def _on_all_ranks(tensor: Tensor, mesh: DeviceMesh) -> DTensor:
+    """A DTensor of what all ranks of the mesh have alike; sends nothing."""
+    return distribute_tensor(tensor, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
 
 
 def _with_parts_of_wholes(args: Any) -> Any:

@@ -345,10 +345,6 @@ def weight_of(parameter: Tensor) -> ShardedWeight | None:
     return way.held if isinstance(way, WayBack) else None
 
 
-_COPIES = {"aten::clone", "aten::detach", "aten::_to_copy"}
-"""Operations of loops that keep the best state of a model: `{n: t.clone() for n, t in model.state_dict().items()}`."""
-
-
 class ChunkedTensor(PartOfState, SavedInChunks):
     """A whole tensor of which this rank holds some chunks, in the form that `torch.distributed.checkpoint` knows.
 
@@ -372,13 +368,7 @@ class ChunkedTensor(PartOfState, SavedInChunks):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func._schema.name in _COPIES and isinstance(args[0], cls):
-            local = func(args[0].local, *args[1:], **(kwargs or {}))
-            return cls(local, shape=tuple(args[0].shape), chunks=args[0].chunks)
         raise TypeError(f"A ChunkedTensor is for saving and loading; {func} needs the tensor itself: use .local")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ChunkedTensor:
-        return memo.setdefault(id(self), self.clone())
 
     data_ptr = PartOfState.untyped_storage  # type: ignore[assignment]
 
