@@ -41,6 +41,7 @@ from rotorch.process.host_memory import make_room
 from rotorch.shard.at_rest import AtRest
 from rotorch.shard.buffers import WrittenBuffers
 from rotorch.shard.gradient_hooks import GradientHooks
+from rotorch.shard.in_chunks import whole_of_parts
 from rotorch.shard.load import load_stored
 from rotorch.shard.materialize import Recipe, initialise
 from rotorch.shard.sharded_weight import ChunkedTensor, ShardedWeight
@@ -241,12 +242,9 @@ class ParallelModel:
         """
         held = self.weights[name]
         local = held.local_grad if grad else held.local
-        whole = torch.zeros(held.weight.shape, dtype=held.local.dtype, device=held.local.device)
-        if local is not None and held.holder == 0:  # one holder's values, exactly, not the mean of all
-            for chunk in held.chunks:
-                chunk.of_whole(whole).copy_(chunk.of_local(local))
-        all_reduce_sum(whole, mesh=self.mesh)
-        return whole
+        chunks = held.chunks if held.holder == 0 and local is not None else ()
+        zeros = held.local.new_zeros(held.weight.shape)
+        return whole_of_parts(zeros, chunks, held.local if local is None else local, mesh=self.mesh)
 
     # ---------------------------------------------------------------- passes
 

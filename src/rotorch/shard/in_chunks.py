@@ -107,6 +107,16 @@ class SavedInChunks(Tensor):
         raise KeyError(f"{index.fqn}: no chunk at offset {index.offset}")
 
 
+def whole_of_parts(zeros: Tensor, chunks: Sequence[Box], local: Tensor, *, mesh: DeviceMesh) -> Tensor:
+    """The whole, in place of `zeros`, on all ranks of the mesh, which call it; a rank without chunks adds nothing.
+
+    Of ranks that have the same part one gives its chunks: so values are exact, not means of all.
+    """
+    for chunk in chunks:
+        chunk.of_whole(zeros).copy_(chunk.of_local(local))
+    return all_reduce_sum(zeros, mesh=mesh)
+
+
 def _stored(chunk: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
 
@@ -146,12 +156,9 @@ class CutInName(SavedInChunks, DTensor):
 
     def _whole(self) -> Tensor:
         local, chunks = self.in_chunks()
-        whole = torch.zeros(self.shape, dtype=self.dtype, device=local.device)
         coordinate = self.device_mesh.get_coordinate() or []
-        if not any(at for at, placement in zip(coordinate, self.placements, strict=True) if placement.is_replicate()):
-            for chunk in chunks:
-                chunk.of_whole(whole).copy_(chunk.of_local(local))
-        return all_reduce_sum(whole, mesh=self.device_mesh)
+        is_copy = any(at for at, placement in zip(coordinate, self.placements, strict=True) if placement.is_replicate())
+        return whole_of_parts(local.new_zeros(self.shape), () if is_copy else chunks, local, mesh=self.device_mesh)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """A tensor of its own over the same part, or a parameter; without a gradient."""
