@@ -1,10 +1,13 @@
 """Blocks and sums that ranks of one host read in place, against what they should be; and steps that break off."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from rotorch.comm import shared_file
 from rotorch.comm.shared_axis_group import SharedAxisGroup, make_axis_group
 from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
 from rotorch.testing.ranks import run_ranks
@@ -222,3 +225,22 @@ def test_without_shared_memory_blocks_travel_as_messages(monkeypatch, tmp_path, 
     assert run_ranks(without_room, "auto", num_ranks=2) == ["messages"] * 2
     for told in run_ranks(without_room, "shared_memory", num_ranks=2):
         assert "No such file" in told and "Write transport=auto" in told
+
+
+def while_the_launcher_removes_its_directory(launchers, later):
+    axis_group = make()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROTORCH_SHARED_MEMORY_DIR", str(launchers))
+        patch.setenv("ROTORCH_SHARED_MEMORY_LATER", str(later))
+        patch.setattr(shared_file, "sweep", lambda _: launchers.is_dir() and launchers.rmdir())
+        homes = axis_group.homes({"a": [(3,)] * 2}, dtypes={"a": torch.float32}, device=torch.device("cpu"))
+    homes["a"].fill_(axis_group.position)
+    axis_group.start()
+    return [block.tolist() for block in axis_group.blocks(homes["a"])], len(axis_group.slots()[0])
+
+
+def test_a_launchers_directory_may_go_while_a_file_is_made(tmp_path):
+    (launchers := tmp_path / "launchers").mkdir()
+    work = partial(while_the_launcher_removes_its_directory, launchers, tmp_path)
+    assert run_ranks(work, num_ranks=2) == [([[0.0] * 3, [1.0] * 3], 0)] * 2
+    assert list(tmp_path.iterdir()) == []

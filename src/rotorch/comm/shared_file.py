@@ -195,27 +195,37 @@ def _gathered(value: Any, *, group: dist.ProcessGroup) -> list[Any]:
 
 def _create(num_bytes: int) -> tuple[str | None, str]:
     """Makes the file, still empty. Returns its path, or the reason why it could not be made."""
-    directory, path = shared_memory_directory(), None
+    directory = shared_memory_directory()
     try:
-        sweep(directory)
-        # Before any is allocated: a memory file system may be as large as the memory, and filling it ends processes.
-        if num_bytes > shutil.disk_usage(directory).free:
-            return None, f"{format_bytes(num_bytes)} do not fit into {room_in(directory)}"
-        if num_bytes > (available := available_bytes()):
-            there = format_bytes(available)
-            return None, f"{format_bytes(num_bytes)} do not fit into the memory that is available, {there}"
-        descriptor, path = tempfile.mkstemp(prefix=own_prefix(), dir=directory)
-        try:
-            # Takes no memory yet: each rank allocates its own extents, on its processor's memory node.
-            os.ftruncate(descriptor, num_bytes)
-        finally:
-            os.close(descriptor)
+        return _create_in(directory, num_bytes)
     except OSError as error:
-        if path is not None:
-            Path(path).unlink(missing_ok=True)
+        # The launcher removes its directory once all ranks have started up, which may be at this very moment.
+        if not directory.is_dir() and shared_memory_directory() != directory:
+            return _create(num_bytes)
         if error.errno == errno.ENOSPC:
             return None, f"{format_bytes(num_bytes)} do not fit into {room_in(directory)}"
         return None, f"{format_bytes(num_bytes)} cannot be made in {directory}: {error.strerror}"
+
+
+def _create_in(directory: Path, num_bytes: int) -> tuple[str | None, str]:
+    sweep(directory)
+    # Before any is allocated: a memory file system may be as large as the memory, and filling it ends processes.
+    if num_bytes > shutil.disk_usage(directory).free:
+        return None, f"{format_bytes(num_bytes)} do not fit into {room_in(directory)}"
+    if num_bytes > (available := available_bytes()):
+        return (
+            None,
+            f"{format_bytes(num_bytes)} do not fit into the memory that is available, {format_bytes(available)}",
+        )
+    descriptor, path = tempfile.mkstemp(prefix=own_prefix(), dir=directory)
+    try:
+        # Takes no memory yet: each rank allocates its own extents, on its processor's memory node.
+        os.ftruncate(descriptor, num_bytes)
+    except OSError:
+        Path(path).unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(descriptor)
     return path, ""
 
 
