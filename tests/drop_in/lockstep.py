@@ -8,6 +8,7 @@ from typing import Any
 
 import idioms_of_calls  # noqa: F401, it adds to IDIOMS
 import idioms_of_copies  # noqa: F401
+import idioms_of_gradients  # noqa: F401
 import torch
 from idioms import IDIOMS, LEARNING_RATE, Loop
 from torch import Tensor

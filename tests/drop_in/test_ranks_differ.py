@@ -80,7 +80,31 @@ def gradients_that_one_does_not_clear(loop, rank):
             optimizer.zero_grad()
 
 
+def one_gathers_whole_weights(loop, rank):
+    if rank == 0:
+        loop.model.full_state_dict()
+    else:
+        loop.model(**loop.batch(0))
+
+
+def one_saves(loop, rank):
+    if rank == 0:
+        rotorch.save("nowhere", loop.model, step=1)
+    else:
+        loop.model(**loop.batch(0))
+
+
+def one_loads(loop, rank):
+    if rank == 0:
+        rotorch.load("nowhere", loop.model)
+    else:
+        rotorch.save("nowhere", loop.model, step=1)
+
+
 EXPECTED = {
+    one_gathers_whole_weights: "rank 0 gathers whole weights, {others} calls the model",
+    one_saves: "rank 0 calls rotorch.save, {others} calls the model",
+    one_loads: "rank 0 calls rotorch.load, {others} calls rotorch.save",
     a_step_that_one_leaves_out: "others have not: rank 0 yes, {others} no. Let all of them call optimizer.step()",
     gradients_that_one_does_not_clear: "not cleared: rank 0 none, {others} some. Let all of them call",
     one_batch_more: "rank 0 calls the model, {others} calls evaluate",

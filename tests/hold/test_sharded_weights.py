@@ -46,6 +46,57 @@ def test_the_module_finds_plain_weights_in_a_pass_and_dtensors_at_rest():
         assert module.weight is shards.held["weight"].parameter and isinstance(module.bias, DTensor)
 
 
+def step_of(shards, buffer, value, *, around=()):
+    """A step whose gradients lie in the same memory as those of the step before; returns the weight's."""
+    earlier = [EarlierGradient(held) for held in around if held.parameter.grad is not None]
+    with shards.unsharded():
+        shards.start()
+        if shards.leaves["weight"].requires_grad:
+            shards.leaves["weight"].grad = buffer.fill_(value)
+        shards.finish()
+    for each in earlier:
+        each.add_back()
+    return shards.held["weight"].parameter.grad
+
+
+def test_gradients_that_nobody_keeps_stay_in_one_tensor():
+    with held(memory=Memory(gradients_stay=True)) as (_, shards):
+        weight, buffer, tensors, places = shards.held["weight"], torch.empty(5, 3), set(), set()
+        for step in range(6):
+            gradient = step_of(shards, buffer, 1.0, around=[weight] if step > 3 else [])
+            tensors.add(id(gradient))
+            places.add(gradient.to_local().data_ptr())
+            del gradient
+            if step < 3:  # behind that it adds up
+                weight.parameter.grad = None
+        assert len(tensors) == len(places) == 1
+        assert torch.equal(weight.local_grad, torch.full((5, 3), 3.0))
+
+
+def test_a_gradient_that_is_kept_keeps_its_values():
+    with held(memory=Memory(gradients_stay=True)) as (_, shards):
+        weight, buffer = shards.held["weight"], torch.empty(5, 3)
+        kept = step_of(shards, buffer, 1.0)
+        weight.parameter.grad = None
+        other = step_of(shards, buffer, 2.0)
+        assert torch.equal(kept.to_local(), torch.ones(5, 3))
+        assert other is not kept and torch.equal(other.to_local(), torch.full((5, 3), 2.0))
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_a_gradient_of_a_weight_that_is_frozen_later_stays(stays):
+    with held(memory=Memory(gradients_stay=stays)) as (_, shards):
+        weight, buffer = shards.held["weight"], torch.empty(5, 3)
+        gradient = step_of(shards, buffer, 1.0)
+        weight.parameter.requires_grad_(False)
+        assert step_of(shards, buffer if stays else torch.empty(5, 3), 2.0) is gradient
+        assert torch.equal(gradient.to_local(), torch.ones(5, 3))
+        weight.parameter.requires_grad_(True)
+        assert torch.equal(
+            step_of(shards, buffer if stays else torch.empty(5, 3), 2.0).to_local(), torch.full((5, 3), 3.0)
+        )
+
+
 @pytest.mark.parametrize("stays", [False, True])
 def test_gradients_that_were_not_cleared_add_up(stays):
     with held(memory=Memory(gradients_stay=stays)) as (_, shards):

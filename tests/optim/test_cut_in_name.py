@@ -1,5 +1,7 @@
 """DTensors over parts that torch's placements do not describe: right, or refused in one line."""
 
+import io
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -28,7 +30,7 @@ ELEMENT_WISE = {
 }
 if torch.__version__ < "2.15":
     ELEMENT_WISE.pop("rprop")  # of torch 2.13 it writes by masks, which DTensor refuses
-RIGHT = ("whole", "gathered", "penalty", "finite", "gradients", "computed", "norm", "saved")
+RIGHT = ("whole", "gathered", "penalty", "finite", "gradients", "computed", "norm", "saved", "summed", "pickled")
 NOT_LOCAL = {
     "matmul": lambda p, q: p @ p.T,
     "view": lambda p, q: p.view(-1),
@@ -73,6 +75,13 @@ def under(config, layout, folder):
     for penalty in (lambda p: (p.full_tensor() ** 2).sum(), lambda p: (p**2).sum().full_tensor()):
         (ours,) = torch.autograd.grad(penalty(parameter), parameter)
         found["penalty"] = max(found.get("penalty", 0.0), _off(ours.full_tensor(), 2 * theirs[name]))
+    factor, partial = 1 + torch.distributed.get_rank(), torch.distributed.tensor.Partial()
+    for placement, summed in ((partial, 1 + 2 + 3), (everywhere[0], factor)):
+        of_ranks = factor * parameter.full_tensor(grad_placements=[placement]).sum()
+        (ours,) = torch.autograd.grad(of_ranks, parameter)
+        found["summed"] = max(found.get("summed", 0.0), float((ours.to_local() - summed).abs().max()))
+    cut_gradient = [torch.distributed.tensor.Shard(0)]
+    found["of a cut gradient"] = _refusal(lambda: parameter.full_tensor(grad_placements=cut_gradient))
     found["finite"] = _differ_somewhere(parameter)
     for each, p in cut.items():
         theirs[each].grad = p.grad.full_tensor()
@@ -89,6 +98,10 @@ def under(config, layout, folder):
     for optimizer in moments.values():
         optimizer.step()
     state = {n: o.state[cut[n]]["exp_avg"] for n, o in moments.items()}
+    torch.save(moments[name].state_dict(), memory := io.BytesIO())
+    memory.seek(0)
+    again = torch.load(memory)["state"][0]["exp_avg"]
+    found["pickled"] = _off(again.full_tensor(), 0.1 * theirs[name].grad)
     dcp.save(state, checkpoint_id=folder)
     whole = {n: torch.zeros(p.shape, dtype=p.dtype) for n, p in cut.items()}
     dcp.load(whole, checkpoint_id=folder)
@@ -118,6 +131,13 @@ def _refusal(call):
     except ConfigError as error:
         return str(error)
     return None
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_a_gradient_of_the_whole_that_is_cut_is_refused(told, name, layout):
+    for of_rank in told:
+        said = of_rank[name, layout]["of a cut gradient"]
+        assert said.startswith("full_tensor(grad_placements=[Shard(dim=0)])") and said.endswith("axis of the mesh")
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -44,6 +44,9 @@ class ModelCall(IntEnum):
     STEP_MORE = 14
     COPY = 15
     ADAPTERS = 16
+    GATHER = 17
+    SAVE = 18
+    LOAD = 19
 
     @property
     def is_end(self) -> bool:
@@ -67,12 +70,19 @@ _TEXTS = {
     ModelCall.LOGITS_DONE: "reads logits beside a loss",
     ModelCall.COPY: "copies the model",
     ModelCall.ADAPTERS: "puts adapters into the model",
+    ModelCall.GATHER: "gathers whole weights",
+    ModelCall.SAVE: "calls rotorch.save",
+    ModelCall.LOAD: "calls rotorch.load",
     ModelCall.STEP_MORE: "calls forward_backward(accumulate=True)",
 }
 
 
-_OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, ModelCall.BACKWARD, ModelCall.LOGITS, ModelCall.COPY)
+_OF_ALL_RANKS = (ModelCall.GATHER, ModelCall.SAVE, ModelCall.LOAD)
+_OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, ModelCall.BACKWARD, ModelCall.LOGITS, ModelCall.COPY, *_OF_ALL_RANKS)
 """Operations of loops of users' own; steps of `rotorch train` have a watchdog (`train/launch/watchdog.py`)."""
+
+_IN_ORDER = "give every rank equally many batches, and let all of them call models, and backward, in the same order"
+_BY_ALL = "let all ranks call it, and only one write what comes of it"
 
 _ODD = 0x9E3779B97F4A7C15
 """Golden ratio in 64 bits: differences within several groups of ranks do not add up to 0."""
@@ -125,8 +135,8 @@ class RollCall:
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
         self._waits = {
             doing: f"rank {self._ranks[self._mine]} {_TEXTS[doing]}, and has waited {SAYS_AFTER_S:.0f} s for others. "
-            "Ranks that have left their loop, or wait for something else, never come: give every rank equally many "
-            "batches, and let all of them call models, and backward, in the same order"
+            "Ranks that have left their loop, or wait for something else, never come: "
+            + (_BY_ALL if doing in _OF_ALL_RANKS else _IN_ORDER)
             for doing in _OF_LOOPS
         }
         # Identifies the model among others of the ranks; not drawn from torch's generators, which the user has seeded.
@@ -191,10 +201,7 @@ class RollCall:
             raise ConfigError(f"ranks have different numbers of micro-batches: {theirs}. Give every rank equally many")
         if len(set(texts)) == 1:
             texts = [f"{text} that is not the others'" for text in texts]
-        raise ConfigError(
-            f"ranks do different things: {self._by_ranks(texts)}. Give every rank equally many batches, and let all "
-            "of them call models, and backward, in the same order"
-        )
+        raise ConfigError(f"ranks do different things: {self._by_ranks(texts)}. {_IN_ORDER[0].upper()}{_IN_ORDER[1:]}")
 
     def _refuse_states(self, states: Sequence[int]) -> None:
         if len({state % 2 for state in states}) > 1:

@@ -23,6 +23,8 @@ from rotorch.models.lora import base_of, is_wrapped, saved_names
 from rotorch.models.packed_rows import nothing_packed
 from rotorch.ops.partial_module import SEES_SLICES
 from rotorch.parallel_model import ParallelModel
+from rotorch.shard.in_chunks import CutInName
+from rotorch.shard.sharded_weight import Chunk
 
 Module = TypeVar("Module", bound=nn.Module)
 _KEPT, _ORIGIN = "_rotorch", "_rotorch_origin"
@@ -166,6 +168,8 @@ def make_parallel(module: Module, model: ParallelModel, *, origin: Origin, compi
     """
     own = type(module)
     look_at_steps_of_optimizers()
+    # States of optimizers that torch.save wrote have them, and torch.load knows torch's own classes alone.
+    torch.serialization.add_safe_globals([CutInName, Chunk])
     names = [n for n in (*vars(ParallelModel), *vars(model)) if not n.startswith("_") and not hasattr(module, n)]
     added: dict[str, Any] = {name: _passed_on(name) for name in names if name != "module"}
     added.update(__module__=own.__module__, __qualname__=own.__qualname__, __doc__=own.__doc__)

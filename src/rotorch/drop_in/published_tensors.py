@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from rotorch.comm.roll_call import ModelCall
 from rotorch.core.errors import ConfigError
 from rotorch.models.lora import adapter_config, adapters_of, base_of, is_adapter, merged_weight, without_adapters
 from rotorch.models.published import as_published
@@ -20,6 +21,7 @@ def published_tensors(
     module: nn.Module, model: ParallelModel, *, dtype: torch.dtype | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Whole weights and buffers by the names and in the shapes that the model's family publishes, adapters merged."""
+    model.meet_at_rest(ModelCall.GATHER)
     adapters, buffers = adapter_config(module), persistent_buffers(module)
     plain, own_names = module, {name: name for name in (*model.weights, *buffers)}
     if adapters is not None:

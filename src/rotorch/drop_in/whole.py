@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from rotorch.comm.roll_call import ModelCall
 from rotorch.core.errors import ConfigError
 from rotorch.models.lora import is_adapter
 from rotorch.parallel_model import ParallelModel
@@ -64,6 +65,7 @@ def full_state_dict(
         all_ranks: every rank gets it, not the first one alone.
         only: whether a name is wanted.
     """
+    model.meet_at_rest(ModelCall.GATHER)
     names = {name: weight for name, weight in weights_by_name(module, model).items() if only(name)}
     wanted = set(names.values())
     keeps = all_ranks or not any(model.mesh.get_coordinate() or [0])

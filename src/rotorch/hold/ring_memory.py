@@ -26,7 +26,7 @@ class RingMemory(Memory):
     """
 
     def __init__(self, ring: Ring, units: Sequence[RotatingUnit]) -> None:
-        super().__init__(gradients_stay=ring.size > 1)  # of whole weights: in the buffers of their sums
+        super().__init__()
         self._ring = ring
         self._units = {unit.item: [weight.name for weight in unit.unit.weights] for unit in units if unit.trained}
         self._slices: dict[str, Tensor] = {}

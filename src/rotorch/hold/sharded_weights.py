@@ -124,7 +124,7 @@ class Memory:
     """Allocator of shards, tensors of a pass and gradients. This one: each by itself; a pass computes with shards.
 
     Args:
-        gradients_stay: gradients lie in the same memory in every step (buckets, sums), so references may be kept.
+        gradients_stay: all gradients lie in the same memory in every step, not only those that `reduce` sums.
     """
 
     def __init__(self, *, gradients_stay: bool = False) -> None:
@@ -305,6 +305,8 @@ class ShardedWeights:
         for held in self._frozen:
             held.refuse_unfrozen()
         for held in self.held.values():
+            if torch.is_grad_enabled():
+                held.protect_gradient()
             if not held.adds_in_place:
                 held.set_aside()
         self._memory.start(self.held)
@@ -328,16 +330,17 @@ class ShardedWeights:
         names = [n for n in (leaves if names is None else names) if leaves[n].requires_grad]
         # Sorted: a set's order differs between processes, and all ranks must sum the same dtype at once.
         for dtype in sorted({self.held[n].local.dtype for n in names}, key=str):
-            same = [leaves[n] for n in names if self.held[n].local.dtype == dtype]
+            alike = [self.held[n] for n in names if self.held[n].local.dtype == dtype]
+            same = [leaves[held.name] for held in alike]
             key = dtype, tuple(names)
             if key not in self._sums:  # kept, so that gradients stay in one place from step to step
                 self._sums[key] = torch.empty(sum(t.numel() for t in same), dtype=dtype, device=same[0].device)
             flat = self._sums[key]
             parts = [p.view_as(t) for p, t in zip(flat.split([t.numel() for t in same]), same, strict=True)]
-            for leaf, part in zip(same, parts, strict=True):
+            for held, leaf, part in zip(alike, same, parts, strict=True):
                 part.zero_() if leaf.grad is None else part.copy_(leaf.grad)
                 # The gradient itself lies in the buffer, so the sum needs no copy back.
-                leaf.grad = part
+                leaf.grad, held.gradient_stays = part, True
             all_reduce_sum(flat, mesh=mesh)
 
     def unused_count_as_zero(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from rotorch._torch_private import as_dtensor_class, copies_its_own_cut, tree_flatten
 from rotorch.comm.collectives import all_reduce_sum
@@ -149,9 +149,24 @@ class CutInName(SavedInChunks, DTensor):
         with torch.no_grad():
             return self.to_local(), self.chunks
 
-    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
-        """The whole tensor, on all ranks of the mesh, which call it. Its gradient is taken to be the same on all."""
-        whole: Tensor = _Whole.apply(self)
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
+        """The whole tensor, on all ranks of the mesh, which call it.
+
+        Args:
+            grad_placements: of its gradient, one per axis of the mesh, as for torch's: by default it is taken to be the
+                same on all ranks; over an axis with `Partial()` gradients of ranks are summed.
+
+        Raises:
+            ConfigError: a gradient that is cut, or another reduction than a sum.
+        """
+        wanted = [Replicate()] * self.device_mesh.ndim if grad_placements is None else list(grad_placements)
+        if not all(each.is_replicate() or each == Partial("sum") for each in wanted):
+            raise ConfigError(
+                f"full_tensor(grad_placements={wanted}) of a weight of shape {tuple(self.shape)}, which is cut "
+                "unevenly: write Replicate() or Partial() for each axis of the mesh"
+            )
+        summed = [axis for axis, placement in enumerate(wanted) if placement.is_partial()]
+        whole: Tensor = _Whole.apply(self, summed)
         return whole
 
     def _whole(self) -> Tensor:
@@ -219,14 +234,19 @@ class _Whole(torch.autograd.Function):
     """A whole tensor of its parts; backward each rank's part of the whole's gradient, as DTensor's `full_tensor`."""
 
     @staticmethod
-    def forward(ctx: Any, cut: CutInName) -> Tensor:
-        ctx.cut = cut.detach()
+    def forward(ctx: Any, cut: CutInName, summed: Sequence[int]) -> Tensor:
+        ctx.cut, ctx.summed = cut.detach(), summed
         return cut._whole()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> CutInName:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[CutInName, None]:
         cut: CutInName = ctx.cut
-        return cut.part_of(grads[0])
+        mesh, whole = cut.device_mesh, grads[0]
+        if ctx.summed:
+            whole = whole.clone(memory_format=torch.contiguous_format)
+        for axis in ctx.summed:
+            all_reduce_sum(whole, mesh=mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[axis]])
+        return cut.part_of(whole), None
 
 
 def own_copy(tensor: Tensor) -> Tensor:

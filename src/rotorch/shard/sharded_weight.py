@@ -6,6 +6,7 @@ loading (through the chunks), verification (both).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -163,6 +164,10 @@ class LocalParameter(nn.Parameter):
         self._of.parameter.grad = None
 
 
+_OWN_REFERENCES = 3
+"""References to an attached gradient that nobody else keeps: the weight's, a variable's and `sys.getrefcount`'s own."""
+
+
 @dataclass
 class ShardedWeight:
     """One weight as this rank holds it, at rest and during a pass.
@@ -257,6 +262,27 @@ class ShardedWeight:
                 "get no gradient. Unfreeze weights before parallelize"
             )
 
+    def is_attached(self, gradient: Tensor | None) -> bool:
+        """True if this is the DTensor over memory that steps write their gradients into."""
+        return self._attached is not None and gradient is self._attached[1]
+
+    def protect_gradient(self) -> None:
+        """Copies, before a step, a gradient in the memory of steps which this step must not change; the tensor stays.
+
+        It is that of a weight that has been frozen, or one that the user has cleared and refers to elsewhere: autograd
+        gives the next backward new memory.
+        """
+        if self._attached is None:
+            return
+        gradient = self._attached[1]
+        if self.is_attached(self.parameter.grad):
+            keep = not self.parameter.requires_grad
+        else:
+            keep = sys.getrefcount(gradient) > _OWN_REFERENCES
+        if keep:
+            gradient._local_tensor = gradient._local_tensor.clone()
+            self._attached = None
+
     def set_aside(self) -> bool:
         """Copies an earlier gradient before a step; returns True if there is one. Evaluations leave it alone."""
         there = torch.is_grad_enabled() and self.parameter.grad is not None
@@ -274,6 +300,14 @@ class ShardedWeight:
         if self._attached is None or self._attached[0] != gradient.data_ptr():
             self._attached = gradient.data_ptr(), dtensor_like(self.parameter, gradient)
         self.parameter.grad = self._attached[1]
+
+    def attach_again(self, values: Tensor) -> None:
+        """Makes the DTensor that was attached before the weight's gradient once more, with these values."""
+        if self._attached is None:  # somebody else keeps it
+            self.parameter.grad = dtensor_like(self.parameter, values)
+            return
+        self.parameter.grad = self._attached[1]
+        self._attached[1]._local_tensor.copy_(values)
 
     def put_back(self) -> None:
         """After a step that broke off: writes the copy back where it came from, in which the step may have added."""
@@ -304,7 +338,9 @@ class EarlierGradient:
     def __init__(self, held: ShardedWeight) -> None:
         gradient = held.local_grad
         assert gradient is not None, "made for a weight that has a gradient"
-        self._held, self._gradient, self._values = held, held.parameter.grad, gradient.clone()
+        self._held, self._values = held, gradient.clone()
+        # Referred to once: one more reference would look like the user's (`protect_gradient`).
+        self._gradient = None if held.is_attached(held.parameter.grad) else held.parameter.grad
         held.parameter.grad = None
 
     @torch.no_grad()
@@ -315,6 +351,9 @@ class EarlierGradient:
             own.add_(self._values)
             return
         # The same DTensor, in its old memory: flat buffers that clipping reads go on holding it.
+        if self._gradient is None:
+            self._held.attach_again(self._values)
+            return
         self._held.parameter.grad = self._gradient
         self._held.local_grad.copy_(self._values)  # type: ignore[union-attr]
 

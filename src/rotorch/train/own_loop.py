@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from rotorch.comm.collectives import gather_objects
+from rotorch.comm.roll_call import ModelCall
 from rotorch.core.errors import ConfigError
 from rotorch.parallel_model import ParallelModel
 from rotorch.shard.sharded_weight import weight_of
@@ -73,6 +74,7 @@ def save(
         RankFailure: a rank could not write; earlier checkpoints are untouched.
     """
     parallel = _parallel(model, "save")
+    parallel.meet_at_rest(ModelCall.SAVE)
     with agreed(parallel.mesh):
         if step < 0:
             raise ConfigError(f"rotorch.save: step={step}: write 0 or more")
@@ -108,6 +110,7 @@ def load(
         RankFailure: reading failed after that; values are then partly overwritten.
     """
     parallel, things = _parallel(model, "load"), _named(loader, others)
+    parallel.meet_at_rest(ModelCall.LOAD)
     with agreed(parallel.mesh):
         _check_parameters(parallel, optimizer)
         for name, thing in things.items():

@@ -18,7 +18,7 @@ from rotorch.core.whole_units import is_whole
 from rotorch.hold.gathered_stages import StageShards
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel
-from rotorch.hold.sharded_weights import Memory, ShardPlacement
+from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.blocks import repeated_blocks
 from rotorch.shard.sharded_weight import ShardedWeight
 
@@ -38,9 +38,7 @@ class FSDPModel(ShardedModel):
         )
         on_meta = any(p.is_meta for p in module.parameters())
         whole = [weight for unit in setup.spec.units if is_whole(unit) for weight in unit.weights]
-        self._whole = setup.shards(
-            [ShardPlacement.whole(weight, mesh=mesh) for weight in whole], memory=Memory(gradients_stay=True)
-        )
+        self._whole = setup.shards([ShardPlacement.whole(weight, mesh=mesh) for weight in whole])
         ignored = {held.parameter for held in self._whole.held.values()}
         options = {"reshard_after_forward": strategy.reshard, "mp_policy": precision}
         for block in repeated_blocks(module):
