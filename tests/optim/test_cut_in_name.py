@@ -75,8 +75,8 @@ def under(config, layout, folder):
     for penalty in (lambda p: (p.full_tensor() ** 2).sum(), lambda p: (p**2).sum().full_tensor()):
         (ours,) = torch.autograd.grad(penalty(parameter), parameter)
         found["penalty"] = max(found.get("penalty", 0.0), _off(ours.full_tensor(), 2 * theirs[name]))
-    factor, partial = 1 + torch.distributed.get_rank(), torch.distributed.tensor.Partial()
-    for placement, summed in ((partial, 1 + 2 + 3), (everywhere[0], factor)):
+    factor, partial = 1 + torch.distributed.get_rank(), torch.distributed.tensor.Partial
+    for placement, summed in ((partial(), 1 + 2 + 3), (partial("avg"), 2), (everywhere[0], factor)):
         of_ranks = factor * parameter.full_tensor(grad_placements=[placement]).sum()
         (ours,) = torch.autograd.grad(of_ranks, parameter)
         found["summed"] = max(found.get("summed", 0.0), float((ours.to_local() - summed).abs().max()))

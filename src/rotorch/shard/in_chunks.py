@@ -154,19 +154,18 @@ class CutInName(SavedInChunks, DTensor):
 
         Args:
             grad_placements: of its gradient, one per axis of the mesh, as for torch's: by default it is taken to be the
-                same on all ranks; over an axis with `Partial()` gradients of ranks are summed.
+                same on all ranks; over an axis with `Partial("sum")` or `Partial("avg")` it is the sum or the mean.
 
         Raises:
-            ConfigError: a gradient that is cut, or another reduction than a sum.
+            ConfigError: a gradient that is cut, or another reduction.
         """
         wanted = [Replicate()] * self.device_mesh.ndim if grad_placements is None else list(grad_placements)
-        if not all(each.is_replicate() or each == Partial("sum") for each in wanted):
+        if not all(each in (Replicate(), Partial("sum"), Partial("avg")) for each in wanted):
             raise ConfigError(
                 f"full_tensor(grad_placements={wanted}) of a weight of shape {tuple(self.shape)}, which is cut "
-                "unevenly: write Replicate() or Partial() for each axis of the mesh"
+                "unevenly: write Replicate(), Partial('sum') or Partial('avg') for each axis of the mesh"
             )
-        summed = [axis for axis, placement in enumerate(wanted) if placement.is_partial()]
-        whole: Tensor = _Whole.apply(self, summed)
+        whole: Tensor = _Whole.apply(self, wanted)
         return whole
 
     def _whole(self) -> Tensor:
@@ -234,18 +233,18 @@ class _Whole(torch.autograd.Function):
     """A whole tensor of its parts; backward each rank's part of the whole's gradient, as DTensor's `full_tensor`."""
 
     @staticmethod
-    def forward(ctx: Any, cut: CutInName, summed: Sequence[int]) -> Tensor:
-        ctx.cut, ctx.summed = cut.detach(), summed
+    def forward(ctx: Any, cut: CutInName, grad_placements: Sequence[Placement]) -> Tensor:
+        ctx.cut, ctx.grad_placements = cut.detach(), grad_placements
         return cut._whole()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[CutInName, None]:
         cut: CutInName = ctx.cut
-        mesh, whole = cut.device_mesh, grads[0]
-        if ctx.summed:
-            whole = whole.clone(memory_format=torch.contiguous_format)
-        for axis in ctx.summed:
-            all_reduce_sum(whole, mesh=mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[axis]])
+        mesh, whole = cut.device_mesh, grads[0].clone(memory_format=torch.contiguous_format)
+        for axis, placement in enumerate(ctx.grad_placements):
+            if isinstance(placement, Partial):
+                all_reduce_sum(whole, mesh=mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[axis]])
+                whole.div_(mesh.size(axis) if placement.reduce_op == "avg" else 1)
         return cut.part_of(whole), None
 
 
