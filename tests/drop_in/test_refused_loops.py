@@ -75,6 +75,15 @@ def a_part_that_is_replaced(loop):
     loop.model(**loop.batch(0))
 
 
+def wrapped_by_ddp(loop):
+    nn.parallel.DistributedDataParallel(loop.model)
+
+
+def parameters_of_a_call(loop):
+    others = {name: parameter.detach().clone() for name, parameter in loop.model.named_parameters()}
+    torch.func.functional_call(loop.model, others, (), loop.batch(0))
+
+
 def a_pickle(loop):
     pickle.dumps(loop.model)
 
@@ -209,6 +218,8 @@ def forward_itself(config, layout):
 
 ASKS_FOR_WEIGHTS = "torch.autograd.grad cannot ask for gradients of weights here"
 DANGERS = {
+    wrapped_by_ddp: "its gradients are means over ranks already. Call the model itself",
+    parameters_of_a_call: "torch.func.functional_call",
     compiled_in_place_before: "the model is compiled",
     a_base_called_by_itself: "model.model(...) is called by itself",
     a_head_called_by_itself: "model.lm_head(...) is called by itself",

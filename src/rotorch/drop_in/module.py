@@ -70,6 +70,17 @@ class ParallelModule(nn.Module):
         """Refused: see `_refuse_compile`."""
         _refuse_compile()
 
+    @functools.cached_property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """What `DistributedDataParallel` asks its module for before ranks send anything: it is refused by name.
+
+        The `ddp` strategy, which wraps the module itself, sets it for that moment.
+        """
+        raise ConfigError(
+            "DistributedDataParallel(model) of what parallelize returned: its gradients are means over ranks already. "
+            "Call the model itself"
+        )
+
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Works as in every module; parameters are at rest also after an interrupted backward."""
         calls_of(self).settle()

@@ -34,8 +34,8 @@ class AtRest:
             if site.get() is not parameter:
                 raise ConfigError(
                     f"{name!r} was replaced by another object after parallelize: training would go on with the old "
-                    "one. Write into it (`with torch.no_grad(): parameter.copy_(values)`), or tie weights before "
-                    "parallelize"
+                    "one. Write into it (`with torch.no_grad(): parameter.copy_(values)`), tie weights before "
+                    "parallelize, and leave out torch.func.functional_call, which puts others in for a call"
                 )
             if storage_key(parameter) != key:
                 raise ConfigError(

@@ -75,13 +75,17 @@ class DDPModel(SimpleShardedModel):
 
 
 def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
-    return DistributedDataParallel(
-        module,
-        process_group=mesh.get_group(),
-        gradient_as_bucket_view=True,
-        init_sync=False,
-        forward_sync_buffers=False,
-    )
+    module._ddp_params_and_buffers_to_ignore = []  # type: ignore[assignment]  # a parallel module refuses other wrappers
+    try:
+        return DistributedDataParallel(
+            module,
+            process_group=mesh.get_group(),
+            gradient_as_bucket_view=True,
+            init_sync=False,
+            forward_sync_buffers=False,
+        )
+    finally:
+        del module._ddp_params_and_buffers_to_ignore
 
 
 class ReplicatedModel(OuterShardedModel):
