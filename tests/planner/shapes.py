@@ -1,6 +1,8 @@
 """Models as the planner sees them, made of nothing but shapes."""
 
-from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
+from dataclasses import replace
+
+from rotorch.core.spec import Combine, Cut, GridCut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 
 
 def transformer(*, layers: int, width: int = 1024, vocabulary: int = 32000, itemsize: int = 2) -> ModelSpec:
@@ -29,3 +31,18 @@ def transformer(*, layers: int, width: int = 1024, vocabulary: int = 32000, item
     names = tuple(f"layers.{number}" for number in range(layers))
     order = LayerOrder(layers=names, after=("norm", "head"), width=width, attention_width=width)
     return ModelSpec("Transformer", tuple(units), order=order, features_stay_whole="only shapes are known")
+
+
+def on_grids(spec: ModelSpec) -> ModelSpec:
+    """The same transformer with all cuts that grids of ranks need: activations may be cut along their features."""
+
+    def cut(weight: Weight) -> Weight:
+        if len(weight.shape) == 1:
+            return replace(weight, grid=GridCut(columns=Cut(0, weight.shape[0])))
+        outer, inner = (Cut(dim, weight.shape[dim]) for dim in (0, 1))
+        is_table = weight.name.startswith("embed")
+        return replace(weight, grid=GridCut(rows=outer if is_table else inner, columns=inner if is_table else outer))
+
+    units = [replace(unit, weights=tuple(map(cut, unit.weights))) for unit in spec.units]
+    units[0] = replace(units[0], combine=Combine.SUM)  # rows of a table that other ranks hold count as zeros
+    return replace(spec, units=tuple(units), features_stay_whole="")

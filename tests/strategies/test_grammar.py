@@ -25,6 +25,8 @@ from rotorch.strategies import (
     format_parallel,
     num_ranks,
     parse_parallel,
+    to_be_planned,
+    with_grids,
 )
 
 
@@ -125,6 +127,7 @@ def test_what_is_written_reads_back(strategies):
         ),
         ("rtp=2[recompute=all]", "recompute"),
         ("fsdp=2[reshard=maybe]", "reshard"),
+        ("atp=auto", "'atp=auto': only `rotorch train` and `rotorch plan` choose a grid, by the links of a cluster"),
         ("atp=4", "'atp=4' needs the sizes of a grid, d1 x d2. Write for example atp=2x2"),
         ("atp=2x2[order=rows]", "order"),
         ("summa=4", "'summa=4' needs the sizes of a grid, rows x columns. Write for example summa=2x2"),
@@ -180,3 +183,32 @@ def test_what_is_composed_exists_and_the_inner_one_cuts():
     for outer, inner in COMPOSES:
         assert {outer, inner} <= set(STRATEGIES)
         assert STRATEGIES[inner].cuts_weights
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "layouts"),
+    [
+        ("atp=auto", 1, ["atp=1x1", "atp=1x1[order=row_first]"]),
+        ("atp=auto", 4, ["atp=4x1", "atp=4x1[order=row_first]", "atp=2x2", "atp=2x2[order=row_first]"]),
+        ("ddp=2,atp=auto[chunks=2]", 4, ["ddp=2,atp=2x1[chunks=2]", "ddp=2,atp=2x1[chunks=2,order=row_first]"]),
+        ("atp=auto[order=row_first]", 2, ["atp=2x1[order=row_first]", "atp=1x2[order=row_first]"]),
+    ],
+)
+def test_a_grid_to_be_chosen_stands_for_all_grids(text, ranks, layouts):
+    assert to_be_planned(text) and to_be_planned("auto") and not to_be_planned(layouts[0])
+    assert list(with_grids(text, ranks=ranks)) == layouts
+    assert {num_ranks(parse_parallel(layout)) for layout in layouts} == {ranks}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("ddp=3,atp=auto", "its other sizes are 3 ranks, which do not divide 4"),
+        ("ddp=8,atp=auto", "its other sizes are 8 ranks, which do not divide 4"),
+        ("atp=auto,atp=auto", "has 2 grids to be chosen. Write atp=auto once"),
+        ("ddq=2,atp=auto", "unknown strategy 'ddq'"),
+    ],
+)
+def test_a_grid_that_cannot_be_chosen_is_refused(text, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        with_grids(text, ranks=4)

@@ -17,7 +17,7 @@ from rotorch.core.quantities import format_bytes, format_count
 from rotorch.planner.cluster import Cluster, load_cluster
 from rotorch.planner.search import Batch, Plan, SearchResult, Task, search, why_nothing_fits
 from rotorch.planner.speeds import speeds_of
-from rotorch.strategies import num_ranks, parse_parallel
+from rotorch.strategies import AUTO, num_ranks, parse_parallel, to_be_planned, with_grids
 
 OBJECTIVES = ("speed", "memory", "frontier")
 PRECISIONS = ("bfloat16", "float32")
@@ -54,16 +54,12 @@ def plan_command(
             raise ConfigError(f"--nodes {nodes}: write 1 or more")
         cluster = cluster.with_nodes(nodes)
     budget_bytes = _budget(budget_text, cluster=cluster)
-    for text in parallel:
-        if (asked := num_ranks(parse_parallel(text))) != cluster.num_devices:
-            raise ConfigError(
-                f"--parallel {text}: {asked} ranks, but {cluster.name!r} has {cluster.num_devices}. Write a layout of "
-                f"{cluster.num_devices} ranks, or --nodes"
-            )
+    layouts = {text: _layouts(text, cluster=cluster) for text in parallel}
     task = task_of(model_path, cluster=cluster, batch=batch, budget_bytes=budget_bytes, precision=precision)
-    found = search(task, texts=list(parallel) or None)
-    if parallel and (refused := [text for text in parallel if text in found.refused]):
-        raise ConfigError(f"--parallel {refused[0]}: {found.refused[refused[0]]}")
+    found = search(task, texts=[layout for each in layouts.values() for layout in each] or None)
+    for text, each in layouts.items():
+        if all(layout in found.refused for layout in each):
+            raise ConfigError(f"--parallel {text}: {found.refused[each[0]]}")
     chosen = _chosen(found, objective=objective)
     if chosen is None:
         raise ConfigError(f"plan: {why_nothing_fits(found, task)}. Write a larger --budget, or that")
@@ -82,6 +78,18 @@ def plan_command(
         "frontier": [plan.parallel for plan in found.frontier],
         "chosen": chosen.parallel,
     }
+
+
+def _layouts(text: str, *, cluster: Cluster) -> tuple[str, ...]:
+    """A layout that was asked for; of one with a grid to be chosen, all that it stands for."""
+    if text != AUTO and to_be_planned(text):
+        return with_grids(text, ranks=cluster.num_devices)
+    if (asked := num_ranks(parse_parallel(text))) != cluster.num_devices:
+        raise ConfigError(
+            f"--parallel {text}: {asked} ranks, but {cluster.name!r} has {cluster.num_devices}. Write a layout of "
+            f"{cluster.num_devices} ranks, or --nodes"
+        )
+    return (text,)
 
 
 def parse_batch(text: str) -> Batch:

@@ -58,6 +58,9 @@ TSP = "tsp"
 OSDP = "osdp"
 """Short for units that are whole on every rank within a budget: `osdp=4[memory=2GiB]` is `rtp=4[memory=2GiB]`."""
 
+AUTO = "auto"
+"""Of a layout: all of it is the planner's choice; of `atp=auto`: the sizes of the grid are."""
+
 _ITEM = re.compile(rf"^(?P<kind>{KIND})(?:=(?P<size>[^\[\]]*))?(?:\[(?P<options>[^\[\]]*)\])?$")
 
 
@@ -68,10 +71,51 @@ def parse_parallel(text: str) -> tuple[Strategy, ...]:
         ConfigError: for an unknown kind or option, a size that is not a positive number, or a composition not in
             `COMPOSES`.
     """
-    items = [item.strip() for item in re.split(r",(?![^\[]*\])", text)]
+    items = _items_of(text)
     strategies = written_out(_parse_item(item, text=text) for item in items)
     check_composition(strategies)
     return strategies
+
+
+def to_be_planned(text: str) -> bool:
+    """True if a layout leaves a choice to the planner: `auto`, or the grid of `atp=auto`."""
+    return text == AUTO or any(_is_open_grid(item) for item in _items_of(text))
+
+
+def with_grids(text: str, *, ranks: int) -> tuple[str, ...]:
+    """The layouts that one with `atp=auto` stands for on a number of ranks: every grid, cut in both orders.
+
+    Raises:
+        ConfigError: the other strategies of the layout leave no ranks for a grid.
+    """
+    items = _items_of(text)
+    opens = [number for number, item in enumerate(items) if _is_open_grid(item)]
+    if len(opens) != 1:
+        raise ConfigError(f"parallel: {text!r} has {len(opens)} grids to be chosen. Write atp=auto once")
+    (place,) = opens
+    others = num_ranks([_parse_item(item, text=text) for number, item in enumerate(items) if number != place])
+    inside, rest = divmod(ranks, others)
+    if rest or not inside:
+        raise ConfigError(f"parallel: {text!r}: its other sizes are {others} ranks, which do not divide {ranks}")
+    options = (_ITEM.match(items[place]) or {"options": ""})["options"] or ""
+    ways = (options,) if "order" in options else (options, ",".join(filter(None, (options, "order=row_first"))))
+    # 1 x n is n x 1 in the other order.
+    sides = range(1, inside + 1 if "order" in options or inside == 1 else inside)
+    grids = [f"{inside // side}x{side}" for side in sides if inside % side == 0]
+    return tuple(
+        ",".join([*items[:place], f"{ATP.kind}={grid}{f'[{way}]' if way else ''}", *items[place + 1 :]])
+        for grid in grids
+        for way in ways
+    )
+
+
+def _items_of(text: str) -> list[str]:
+    return [item.strip() for item in re.split(r",(?![^\[]*\])", text)]
+
+
+def _is_open_grid(item: str) -> bool:
+    match = _ITEM.match(item)
+    return match is not None and match["kind"] == ATP.kind and match["size"] == AUTO
 
 
 def written_out(strategies: Iterable[Strategy]) -> tuple[Strategy, ...]:
@@ -227,4 +271,9 @@ def _sizes(text: str | None, *, item: str, cls: type[Strategy]) -> dict[str, int
     if len(cls.size_fields) == 1:
         raise ConfigError(f"parallel: {item!r} needs a positive number of ranks. Write for example {example}")
     names = " x ".join(cls.size_fields)
+    if text == AUTO and cls is ATP:
+        raise ConfigError(
+            f"parallel: {item!r}: only `rotorch train` and `rotorch plan` choose a grid, by the links of a cluster. "
+            f"Write its sizes, {names}, for example {example}"
+        )
     raise ConfigError(f"parallel: {item!r} needs the sizes of a grid, {names}. Write for example {example}")

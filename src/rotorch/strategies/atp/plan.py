@@ -26,7 +26,9 @@ Cost (unit of P bytes, d1 x d2 ranks, T tokens, D features, F columns in the int
     hides      With `chunks=c`, a sum over the second axis of one c-th of the tokens behind the product of the next.
 
 Deviations
-    Both axes are chosen by hand: a matrix of bandwidths is the planner's affair. d2 = 1 is `megatron`, to the bit.
+    A strategy chooses nothing: with `atp=auto`, `rotorch train` and `rotorch plan` try all grids in both orders on the
+    links of a cluster, and take the fastest that fits. The paper measures a matrix of bandwidths instead.
+    d2 = 1 is `megatron`, to the bit.
     Attentions that normalise over all their heads (OLMo-2) are gathered and computed whole on every rank.
 """
 
