@@ -3,13 +3,13 @@
 from dataclasses import replace
 
 import pytest
-from shapes import transformer
+from shapes import on_grids, transformer
 
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
 from rotorch.planner.search import Batch, Task, compositions, search, why_nothing_fits
 from rotorch.planner.speeds import speeds_of
-from rotorch.strategies import num_ranks, parse_parallel
+from rotorch.strategies import num_ranks, parse_parallel, with_grids
 
 MIB = float(1 << 20)
 LAYER = TracedLayer(stream=PerRow(8 * MIB), interior=PerRow(24 * MIB), given=PerRow(2 * MIB))
@@ -109,6 +109,32 @@ def test_a_budget_for_whole_units_lies_between_a_ring_and_replicas():
         both = ddp.time.compute_s, inner.time.compute_s
         assert 0.99 * min(both) <= plan.time.compute_s <= 1.01 * max(both)
     assert "Write memory=" in search(asked, texts=["osdp=8[memory=1MiB]"]).refused["osdp=8[memory=1MiB]"]
+
+
+def test_budgets_for_whole_units_are_tried_where_memory_is_left():
+    asked = task(budget_bytes=800 * MIB)
+    spec = replace(asked.spec, order=replace(asked.spec.order, refused="no stages"))
+    found = search(replace(asked, spec=spec))
+    mixed = [plan for plan in found.frontier if "memory=" in plan.parallel]
+    ring = min((p for p in found.plans if p.fits and p.parallel == "rtp=8[recompute=slice]"), key=lambda p: p.step_s)
+    assert found.chosen is mixed[0] and mixed[0].parallel.startswith("rtp=8[recompute=slice,memory=")
+    assert mixed[0].step_s < 0.9 * ring.step_s
+    assert ring.memory.total_bytes < mixed[0].memory.total_bytes <= 800 * MIB
+    (again,) = [p for p in search(asked, texts=[mixed[0].parallel]).plans if p.micro_batch == mixed[0].micro_batch]
+    assert again.memory == mixed[0].memory and again.step_s == mixed[0].step_s
+    figures = [(p.micro_batch, p.step_s, p.memory.total_bytes) for p in found.plans if "memory=" in p.parallel]
+    assert len(figures) == len(set(figures))
+
+
+@pytest.mark.parametrize(("fast", "grid"), [(8, "8x1"), (2, "4x2"), (4, "2x4")])
+def test_a_grid_is_chosen_by_the_links(fast, grid):
+    asked = task(rows=8)
+    (link,) = asked.speeds.links
+    slow = replace(link, bytes_per_s=link.bytes_per_s / 50)
+    links = (link,) if fast == 8 else (replace(link, devices=fast), slow)
+    there = replace(asked, spec=on_grids(asked.spec), speeds=replace(asked.speeds, links=links))
+    chosen = search(there, texts=with_grids("atp=auto", ranks=8)).chosen
+    assert chosen is not None and chosen.parallel == f"atp={grid}"
 
 
 def test_nothing_fits_says_the_least_that_would_do_and_what_helps():

@@ -86,7 +86,8 @@ def with_whole_units(spec: ModelSpec, *, strategy: Strategy, axis: str, memory: 
     if any(is_whole(unit) for unit in spec.units):
         return spec
     budget = memory_bytes(memory)
-    least = sum(_held_bytes(unit, strategy.layout) for unit in spec.units)
+    weighed = _weighed(spec.units, strategy=strategy, axis=axis)
+    least = sum(each.held_bytes for each in weighed)
     if least > budget:
         raise ConfigError(
             f"{strategy.kind}: memory={memory}, but weights, gradients and AdamW's moments of {spec.name} take "
@@ -94,15 +95,40 @@ def with_whole_units(spec: ModelSpec, *, strategy: Strategy, axis: str, memory: 
             f"Write memory={least} or more, or more ranks"
         )
     groups = _groups(spec.units)
-    whole = partial(whole_layout, axis=axis, size=strategy.num_ranks)
+    weighed_as = {unit.name: each for unit, each in zip(spec.units, weighed, strict=True)}
     items = []
     for group in groups:
-        more = sum(_held_bytes(unit, whole) - _held_bytes(unit, strategy.layout) for unit in group)
-        saved = sum(_cost(strategy.layout(unit)) - whole(unit).sent_bytes() for unit in group)
+        more = sum(weighed_as[unit.name].more_bytes for unit in group)
+        saved = sum(weighed_as[unit.name].saved for unit in group)
         items.append(Item(more, saved if more > 0 else 0))  # else nobody cuts it
     chosen = {unit.name for number in most_valuable(items, limit=budget - least) for unit in groups[number]}
     units = (unit.with_note(StaysWhole()) if unit.name in chosen else unit for unit in spec.units)
     return replace(spec, units=tuple(units))
+
+
+@dataclass(frozen=True)
+class _Weighed:
+    """A unit's bytes from step to step in parts, those that it takes more as a whole, and what that is worth."""
+
+    held_bytes: int
+    more_bytes: int
+    saved: int
+
+
+def _weighed(units: Sequence[Unit], *, strategy: Strategy, axis: str) -> list[_Weighed]:
+    """Weighs units; of equal ones, which differ in names only and which layers have many of, one is asked."""
+    whole = partial(whole_layout, axis=axis, size=strategy.num_ranks)
+    equal: dict[Unit, _Weighed] = {}
+    found: list[_Weighed] = []
+    for unit in units:
+        weights = tuple(replace(weight, name="", aliases=()) for weight in unit.weights)
+        key = replace(unit, name="", weights=weights, replicated=(), added_once=())
+        if key not in equal:
+            held_bytes = _held_bytes(unit, strategy.layout)
+            saved = _cost(strategy.layout(unit)) - whole(unit).sent_bytes()
+            equal[key] = _Weighed(held_bytes, _held_bytes(unit, whole) - held_bytes, saved)
+        found.append(equal[key])
+    return found
 
 
 def _cost(layout: Layout) -> int:
@@ -121,6 +147,9 @@ def _groups(units: Sequence[Unit]) -> list[list[Unit]]:
     """Units that are chosen together: a module, and units whose weights its forward needs whole."""
     groups: list[list[Unit]] = []
     for unit in units:
+        if not unit.replicated:
+            groups.append([unit])
+            continue
         needs = [group for group in groups if any(other.name in unit.replicated for other in group)]
         groups = [group for group in groups if all(group is not needed for needed in needs)]
         groups.append([*(other for group in needs for other in group), unit])

@@ -4,7 +4,8 @@
     First the compositions: every way to write the number of ranks as replicas x stages x ranks of an innermost
     strategy, of those that compose and can hold the model. Then memory: it grows with the rows of a micro-batch, so
     each composition has a largest one that fits. Then time, for that one and the next smaller one; pipelines by the
-    recurrence of their table. The best are tried again with other schedules.
+    recurrence of their table. The best pipelines are tried again with other schedules, and the best rings and gathered
+    models with units that are whole on every rank, within shares of the memory that they leave (`_budgets`).
 
 [Note: reasons]
     A plan that does not fit names its largest category of memory. A slower plan names the part of a step on which it
@@ -35,6 +36,12 @@ MICRO_BATCHES_TRIED = 2
 
 REFINED = 12
 """Plans with stages that are tried again with other schedules."""
+
+MIXED = 2
+"""Plans that rotate or gather weights, of each kind, that are tried again with budgets for units that are whole."""
+
+SPARE_SHARES = (1.0, 0.5, 0.25)
+"""Shares of a plan's spare memory that are tried as budgets."""
 
 MOST_STAGES_OF_ZEROPP = 8
 """Its rows take long to make, and its bubble grows with the stages."""
@@ -260,6 +267,7 @@ class _Search:
                 for name in _SCHEDULES
             }
             plans += [plan for text in sorted(others) for plan in self._plans(text)]
+            plans += self._mixed(plans)
         return SearchResult(_with_reasons(plans, task), self.refused)
 
     def _plans(self, text: str) -> list[Plan]:
@@ -290,6 +298,29 @@ class _Search:
             why = f"{self.task.batch.rows} rows are no multiple of its {batch_ranks(candidate.strategies)} batch ranks"
             self.refused.setdefault(text, why)
         return tried
+
+    def _mixed(self, plans: Sequence[Plan]) -> list[Plan]:
+        """The fastest plans again, with units that are whole in the memory that is left beside them."""
+        found: list[Plan] = []
+        known = {_figures(plan) for plan in plans}
+        for text in self._budgets(plans):
+            for plan in self._plans(text):
+                if _figures(plan) not in known:  # else no unit fits into the budget, or the same ones do
+                    known.add(_figures(plan))
+                    found.append(plan)
+        return found
+
+    def _budgets(self, plans: Sequence[Plan]) -> list[str]:
+        found: list[str] = []
+        for kind in ("rtp", "fsdp"):
+            with_kind = [p for p in plans if p.fits and _is_alone(p, kind=kind)]
+            for plan in sorted(with_kind, key=_by_speed)[:MIXED]:
+                (held,) = self.candidate(plan.parallel).ranks
+                least = sum(held.by_category[name] for name in ("weights", "gradients", "optimizer"))
+                spare = self.task.budget_bytes - plan.memory.total_bytes
+                for share in SPARE_SHARES:
+                    found.append(_with_option(plan.parallel, _budget_text(int(least + share * spare))))
+        return list(dict.fromkeys(found))
 
     def candidate(self, text: str) -> _Candidate:
         """A layout, or why it cannot hold the model."""
@@ -426,6 +457,21 @@ def _on_device(strategy: Strategy, device: str) -> Strategy:
 def _pipeline(parallel: str) -> str:
     """The text of `pp` in a layout's; "" if there is none."""
     return next((text for text in parallel.split(",") if text.startswith("pp=")), "")
+
+
+def _figures(plan: Plan) -> tuple[object, ...]:
+    return plan.micro_batch, plan.accumulation, plan.memory.total_bytes, plan.step_s
+
+
+def _is_alone(plan: Plan, *, kind: str) -> bool:
+    """True if a layout's innermost strategy is of this kind, and no stages are around it."""
+    strategies = parse_parallel(plan.parallel)
+    return strategies[-1].kind == kind and not any(isinstance(strategy, StageStrategy) for strategy in strategies)
+
+
+def _budget_text(num_bytes: int) -> str:
+    """An option for units that are whole, in whole MiB where that is precise enough."""
+    return f"memory={num_bytes >> 20}MiB" if num_bytes >= 1 << 30 else f"memory={num_bytes}"
 
 
 def _with_option(text: str, option: str) -> str:
