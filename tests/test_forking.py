@@ -19,9 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import rotorch.bench.rank as bench_rank
 from rotorch.bench.ranks import RowRanks
 from rotorch.bench.task import Task
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.parallelize import load_step_code
-from rotorch.process.forking import check_semaphores, forking, start_autograd, why_no_ranks, why_no_ranks_on_cpu
+from rotorch.process.forking import (
+    call_forked,
+    check_semaphores,
+    forking,
+    start_autograd,
+    why_no_ranks,
+    why_no_ranks_on_cpu,
+)
 from rotorch.run_config import OptimizerSection
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.launch.elastic import launch
@@ -131,6 +138,21 @@ def in_a_fork(work, *, inside=True):
     os.close(writer)
     with os.fdopen(reader) as stream:
         return stream.read()
+
+
+def wrong_input():
+    raise ConfigError("there is no such model")
+
+
+def test_a_forked_call_answers_for_another_process():
+    assert call_forked(os.getpid) != os.getpid()
+    assert call_forked(lambda: compute() and [1, 2]) == [1, 2]
+    with pytest.raises(ConfigError, match="there is no such model"):
+        call_forked(wrong_input)
+    with pytest.raises(RankFailure, match="ZeroDivisionError"):
+        call_forked(lambda: 1 // 0)
+    with pytest.raises(RankFailure, match="a forked process of the launcher was ended"):
+        call_forked(lambda: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def test_a_rank_may_compute_and_fork_ranks_itself():

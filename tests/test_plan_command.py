@@ -7,6 +7,7 @@ import pytest
 
 from rotorch import cli
 from rotorch.core.errors import ConfigError
+from rotorch.strategies import batch_ranks, num_ranks, parse_parallel
 
 MODEL = "configs/tiny/llama.json"
 PLAN = ["plan", MODEL, "--cluster", "cpu2", "--batch", "16x32", "--precision", "float32"]
@@ -66,6 +67,43 @@ def test_a_run_is_planned(tmp_path):
         planned(load_run_config("configs/demo.toml", overrides=[*overrides, "parallel.cluster=h100x8"]), nproc=2)
 
 
+def test_a_run_is_planned_again_for_fewer_ranks(tmp_path, capsys, monkeypatch):
+    from rotorch.cli.auto import compared, planned
+    from rotorch.run_config import load_run_config
+
+    overrides = ["parallel.layout=auto", f"train.out={tmp_path}/run", "train.elastic='1:4'", "train.micro_batch=3"]
+    chosen = planned(load_run_config("configs/demo.toml", overrides=overrides), nproc=4)
+    config = load_run_config("configs/demo.toml", overrides=[*overrides, *chosen.changes])
+    fewer = chosen.resize(config, num_ranks=3)
+    ranks, train = batch_ranks(parse_parallel(fewer.parallel.layout)), fewer.train
+    assert num_ranks(parse_parallel(fewer.parallel.layout)) == 3
+    assert train.global_batch == train.micro_batch * train.accumulation * ranks == 3 * 4
+    assert capsys.readouterr().out.startswith(f"auto: {fewer.parallel.layout} with a micro-batch of")
+    (tmp_path / "run.json").write_text(json.dumps({"parallel": fewer.parallel.layout}))
+    (tmp_path / "metrics.jsonl").write_text('{"tokens": 1, "tokens_per_s": 1}\n' * 9)
+    assert compared(chosen, run_directory=tmp_path) == ""  # planned for 4 ranks, and done by 3
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match=r"train.elastic = '1:4' with layout = auto: .* Write train.global_batch"):
+        planned(load_run_config("configs/demo.toml", overrides=overrides), nproc=None)
+
+
+def test_ranks_that_are_left_are_planned_on_their_part_of_a_cluster(tmp_path):
+    from rotorch.cli.auto import planned
+    from rotorch.run_config import load_run_config
+
+    overrides = ["parallel.cluster=h100x16", f"train.out={tmp_path}/run", "parallel.layout=atp=auto"]
+    chosen = planned(load_run_config("configs/demo.toml", overrides=[*overrides, "train.elastic='2:16'"]), nproc=4)
+    assert num_ranks(parse_parallel(chosen.plan.parallel)) == 4 and chosen.plan.parallel.startswith("atp=")
+    assert all(" not atp=" in line for line in chosen.told[1:]) and len(chosen.told) > 2
+    with pytest.raises(ConfigError, match="cluster = h100x16 has 16 ranks, and the run 4"):
+        planned(load_run_config("configs/demo.toml", overrides=overrides), nproc=4)
+
+
+def test_a_grid_is_chosen(capsys):
+    assert cli.run([*PLAN, "--parallel", "atp=auto"]) == 0
+    assert "chosen: --parallel atp=2x1 " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -80,6 +118,7 @@ def test_a_run_is_planned(tmp_path):
         (["--precision", "float16"], "--precision float16: write bfloat16 or float32"),
         (["--parallel", "megatron=3"], "3 ranks, but '2 cores of one machine' has 2"),
         (["--parallel", "rtq=2"], "unknown strategy 'rtq'"),
+        (["--parallel", "ddp=3,atp=auto"], "its other sizes are 3 ranks, which do not divide 2"),
         (["--batch", "16x100000"], "the model takes 128"),
     ],
 )

@@ -59,6 +59,27 @@ def test_a_group_needs_the_link_that_its_reach_needs(tmp_path):
     assert found.with_nodes(16).num_devices == found.with_nodes(16).links[-1].devices == 64
 
 
+@pytest.mark.parametrize(
+    ("ranks", "nodes", "links"),
+    [(8, 2, [4, 8]), (7, 7, [7]), (6, 2, [3, 6]), (5, 5, [5]), (4, 1, [4]), (3, 1, [3]), (1, 1, [1])],
+)
+def test_ranks_that_are_left_lie_on_nodes_with_equally_many(tmp_path, ranks, nodes, links):
+    found = load(tmp_path, FILE).with_ranks(ranks)
+    assert (found.num_devices, found.nodes) == (ranks, nodes)
+    assert [link.devices for link in found.links] == links
+    assert [link.name for link in found.links] == {1: ["inside"], 2: ["inside", "between"]}.get(nodes, ["between"])
+    assert ranks == 8 or "ranks of it" in found.name
+
+
+def test_levels_between_nodes_and_the_whole_stay():
+    found = load_cluster("h100x1024")
+    rack = found.links[-1].model_copy(update={"name": "rack", "devices": 64})
+    found = found.model_copy(update={"links": (found.links[0], rack, found.links[-1])})
+    assert [link.devices for link in found.with_ranks(512).links] == [8, 64, 512]
+    assert [(link.name, link.devices) for link in found.with_ranks(48).links][1:] == [("rack", 48)]
+    assert [link.devices for link in found.with_ranks(96).links] == [8, 96]
+
+
 WRONG = {
     "missing": ("operator = {", "# operator = {", "device.operator is missing. Write it"),
     "no efficiency": ("value = 80e9, efficiency = 0.9,", "value = 80e9,", "device.memory.efficiency is missing"),

@@ -160,9 +160,13 @@ class Again:
             raise outcome
         return outcome
 
-    def __call__(self):
+    def __call__(self, **options):
         launch_again(
-            self.run, launch=lambda run: self._next(self.launches), tell=self.told.append, wait=self.waits.append
+            self.run,
+            launch=lambda run: self._next(self.launches),
+            tell=self.told.append,
+            wait=self.waits.append,
+            **options,
         )
 
 
@@ -204,6 +208,24 @@ def test_what_was_right_at_the_start_is_a_failure_later(tmp_path, monkeypatch, e
         Again(tmp_path, monkeypatch, launches=[LOST, error], allowed=1)()
     with pytest.raises(type(error)):
         Again(tmp_path, monkeypatch, launches=[error])()
+
+
+def test_a_planned_run_is_planned_again_for_the_ranks_that_are_left(tmp_path, monkeypatch):
+    again = Again(tmp_path, monkeypatch, launches=[LOST, LOST, LOST, None])
+    overrides = ["parallel.layout=ddp=4", "train.elastic='1:4'", "train.max_restarts=3"]
+    config = load_run_config(write_run(tmp_path), overrides=overrides)
+    again.run.config, again.run.num_ranks = config, 4
+    asked = []
+
+    def resize(config, *, num_ranks):
+        asked.append((config, num_ranks))
+        if num_ranks == 3:
+            raise ConfigError("nothing fits on 3 ranks")
+        return config
+
+    again(resize=resize)
+    assert asked[:2] == [(again.run.config, 3), (again.run.config, 2)]  # not for the first restart, on all ranks
+    assert len(again.told) == 3
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from rotorch.core.spec import UnitKind
 from rotorch.models.hf import causal_lm
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
 from rotorch.planner.workload import FoldedModel
+from rotorch.process.forking import start_autograd
 
 _ROWS = (1, 2)
 
@@ -35,6 +36,7 @@ def trace_memory(model_config: Any, model: FoldedModel, *, tokens: int, precisio
         tokens: of a sequence.
         precision: "float32", or "bfloat16" for autocast.
     """
+    start_autograd()  # else fake tensors make it start threads, and no rank could be forked from here any more
     firsts = [model.pattern.index(number) for number in range(len(model.classes))]
     shown = max(firsts, default=0) + 1
     config = _shallow(model_config, layers=shown)

@@ -148,7 +148,7 @@ def train(
     tell_phase(f"reading {run_file}")
     from rotorch.process.parent_death import die_with_torchrun
     from rotorch.run_config import load_run_config
-    from rotorch.strategies import parse_parallel
+    from rotorch.strategies import parse_parallel, to_be_planned
 
     die_with_torchrun()
     changes = [*(overrides or ()), *([] if parallel is None else [f"parallel.layout={parallel}"])]
@@ -160,12 +160,11 @@ def train(
     config = load_run_config(name, overrides=changes, content=piped)
     check_json(json_file)
     chosen = None
-    if config.parallel.layout == "auto":
+    if to_be_planned(config.parallel.layout):
         from rotorch.cli import auto
 
         chosen = auto.planned(config, nproc=nproc)
-        for line in chosen.told:
-            print_now(line)
+        print_now("\n".join(chosen.told))
         changes += chosen.changes
         config = load_run_config(name, overrides=changes, content=piped)
     parse_parallel(config.parallel.layout)  # before seconds are spent on loading torch
@@ -183,6 +182,7 @@ def train(
         summary=json_file,
         only_plan=dry_run,
         job=about.job,
+        resize=chosen and chosen.resize,
     )
     if chosen is not None and not dry_run and (line := auto.compared(chosen, run_directory=about.run_directory)):
         print_now(line)

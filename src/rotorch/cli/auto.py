@@ -1,15 +1,24 @@
-"""`rotorch train --parallel auto`: a run's layout and micro-batch are planned, and the forecast held to what came."""
+"""`rotorch train --parallel auto`: a run's layout and micro-batch are planned, and the forecast held to what came.
+
+[Note: elastic runs]
+    A restart on fewer ranks is planned again, for the part of the cluster that is left, with the same global batch. The
+    launcher does so in a forked process: where it sees a GPU, a traced model's backward would keep it from forking
+    ranks. Under torchrun each rank plans at every start, so there the run itself must name its global batch.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rotorch.cli.output import print_now
 from rotorch.cli.plan import task_of
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
@@ -17,8 +26,9 @@ from rotorch.mesh import device_type
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster, load_cluster
 from rotorch.planner.search import Batch, Plan, search, why_nothing_fits
-from rotorch.run_config import RunConfig
-from rotorch.strategies import parse_parallel
+from rotorch.process.forking import call_forked
+from rotorch.run_config import RunConfig, batch_sizes
+from rotorch.strategies import AUTO, batch_ranks, num_ranks, parse_parallel, with_grids
 
 _FIRST_STEPS = 2
 
@@ -32,16 +42,23 @@ class Chosen:
         micro_batch: samples of a rank in one pass.
         changes: of the run's configuration, as on the command line.
         told: lines that say what was chosen, and why not others.
+        layout: as the user wrote it.
     """
 
     plan: Plan
     micro_batch: int
     changes: tuple[str, ...]
     told: tuple[str, ...]
+    layout: str
+
+    @property
+    def resize(self) -> Callable[..., RunConfig]:
+        """Plans the run again for fewer ranks, as `planned_again` does."""
+        return partial(planned_again, layout=self.layout)
 
 
 def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
-    """Plans a run whose layout is `auto`.
+    """Plans a run whose layout is `auto`, or has the grid `atp=auto`.
 
     Args:
         config: of the run.
@@ -56,7 +73,13 @@ def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
             "train.precision = 'param_bfloat16': the planner knows no figures for it. Write a layout, or "
             "train.precision=bfloat16"
         )
-    ranks = nproc or int(os.environ.get("WORLD_SIZE", "0")) or os.cpu_count() or 1
+    started = int(os.environ.get("WORLD_SIZE", "0"))
+    if started and train.elastic is not None and train.global_batch is None:
+        raise ConfigError(
+            f"train.elastic = {train.elastic!r} with layout = {config.parallel.layout}: a launcher's ranks plan at "
+            "every start, and must keep the global batch. Write train.global_batch=..."
+        )
+    ranks = nproc or started or os.cpu_count() or 1
     cluster = _cluster(config, ranks=ranks)
     rows_each = 2 if config.data.kind == "preferences" else 1
     rows = (train.global_batch or train.micro_batch * (train.accumulation or 1) * ranks) * rows_each
@@ -67,20 +90,21 @@ def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
         budget_bytes=cluster.device.memory.reached,
         precision=train.precision,
     )
-    found = search(task)
+    layout = config.parallel.layout
+    found = search(task, texts=None if layout == AUTO else with_grids(layout, ranks=ranks))
     fitting = [plan for plan in found.plans if plan.fits]
     if rows_each > 1:  # no pass has half of a pair, and no pipeline computes their loss
         fitting = [plan for plan in fitting if plan.micro_batch % rows_each == 0 and not _has_stages(plan)]
     best = next(iter(fitting), None)
     if best is None:
         raise ConfigError(
-            f"parallel: layout = auto on {ranks} ranks: {why_nothing_fits(found, task)}. Write that, a smaller "
+            f"parallel: layout = {layout} on {ranks} ranks: {why_nothing_fits(found, task)}. Write that, a smaller "
             "train.global_batch, or a layout"
         )
     others: dict[str, Plan] = {}
     for plan in found.plans:
         if plan.parallel != best.parallel:
-            others.setdefault(plan.parallel.partition("=")[0], plan)
+            others.setdefault(plan.parallel.partition("=")[0] if layout == AUTO else plan.parallel, plan)
     micro_batch = best.micro_batch // rows_each
     told = [
         f"auto: {best.parallel} with a micro-batch of {micro_batch} x {best.accumulation}, of {len(found.plans)} "
@@ -92,12 +116,37 @@ def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
         f"train.micro_batch={micro_batch}",
         f"train.accumulation={best.accumulation}",
     )
-    return Chosen(best, micro_batch, changes, tuple(told))
+    return Chosen(best, micro_batch, changes, tuple(told), layout)
+
+
+def planned_again(config: RunConfig, *, num_ranks: int, layout: str) -> RunConfig:
+    """Plans a run for another number of ranks, with its global batch, and says what was chosen.
+
+    Args:
+        config: the run as it was planned before.
+        num_ranks: ranks that are left.
+        layout: as the user wrote it, with a choice to make.
+
+    Raises:
+        ConfigError: nothing fits, or the global batch does not divide.
+    """
+    sizes = batch_sizes(config.train, batch_ranks=batch_ranks(parse_parallel(config.parallel.layout)))
+    train = config.train.model_copy(update={"global_batch": sizes.global_batch, "accumulation": None})
+    parallel = config.parallel.model_copy(update={"layout": layout})
+    asked = config.model_copy(update={"train": train, "parallel": parallel})
+    chosen = call_forked(partial(planned, asked, nproc=num_ranks))
+    for line in chosen.told:
+        print_now(line)
+    sizes_now = {"micro_batch": chosen.micro_batch, "accumulation": chosen.plan.accumulation}
+    parallel = config.parallel.model_copy(update={"layout": chosen.plan.parallel})
+    return config.model_copy(update={"train": train.model_copy(update=sizes_now), "parallel": parallel})
 
 
 def _cluster(config: RunConfig, *, ranks: int) -> Cluster:
     if config.parallel.cluster:
         cluster = load_cluster(config.parallel.cluster)
+        if config.train.elastic is not None and ranks < cluster.num_devices:
+            return cluster.with_ranks(ranks)
         if cluster.num_devices != ranks:
             raise ConfigError(
                 f"parallel: cluster = {config.parallel.cluster} has {cluster.num_devices} ranks, and the run {ranks}. "
@@ -106,8 +155,8 @@ def _cluster(config: RunConfig, *, ranks: int) -> Cluster:
         return cluster
     if device_type(config.train.device) != "cpu":
         raise ConfigError(
-            f"parallel: layout = auto on {config.train.device} plans for a cluster. Write parallel.cluster, a TOML "
-            "file or a name that `rotorch plan --help` lists, or train.device=cpu"
+            f"parallel: layout = {config.parallel.layout} on {config.train.device} plans for a cluster. Write "
+            "parallel.cluster, a TOML file or a name that `rotorch plan --help` lists, or train.device=cpu"
         )
     here = load_cluster("cpu2")
     link = here.links[0].model_copy(update={"devices": ranks})
@@ -124,8 +173,12 @@ def _model(config: RunConfig) -> str | dict[str, Any]:
 
 
 def compared(chosen: Chosen, *, run_directory: Path) -> str:
-    """A line with what was predicted beside what was measured; "" if nothing was."""
+    """A line with what was predicted beside what was measured; "" if nothing was, or not under this plan alone."""
     steps: list[dict[str, Any]] = []
+    with suppress(OSError, ValueError):
+        now = json.loads((run_directory / "run.json").read_text("utf-8"))["parallel"]
+        if num_ranks(parse_parallel(now)) != num_ranks(parse_parallel(chosen.plan.parallel)):
+            return ""  # planned again on the way
     with suppress(OSError, ValueError):
         text = (run_directory / "metrics.jsonl").read_text("utf-8")
         steps = [json.loads(line) for line in text.splitlines()][_FIRST_STEPS:]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import datetime
 import tomllib
-from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -140,7 +139,7 @@ class Cluster(_Table):
     device: Device
     links: tuple[Link, ...] = Field(min_length=1)
 
-    @cached_property
+    @property  # cached, it would be copied with the fields
     def num_devices(self) -> int:
         """Number of devices of all nodes."""
         return self.nodes * self.devices_per_node
@@ -156,6 +155,24 @@ class Cluster(_Table):
         last = self.links[-1].model_copy(update={"devices": nodes * self.devices_per_node})
         name = f"{self.name}, with {nodes} nodes"
         return self.model_copy(update={"name": name, "nodes": nodes, "links": (*self.links[:-1], last)})
+
+    def with_ranks(self, ranks: int) -> Cluster:
+        """Returns a part of the cluster: so many of its ranks, on nodes with equally many each.
+
+        A prime number of ranks that no node has is one rank per node: then the slowest link joins all.
+        """
+        if ranks == self.num_devices:
+            return self
+        each = max(n for n in range(1, self.devices_per_node + 1) if ranks % n == 0)
+        links: list[Link] = []
+        for link in self.links:
+            joined = link.devices if link.devices < each else min(ranks, link.devices // self.devices_per_node * each)
+            joined = ranks if link is self.links[-1] else joined
+            if joined > (links[-1].devices if links else 1) and ranks % joined == 0:
+                links.append(link.model_copy(update={"devices": joined}))
+        links = links or [self.links[0].model_copy(update={"devices": ranks})]
+        changes = {"nodes": ranks // each, "devices_per_node": each, "links": tuple(links)}
+        return self.model_copy(update={"name": f"{self.name}, {ranks} ranks of it", **changes})
 
     @model_validator(mode="after")
     def _figures_agree(self) -> Self:

@@ -24,20 +24,24 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import multiprocessing
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import torch
 import torch.distributed as dist
 
 from rotorch._torch_private import AUTOGRAD_THREADS, forget_meshes, lost_gpu_by_fork
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, RankFailure, RotorchError
 from rotorch.core.quantities import format_bytes
 from rotorch.process.host_memory import SHARED_MEMORY, room_in
+
+Result = TypeVar("Result")
 
 _OMP_PAUSE_HARD = 2
 _LOCKS, _LOCKS_PER_RANK = 8, 2  # of torch's elastic launcher, which takes 5 and 2
@@ -67,6 +71,42 @@ def forking() -> Iterator[None]:
             _forking = before
             if before is None:
                 gc.unfreeze()
+
+
+def call_forked(function: Callable[[], Result]) -> Result:
+    """Calls a function in a forked process: whatever it computes, ranks can be forked from this one as before.
+
+    Args:
+        function: its result, and an error for the user that it raises, can be pickled.
+
+    Raises:
+        RotorchError: the function raised it.
+        RankFailure: it ended in another way.
+    """
+    receiving, sending = multiprocessing.Pipe(duplex=False)
+    with forking():
+        pid = os.fork()
+        if pid == 0:
+            try:
+                sending.send((True, function()))
+            except RotorchError as error:
+                sending.send((False, error))
+            except BaseException as error:  # of a child that must not go on with its parent's work
+                sending.send((False, RankFailure(f"{type(error).__name__}: {error}")))
+            finally:
+                os._exit(0)
+    sending.close()
+    with receiving:
+        try:
+            ok, value = receiving.recv()
+        except EOFError:
+            ok, value = False, RankFailure("a forked process of the launcher was ended")
+        finally:
+            os.waitpid(pid, 0)
+    if ok:
+        result: Result = value
+        return result
+    raise value
 
 
 def gpu_in_sight() -> bool:

@@ -68,7 +68,7 @@ from rotorch.train.display import make_display
 from rotorch.train.events import MOST_PREDICTED, EventsFile
 from rotorch.train.launch.elastic import is_rank, launch, run_as_rank
 from rotorch.train.launch.joining import JobRank, job_rank, rank_findings, rank_settings, telling
-from rotorch.train.launch.restart import as_started, job_id, launch_again
+from rotorch.train.launch.restart import OnRanks, as_started, job_id, launch_again
 from rotorch.train.launch.run_lock import check_not_in_use, contents, directories_of, lock_directories
 from rotorch.train.launch.status import RankPhase, StatusBoard
 from rotorch.train.launch.watchdog import BACKSTOP_S
@@ -95,6 +95,7 @@ def start(
     summary: Path | None = None,
     only_plan: bool = False,
     job: JobRank | None = None,
+    resize: OnRanks | None = None,
 ) -> bool:
     """Checks the run, starts its ranks (unless this process is one already), and returns when it is over.
 
@@ -107,6 +108,7 @@ def start(
         only_plan: say what each rank would read and hold, and start nothing.
         job: this process's place among ranks that something else started, if the caller tells the others of errors;
             else it is looked up, and done here.
+        resize: chooses the layout for a restart on fewer ranks, see `launch_again`.
 
     Returns:
         Whether all is well: False if what was only planned would not fit.
@@ -130,6 +132,7 @@ def start(
             only_plan=only_plan,
             job=None if only_plan else job,
             held=held,
+            resize=resize,
         )
 
 
@@ -143,6 +146,7 @@ def _start(
     only_plan: bool,
     job: JobRank | None,
     held: ExitStack,
+    resize: OnRanks | None,
 ) -> bool:
     """The body of `start`; `held` keeps the locks of the run's directories until it returns."""
     # Asking for GPUs in the usual way would spoil CUDA for forked ranks.
@@ -152,7 +156,8 @@ def _start(
     if is_rank():
         config, resume = as_started(config, resume=resume)
     if not (only_plan or is_rank()) and (why := why_no_ranks(on_gpu=_uses_cuda(config))):
-        return call_fresh(start, config, why=why, nproc=nproc, resume=resume, command=command, summary=summary)
+        settings = {"nproc": nproc, "resume": resume, "command": command, "summary": summary, "resize": resize}
+        return call_fresh(start, config, why=why, **settings)
     waits_s = config.train.timeout_s + BACKSTOP_S
     if job is not None:
         told = rank_settings(config.model_dump(mode="json"), resume=resume, num_ranks=job.num_ranks)
@@ -213,7 +218,7 @@ def _start(
         finally:
             console.show_cursor()  # a rank that was killed could not
 
-    number = launch_again(run, launch=launch_once, tell=_tell)
+    number = launch_again(run, launch=launch_once, resize=resize, tell=_tell)
     if number:
         raise StoppedEarly(f"the run was asked to stop by {signal.Signals(number).name}", exit_code=128 + number)
     return True

@@ -3,7 +3,7 @@
 [Note: who starts again]
     - `rotorch train` with ranks of its own: the launcher does, at most `train.max_restarts` times. The same number
       of ranks is tried first. A run that fails again before a new checkpoint takes the next smaller number that
-      `train.elastic` allows, if there is one.
+      `train.elastic` allows, if there is one. A run whose layout was planned is planned again for these ranks.
     - torchrun: it restarts the ranks, on the nodes that are left. A rank that finds the directory of a run that its own
       job (`--rdzv-id`, or ROTORCH_JOB_ID under other launchers) began resumes this run without `--resume`, and with
       `train.elastic` chooses the layout for the present number of ranks. torchrun's number of restarts is of no use:
@@ -43,6 +43,9 @@ JOB_ID = "ROTORCH_JOB_ID"
 ELASTIC_RUN = "TORCHELASTIC_RUN_ID"
 """torchrun's name for a job; the same in all its restarts. A job without one is called "none"."""
 
+OnRanks = Callable[..., RunConfig]
+"""Returns a run on another number of ranks, with the same global batch: `on_ranks`, or a planner's choice."""
+
 Found = TypeVar("Found")
 _WAITS_S = (1, 2, 4, 8, 16, 32)
 
@@ -51,6 +54,7 @@ def launch_again(
     run: CheckedRun,
     *,
     launch: Callable[[CheckedRun], int],
+    resize: OnRanks | None = None,
     tell: Callable[[str], None] = lambda text: None,
     wait: Callable[[float], None] = time.sleep,
 ) -> int:
@@ -59,6 +63,7 @@ def launch_again(
     Args:
         run: the run to begin with.
         launch: starts its ranks and returns when they are done; the number of a signal if that has stopped them, or 0.
+        resize: called as `resize(config, num_ranks=...)` for a run on fewer ranks; None: `on_ranks`.
         tell: is told why and how the run goes on.
         wait: lets so many seconds pass.
 
@@ -90,7 +95,8 @@ def launch_again(
         begun_at = newest
         if in_vain > 1:
             wait(_WAITS_S[min(in_vain - 2, len(_WAITS_S) - 1)])
-        run = _patiently(partial(_next, run, fewer=in_vain > 1), failure=failure, tell=tell, wait=wait)
+        look = partial(_next, run, fewer=in_vain > 1, resize=resize or on_ranks)
+        run = _patiently(look, failure=failure, tell=tell, wait=wait)
         tell(f"{failure}. {_how(run)} (restart {restarts} of {allowed})")
 
 
@@ -115,7 +121,7 @@ def _patiently(
     raise AssertionError("the last attempt returns or raises")
 
 
-def _next(run: CheckedRun, *, fewer: bool) -> CheckedRun:
+def _next(run: CheckedRun, *, fewer: bool, resize: OnRanks) -> CheckedRun:
     """The run as it is begun again, on fewer ranks if that is asked for and possible.
 
     Raises:
@@ -125,15 +131,14 @@ def _next(run: CheckedRun, *, fewer: bool) -> CheckedRun:
         least, _ = run.config.train.elastic_ranks
         for size in range(run.num_ranks - 1, least - 1, -1):
             try:
-                return _on(run, num_ranks=size)
+                return _on(run, resize(run.config, num_ranks=size))
             except ConfigError as error:
                 if isinstance(error.__cause__, OSError):
                     raise
-    return _on(run, num_ranks=run.num_ranks)
+    return _on(run, on_ranks(run.config, num_ranks=run.num_ranks))
 
 
-def _on(run: CheckedRun, *, num_ranks: int) -> CheckedRun:
-    config = on_ranks(run.config, num_ranks=num_ranks)
+def _on(run: CheckedRun, config: RunConfig) -> CheckedRun:
     resume = holds_run(run.out) or latest(run.saves_in) is not None
     return check_run(config, resume=resume, may_be_over=True, command=run.command)
 
