@@ -75,8 +75,7 @@ class ParallelSection(Section):
     """[parallel]: the layout over ranks.
 
     Attributes:
-        layout: in the `--parallel` grammar; "auto": the choice of `rotorch plan`, with its micro-batch; `atp=auto`: the
-            best grid, likewise.
+        layout: in the `--parallel` grammar; "auto" (or `atp=auto`, for a grid): the choice of `rotorch plan`.
         cluster: the cluster that "auto" plans for, by name or as a TOML file; left out: CPU ranks of this machine.
     """
 
