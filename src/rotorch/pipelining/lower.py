@@ -96,7 +96,10 @@ def gives(action: Action) -> Action:
 
 def _starts(schedule: Schedule) -> list[list[int]]:
     """Start slots of plain actions, if forward, input and weight gradient take a slot each and messages no time."""
-    ends: dict[Action, int] = {}
+    forward: dict[int, int] = {}
+    inputs: dict[int, int] = {}
+    """Ends of forwards and of input gradients, by stage and micro-batch in one number."""
+    number, last = schedule.num_micro_batches, schedule.num_stages - 1
     starts: list[list[int]] = [[] for _ in schedule.rows]
     free = [0] * schedule.num_ranks
     moved = True
@@ -105,12 +108,25 @@ def _starts(schedule: Schedule) -> list[list[int]]:
         for rank, row in enumerate(schedule.rows):
             while len(starts[rank]) < len(row):
                 action = row[len(starts[rank])]
-                needed = list(needs(schedule, action))
-                if not all(need in ends for need in needed):
+                assert action.micro_batch is not None
+                place = action.stage * number + action.micro_batch
+                if action.kind is ActionKind.FORWARD:
+                    needed = [forward.get(place - number) if action.stage else 0]
+                elif action.kind is ActionKind.BACKWARD_WEIGHT:
+                    needed = [inputs.get(place)]
+                else:
+                    needed = [forward.get(place), inputs.get(place + number) if action.stage < last else 0]
+                start = free[rank]
+                for end in needed:
+                    start = -1 if end is None or start < 0 else max(start, end)
+                if start < 0:
                     break
-                start = max([free[rank], *(ends[need] for need in needed)])
                 starts[rank].append(start)
-                free[rank] = ends[gives(action)] = start + _SLOTS[action.kind]
+                free[rank] = start + _SLOTS[action.kind]
+                if action.kind is ActionKind.FORWARD:
+                    forward[place] = free[rank]
+                elif action.kind in _GIVES_INPUT_GRADIENT:
+                    inputs[place] = free[rank]
                 moved = True
     stuck = [f"rank {r} at action {len(starts[r])} ({row[len(starts[r])]})" for r, row in enumerate(schedule.rows)
              if len(starts[r]) < len(row)]  # fmt: skip

@@ -8,15 +8,30 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 
-from rotorch.pipelining.actions import COMPUTE, MESSAGES, SENDS, Action, ActionKind, Schedule, counterpart
-from rotorch.pipelining.lower import gives, needs
+from rotorch.pipelining.actions import SENDS, ActionKind, Schedule
 from rotorch.pipelining.simulate import Link, StageCosts, simulate
 
 _NOTHING = 0
 """The node before all others, which ends at 0."""
+
+_NUMBER = {kind: number for number, kind in enumerate(ActionKind)}
+_FORWARD, _BACKWARD, _INPUT, _WEIGHT = (
+    _NUMBER[kind]
+    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.BACKWARD_INPUT, ActionKind.BACKWARD_WEIGHT)
+)
+_UNSHARD, _REDUCE = _NUMBER[ActionKind.UNSHARD], _NUMBER[ActionKind.REDUCE_GRAD]
+_SEND_FORWARD, _RECV_FORWARD = _NUMBER[ActionKind.SEND_FORWARD], _NUMBER[ActionKind.RECV_FORWARD]
+_SEND_BACKWARD, _RECV_BACKWARD = _NUMBER[ActionKind.SEND_BACKWARD], _NUMBER[ActionKind.RECV_BACKWARD]
+_OTHER_END = {
+    _SEND_FORWARD: _RECV_FORWARD,
+    _RECV_FORWARD: _SEND_FORWARD,
+    _SEND_BACKWARD: _RECV_BACKWARD,
+    _RECV_BACKWARD: _SEND_BACKWARD,
+}
 
 
 class Makespan:
@@ -53,73 +68,93 @@ class Makespan:
 
     @cached_property
     def _nodes(self) -> list[tuple[int, int, tuple[int, ...]]]:
-        """Per node the key of its duration, and the nodes that it waits for (see [Note: one recurrence])."""
-        schedule, kinds = self.schedule, list(ActionKind)
-        number_of = {kind: number for number, kind in enumerate(kinds)}
+        """Per node the key of its duration, and the nodes that it waits for (see [Note: one recurrence]).
+
+        Actions are numbers here: objects as keys of dictionaries would take most of a search for a layout.
+        """
+        schedule = self.schedule
+        last, width, per_kind = schedule.num_stages - 1, len(_NUMBER), schedule.num_micro_batches + 1
+        rank_of = [schedule.rank_of(stage) for stage in range(schedule.num_stages)]
         found: list[tuple[int, int, tuple[int, ...]]] = []
-        node_of: dict[Action, int] = {}
+        node_of: dict[int, int] = {}
         clock = [_NOTHING] * schedule.num_ranks
         lane = [_NOTHING] * schedule.num_ranks
         sums = [_NOTHING] * schedule.num_ranks
-        asked: dict[Action, int] = {}
-        queues: dict[tuple[int, int], list[Action]] = {}
+        asked: dict[int, int] = {}
+        queues: dict[tuple[int, int], deque[tuple[int, int, int]]] = {}
+        """Messages that were sent and not received yet: keys of both ends, and of the duration."""
         line: dict[tuple[int, int], int] = {}
-        indices = [0] * schedule.num_ranks
 
-        def add(action: Action, first: int, others: tuple[int, ...]) -> int:
-            found.append((action.stage * len(kinds) + number_of[action.kind], first, others))
-            return len(found)
+        def key(kind: int, stage: int, micro_batch: int) -> int:
+            return (stage * width + kind) * per_kind + micro_batch
 
-        def goes(send: Action, way: tuple[int, int]) -> None:
-            queue = queues.setdefault(way, [])
-            while queue and counterpart(queue[0]) in asked:
-                message = queue.pop(0)
-                receive = counterpart(message)
-                node = add(message, asked[message], (asked[receive], line.get(way, _NOTHING)))
-                line[way] = node_of[receive] = node
+        def passes(kind: int, stage: int, micro_batch: int) -> None:
+            """Notes one end of a message, and lets the messages pass whose both ends are there."""
+            is_send = kind in (_SEND_FORWARD, _SEND_BACKWARD)
+            step = 1 if kind in (_SEND_FORWARD, _RECV_BACKWARD) else -1
+            here, there = key(kind, stage, micro_batch), key(_OTHER_END[kind], stage + step, micro_batch)
+            asked[here] = clock[rank_of[stage]]
+            way = (rank_of[stage], rank_of[stage + step]) if is_send else (rank_of[stage + step], rank_of[stage])
+            queue = queues.setdefault(way, deque())
+            if is_send:
+                queue.append((here, there, stage * width + kind))
+            while queue and queue[0][1] in asked:
+                send, receive, code = queue.popleft()
+                found.append((code, asked[send], (asked[receive], line.get(way, _NOTHING))))
+                line[way] = node_of[receive] = len(found)
 
-        def does(rank: int, action: Action) -> bool:
-            kind = action.kind
-            if kind in MESSAGES:
-                asked[action] = clock[rank]
-                send = action if kind in SENDS else counterpart(action)
-                way = (schedule.rank_of(send.stage), schedule.rank_of(counterpart(send).stage))
-                if action is send:
-                    queues.setdefault(way, []).append(send)
-                goes(send, way)
-            elif kind in COMPUTE:
-                inputs = [self._arrives(rank, need, action) for need in needs(schedule, action)]
-                if not all(need in node_of for need in inputs):
+        def computes(rank: int, kind: int, stage: int, micro_batch: int) -> bool:
+            if kind == _FORWARD:
+                needed = []
+                if stage:
+                    is_here = rank_of[stage - 1] == rank
+                    needed = [(_FORWARD, stage - 1) if is_here else (_RECV_FORWARD, stage)]
+            elif kind == _WEIGHT:
+                needed = [(_INPUT, stage)]
+            else:
+                needed = [(_FORWARD, stage)]
+                if stage < last:
+                    is_here = rank_of[stage + 1] == rank
+                    needed.append((_INPUT, stage + 1) if is_here else (_RECV_BACKWARD, stage))
+            others = []
+            for need in needed:
+                node = node_of.get(key(*need, micro_batch))
+                if node is None:
                     return False
-                others = [node_of[need] for need in inputs]
-                unshard = Action(ActionKind.UNSHARD, action.stage)
-                others += [node_of[unshard]] if unshard in node_of else []
-                others += [sums[rank]] if kind is not ActionKind.FORWARD else []
-                clock[rank] = node_of[gives(action)] = add(action, clock[rank], tuple(others))
-            elif kind in (ActionKind.UNSHARD, ActionKind.REDUCE_GRAD):
-                lane[rank] = add(action, clock[rank], (lane[rank],))
-                if kind is ActionKind.UNSHARD:
-                    node_of[Action(kind, action.stage)] = lane[rank]
-                else:
-                    sums[rank] = lane[rank]
+                others.append(node)
+            unshard = node_of.get(key(_UNSHARD, stage, 0))
+            if unshard is not None:
+                others.append(unshard)
+            if kind != _FORWARD:
+                others.append(sums[rank])
+            found.append((stage * width + kind, clock[rank], tuple(others)))
+            clock[rank] = node_of[key(_INPUT if kind == _BACKWARD else kind, stage, micro_batch)] = len(found)
             return True
 
+        def does(rank: int, kind: int, stage: int, micro_batch: int) -> bool:
+            if kind in _OTHER_END:
+                passes(kind, stage, micro_batch)
+            elif kind <= _WEIGHT:
+                return computes(rank, kind, stage, micro_batch)
+            elif kind in (_UNSHARD, _REDUCE):
+                found.append((stage * width + kind, clock[rank], (lane[rank],)))
+                lane[rank] = len(found)
+                if kind == _UNSHARD:
+                    node_of[key(kind, stage, 0)] = len(found)
+                else:
+                    sums[rank] = len(found)
+            return True
+
+        rows = [[(_NUMBER[a.kind], a.stage, a.micro_batch or 0) for a in row] for row in schedule.rows]
+        indices = [0] * schedule.num_ranks
         moved = True
         while moved:
             moved = False
-            for rank, row in enumerate(schedule.rows):
-                while indices[rank] < len(row) and does(rank, row[indices[rank]]):
+            for rank, row in enumerate(rows):
+                while indices[rank] < len(row) and does(rank, *row[indices[rank]]):
                     indices[rank] += 1
                     moved = True
-        if any(index < len(row) for index, row in zip(indices, schedule.rows, strict=True)):
+        if any(index < len(row) for index, row in zip(indices, rows, strict=True)):
             simulate(schedule)  # raises an error that names the ranks that wait for each other
             raise AssertionError(f"{schedule.name}: stuck")
         return found
-
-    def _arrives(self, rank: int, need: Action, action: Action) -> Action:
-        """The action by which an input of a computation comes to its rank: made there, or received."""
-        if self.schedule.rank_of(need.stage) == rank:
-            return need
-        forward = need.kind is ActionKind.FORWARD
-        received = ActionKind.RECV_FORWARD if forward else ActionKind.RECV_BACKWARD
-        return Action(received, action.stage, action.micro_batch)

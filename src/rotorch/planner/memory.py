@@ -306,6 +306,11 @@ class _Passes:
         return next((s for s in self.strategies if isinstance(s, StageStrategy)), None)
 
     @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """Micro-batches that each stage keeps at a time."""
+        return (1,) if self.stages is None else _in_flight(self.stages, self.accumulation)
+
+    @cached_property
     def cuts(self) -> Cuts:
         return cuts_of(self.inner)
 
@@ -376,8 +381,7 @@ class _Passes:
 
     def _kept(self, rank: FixedMemory) -> tuple[float, float, bool, int]:
         """Bytes that autograd keeps (of all micro-batches, of one layer), presence of a head, fewest in flight."""
-        stages, layers = self.stages, self.traced.layers
-        in_flight = _in_flight(stages, self.accumulation) if stages is not None else (1,)
+        stages, layers, in_flight = self.stages, self.traced.layers, self.in_flight
         kept, has_head = 0.0, False
         for stage in rank.stages or (0,):
             part = self.parts[stage] if stages is not None else range(self.model.num_layers)

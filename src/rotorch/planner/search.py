@@ -263,7 +263,7 @@ class _Search:
                 p.parallel.replace(stages, _with_option(stages, f"schedule={name}"))
                 for p in best
                 for stages in [_pipeline(p.parallel)]
-                if "]" not in stages
+                if "]" not in stages and not _is_hopeless(p, plans)
                 for name in _SCHEDULES
             }
             plans += [plan for text in sorted(others) for plan in self._plans(text)]
@@ -457,6 +457,16 @@ def _on_device(strategy: Strategy, device: str) -> Strategy:
 def _pipeline(parallel: str) -> str:
     """The text of `pp` in a layout's; "" if there is none."""
     return next((text for text in parallel.split(",") if text.startswith("pp=")), "")
+
+
+def _is_hopeless(plan: Plan, plans: Sequence[Plan]) -> bool:
+    """True if a pipeline would lose to another plan in speed and in memory even without its bubble."""
+    assert plan.time is not None
+    least_s = plan.time.step_s - plan.time.bubble_s
+    return any(
+        other.fits and _by_speed(other) <= least_s and other.memory.total_bytes <= plan.memory.total_bytes
+        for other in plans
+    )
 
 
 def _figures(plan: Plan) -> tuple[object, ...]:

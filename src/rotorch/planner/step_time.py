@@ -200,6 +200,8 @@ class _Step:
         if plan.inner.kind == "rtp" and getattr(plan.inner, "recompute", "none") != "none":
             head = replace(head, backward_input=Work.together([head.forward, head.backward_input]))
         self.after = self._outside(model.after, head)
+        self._ends: dict[tuple[tuple[tuple[int, int], ...], bool, bool], tuple[float, float]] = {}
+        """Of stages that are alike: seconds of their sums and of their optimizer."""
 
     def _layer(self, layer: LayerClass) -> list[_UnitTime]:
         plan = self.plan
@@ -481,13 +483,15 @@ class _Step:
 
     def _after_passes(self, parts: Sequence[range], numbers: Sequence[int]) -> tuple[float, float]:
         """Seconds of a rank's sums over replicas and of its optimizer, of all its stages."""
-        sums_s = optimizer_s = 0.0
+        each = []
         for number in numbers:
             counts = self.plan.model.counts_of(parts[number])
-            where = {"before": number == 0, "after": number == len(parts) - 1}
-            sums_s += self._sums(counts, **where)
-            optimizer_s += self._optimizer(counts, **where)
-        return sums_s, optimizer_s
+            key = (tuple(sorted(counts.items())), number == 0, number == len(parts) - 1)
+            if key not in self._ends:
+                where = {"before": key[1], "after": key[2]}
+                self._ends[key] = self._sums(counts, **where), self._optimizer(counts, **where)
+            each.append(self._ends[key])
+        return sum(sums_s for sums_s, _ in each), sum(optimizer_s for _, optimizer_s in each)
 
 
 def _without_layers(stages: StageStrategy) -> StageStrategy:
