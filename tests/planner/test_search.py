@@ -1,5 +1,6 @@
 """Search over layouts: what fits, what is fastest, and why the others are not chosen; passes are of round numbers."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -109,6 +110,19 @@ def test_a_budget_for_whole_units_lies_between_a_ring_and_replicas():
         both = ddp.time.compute_s, inner.time.compute_s
         assert 0.99 * min(both) <= plan.time.compute_s <= 1.01 * max(both)
     assert "Write memory=" in search(asked, texts=["osdp=8[memory=1MiB]"]).refused["osdp=8[memory=1MiB]"]
+
+
+def test_other_schedules_are_tried_unless_a_plan_is_better_even_without_the_bubble(monkeypatch):
+    monkeypatch.setattr("rotorch.planner.search.REFINED", 1000)
+    asked = task(budget_bytes=2000 * MIB)
+    found = search(asked)
+    tried = {plan.parallel for plan in found.plans if "schedule=" in plan.parallel}
+    fit = [plan for plan in found.plans if plan.fits and "memory=" not in plan.parallel]
+    left = {re.sub(r"(pp=\d+)(?!\d|\[)", r"\1[schedule=zb_h1]", p.parallel) for p in fit if "pp=" in p.parallel} - tried
+    left = {text for text in left if "schedule=zb_h1" in text}
+    assert tried and left
+    for plan in search(asked, texts=sorted(left)).plans:
+        assert any(p.step_s <= plan.step_s and p.memory.total_bytes <= plan.memory.total_bytes for p in fit)
 
 
 def test_budgets_for_whole_units_are_tried_where_memory_is_left():

@@ -30,7 +30,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +38,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 
 from rotorch._torch_private import FakeTensor, TorchDispatchMode, in_backward, storage_key
-from rotorch.bench.contender import Contender
 from rotorch.ops.deferred_logits import LOGITS_BLOCK
 from rotorch.shard.storages import PLAIN, SharedMappings, all_tensors, extents, local_part, owned_bytes, union
+
+if TYPE_CHECKING:  # it loads much that counting bytes does not need
+    from rotorch.bench.contender import Contender
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, SLOTS, LOGITS, OTHER = CATEGORIES = (
     "weights",

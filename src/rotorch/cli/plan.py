@@ -109,6 +109,8 @@ def task_of(
         ConfigError: the model cannot be read or has too short a context, or the cluster has no figures for `precision`.
     """
     speeds = speeds_of(cluster, dtype="bfloat16" if precision == "bfloat16" else "float32")
+    from transformers.initialization import no_init_weights
+
     from rotorch.bench.traced_memory import trace_memory
     from rotorch.models.describe import describe
     from rotorch.models.hf import causal_lm, config_from_dict, load_config, longest_sequence
@@ -119,7 +121,7 @@ def task_of(
     longest = longest_sequence(config)
     if longest is not None and batch.tokens > longest:
         raise ConfigError(f"--batch: sequences of {batch.tokens} tokens, but the model takes {longest}. Write fewer")
-    with on_meta():
+    with on_meta(), no_init_weights():
         module = causal_lm(config)
     spec = describe(module, features=True, tokens=True)
     return Task(

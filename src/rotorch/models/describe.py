@@ -203,10 +203,12 @@ def _spec(
             parents[_parent(first, module)][first] = role
             uses[_parent(first, module)].add(_parent(name, module))
     units: dict[str, Unit] = {}
+    below = _by_module(weights)
     for parent, members in parents.items():
         unit = None
         if proven is None or type(module.get_submodule(parent)) in proven:
-            unit = _module_unit(parent, members, module=module, weights=weights, uses=len(uses[parent]))
+            inside = below[parent]
+            unit = _module_unit(parent, members, module=module, weights=weights, inside=inside, uses=len(uses[parent]))
         if unit is None:
             alone.update(n for n in members if len(weights[n].shape) > 1)
         else:
@@ -305,10 +307,36 @@ def _parent(name: str, module: nn.Module) -> str:
     return holder
 
 
+def _by_module(weights: Mapping[str, Weight]) -> dict[str, set[str]]:
+    """Names of the weights inside of each module, by the module's name."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for weight in weights.values():
+        for name in (weight.name, *weight.aliases):
+            while name:
+                name = name.rpartition(".")[0]
+                found[name].add(weight.name)
+    return found
+
+
 def _module_unit(
-    parent: str, members: Mapping[str, str], *, module: nn.Module, weights: Mapping[str, Weight], uses: int
+    parent: str,
+    members: Mapping[str, str],
+    *,
+    module: nn.Module,
+    weights: Mapping[str, Weight],
+    inside: set[str],
+    uses: int,
 ) -> Unit | None:
-    """The MODULE unit of `parent`, or None if its weights do not share groups (see [Note: groups])."""
+    """The MODULE unit of `parent`, or None if its weights do not share groups (see [Note: groups]).
+
+    Args:
+        parent: name of the module.
+        members: its weights' roles.
+        module: the model.
+        weights: of the model, by name.
+        inside: names of those within `parent`.
+        uses: of the module in a forward.
+    """
     columns = {n: weights[n] for n, role in members.items() if role in _COLUMN_BLOCKS}
     rows = {n: weights[n] for n, role in members.items() if role in _ROW_BLOCKS and len(weights[n].shape) > 1}
     added_once = tuple(n for n, role in members.items() if role in _ROW_BLOCKS and len(weights[n].shape) == 1)
@@ -321,8 +349,6 @@ def _module_unit(
     if any(weights[n].shape[dim] % (blocks * groups) for n, (dim, blocks) in sizes.items()):
         return None
     cut = tuple(replace(weights[n], cut=Cut(dim, groups, blocks)) for n, (dim, blocks) in sizes.items())
-    prefix = f"{parent}." if parent else ""
-    inside = {w.name for w in weights.values() if any(n.startswith(prefix) for n in (w.name, *w.aliases))}
     whole = tuple(sorted(inside - set(sizes) - set(added_once)))
     return Unit(
         parent,
