@@ -99,6 +99,16 @@ def test_ranks_that_are_left_are_planned_on_their_part_of_a_cluster(tmp_path):
         planned(load_run_config("configs/demo.toml", overrides=overrides), nproc=4)
 
 
+def test_a_model_without_a_plan_of_layers_is_planned(capsys, tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+    (tmp_path / "bert.json").write_text(
+        json.dumps({"model_type": "bert", "is_decoder": True, "vocab_size": 99, **sizes})
+    )
+    assert cli.run(["plan", str(tmp_path / "bert.json"), *PLAN[2:]]) == 0
+    printed = capsys.readouterr().out
+    assert "ddp=2" in printed and "pp=2" not in printed
+
+
 def test_a_grid_is_chosen(capsys):
     assert cli.run([*PLAN, "--parallel", "atp=auto"]) == 0
     assert "chosen: --parallel atp=2x1 " in capsys.readouterr().out

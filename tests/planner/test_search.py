@@ -77,6 +77,17 @@ def test_many_layers_are_judged_as_few_are():
             assert more.step_s > 10 * less.step_s
 
 
+def test_a_model_that_does_not_say_its_layers_is_planned_without_stages():
+    asked = task(rows=8)
+    spec = replace(asked.spec, order=replace(asked.spec.order, layers=(), after=(), refused="no pipeline plan"))
+    found = search(replace(asked, spec=spec, traced=replace(asked.traced, layers=(), outside=PerRow(300 * MIB))))
+    assert found.chosen is not None and all("pp=" not in plan.parallel for plan in found.plans)
+    assert {"ddp=8", "fsdp=8", "rtp=8"} <= {plan.parallel for plan in found.plans}
+    assert all(plan.memory.by_category["activations"] >= 0.0 for plan in found.plans)
+    (ddp,) = search(replace(asked, spec=spec, traced=replace(asked.traced, layers=())), texts=["ddp=8"]).plans
+    assert ddp.memory.by_category["weights"] == spec.num_parameters * 4
+
+
 def test_larger_micro_batches_hold_more():
     asked = task()
     smaller = search(replace(asked, batch=Batch(8, 1024)), texts=["fsdp=8"]).plans[0]

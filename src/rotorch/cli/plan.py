@@ -192,8 +192,12 @@ def _alternatives(found: SearchResult) -> list[Plan]:
     """The best plan of each kind of layout, then of those that do not fit the nearest."""
     shown: list[Plan] = []
     kinds: set[tuple[str, ...]] = set()
+    """Kinds of strategies, with a word more where some units are whole."""
     for plan in found.plans:
-        kind = tuple(part.partition("=")[0] for part in plan.parallel.split(","))
+        kind = (
+            *(strategy.kind for strategy in parse_parallel(plan.parallel)),
+            *(["mixed"] * ("memory=" in plan.parallel)),
+        )
         if kind not in kinds:
             kinds.add(kind)
             shown.append(plan)

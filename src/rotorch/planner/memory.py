@@ -336,8 +336,9 @@ class _Passes:
         held["slots"] = max(held["slots"], self.slots_bytes)
         has_own = self.inner.kind in ("ddp", "rtp") or self.accumulation > fewest
         early = gradients if has_own else 0.0
-        given = max(layer.given.of(self.rows, cut=self.cuts.stream) for layer in self.traced.layers)
-        inside = max(self._whole(number) for number in range(len(self.traced.layers))) if self.again else 0.0
+        layers = range(len(self.traced.layers))  # none if the model does not say what its layers are
+        given = max((layer.given.of(self.rows, cut=self.cuts.stream) for layer in self.traced.layers), default=0.0)
+        inside = max(map(self._whole, layers), default=0.0) if self.again else 0.0
         temporaries = inside
         if not self.by_units:  # else one unit at a time
             passing = self.traced.temporaries
@@ -345,8 +346,8 @@ class _Passes:
                 passing = passing.without_constant()
             temporaries += passing.of(self.rows, cut=min(self.cuts.stream, self.cuts.interior))
         if self.inner.kind == "fsdp":  # its layers' gradients leave one after the other
-            layers = max(1, self.model.num_layers)
-            late = early or (gradients - rank.around) * max(0, layers - (2 if self.again else 1)) / layers
+            number = max(1, self.model.num_layers)
+            late = early or (gradients - rank.around) * max(0, number - (2 if self.again else 1)) / number
             gathered = (whole.root + whole.block, whole.root + whole.head + 4 * whole.block)
             last = {"gradients": late, "gathered": gathered[1], "activations": first, "temporaries": inside}
         else:
@@ -391,7 +392,7 @@ class _Passes:
             kept += in_flight[stage] * (here + outside)
             has_head |= last
         fewest = min(in_flight[stage] for stage in rank.stages or (0,))
-        return kept, max(self._of_layer(number) for number in range(len(layers))), has_head, fewest
+        return kept, max(map(self._of_layer, range(len(layers))), default=0.0), has_head, fewest
 
     def _of_layer(self, number: int) -> float:
         layer = self.traced.layers[number]

@@ -30,6 +30,7 @@ from rotorch.planner.speeds import Speeds
 from rotorch.planner.step_time import Planned, StepTime, step_time
 from rotorch.planner.workload import FoldedModel, Numerics, fold
 from rotorch.strategies import batch_ranks, check_composition, parse_parallel
+from rotorch.strategies.single.plan import Single
 
 MICRO_BATCHES_TRIED = 2
 """Sizes of a micro-batch that are timed, the largest that fits first."""
@@ -45,6 +46,9 @@ SPARE_SHARES = (1.0, 0.5, 0.25)
 
 MOST_STAGES_OF_ZEROPP = 8
 """Its rows take long to make, and its bubble grows with the stages."""
+
+_HELD = ("weights", "gradients", "optimizer")
+"""Categories of memory from step to step."""
 
 _SCHEDULES = ("zb_h1", "interleaved_1f1b", "zbv")
 
@@ -312,14 +316,18 @@ class _Search:
 
     def _budgets(self, plans: Sequence[Plan]) -> list[str]:
         found: list[str] = []
+        (whole,) = at_rest(self.task.model, strategies=(Single(),))
+        most = sum(whole.by_category[name] for name in _HELD)
         for kind in ("rtp", "fsdp"):
             with_kind = [p for p in plans if p.fits and _is_alone(p, kind=kind)]
             for plan in sorted(with_kind, key=_by_speed)[:MIXED]:
                 (held,) = self.candidate(plan.parallel).ranks
-                least = sum(held.by_category[name] for name in ("weights", "gradients", "optimizer"))
+                least = sum(held.by_category[name] for name in _HELD)
                 spare = self.task.budget_bytes - plan.memory.total_bytes
-                for share in SPARE_SHARES:
-                    found.append(_with_option(plan.parallel, _budget_text(int(least + share * spare))))
+                budgets = [int(least + share * spare) for share in SPARE_SHARES]
+                found += [
+                    _with_option(plan.parallel, _budget_text(b)) for b in budgets if b < most
+                ]  # else all are whole
         return list(dict.fromkeys(found))
 
     def candidate(self, text: str) -> _Candidate:
@@ -423,7 +431,7 @@ def why_nothing_fits(found: SearchResult, task: Task) -> str:
         why = next(iter(found.refused.values()), "no layout has that many ranks").rstrip(".")
         return f"no layout of {task.cluster.num_devices} ranks can hold {task.spec.name}: {why}"
     least = min(found.plans, key=lambda plan: plan.memory.total_bytes)
-    held = sum(least.memory.by_category[name] for name in ("weights", "gradients", "optimizer"))
+    held = sum(least.memory.by_category[name] for name in _HELD)
     itemsize = max(weight.itemsize for weight in task.spec.weights)
     helps = "more ranks" if held > task.budget_bytes / 2 else "shorter sequences"
     if held > task.budget_bytes / 2 and itemsize > 2:
