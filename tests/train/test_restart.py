@@ -78,6 +78,20 @@ def test_a_run_that_does_not_get_on_takes_fewer_ranks(undisturbed, tmp_path):
         assert ours == pytest.approx(theirs, rel=1e-5), step
 
 
+@pytest.mark.slow
+def test_a_planned_run_that_does_not_get_on_is_planned_for_fewer_ranks(tmp_path, warm):
+    settings = ["train.steps=30", "train.checkpoint_every=1000", "--max-restarts=3", "--elastic=1:2", "--nproc=2"]
+    command = Command(tmp_path / "log", "train", write_run(tmp_path), "--parallel=auto", *settings)
+    kill(command, 0, run=tmp_path / "run", after_step=2)
+    wait_until(lambda: "restart 1 of 3" in command.stderr, what="a restart")
+    kill(command, 1, run=tmp_path / "run", after_step=0)
+    assert command.wait() == 0, command.stderr
+    assert "Going on from the beginning with single (restart 2 of 3)" in command.stderr.strip().splitlines()[-1]
+    planned = [line for line in command.stdout.splitlines() if " with a micro-batch of " in line]
+    assert len(planned) == 2 and planned[1].startswith("auto: single with a micro-batch of")
+    assert len(losses(tmp_path / "run")) == 30
+
+
 def test_it_ends_when_it_was_restarted_often_enough(tmp_path, warm):
     (tmp_path / "run").mkdir()
     settings = ["--parallel", "rtp=2", "--max-restarts=1", "train.steps=100000", "train.checkpoint_every=2"]

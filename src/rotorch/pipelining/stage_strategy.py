@@ -133,6 +133,14 @@ class StageStrategy(Strategy):
         """The rank that holds a stage, among the ranks that a micro-batch passes."""
         return self.placement.rank_of(stage, num_ranks=self.stages)
 
+    @property
+    def stages_by_rank(self) -> list[tuple[int, ...]]:
+        """The stages that each rank holds, of the ranks that a micro-batch passes, in the order of the model."""
+        found: list[list[int]] = [[] for _ in range(self.stages)]
+        for stage in range(self.num_stages):
+            found[self.rank_of(stage)].append(stage)
+        return [tuple(mine) for mine in found]
+
     def parts_of(self, spec: ModelSpec) -> tuple[range, ...]:
         """The layers of each stage."""
         if self.layers is None:

@@ -160,8 +160,7 @@ def at_rest(
         inside *= strategy.num_ranks
     at_once = around[-1].gathers_weights
     found = []
-    for position in range(stages.stages):
-        mine = tuple(number for number in range(stages.num_stages) if stages.rank_of(number) == position)
+    for position, mine in enumerate(stages.stages_by_rank):
         first, last = 0 in mine, stages.num_stages - 1 in mine
         held = held_bytes.of([parts[n] for n in mine], first=first, last=last, borrows=last and not first)
         gathered = Gathered()

@@ -457,8 +457,7 @@ class _Step:
             latency_s=plan.speeds.message_s(Group(2, group.stride), collective=False),
         )
         makespan_s = _makespan_s(_without_layers(stages), plan.accumulation, ahead=self.at_once, costs=costs, link=link)
-        ranks = range(stages.stages)
-        of_rank = [[number for number in range(len(parts)) if stages.rank_of(number) == rank] for rank in ranks]
+        ranks, of_rank = range(stages.stages), stages.stages_by_rank
         ends = [self._after_passes(parts, numbers) for numbers in of_rank]
         sums_s, optimizer_s = max((sums for sums, _ in ends), default=0.0), max(o for _, o in ends)
         compute_s = plan.accumulation * sum(one.compute_s for one in passes) / len(ranks)
