@@ -182,7 +182,7 @@ def train(
         summary=json_file,
         only_plan=dry_run,
         job=about.job,
-        resize=chosen and chosen.resize,
+        resize=None if chosen is None else chosen.resize,
     )
     if chosen is not None and not dry_run and (line := auto.compared(chosen, run_directory=about.run_directory)):
         print_now(line)

@@ -156,7 +156,13 @@ def _start(
     if is_rank():
         config, resume = as_started(config, resume=resume)
     if not (only_plan or is_rank()) and (why := why_no_ranks(on_gpu=_uses_cuda(config))):
-        settings = {"nproc": nproc, "resume": resume, "command": command, "summary": summary, "resize": resize}
+        settings: dict[str, Any] = {
+            "nproc": nproc,
+            "resume": resume,
+            "command": command,
+            "summary": summary,
+            "resize": resize,
+        }
         return call_fresh(start, config, why=why, **settings)
     waits_s = config.train.timeout_s + BACKSTOP_S
     if job is not None:
