@@ -17,8 +17,8 @@ MODELS = ("llama", "qwen3", "gemma2", "gpt_neox")
 """A bias everywhere and uneven cuts; tied weights and norms inside attention; soft caps; heads fused in one matrix."""
 
 
-LEFT_OUT = ("auto", "hierarchical")
-"""Values of options that `options` leaves out."""
+LEFT_OUT = ("auto", "hierarchical", "whole")
+"""Values of options that `options` leaves out; whole experts need a model that has some: `WHOLE_EXPERTS`."""
 
 PIPELINES = {
     ("pp=2", "gpt_neox"),
@@ -43,6 +43,14 @@ WHOLE_UNITS = {
     ("ddp=2,osdp=2[memory=4500KiB,recompute=slice]", "qwen3"),
 }
 """Of units that are whole within a budget: some, never all; tests/core/test_whole_units.py has other budgets."""
+
+
+WHOLE_EXPERTS = {
+    ("rtp=2[experts=whole]", "mixtral"),
+    ("rtp=3[recompute=slice,transport=send_receive,experts=whole]", "mixtral"),  # four experts: 2 + 1 + 1
+    ("pp=2,rtp=2[experts=whole]", "mixtral"),
+}
+"""Of experts that rotate whole; tests/strategies/test_whole_experts.py has more models."""
 
 
 GROUPED_VISITS = {
@@ -162,7 +170,7 @@ def table() -> list[tuple[str, str]]:
             if getattr(made, "num_stages", 0) > 2:  # the models have two layers: chunks on one rank
                 made = strategy(**{**for_options(strategy, chosen), "stages": 1}, **chosen)
             pairs.append((format_parallel([made]), "llama"))
-    pairs += sorted(SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS)
+    pairs += sorted(SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS)
     for outer, inner in sorted(COMPOSES):
         models = MODELS[:1] if is_grid(inner) else MODELS
         pairs += [(f"{of_size(outer, 2)},{smallest(inner)}", model) for model in models]
@@ -196,7 +204,7 @@ def says_new(layout: str, model: str) -> bool:
     """
     if (layout, model) in ELSEWHERE:
         return False
-    if (layout, model) in WHOLE_UNITS | GROUPED_VISITS:
+    if (layout, model) in WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS:
         return True
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
@@ -220,6 +228,7 @@ EXAMINED = {
     ("rtp=4[transport=send_receive,visits=2,recompute=slice,ahead=2]", "qwen3"),
     ("osdp=2[memory=4500KiB]", "qwen3"),
     ("osdp=3[memory=4700KiB,inner=fsdp]", "llama"),
+    ("rtp=3[recompute=slice,transport=send_receive,experts=whole]", "mixtral"),
     ("atp=1x2", "llama"),
     ("ddp=2,rtp=2", "llama"),  # replicas and stages around another strategy are shown around rotation
     ("pp=2,rtp=2", "llama"),
@@ -236,7 +245,8 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     kind, size = strategies[0].kind, num_ranks(strategies)
     if (layout, model) in EXAMINED:
         return True
-    if len(strategies) > 1 or (layout, model) in SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS:
+    elsewhere = SHARED_SEQUENCES | WHOLE_UNITS | GROUPED_VISITS | WHOLE_EXPERTS
+    if len(strategies) > 1 or (layout, model) in elsewhere:
         return False
     if is_pipeline(kind):
         return "[" not in layout and (size, model) == (2, "qwen3")

@@ -278,6 +278,9 @@ class ModelSpec:
         kept_whole: large weights that have no role in a declared plan, and that the rules could not cut either.
         inside: units of weights that modules which run on slices need whole: `replicated`, unless a strategy makes
             them whole for each call (`with_inside_cut`).
+        experts: units of modules of experts, cut between experts; in `units` their weights are cut as the plan says, or
+            whole (`core/whole_experts.py`).
+        experts_stay_cut: the reason why `experts` has none, or lacks some; "" if there is none.
         by_plan: True if the cuts are those of the user's own plan, not of the model's plan or our rules.
         features_stay_whole: the reason why activations cannot be cut along their features; "" if they can.
         tokens_stay_whole: the same for the tokens of a sequence, between the modules of its layers; "" also if that was
@@ -290,6 +293,8 @@ class ModelSpec:
     units: tuple[Unit, ...]
     kept_whole: tuple[KeptWhole, ...] = ()
     inside: tuple[Unit, ...] = ()
+    experts: tuple[Unit, ...] = ()
+    experts_stay_cut: str = ""
     by_plan: bool = False
     features_stay_whole: str = ""
     tokens_stay_whole: str = ""

@@ -36,6 +36,7 @@ from rotorch.models.trial.features import is_from_config, last_linear, why_not_i
 from rotorch.models.trial.sequence import why_not_along_tokens
 from rotorch.models.trial.shared_sequence import SharedTrial, runs_whole, try_shared, with_sequences_shared
 from rotorch.models.trial.slices import Trial, try_tiny
+from rotorch.models.whole_experts import stacked_experts, with_experts
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ def describe(
     roles: dict[str, str] = {}
     order = layer_order(base)
     shared = try_shared(module) if context else SharedTrial()
+    trial: Trial | None = None
     if plan is None and not module_declares(module):
         spec = spec_by_rule(module, weights)
     elif plan is not None:
@@ -102,6 +104,10 @@ def describe(
         spec = _spec(module, roles, weights, proven=runs_whole(module, trial.on_slices, shared))
         spec = cut_what_is_left(module, spec, weights, uses=trial.uses)
         order = replace(order, refused=order.refused or trial.not_in_stages)
+    if stacked_experts(module):
+        if trial is None and is_from_config(module):
+            trial = try_tiny(module, describe=_trusting)
+        spec = with_experts(spec, module, weights, among=trial.on_experts if trial is not None else {})
     spec = replace(_marked(spec, module), order=order)
     if context:
         spec = with_sequences_shared(spec, module, shared)
@@ -134,6 +140,7 @@ def _wrapped(spec: ModelSpec, module: nn.Module, *, prefix: str) -> ModelSpec:
         units=tuple(units),
         kept_whole=tuple(replace(kept, name=prefix + kept.name) for kept in spec.kept_whole),
         inside=tuple(_renamed(unit, prefix=prefix) for unit in spec.inside),
+        experts=tuple(_renamed(unit, prefix=prefix) for unit in spec.experts),
         tokens_stay_whole="peft has wrapped the model",
     )
 

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Range
+from rotorch.core.whole_experts import WholeExperts
+from rotorch.models.routed_pairs import RoutedPairs
 from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
 from rotorch.ops.rotate import RotatingUnit, rotate_module
 from rotorch.ops.slice_linear import slice_linear
@@ -92,7 +94,7 @@ class VisitingSlices(ModuleSlices):
         whole = [sites[0].get() for sites in self._whole_sites]
         # Weights that slices need whole are inputs too: each slice gives a part of their gradients, which sum.
         inputs = [*(leaves[i] for i in where), *map(self._whole, unit.replicated)]
-        packed = _Packed()
+        packed, pairs = _Packed(), self._pairs(leaves)
         caches = [i for i, leaf in enumerate(leaves) if is_cache(leaf)]
         for i in caches:
             make_room(leaves[i], module=self._module, name=unit.name, num_slices=self.num_slices)
@@ -105,7 +107,7 @@ class VisitingSlices(ModuleSlices):
                 given[i] = tensor
             for i in caches:
                 given[i] = of_slice(leaves[i], self.index)
-            parts = run(weights, given)
+            parts = run(weights, given) if pairs is None else [self._on_experts(pairs, run, weights, given)]
             self._put_whole(whole)  # other modules may share them, and must not compute with leaves of this graph
             return packed.pack(parts)
 
@@ -129,6 +131,20 @@ class VisitingSlices(ModuleSlices):
         if not caches:  # the trial would append to them
             prove(lambda weights: run_slice(weights, inputs))
         return packed.unpack(total)
+
+    def _pairs(self, leaves: list[Any]) -> RoutedPairs | None:
+        """The pairs of tokens and experts of a call, if slices are sets of whole experts."""
+        unit = self._rotating.unit
+        note = unit.note(WholeExperts)
+        if note is None:
+            return None
+        return RoutedPairs(self._module, name=unit.name, num_experts=note.number, leaves=leaves)
+
+    def _on_experts(self, pairs: RoutedPairs, run: RunOnSlice, weights: Sequence[Tensor], leaves: list[Any]) -> Tensor:
+        """Runs the module on the visiting experts and the tokens that go to them."""
+        number = pairs.num_experts
+        (experts,) = self.ranges(Cut(0, number), number)
+        return pairs.run(leaves, experts, run=lambda given: run(weights, given)[0], anchor=self._rotating.anchor)
 
     def _put(self, weights: Sequence[Tensor]) -> None:
         """Puts a slice's weights where its forward has had them."""

@@ -9,6 +9,8 @@
     code.
     The same holds for classes that the tiny model did not run, and for models without a tiny one.
 
+    In the same way modules of stacked experts run on sets of whole experts (`models/whole_experts.py`).
+
     The same tiny model shows the uses of weights without a role in the plan (`models/trial/uses.py`), and the places
     where it may be cut between layers (`models/trial/stages.py`).
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,11 +29,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from rotorch.core.spec import ModelSpec, UnitKind
+from rotorch.core.spec import ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.trial.stages import why_not_in_stages
 from rotorch.models.trial.sums import adds_up, copied
 from rotorch.models.trial.tiny import inputs_for, shrunk_like, with_values
 from rotorch.models.trial.uses import Use, uses_in_passes
+from rotorch.models.whole_experts import stacked_experts, whole_expert_units
 from rotorch.shard.materialize import off_meta
 from rotorch.shard.sites import find_sites
 
@@ -47,6 +50,8 @@ class Trial:
 
     Attributes:
         on_slices: classes of modules whose forward runs on slices of their weights.
+        on_experts: classes of modules of experts whose forward runs on some of these, with the names of the parameters
+            that are stacked.
         uses: of weights in a pass, by `pattern_of` their names; None: no tiny model runs.
         not_in_stages: why it cannot be cut between layers, in words; "" if it can, or if nobody knows.
     """
@@ -54,6 +59,7 @@ class Trial:
     on_slices: frozenset[type] = frozenset()
     uses: Mapping[str, Use] | None = field(default=None, hash=False)
     not_in_stages: str = ""
+    on_experts: Mapping[type, frozenset[str]] = field(default_factory=dict, hash=False)
 
 
 _known: dict[str, Trial] = {}
@@ -92,12 +98,13 @@ def _try(module: nn.Module, *, describe: Callable[[nn.Module], ModelSpec]) -> Tr
                 tiny = with_values(type(module), config).to(dtype).eval()
                 run = partial(_pass, tiny, dtype=dtype, embedded=embedded)
                 short = partial(run, num_rows=2, num_tokens=12)
-                on_slices = _run_on_slices(tiny, describe(tiny), run=short)
+                on_slices = _run_on_slices(tiny, describe(tiny).units, run=short)
+                on_experts = _run_on_experts(tiny, run=short)
                 not_in_stages = _why_not_in_stages(tiny, run=short)
             except Exception as failed:
                 error = error or failed
                 continue
-            return Trial(frozenset(on_slices), _watched(tiny, run=run), not_in_stages)
+            return Trial(frozenset(on_slices), _watched(tiny, run=run), not_in_stages, on_experts)
     _log.warning("no tiny %s runs (%s): its weights rotate one by one", type(module).__name__, error)
     return Trial()
 
@@ -177,9 +184,18 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _run_on_slices(tiny: nn.Module, spec: ModelSpec, *, run: Callable[[], Any]) -> set[type]:
+def _run_on_experts(tiny: nn.Module, *, run: Callable[[], Any]) -> dict[type, frozenset[str]]:
+    """The classes of modules of experts that run on some of them, with the parameters that are stacked."""
+    weights = {name: Weight(name, tuple(p.shape), p.element_size()) for name, p in tiny.named_parameters()}
+    units = list(whole_expert_units(tiny, weights))
+    able = _run_on_slices(tiny, units, run=run) if units else set()
+    found = {type(tiny.get_submodule(name)): cut for name, (_, cut) in stacked_experts(tiny).items()}
+    return {kind: cut for kind, cut in found.items() if kind in able}
+
+
+def _run_on_slices(tiny: nn.Module, all_units: Iterable[Unit], *, run: Callable[[], Any]) -> set[type]:
     """The classes of units all of whose calls in one pass are sums over slices."""
-    units = {u.name: u for u in spec.units if u.kind is UnitKind.MODULE}
+    units = {u.name: u for u in all_units if u.kind is UnitKind.MODULE}
     calls: list[tuple[str, Any, Any, Any]] = []
     handles = []
     for name in units:

@@ -19,11 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
-from rotorch.core.spec import Unit
+from rotorch.core.spec import Cut, Unit
+from rotorch.core.whole_experts import WholeExperts
+from rotorch.models.routed_pairs import RoutedPairs
 from rotorch.shard.buffers import buffers_untouched
 from rotorch.shard.sharded_weight import cut_chunks
 
-_NUM_SLICES = 2
+_NUM_SLICES, _NUM_SETS = 2, 3
+"""Of a module; of whole experts."""
 _TOLERANCE = 1e-4
 """Relative, of outputs; norms and rotary positions may compute in float32 where all else is float64."""
 _TOLERANCE_OF_SCALED = 1e-2
@@ -44,16 +47,21 @@ def adds_up(module: nn.Module, unit: Unit, sites: Any, args: Any, kwargs: Any, o
         for name in once:
             for site in sites[name]:
                 site.put(None)
-        for index in range(_NUM_SLICES):
+        note = unit.note(WholeExperts)
+        num_slices = _NUM_SLICES if note is None else _NUM_SETS
+        for index in range(num_slices):
             for weight in unit.weights:
-                chunks = cut_chunks(weight, num_slices=_NUM_SLICES, index=index)
+                chunks = cut_chunks(weight, num_slices=num_slices, index=index)
                 if not chunks:
                     continue
                 part = torch.cat([chunk.of_whole(whole[weight.name]) for chunk in chunks], dim=chunks[0].dim)
                 for site in sites[weight.name]:
                     site.put(nn.Parameter(part))
             again, kwargs_again = copied((args, kwargs))
-            part, *more = _tensors(module(*again, **kwargs_again))
+            if note is None:
+                part, *more = _tensors(module(*again, **kwargs_again))
+            else:
+                part, more = _of_experts(module, unit, note.number, index, again, kwargs_again), []
             if part.shape != total.shape or any(a.shape == b.shape for a, b in zip(others, more, strict=True)):
                 return False
             total += part
@@ -66,6 +74,20 @@ def adds_up(module: nn.Module, unit: Unit, sites: Any, args: Any, kwargs: Any, o
             for site in sites[name]:
                 site.put(tensor)
     return bool((total - first).norm() <= _TOLERANCE * first.norm())
+
+
+def _of_experts(module: nn.Module, unit: Unit, number: int, index: int, args: Any, kwargs: Any) -> Tensor:
+    """Output of a module on set `index` of its experts, whose weights it has now."""
+    leaves, tree = tree_flatten((args, kwargs))
+
+    def run(leaves: list[Any]) -> Tensor:
+        args, kwargs = tree_unflatten(leaves, tree)
+        (output,) = _tensors(module(*args, **kwargs))
+        return output
+
+    pairs = RoutedPairs(module, name=unit.name, num_experts=number, leaves=leaves)
+    (experts,) = Cut(0, number).ranges(number, num_slices=_NUM_SETS, index=index)
+    return pairs.run(leaves, experts, run=run, anchor=torch.zeros(()))
 
 
 def is_linear_in_rows(

@@ -26,6 +26,7 @@ from rotorch.comm.status_word import StatusWord
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Unit, UnitKind
+from rotorch.core.whole_experts import WholeExperts
 from rotorch.core.whole_units import is_whole
 from rotorch.hold.ring_memory import RingMemory
 from rotorch.hold.setup import Setup
@@ -82,7 +83,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                     slices=VisitingSlices(part, rotating, sites=sites, whole=whole_weight, compiled=compiled),
                     sites=sites,
                     once=shards.leaves.__getitem__,
-                    proven=module_declares(module),
+                    proven=module_declares(module) or rotating.unit.note(WholeExperts) is not None,
                     compiled=compiled,
                 )
             else:

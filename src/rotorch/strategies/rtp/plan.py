@@ -38,6 +38,11 @@ Long sequences (`context=c`; `tsp=n` is `rtp=n[context=n]`; c ranks, T tokens, K
     on average, at most 2 w K with a window of w tokens, as much for their gradients; transient T K at most.
     Source: TSP (arXiv 2604.26294), whose tensor and sequence parallelism share one axis.
 
+Mixtures of experts (`experts=whole`)
+    A slice of a layer's experts is a set of E/n whole experts (of uneven numbers the first ranks have one more) instead
+    of 1/n of every expert's width. Tokens stay: a visiting set computes for the tokens that the router sends to it. The
+    same bytes, one product per expert instead of n narrower ones. This is the paper's own way.
+
 Precision
     Where a pass computes in bfloat16 (`compute`: under autocast, or with `param_dtype`), slices visit and travel in it:
     half the bytes. Masters, gradients and their hops stay in float32. No copy in bfloat16 is kept: over messages
@@ -68,6 +73,7 @@ from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind
 from rotorch.core.stages import in_stage
 from rotorch.core.strategy import OneAxis
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
+from rotorch.core.whole_experts import check_whole_experts, with_whole_experts
 from rotorch.core.whole_units import check_memory, is_whole, whole_layout, with_whole_units
 
 _COMPUTE_ITEMSIZE = 2  # of bfloat16 and float16
@@ -103,6 +109,8 @@ class RTP(OneAxis):
         memory: budget of a rank for weights, gradients and AdamW's moments, written `2GiB`: units that are worth most
             are whole on every rank within it (`osdp=4[memory=2GiB]`, core/whole_units.py). A whole unit is computed
             with as it is; `recompute` is for the others.
+        experts: "cut": every expert of a mixture is cut through its hidden width, as the model's plan says. "whole": a
+            slice is a set of whole experts, and computes for the tokens that go to these.
         compute: the precision in which slices are computed with, if it is not the weights' own: that of the autocast
             that `parallelize` was given, which fills it in.
     """
@@ -119,6 +127,7 @@ class RTP(OneAxis):
     wire: Literal["fp8"] | None = None
     context: PositiveInt = 1
     memory: str | None = None
+    experts: Literal["cut", "whole"] = "cut"
     compute: Literal["bfloat16", "float16"] | None = None
 
     @model_validator(mode="after")
@@ -149,7 +158,7 @@ class RTP(OneAxis):
         return key_value_transfers(unit, batch=batch, num_ranks=self.context, axis="rtp", position=position)
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
-        held = spec.with_inside_cut()
+        held = (with_whole_experts(spec) if self.experts == "whole" else spec).with_inside_cut()
         if self.memory is None:
             return held
         # Over messages: what a ring in shared memory spares is waiting for turns, which the same numbers rank.
@@ -344,6 +353,8 @@ class RTP(OneAxis):
 
     def check(self, spec: ModelSpec) -> None:
         check_shares(spec, context=self.context, kind=self.kind)
+        if self.experts == "whole":
+            check_whole_experts(spec, kind=self.kind)
         self._check_ahead()
         if self.hosts != 2 and self.transport != "hierarchical":
             raise ConfigError(
@@ -361,7 +372,7 @@ class RTP(OneAxis):
                 f"rtp: wire={self.wire} halves messages, and transport={self.transport} may send none. "
                 f"Write {self.kind}={self.size}[wire={self.wire},transport=send_receive], or leave wire out"
             )
-        self._check_cut(spec)
+        self._check_cut(with_whole_experts(spec) if self.experts == "whole" else spec)
         self.units_of(spec)  # finds units that fit into `memory`, or says that none do
 
 
