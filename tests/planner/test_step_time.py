@@ -6,12 +6,14 @@ import pytest
 from shapes import transformer
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.traffic import MicroBatch, Phase, all_reduce
+from rotorch.core.whole_experts import WholeExperts
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.lanes import Lane, Lanes
 from rotorch.planner.speeds import Group, LinkSpeed, Speeds, Work, speeds_of
 from rotorch.planner.step_time import Planned, step_time
-from rotorch.planner.workload import Numerics, fold
+from rotorch.planner.workload import Cutting, Numerics, fold, layer_passes
 from rotorch.strategies import parse_parallel
 
 SPEEDS = Speeds(
@@ -166,3 +168,24 @@ def test_fewer_visits_make_larger_products_and_bring_every_part():
     # In one visit everything comes before the first product, in eight a rank begins with its own slice.
     waiting = [step_time(planned(text.format(g))).waiting_s for g in (8, 1)]
     assert waiting[1] > waiting[0]
+
+
+def test_whole_experts_are_multiplied_once_whatever_the_number_of_ranks():
+    stacked = Weight("layers.0.experts.up", (8, 256, 64), 2, Cut(1, 256))
+    biases = Weight("layers.0.experts.bias", (8, 256), 2, Cut(1, 256))
+    cut = Unit("layers.0.experts", UnitKind.MODULE, Combine.SUM, (stacked, biases))
+    parts = tuple(replace(w, cut=Cut(0, 8)) for w in cut.weights)
+    whole = replace(cut, weights=parts, notes=(WholeExperts(8),))
+    order = LayerOrder(layers=("layers.0",), width=64, experts_per_token=2)
+    spec = ModelSpec("Mixture", (cut,), experts=(whole,), order=order)
+    batch = MicroBatch(num_rows=1, num_tokens=512, itemsize=2)
+    numbers = {}
+    for text in ("rtp=4", "rtp=4[experts=whole]", "rtp=1"):
+        (strategy,) = parse_parallel(text)
+        model = fold(strategy.units_of(spec))
+        (layer,) = model.classes
+        passes = layer_passes(model, layer, batch=batch, cutting=Cutting(slices=strategy.size), numerics=Numerics())
+        (of_unit,) = passes
+        numbers[text] = int((of_unit.forward.table[:, 0] > 0).sum())
+    assert numbers["rtp=4[experts=whole]"] == numbers["rtp=1"] - 1 == 8  # cut biases look like one matrix more
+    assert numbers["rtp=4"] == 4 * numbers["rtp=1"]

@@ -197,3 +197,12 @@ def test_experts_that_take_all_tokens_are_refused():
     (strategy,) = parse_parallel("rtp=2[experts=whole]")
     with pytest.raises(ConfigError, match="Llama4TextExperts was not seen to compute tokens by the experts"):
         strategy.check(described(config))
+
+
+def of_compiled(config):
+    with pytest.raises(ConfigError, match=r"would be compiled for each\. Leave experts out"):
+        rotorch.parallelize(causal_lm(config), "rtp=2[experts=whole]", device="cpu", compile=True)
+
+
+def test_compiled_forwards_are_refused():
+    run_ranks(of_compiled, tiny_config("mixtral"), num_ranks=2)

@@ -21,6 +21,7 @@ from functools import cached_property
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
+from rotorch.core.whole_experts import WholeExperts
 from rotorch.core.whole_units import is_whole
 from rotorch.planner.speeds import Row, Work
 
@@ -256,7 +257,7 @@ def layer_passes(
         if unit.kind is UnitKind.REPLICATED and not whole:
             found.append(_norms(unit, tokens=tokens, width=model.width, batch=batch, cutting=cutting))
             continue
-        cut = Cutting() if whole else cutting
+        cut = Cutting() if whole or unit.note(WholeExperts) else cutting  # each expert once, by whole matrices
         passes = unit_passes(unit, tokens=tokens, batch=batch, cutting=cut, experts=model.experts, numerics=numerics)
         if not has_attention and model.attention_width:
             has_attention = True
@@ -275,7 +276,7 @@ def unit_passes(
     weights: list[Row] = []
     size = batch.itemsize
     for weight in unit.weights:
-        if len(weight.shape) < 2:
+        if len(weight.shape) < (2 if unit.note(WholeExperts) is None else 3):  # experts' biases are stacked, too
             continue
         *several, outputs, features = weight.shape
         number = several[0] if several else 1

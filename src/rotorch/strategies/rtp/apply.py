@@ -67,6 +67,11 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                 "rtp: recompute=all_but_attention selects operations of a forward, and a compiled one has none to "
                 "select. Write recompute=slice, or leave compile out"
             )
+        if compiled and any(unit.note(WholeExperts) for unit in spec.units):
+            raise ConfigError(
+                "rtp: experts=whole gives each set of experts another number of tokens, and a compiled forward would be "
+                "compiled for each. Leave experts out, or leave compile out"
+            )
         heads = head_weights(module)
         self.ring, self.units = _on_a_ring(setup, heads=heads)
         placements = ShardPlacement.of_units(spec.units, mesh=mesh)
