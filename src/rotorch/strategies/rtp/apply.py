@@ -69,7 +69,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
             )
         if compiled and any(unit.note(WholeExperts) for unit in spec.units):
             raise ConfigError(
-                "rtp: experts=whole gives each set of experts another number of tokens, and a compiled forward would be "
+                "rtp: experts=whole gives each set of experts another number of tokens, and a forward would be "
                 "compiled for each. Leave experts out, or leave compile out"
             )
         heads = head_weights(module)
