@@ -72,7 +72,7 @@ class ParallelModule(nn.Module):
 
     @functools.cached_property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What `DistributedDataParallel` asks its module for before ranks send anything: it is refused by name.
+        """Refuses `DistributedDataParallel`, which asks its module for this before ranks send anything.
 
         The `ddp` strategy, which wraps the module itself, sets it for that moment.
         """
