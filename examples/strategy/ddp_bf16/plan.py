@@ -44,5 +44,5 @@ class DDPBF16(OneAxis):
         return "gradients are summed in bfloat16" if self.bfloat16 else ""
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
-        sent = sum(w.numel * (2 if self.bfloat16 else w.itemsize) for w in unit.weights)
+        sent = sum(w.numel * (2 if self.bfloat16 else w.itemsize) for w in unit.weights if w.trained)
         return Layout(resident_bytes=unit.num_bytes, transfers=(all_reduce(sent, axis=self.kind, size=self.size),))

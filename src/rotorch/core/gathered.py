@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rotorch.core.layout import Layout
-from rotorch.core.spec import Unit
+from rotorch.core.spec import Unit, Weight
 from rotorch.core.traffic import Kind, Phase, Transfer
 
 
@@ -13,6 +13,11 @@ def _rows(rows: int, *, size: int, position: int) -> int:
     """Rows that `torch.chunk(rows, size)` gives to `position`."""
     chunk = -(-rows // size)
     return max(0, min(rows, (position + 1) * chunk) - position * chunk)
+
+
+def _padded_bytes(weights: Iterable[Weight], *, size: int) -> int:
+    """Bytes that each of `size` ranks sends of some weights: as many rows as the rank with the most has."""
+    return sum(w.num_bytes // max(w.shape[0], 1) * -(-w.shape[0] // size) for w in weights if w.shape)
 
 
 def gathered_layout(
@@ -23,8 +28,8 @@ def gathered_layout(
     for weight in unit.weights:
         rows = weight.shape[0] if weight.shape else 1
         resident += weight.num_bytes // max(rows, 1) * _rows(rows, size=size, position=position)
-    padded = sum(w.num_bytes // max(w.shape[0], 1) * -(-w.shape[0] // size) for w in unit.weights if w.shape)
-    sent = padded * (size - 1)
-    transfers = [Transfer(Kind.ALL_GATHER, axis, phase, padded, sent) for phase in gathers]
-    transfers.append(Transfer(Kind.REDUCE_SCATTER, axis, Phase.BACKWARD, padded * size, sent))
+    padded = _padded_bytes(unit.weights, size=size)
+    summed = _padded_bytes((w for w in unit.weights if w.trained), size=size)
+    transfers = [Transfer(Kind.ALL_GATHER, axis, phase, padded, padded * (size - 1)) for phase in gathers]
+    transfers.append(Transfer(Kind.REDUCE_SCATTER, axis, Phase.BACKWARD, summed * size, summed * (size - 1)))
     return Layout(resident_bytes=resident, transient_bytes=transient_bytes, transfers=tuple(transfers))

@@ -105,4 +105,8 @@ class RingMemory(Memory):
 
     def flat_gradients(self, weights: Mapping[str, ShardedWeight]) -> list[Tensor]:
         whole = (held.local_grad for name, held in weights.items() if name not in self._gradients)
-        return [self._ring.all_home_gradients, *(grad for grad in whole if grad is not None)]
+        if len(self._units) == len(self._ring.numels):
+            home = [self._ring.all_home_gradients]
+        else:  # without the buffers of frozen units, which hold nothing
+            home = [self._ring.home_gradients(item) for item in self._units]
+        return [*home, *(grad for grad in whole if grad is not None)]

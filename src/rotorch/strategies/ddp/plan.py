@@ -48,7 +48,7 @@ class DDP(OneAxis):
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         return Layout(
             resident_bytes=unit.num_bytes,
-            transfers=(all_reduce(unit.num_bytes, axis="ddp", size=self.size),),
+            transfers=(all_reduce(unit.trained_bytes, axis="ddp", size=self.size),),
         )
 
     def check_around(self, inner: Strategy) -> None:
