@@ -39,6 +39,7 @@ from rotorch.shard.materialize import take_recipes
 from rotorch.shard.sites import find_sites
 from rotorch.strategies import (
     STRATEGIES,
+    check_compiled,
     check_composition,
     cuts_context,
     cuts_features,
@@ -97,6 +98,8 @@ def parallelize(
     check_composition(strategies)
     if param_dtype is not None:
         _check_param_dtype(param_dtype, strategies, autocast_dtype=autocast_dtype)
+    if compile:
+        check_compiled(strategies)
     if cuts_context(strategies):
         _check_context(module, loss=loss, compile=compile)
     refuse_wrapped(module)

@@ -11,8 +11,11 @@ from torch._dynamo.utils import counters
 
 import rotorch
 from rotorch.core.errors import ConfigError
+from rotorch.core.strategy import OneAxis
+from rotorch.models import compiled as compiled_code
 from rotorch.models.compiled import check_compiler
 from rotorch.models.hf import causal_lm, config_from_dict
+from rotorch.strategies import DDP, STRATEGIES, Single, check_compiled, parse_parallel
 from rotorch.testing.ranks import run_ranks
 from rotorch.train.metrics import read_metrics
 
@@ -33,6 +36,15 @@ LLAMA = {
     "max_position_embeddings": 32,
     "tie_word_embeddings": False,
 }
+
+
+class Newcomer(OneAxis):
+    """A strategy with no option, which says nothing of compiling."""
+
+    kind = "newcomer"
+
+    def layout(self, unit, *, position=0):
+        return Single().layout(unit, position=position)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -137,6 +149,43 @@ def test_a_run_and_a_bench_take_it(tmp_path):
     assert "blocks compiled" in done.stdout
     (row,) = json.loads((tmp_path / "b.json").read_text())["rows"]
     assert row["loss_max_rel_err"] < 1e-4
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Returns the functions that are given to torch.compile, which compiles nothing meanwhile."""
+    given = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: given.append(function) or function)
+    compiled_code._of_class.cache_clear()
+    yield given
+    compiled_code._of_class.cache_clear()
+
+
+COMPILES = [kind for kind, strategy in STRATEGIES.items() if not strategy.not_compiled]
+
+
+@pytest.mark.parametrize("kind", COMPILES)
+def test_what_is_not_refused_is_compiled(compiled, kind):
+    size_fields = STRATEGIES[kind].size_fields
+    layout = f"{kind}={'x'.join('1' * len(size_fields))}" if size_fields else kind
+    with rotorch.on_meta():
+        module = causal_lm(config_from_dict(LLAMA, source="test"))
+    rotorch.parallelize(module, layout, device="cpu", compile=True).close()
+    assert compiled
+
+
+def test_strategies_that_compile_nothing_are_refused():
+    assert {"single", "ddp", "fsdp", "rtp", "megatron", "pp", "zeropp"} <= set(COMPILES)
+    with pytest.raises(ConfigError, match=r"compile: newcomer=2: it compiles nothing\. Leave compile out"):
+        check_compiled([DDP(size=2), Newcomer(size=2)])
+    with pytest.raises(ConfigError, match="compile: atp=1x2: sums lie in the middle of modules"):
+        check_compiled(parse_parallel("atp=1x2"))
+    check_compiled(parse_parallel("ddp=2,rtp=2"))
+
+
+def test_modules_without_blocks_are_refused():
+    with pytest.raises(ConfigError, match=r"compile: Linear has no nn\.ModuleList of blocks\. Leave compile out"):
+        rotorch.parallelize(torch.nn.Linear(2, 2), "single", device="cpu", compile=True)
 
 
 def test_without_a_compiler_nothing_starts(monkeypatch):

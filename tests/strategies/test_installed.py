@@ -99,6 +99,15 @@ def test_conformance_finds_the_example_by_itself_and_holds_it(python):
     assert done.returncode == 0 and passed, done.stdout
 
 
+@pytest.fixture
+def example(monkeypatch):
+    """The example's strategy, in the table."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "strategy")
+    strategy = importlib.import_module("ddp_bf16.plan").DDPBF16
+    monkeypatch.setitem(STRATEGIES, "ddp_bf16", strategy)
+    return strategy
+
+
 def summed(module, batch, num_targets):
     return module(batch["x"]).sum()
 
@@ -109,14 +118,19 @@ def gradient(layout):
     return float(next(iter(model.weights.values())).local_grad)
 
 
-def test_rounded_sums_are_opt_in_and_said(monkeypatch):
+def test_the_example_compiles_blocks_though_it_has_no_option_to_recompute_them(example, monkeypatch):
+    given = []
+    monkeypatch.setattr("rotorch.hold.setup.compile_blocks", given.append)
+    module = nn.Linear(1, 1, bias=False)
+    parallelize(module, "ddp_bf16=1", device="cpu", loss=summed, compile=True).close()
+    assert given == [module]
+
+
+def test_rounded_sums_are_opt_in_and_said(example):
     """1 + 2^-9 is no number in bfloat16: two of them sum to 2 when they are rounded before they travel."""
-    monkeypatch.syspath_prepend(ROOT / "examples" / "strategy")
-    plan = importlib.import_module("ddp_bf16.plan")
-    monkeypatch.setitem(STRATEGIES, "ddp_bf16", plan.DDPBF16)
     assert run_ranks(gradient, "ddp_bf16=2", num_ranks=2) == [2.00390625, 2.00390625]
     assert run_ranks(gradient, "ddp_bf16=2[bfloat16=true]", num_ranks=2) == [2.0, 2.0]
-    exact, rounded = (plan.DDPBF16(size=2, bfloat16=rounds) for rounds in (False, True))
+    exact, rounded = (example(size=2, bfloat16=rounds) for rounds in (False, True))
     assert exact.changes_the_model == "" and "bfloat16" in rounded.changes_the_model
 
 

@@ -28,4 +28,5 @@ class DDPBF16Model(SimpleShardedModel):
 
 def apply(setup: Setup) -> ShardedModel:
     """Holds the model whole on every rank."""
+    setup.prepare_blocks()  # compiled, if the user asks for it
     return DDPBF16Model(setup)

@@ -37,6 +37,7 @@ class DDPBF16(OneAxis):
 
     kind: ClassVar[str] = "ddp_bf16"
     held_by: ClassVar[str] = "ddp_bf16.apply"
+    not_compiled: ClassVar[str] = ""
     bfloat16: bool = False
 
     @property

@@ -28,6 +28,7 @@ class GridStrategy(Strategy):
     """
 
     held_by: ClassVar[str] = "rotorch.hold.grid"
+    not_compiled: ClassVar[str] = "blocks are sent in the middle of layers, which cannot be compiled"
     cuts_weights: ClassVar[bool] = True
     size_fields: ClassVar[tuple[str, ...]] = ("rows", "columns")
     rows: PositiveInt

@@ -40,6 +40,9 @@ class Strategy(BaseModel, ABC):
     has_param_dtype: ClassVar[bool] = False
     """True if passes can compute with copies of its weights in another dtype, without autocast."""
 
+    not_compiled: ClassVar[str] = "it compiles nothing"
+    """Reason why `compile=True` is refused; "" if `apply` compiles where `Setup.compiled` asks."""
+
     size_fields: ClassVar[tuple[str, ...]] = ("size",)
     """The fields of its size, as in `rtp=4`; those of a grid are joined by "x", as in `atp=2x4`."""
 
@@ -100,8 +103,8 @@ class Strategy(BaseModel, ABC):
 
     @property
     def recomputes_layers(self) -> bool:
-        """True if layers keep only their inputs for backward."""
-        return False
+        """True if layers keep only their inputs for backward: by default, if a field `recompute` is "block"."""
+        return bool(getattr(self, "recompute", "none") == "block")
 
     @property
     def changes_the_model(self) -> str:

@@ -19,7 +19,6 @@ from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import common_seed
 from rotorch.comm.shared_axis_group import make_axis_group
 from rotorch.comm.status_word import StatusWord
-from rotorch.core.errors import ConfigError
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
 from rotorch.core.grid_memory import products
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
@@ -39,10 +38,6 @@ from rotorch.shard.sharded_weight import Chunk, box_chunks
 
 def apply(setup: Setup) -> ShardedModel:
     """Cuts the model into blocks over the mesh, for every strategy on grids."""
-    if setup.compiled:
-        raise ConfigError(
-            f"{setup.strategy}: blocks are sent in the middle of layers, which cannot be compiled. Leave compile out"
-        )
     return GridModel(setup)
 
 

@@ -67,8 +67,12 @@ class Setup:
         )
 
     def prepare_blocks(self) -> None:
-        """Makes the module's repeated blocks compiled, or recomputed in backward, as the user asked."""
+        """Makes the module's repeated blocks compiled, or recomputed in backward, as the user asked.
+
+        Raises:
+            ConfigError: one of these is asked for, and the module has no repeated blocks.
+        """
         if self.compiled:
             compile_blocks(self.module)
-        if self.strategy.recompute == "block":
+        if self.strategy.recomputes_layers:
             recompute_blocks(self.module, strategy=self.strategy.kind)

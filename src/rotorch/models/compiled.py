@@ -26,8 +26,15 @@ def check_compiler(device_type: str) -> None:
 
 
 def compile_blocks(module: nn.Module) -> None:
-    """Compiles the forward of every repeated block, in place. Hooks of the block stay outside of it."""
-    for block in repeated_blocks(module):
+    """Compiles the forward of every repeated block, in place. Hooks of the block stay outside of it.
+
+    Raises:
+        ConfigError: the model has no repeated blocks.
+    """
+    blocks = repeated_blocks(module)
+    if not blocks:
+        raise ConfigError(f"compile: {type(module).__name__} has no nn.ModuleList of blocks. Leave compile out")
+    for block in blocks:
         block.forward = compiled_forward(block)  # type: ignore[method-assign]
 
 

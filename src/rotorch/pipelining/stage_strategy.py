@@ -106,10 +106,6 @@ class StageStrategy(Strategy):
         """True if the table computes weight gradients apart from those of inputs."""
 
     @property
-    def recomputes_layers(self) -> bool:
-        return self.recompute == "block"
-
-    @property
     def num_chunks(self) -> int:
         """Stages that each rank holds."""
         return self.chunks or 1

@@ -316,7 +316,7 @@ class _Passes:
     @property
     def again(self) -> bool:
         """True if backward recomputes layers from their inputs."""
-        return self.inner.recomputes_layers or getattr(self.inner, "recompute", "none") == "block"
+        return self.inner.recomputes_layers
 
     @property
     def by_units(self) -> bool:

@@ -402,7 +402,7 @@ class _Search:
     def time(self, candidate: _Candidate, rows: int, accumulation: int) -> StepTime:
         """Predicts the time of a step."""
         inner = candidate.strategies[-1]
-        again = inner.recomputes_layers or getattr(inner, "recompute", "none") in ("block", "all_but_attention")
+        again = inner.recomputes_layers or bool(getattr(inner, "recomputes_units", False))
         return step_time(
             Planned(
                 model=candidate.model,

@@ -190,6 +190,13 @@ def without_param_dtype(strategies: Sequence[Strategy]) -> Strategy | None:
     return next((s for s in strategies if not s.has_param_dtype or (s.kind == "rtp" and s.num_ranks == 1)), None)
 
 
+def check_compiled(strategies: Sequence[Strategy]) -> None:
+    """Raises `ConfigError` if a strategy compiles nothing, for `compile=True`."""
+    for strategy in strategies:
+        if strategy.not_compiled:
+            raise ConfigError(f"compile: {strategy}: {strategy.not_compiled}. Leave compile out")
+
+
 def cuts_features(strategies: Sequence[Strategy]) -> bool:
     """Returns True if activations are cut along their features; a model's description must then have these cuts."""
     return any(strategy.feature_axes for strategy in strategies)

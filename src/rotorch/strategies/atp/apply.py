@@ -15,7 +15,6 @@ from torch import nn
 
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import common_seed
-from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Combine, GridCut, Unit, UnitKind, Weight
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
@@ -33,10 +32,6 @@ from rotorch.strategies.atp.plan import AtpCoordinate, is_column
 
 def apply(setup: Setup) -> ShardedModel:
     """Cuts the model into blocks over the two axes of the mesh."""
-    if setup.compiled:
-        raise ConfigError(
-            f"{setup.strategy}: sums lie in the middle of modules, which cannot be compiled. Leave compile out"
-        )
     return ATPModel(setup)
 
 

@@ -55,6 +55,7 @@ class FSDP(OneAxis):
 
     kind: ClassVar[str] = "fsdp"
     has_param_dtype: ClassVar[bool] = True
+    not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
     gathers_weights: ClassVar[bool] = True
     reshard: bool = True
@@ -77,10 +78,6 @@ class FSDP(OneAxis):
         return key_value_transfers(
             unit, batch=batch, num_ranks=self.context, axis="fsdp", position=position, num_forwards=forwards
         )
-
-    @property
-    def recomputes_layers(self) -> bool:
-        return self.recompute == "block"
 
     def check(self, spec: ModelSpec) -> None:
         """Raises `ConfigError` for a weight without a first dimension, or sequences that cannot be shared."""

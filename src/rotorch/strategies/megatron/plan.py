@@ -76,6 +76,7 @@ class Megatron(OneAxis):
     """
 
     kind: ClassVar[str] = "megatron"
+    not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
     sync_fraction: float = Field(default=1.0, gt=0.0, le=1.0)
     sequence_parallel: bool = False

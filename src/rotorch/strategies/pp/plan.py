@@ -53,6 +53,7 @@ class PP(StageStrategy):
     """
 
     kind: ClassVar[str] = "pp"
+    not_compiled: ClassVar[str] = ""
     stage_axis: ClassVar[str] = "pp"
     size_fields: ClassVar[tuple[str, ...]] = ("stages",)
     schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv"] = "1f1b"

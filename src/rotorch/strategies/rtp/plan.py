@@ -117,6 +117,7 @@ class RTP(OneAxis):
 
     kind: ClassVar[str] = "rtp"
     has_param_dtype: ClassVar[bool] = True
+    not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
     recompute: Literal["none", "head", "all_but_attention", "slice"] = "head"
     transport: Literal["auto", "shared_memory", "symmetric_memory", "hierarchical", "send_receive"] = "auto"

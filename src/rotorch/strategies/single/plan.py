@@ -35,6 +35,7 @@ class Single(Strategy):
 
     kind: ClassVar[str] = "single"
     has_param_dtype: ClassVar[bool] = True
+    not_compiled: ClassVar[str] = ""
     size_fields: ClassVar[tuple[str, ...]] = ()
     recompute: Literal["none", "block"] = "none"
 

@@ -61,6 +61,7 @@ class ZeroPP(StageStrategy):
     """
 
     kind: ClassVar[str] = "zeropp"
+    not_compiled: ClassVar[str] = ""
     gathers_weights: ClassVar[bool] = True
     stage_axis: ClassVar[str] = STAGES
     size_fields: ClassVar[tuple[str, ...]] = ("stages", "shards")

@@ -20,6 +20,7 @@ from rotorch.core.traffic import MicroBatch
 from rotorch.run_config import BatchSizes, LoraSection, RunConfig, TrainSection, batch_sizes
 from rotorch.strategies import (
     batch_ranks,
+    check_compiled,
     context_ranks,
     cuts_context,
     cuts_features,
@@ -347,6 +348,8 @@ def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
             f"train.precision = 'param_bfloat16': {unable} has no converted weights to compute with. Write "
             "train.precision=bfloat16, or a layout of single, ddp, fsdp and rtp on several ranks"
         )
+    if config.train.compile:
+        check_compiled(strategies)
     of_passes = None if config.train.precision == "float32" else "bfloat16"
     for strategy in strategies:
         strategy.at_precision(of_passes).check_device(device_type(config.train.device))
