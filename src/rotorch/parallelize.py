@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import warnings
 from collections.abc import Iterable, Sequence
 from types import ModuleType
@@ -50,6 +51,8 @@ from rotorch.strategies import (
     written_out,
 )
 
+_log = logging.getLogger(__name__)
+
 
 def parallelize(
     module: nn.Module,
@@ -88,7 +91,8 @@ def parallelize(
 
     On CPU, the process keeps freed memory from now on (`process/host_memory.py`), unless its allocator is set up by
     environment variables, and the threads that carry gloo's messages yield to computation
-    (`process/gloo_threads.py`).
+    (`process/gloo_threads.py`). A strategy whose options change the model (`Strategy.changes_the_model`) is told of in
+    the log, by one rank.
 
     Raises:
         ConfigError: unknown strategy or composition, sizes that do not multiply to the number of ranks, a model that
@@ -139,6 +143,8 @@ def parallelize(
     before, changes = list(module.parameters()), Changes(module)
     mesh = make_mesh(strategies, device=on)
     open_shared_reduces(mesh, device=on)
+    if mesh.get_rank() == 0:
+        _tell_of_changes(strategies)
     if (differs := first_that_differs(module, mesh=mesh)) is not None:
         warnings.warn(
             f"parallelize: ranks were given different values of {differs!r}, and each keeps its own part of its own: "
@@ -205,6 +211,13 @@ def parallelize(
     made = make_parallel(module, model, origin=Origin(changes, again), compiled=compile)
     changes.note(without_cache=without_cache)
     return made
+
+
+def _tell_of_changes(strategies: Sequence[Strategy]) -> None:
+    """Warns of strategies that train another model than one process does."""
+    for strategy in strategies:
+        if strategy.changes_the_model:
+            _log.warning("%s trains another model than one process does: %s", strategy, strategy.changes_the_model)
 
 
 def _check_context(module: nn.Module, *, loss: LossFn | None, compile: bool) -> None:

@@ -126,6 +126,13 @@ def test_the_example_compiles_blocks_though_it_has_no_option_to_recompute_them(e
     assert given == [module]
 
 
+def test_parallelize_says_that_the_example_changes_the_model(example, caplog):
+    for layout in ("ddp_bf16=1", "ddp_bf16=1[bfloat16=true]"):
+        parallelize(nn.Linear(1, 1), layout, device="cpu", loss=summed).close()
+    said = "ddp_bf16=1[bfloat16=true] trains another model than one process does: gradients are summed in bfloat16"
+    assert caplog.messages == [said]
+
+
 def test_rounded_sums_are_opt_in_and_said(example):
     """1 + 2^-9 is no number in bfloat16: two of them sum to 2 when they are rounded before they travel."""
     assert run_ranks(gradient, "ddp_bf16=2", num_ranks=2) == [2.00390625, 2.00390625]

@@ -108,7 +108,10 @@ class Strategy(BaseModel, ABC):
 
     @property
     def changes_the_model(self) -> str:
-        """Difference of its model from the one on one process, in words; "" for every strategy that is exact."""
+        """Difference of its model from the one on one process, in words; "" for every strategy that is exact.
+
+        `parallelize` warns of it, and `rotorch verify` refuses it.
+        """
         return ""
 
     def check(self, spec: ModelSpec) -> None:

@@ -113,10 +113,8 @@ class MegatronModel(SimpleShardedModel, ShardedStages):
 
 
 def _tell(spec: ModelSpec, *, strategy: Megatron) -> None:
-    """Warns if the model changes, and of weights that are not cut at all, or not evenly."""
+    """Warns of weights that are not cut at all, or not evenly."""
     num_ranks = strategy.size
-    if strategy.changes_the_model:
-        _log.warning("%s trains another model than one process does: %s", strategy, strategy.changes_the_model)
     if spec.kept_whole:
         _log.warning("megatron: %s", spec.summary())
     for unit in spec.cut_units:
