@@ -93,10 +93,12 @@ def test_the_example_names_its_strategy_as_the_test_does():
 
 
 def test_conformance_finds_the_example_by_itself_and_holds_it(python):
-    options = ["-q", "-n0", "-p", "no:cacheprovider", "-m", "not slow"]
-    done = python("-m", "pytest", *options, "tests/conformance", "-k", "ddp_bf16 and qwen3")
+    options = ["-v", "-n0", "-p", "no:cacheprovider", "-m", "not slow"]
+    chosen = ("tests/conformance", "examples/strategy", "-k", "ddp_bf16 and (qwen3 or rounded)")
+    done = python("-m", "pytest", *options, *chosen)
     passed = [word for word in done.stdout.splitlines()[-1:] if " passed" in word and "failed" not in word]
     assert done.returncode == 0 and passed, done.stdout
+    assert "test_ddp_bf16.py::test_rounded_sums_keep_all_else PASSED" in done.stdout
 
 
 @pytest.fixture
