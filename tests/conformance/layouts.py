@@ -217,9 +217,10 @@ def says_new(layout: str, model: str) -> bool:
     if is_grid(kind):
         # A depth beside sides shows on eight ranks, which tests/strategies/test_zero_over_depth.py has.
         return (model == MODELS[0] and size in (2, 4)) or (size, model) == (4, "qwen3")
-    if kind in ("ddp", "fsdp"):  # whose ranks run the whole model
-        return (size, model) in {(1, "llama"), (2, "gpt_neox"), (3, "qwen3")}
-    return size == 1 or (size, model) in {(2, "gpt_neox"), (3, "qwen3"), (4, "gemma2")}
+    # Ranks that run the whole model compute the same on three ranks and on four.
+    runs_whole = not strategies[0].cuts_weights or strategies[0].gathers_weights
+    telling = {(2, "gpt_neox"), (3, "qwen3")} | (set() if runs_whole else {(4, "gemma2")})
+    return size == 1 or (size, model) in telling
 
 
 EXAMINED = {
@@ -239,7 +240,7 @@ EXAMINED = {
 def says_new_of_invariants(layout: str, model: str) -> bool:
     """The same of the invariants, which have less to do with the model: tied weights and uneven cuts are enough.
 
-    Square blocks are those of `summa`; of other grids the options are examined, which show a depth.
+    Of grids those with equal sides are; of the others the options are examined, which show a depth.
     """
     strategies = parse_parallel(layout)
     kind, size = strategies[0].kind, num_ranks(strategies)
@@ -253,7 +254,7 @@ def says_new_of_invariants(layout: str, model: str) -> bool:
     if "[" in layout:
         return not _repeats_options(strategies[0]) and not _is_plain_grid(strategies[0])
     if is_grid(kind):
-        return (size, model) == (4, "llama") and kind not in ("atp", "tesseract")
+        return (size, model) == (4, "llama") and strategies[0].size_fields == ("rows", "columns")
     return (size, model) == (2, "qwen3") or kind == "single"
 
 
