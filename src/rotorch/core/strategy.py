@@ -38,7 +38,11 @@ class Strategy(BaseModel, ABC):
     """True if all its ranks hold and send the same of any unit, whatever their position."""
 
     has_param_dtype: ClassVar[bool] = False
-    """True if passes can compute with copies of its weights in another dtype, without autocast."""
+    """True if passes can compute with copies of its weights in another dtype, `Setup.param_dtype`, without autocast.
+
+    `apply` need do nothing for it where `Setup.shards` makes the weights and passes compute with its leaves: those have
+    that dtype, and their gradients the shards'. What it puts into the module in place of leaves, it converts itself.
+    """
 
     not_compiled: ClassVar[str] = "it compiles nothing"
     """Reason why `compile=True` is refused; "" if `apply` compiles where `Setup.compiled` asks."""
@@ -81,6 +85,10 @@ class Strategy(BaseModel, ABC):
 
     def layout_of(self, spec: ModelSpec, *, batch: MicroBatch | None = None, position: int = 0) -> Layout:
         """Layout of a whole model: those of its units together, and memory that all units share.
+
+        Resident bytes of units and their transfers add up; of transient bytes the largest unit's count, since units
+        take turns. A strategy with other memory that units share (slots whose size depends on the batch, a buffer for
+        the whole model) overrides this and adds it.
 
         Args:
             spec: the model, its units as `units_of` gives them.

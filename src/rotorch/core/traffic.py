@@ -8,7 +8,12 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """The part of a step in which a transfer happens."""
+    """The part of a step in which a transfer happens.
+
+    The planner puts transfers of FORWARD beside the computation of forward, all others beside backward; sums of
+    gradients (`Kind.ALL_REDUCE` of a Layout) it takes by their kind, whatever their phase. STEP is a transfer once per
+    step, however many micro-batches there are; the planner treats it as BACKWARD.
+    """
 
     FORWARD = "forward"
     BACKWARD = "backward"
