@@ -41,7 +41,7 @@ RUN_BY = {
 NO_PROGRAM = {
     ("README.md", "held-out    2.7585 bits per byte"): "the last lines of `make train`",
     ("CONTRIBUTING.md", "8    cli/"): "layers, which tests/test_architecture.py compares with its table",
-    ("docs/architecture.md", "rank 0, batch x               rank 1, ba"): "a picture",
+    ("docs/architecture.md", "rank 0, batch x                    rank "): "a picture",
     ("docs/architecture.md", "cli/                                    "): "a tree of directories",
     ("docs/architecture.md", "nn.Module on meta ── describe ──> ModelS"): "a picture",
     ("docs/checkpoints.md", "runs/my_run/checkpoints/step-00000100/"): "a listing of files",
