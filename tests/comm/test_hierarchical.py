@@ -65,7 +65,7 @@ def forward(ring, item, *, stop=None):
         for _ in range(2):
             assert torch.equal(visit.weights, values(item, visit.index, ring.numels[item][visit.index]))
             stagger(ring)
-        if visit.step == stop:
+        if visit.number == stop:
             raise Abandoned
         seen.append(visit.index)
     assert seen == ring.order(backward=False) and seen[0] == ring.position and sorted(seen) == list(range(ring.size))
@@ -76,7 +76,7 @@ def backward(ring, item, *, fetch=True, stop=None):
     for visit in ring.visits(item, backward=True, fetch=fetch):
         if fetch:
             assert torch.equal(visit.weights, values(item, visit.index, ring.numels[item][visit.index]))
-        if visit.step == stop:
+        if visit.number == stop:
             raise Abandoned
         stagger(ring)
         buffer = ring.gradient(item, visit, wait=False) or ring.gradient(item, visit, wait=True)

@@ -93,11 +93,11 @@ def test_the_last_slice_of_backward_waits_for_nobody(n, monkeypatch):
         ring.start(fresh=[True, True])
         for item in (0, 1):
             for visit in ring.visits(item, backward=True, fetch=False):
-                if visit.step == 0:
+                if visit.number == 0:
                     assert (ring.gradient(item, visit, wait=False) is None) == (item == 1)
                 found = number_of_waits(lambda visit=visit, item=item: ring.gradient(item, visit, wait=True))
                 found += number_of_waits(lambda visit=visit, item=item: ring.pass_on(item, visit))
-                assert (found > 0) == ((item, visit.step) != (0, 0) and visit.step != n - 1)
+                assert (found > 0) == ((item, visit.number) != (0, 0) and visit.number != n - 1)
         assert number_of_waits(ring.finish) == 2  # the last one has come, and the last one has left
 
 

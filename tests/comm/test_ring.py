@@ -89,7 +89,7 @@ def check_visit(ring, item, visit, *, backward, number, fetch=True, changed=0.0)
     """Holds a visit against what is due; `changed` is what was added to all weights."""
     n, r = ring.size, ring.position
     assert visit.index == ((r + 1 + number) % n if backward else (r - number) % n)
-    assert visit.step == number
+    assert visit.number == number
     if fetch:
         expected = values(item, visit.index, ring.numels[item][visit.index]) + changed
         assert torch.equal(visit.weights.double(), expected)

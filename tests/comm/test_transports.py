@@ -317,7 +317,7 @@ def late(transport):
         return ""
     try:
         for visit in ring.visits(0, backward=True):
-            assert ring.gradient(0, visit, wait=False) is None or visit.step == 0
+            assert ring.gradient(0, visit, wait=False) is None or visit.number == 0
             ring.gradient(0, visit, wait=True)
             ring.pass_on(0, visit)
     except RankFailure as error:

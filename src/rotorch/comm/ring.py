@@ -39,14 +39,14 @@ class Visit(NamedTuple):
     Attributes:
         index: number of the slice.
         weights: the slice, flat; only valid until the next visit. None if it was not asked for.
-        step: number of visits of this pass before this one.
+        number: of the visit in this pass, from 0.
         turn: over shared memory, the turn in which this rank adds to the slice's gradient.
         fresh: over shared memory, True if the slice's gradient holds nothing when that turn comes.
     """
 
     index: int
     weights: Tensor | None
-    step: int
+    number: int
     turn: int = 0
     fresh: bool = False
 

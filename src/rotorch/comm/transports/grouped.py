@@ -145,9 +145,9 @@ class GroupedRing(SendReceiveRing):
         return self._travelling(item, visit, self._visit_numels[item][visit.index], wait=wait)
 
     def pass_on(self, item: int, visit: Visit) -> None:
-        slot, other = visit.step % 2, (visit.step + 1) % 2
+        slot, other = visit.number % 2, (visit.number + 1) % 2
         self._release(other)  # it receives next: what it sent for the visit before must have left
-        if visit.step < self._num_visits - 1:
+        if visit.number < self._num_visits - 1:
             numels, arriving = self._visit_numels[item], (visit.index + 1) % self._num_visits
             # As far as a group is long: to the rank with this one's number in the group before.
             self._hop(slot, numels[visit.index], numels[arriving], distance=self._per_visit)

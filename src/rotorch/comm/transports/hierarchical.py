@@ -190,8 +190,8 @@ class HierarchicalRing(Ring):
         this, number = Pass(item, backward, fetch), 0
         self._ahead.passes.enter(this)
         here = self._at_slices(item, backward=backward)
-        for step, index in enumerate(self.order(backward=backward)):
-            block, turn = divmod(step, self._per_host)
+        for number, index in enumerate(self.order(backward=backward)):
+            block, turn = divmod(number, self._per_host)
             comes = fetch and index // self._per_host != self._host
             if comes and turn == 0:
                 number = self._arrive(this, block)
@@ -199,7 +199,7 @@ class HierarchicalRing(Ring):
             self.status.now = here + index
             if turn == 1:  # not before: neighbours may still compute with the last slice of the block before
                 self._ahead.top_up(this, block)
-            yield Visit(index, weights, step)
+            yield Visit(index, weights, number)
             if comes and turn == self._per_host - 1:
                 self._end_fetch()
         if backward:
@@ -260,7 +260,7 @@ class HierarchicalRing(Ring):
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
         host, local_rank = divmod(visit.index, self._per_host)
-        turn, segment = visit.step % self._per_host, self._segments[local_rank]
+        turn, segment = visit.number % self._per_host, self._segments[local_rank]
         turns, which, first = self._turns(item, visit)
         if host == self._host:
             flat, fresh = segment.gradients[item], turn == 0 and self.fresh[item]
@@ -311,7 +311,7 @@ class HierarchicalRing(Ring):
 
     @torch.no_grad()
     def pass_on(self, item: int, visit: Visit) -> None:
-        block, turn = divmod(visit.step, self._per_host)
+        block, turn = divmod(visit.number, self._per_host)
         turns, which, first = self._turns(item, visit)
         self._announce(turns, which, first + turn + 1)
         if turn < self._per_host - 1:

@@ -137,12 +137,12 @@ class HoppingRing(MessageRing):
         order, brings = self.order(backward=backward), self._bring_home if self._homes_travel else self._bring_copy
         here = self._at_slices(item, backward=backward)
         neighbour = (self.position + (1 if backward else -1)) % self.size
-        for step, index in enumerate(order):
-            if fetch and step:
+        for number, index in enumerate(order):
+            if fetch and number:
                 self._mark_wait(Operation.AWAIT_SLICE, item, index, source=neighbour)
-            weights = brings(item, step, index, backward=backward) if fetch else None
+            weights = brings(item, number, index, backward=backward) if fetch else None
             self.status.now = here + index
-            yield Visit(index, weights, step)
+            yield Visit(index, weights, number)
         if backward:
             self.fresh[item] = False
 
@@ -221,11 +221,11 @@ class HoppingRing(MessageRing):
     # ------------------------------------------------------------- gradients
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        n, step, home = self.size, visit.step, self._home_gradients[item]
+        n, number, home = self.size, visit.number, self._home_gradients[item]
         if n == 1:
             return GradientBuffer(home, self.fresh[item])
         travelling = self._gradient_slot[: self.numels[item][visit.index]]
-        if step == 0:
+        if number == 0:
             return GradientBuffer(travelling, True)
         if self._gradient_hop is not None:
             if not wait:  # a hop makes progress only in its `wait`, which copies chunks
@@ -233,7 +233,7 @@ class HoppingRing(MessageRing):
             with self._awaiting_gradient(item, visit.index, source=(self.position + 1) % n):
                 self._gradient_hop.wait()
             self._gradient_hop = None
-        if step < n - 1:
+        if number < n - 1:
             return GradientBuffer(travelling, False)
         if self.fresh[item]:  # own slice: the sum of all others has arrived
             home.copy_(travelling)
@@ -243,7 +243,7 @@ class HoppingRing(MessageRing):
 
     def pass_on(self, item: int, visit: Visit) -> None:
         n, r = self.size, self.position
-        if visit.step == n - 1:
+        if visit.number == n - 1:
             return
         self._gradient_hop = Hop(
             self._gradient_slot,

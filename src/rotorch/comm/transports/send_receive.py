@@ -1,6 +1,6 @@
 """The ring over point-to-point messages (gloo, NCCL).
 
-At each step every rank sends its home slice to one reader and receives one.
+At each visit every rank sends its home slice to one reader and receives one.
 
 [Note: ahead]
     While slice i is computed with, the fetch of the next slice is under way, also across units (see `passes.py`), and
@@ -110,14 +110,14 @@ class SendReceiveRing(MessageRing):
         this = Pass(item, backward, fetch)
         self._ahead.passes.enter(this)
         here = self._at_slices(item, backward=backward)
-        for step, index in enumerate(self.order(backward=backward)):
+        for number, index in enumerate(self.order(backward=backward)):
             source = self._comes_from(index)
             if fetch and source is not None:
                 self._mark_wait(Operation.AWAIT_SLICE, item, index, source=source)
-            weights = self._arrive(this, step, index) if fetch else None
+            weights = self._arrive(this, number, index) if fetch else None
             self.status.now = here + index
-            self._ahead.top_up(this, step)
-            yield Visit(index, weights, step)
+            self._ahead.top_up(this, number)
+            yield Visit(index, weights, number)
         if backward:
             self.fresh[item] = False
 
@@ -175,7 +175,7 @@ class SendReceiveRing(MessageRing):
         return message
 
     def _post(self, target: Pass, step: int) -> Fetch:
-        """Starts the exchange of one step: this rank's home slice goes to its reader, another rank's comes here."""
+        """Starts the exchange of one visit: this rank's home slice goes to its reader, another rank's comes here."""
         n, r = self.size, self.position
         source = self.order(backward=target.backward)[step]
         reader = (r - 1 - step) % n if target.backward else (r + step) % n
@@ -194,20 +194,20 @@ class SendReceiveRing(MessageRing):
     # ------------------------------------------------------------- gradients
 
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:
-        n, step = self.size, visit.step
+        n, number = self.size, visit.number
         home = self._home_gradients[item]
         if n == 1:
             return GradientBuffer(home, self.fresh[item])
-        if step == n - 1:  # own slice: see [Note: added when it arrives]
+        if number == n - 1:  # own slice: see [Note: added when it arrives]
             return GradientBuffer(home, self.fresh[item])
         return self._travelling(item, visit, self.numels[item][visit.index], wait=wait)
 
     def _travelling(self, item: int, visit: Visit, numel: int, *, wait: bool) -> GradientBuffer | None:
         """The travelling gradient of a visit in its slot; None if it has not come, or the slot is not free yet."""
-        slot, other = visit.step % 2, (visit.step + 1) % 2
+        slot, other = visit.number % 2, (visit.number + 1) % 2
         travelling = self._gradient_slots[slot][:numel]
         # A slot's last contents may still be on their way, or be a sum that waits to be added at home.
-        if visit.step == 0:
+        if visit.number == 0:
             if not wait and not self._is_free(slot):
                 return None
             self._release(slot)
@@ -220,11 +220,11 @@ class SendReceiveRing(MessageRing):
         return GradientBuffer(travelling, False)
 
     def pass_on(self, item: int, visit: Visit) -> None:
-        n, step = self.size, visit.step
+        n, number = self.size, visit.number
         if n == 1:
             return
-        slot, other = step % 2, (step + 1) % 2
-        if step == n - 1:
+        slot, other = number % 2, (number + 1) % 2
+        if number == n - 1:
             hop = self._hops[other]
             if hop is None:
                 raise AssertionError("the sum of the other ranks' parts is not on its way")

@@ -174,10 +174,10 @@ class SharedMemoryRing(Ring):
             fresh, self.fresh[item] = self.fresh[item], False
             self._rounds[item] += 1
         status, here = self.status, self._at_slices(item, backward=backward)
-        for step, index in enumerate(self.order(backward=backward)):
+        for number, index in enumerate(self.order(backward=backward)):
             status.now = here + index
             weights = self._visiting(item, index) if fetch else None
-            yield Visit(index, weights, step, first + step, fresh and step == 0)
+            yield Visit(index, weights, number, first + number, fresh and number == 0)
 
     def _visiting(self, item: int, index: int) -> Tensor:
         """A slice where it lies, or converted into the slot (see [Note: precision] in `comm/ring.py`)."""

@@ -210,14 +210,14 @@ class SymmetricMemoryRing(Ring):
         this = Pass(item, backward, fetch)
         self._passes.enter(this)
         here = self._at_slices(item, backward=backward)
-        for step, index in enumerate(self.order(backward=backward)):
+        for number, index in enumerate(self.order(backward=backward)):
             self.status.now = here + index  # the host's position: the GPU may still be at an earlier slice
-            slot, weights = self._arrive(this, step, index) if fetch else (None, None)
-            ahead = self._passes.next_fetch(this, step)
+            slot, weights = self._arrive(this, number, index) if fetch else (None, None)
+            ahead = self._passes.next_fetch(this, number)
             if ahead is not None and self._in_flight is None:
                 self._in_flight = self._post(*ahead)
             try:
-                yield Visit(index, weights, step)
+                yield Visit(index, weights, number)
             finally:
                 if slot is not None:
                     self._slot_free[slot] = self._memory.compute.mark()
@@ -275,7 +275,7 @@ class SymmetricMemoryRing(Ring):
         # The part is added to and sent only once compute has made it.
         hops.after(self._memory.compute.mark())
         # In the first visit of a pass this rank is the first to add: no sum has come to its inbox.
-        if numel and visit.step > 0:
+        if numel and visit.number > 0:
             hops.wait_signal(source, channel=came)
             hops.add(buffer, self._inbox[:numel])
             hops.signal(source, channel=free)
