@@ -257,9 +257,8 @@ def layer_passes(
         if unit.kind is UnitKind.REPLICATED and not whole:
             found.append(_norms(unit, tokens=tokens, width=model.width, batch=batch, cutting=cutting))
             continue
-        cut = (
-            Cutting() if whole or unit.note(WholeExperts) is not None else cutting
-        )  # each expert once, by whole matrices
+        of_experts = unit.note(WholeExperts) is not None  # each once, by whole matrices
+        cut = Cutting() if whole or of_experts else cutting
         passes = unit_passes(unit, tokens=tokens, batch=batch, cutting=cut, experts=model.experts, numerics=numerics)
         if not has_attention and model.attention_width:
             has_attention = True
