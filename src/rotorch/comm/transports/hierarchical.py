@@ -190,8 +190,8 @@ class HierarchicalRing(Ring):
         this, number = Pass(item, backward, fetch), 0
         self._ahead.passes.enter(this)
         here = self._at_slices(item, backward=backward)
-        for number, index in enumerate(self.order(backward=backward)):
-            block, turn = divmod(number, self._per_host)
+        for nth, index in enumerate(self.order(backward=backward)):
+            block, turn = divmod(nth, self._per_host)
             comes = fetch and index // self._per_host != self._host
             if comes and turn == 0:
                 number = self._arrive(this, block)
@@ -199,7 +199,7 @@ class HierarchicalRing(Ring):
             self.status.now = here + index
             if turn == 1:  # not before: neighbours may still compute with the last slice of the block before
                 self._ahead.top_up(this, block)
-            yield Visit(index, weights, number)
+            yield Visit(index, weights, nth)
             if comes and turn == self._per_host - 1:
                 self._end_fetch()
         if backward:
