@@ -235,8 +235,11 @@ def while_the_launcher_removes_its_directory(launchers, later):
         patch.setattr(shared_file, "sweep", lambda _: launchers.is_dir() and launchers.rmdir())
         homes = axis_group.homes({"a": [(3,)] * 2}, dtypes={"a": torch.float32}, device=torch.device("cpu"))
     homes["a"].fill_(axis_group.position)
+    dist.barrier()
     axis_group.start()
-    return [block.tolist() for block in axis_group.blocks(homes["a"])], len(axis_group.slots()[0])
+    found = [block.tolist() for block in axis_group.blocks(homes["a"])]
+    dist.barrier()
+    return found, len(axis_group.slots()[0])
 
 
 def test_a_launchers_directory_may_go_while_a_file_is_made(tmp_path):
