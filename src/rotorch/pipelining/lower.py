@@ -70,18 +70,28 @@ def lower(
     return replace(schedule, rows=_with_messages(schedule, with_shards))
 
 
+def inputs_of(kind: ActionKind, stage: int, *, last: int) -> tuple[tuple[ActionKind, int], ...]:
+    """Kinds and stages of the computations that one depends on, of the same micro-batch.
+
+    They are FORWARD or BACKWARD_INPUT, which BACKWARD stands for, too.
+
+    Args:
+        kind: of the computation.
+        stage: of it.
+        last: number of the last stage.
+    """
+    if kind is ActionKind.FORWARD:
+        return ((ActionKind.FORWARD, stage - 1),) if stage else ()
+    if kind is ActionKind.BACKWARD_WEIGHT:
+        return ((ActionKind.BACKWARD_INPUT, stage),)
+    own = (ActionKind.FORWARD, stage)
+    return (own, (ActionKind.BACKWARD_INPUT, stage + 1)) if stage < last else (own,)
+
+
 def needs(schedule: Schedule, action: Action) -> Iterator[Action]:
-    """Yields the computations that one depends on, as FORWARD or BACKWARD_INPUT (which BACKWARD stands for, too)."""
-    micro_batch, last = action.micro_batch, schedule.num_stages - 1
-    match action.kind:
-        case ActionKind.FORWARD if action.stage > 0:
-            yield Action(ActionKind.FORWARD, action.stage - 1, micro_batch)
-        case ActionKind.BACKWARD | ActionKind.BACKWARD_INPUT:
-            yield Action(ActionKind.FORWARD, action.stage, micro_batch)
-            if action.stage < last:
-                yield Action(ActionKind.BACKWARD_INPUT, action.stage + 1, micro_batch)
-        case ActionKind.BACKWARD_WEIGHT:
-            yield Action(ActionKind.BACKWARD_INPUT, action.stage, micro_batch)
+    """Yields the computations that one depends on (see `inputs_of`)."""
+    for kind, stage in inputs_of(action.kind, action.stage, last=schedule.num_stages - 1):
+        yield Action(kind, stage, action.micro_batch)
 
 
 def gives(action: Action) -> Action:
@@ -110,17 +120,14 @@ def _starts(schedule: Schedule) -> list[list[int]]:
                 action = row[len(starts[rank])]
                 assert action.micro_batch is not None
                 place = action.stage * number + action.micro_batch
-                if action.kind is ActionKind.FORWARD:
-                    needed = [forward.get(place - number) if action.stage else 0]
-                elif action.kind is ActionKind.BACKWARD_WEIGHT:
-                    needed = [inputs.get(place)]
-                else:
-                    needed = [forward.get(place), inputs.get(place + number) if action.stage < last else 0]
-                start = free[rank]
-                for end in needed:
-                    start = -1 if end is None or start < 0 else max(start, end)
-                if start < 0:
+                found = [
+                    (forward if kind is ActionKind.FORWARD else inputs).get(stage * number + action.micro_batch)
+                    for kind, stage in inputs_of(action.kind, action.stage, last=last)
+                ]
+                needed = [end for end in found if end is not None]
+                if len(needed) < len(found):
                     break
+                start = max([free[rank], *needed])
                 starts[rank].append(start)
                 free[rank] = start + _SLOTS[action.kind]
                 if action.kind is ActionKind.FORWARD:

@@ -12,7 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from functools import cached_property
 
-from rotorch.pipelining.actions import SENDS, ActionKind, Schedule
+from rotorch.pipelining.actions import COMPUTE, SENDS, ActionKind, Schedule
+from rotorch.pipelining.lower import inputs_of
 from rotorch.pipelining.simulate import Link, StageCosts, simulate
 
 _NOTHING = 0
@@ -103,22 +104,22 @@ class Makespan:
                 found.append((code, asked[send], (asked[receive], line.get(way, _NOTHING))))
                 line[way] = node_of[receive] = len(found)
 
+        def arrives(kind: ActionKind, source: int, stage: int) -> int:
+            """Key, of micro-batch 0, of the action by which an input comes to a stage's rank: made there, or received."""
+            if rank_of[source] == rank_of[stage]:
+                return key(_NUMBER[kind], source, 0)
+            return key(_RECV_FORWARD if kind is ActionKind.FORWARD else _RECV_BACKWARD, stage, 0)
+
+        waits_for = {
+            (_NUMBER[kind], stage): [arrives(*need, stage) for need in inputs_of(kind, stage, last=last)]
+            for kind in COMPUTE
+            for stage in range(schedule.num_stages)
+        }
+
         def computes(rank: int, kind: int, stage: int, micro_batch: int) -> bool:
-            if kind == _FORWARD:
-                needed = []
-                if stage:
-                    is_here = rank_of[stage - 1] == rank
-                    needed = [(_FORWARD, stage - 1) if is_here else (_RECV_FORWARD, stage)]
-            elif kind == _WEIGHT:
-                needed = [(_INPUT, stage)]
-            else:
-                needed = [(_FORWARD, stage)]
-                if stage < last:
-                    is_here = rank_of[stage + 1] == rank
-                    needed.append((_INPUT, stage + 1) if is_here else (_RECV_BACKWARD, stage))
             others = []
-            for need in needed:
-                node = node_of.get(key(*need, micro_batch))
+            for arrival in waits_for[kind, stage]:
+                node = node_of.get(arrival + micro_batch)
                 if node is None:
                     return False
                 others.append(node)
