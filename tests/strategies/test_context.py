@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_configs import SIZES, config_of
 
 import rotorch
 from rotorch.core.errors import ConfigError
@@ -29,18 +30,7 @@ from rotorch.testing.verify import BAR, verify_subject
 
 pytestmark = pytest.mark.usefixtures("warm")
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TINY = {"hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 8}
 MIXED = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
 MODELS = {
     "llama": {},
@@ -55,9 +45,7 @@ MODELS = {
 
 
 def tiny_config(kind, **more):
-    import transformers
-
-    return transformers.CONFIG_MAPPING[kind](**SIZES, **MODELS.get(kind, {}), **more)
+    return config_of(kind, **TINY, **MODELS.get(kind, {}), **more)
 
 
 # ---- the text, and who has what ------------------------------------------------------------------------------------
@@ -376,11 +364,8 @@ LONG_ROPE = {
     ],
 )  # fmt: skip
 def test_a_model_whose_tokens_look_at_others_in_other_ways_is_refused(kind, more, said):
-    sizes = {**SIZES, **more}
-    import transformers
-
     with rotorch.on_meta():
-        module = causal_lm(transformers.CONFIG_MAPPING[kind](**sizes))
+        module = causal_lm(config_of(kind, **TINY | more))
     assert said in try_shared(module).refused
     with pytest.raises(ConfigError, match="context=2 gives each rank a part of a sequence"):
         rotorch.parallelize(module, "tsp=2", device="cpu")
@@ -515,10 +500,8 @@ LONG = {"hidden_size": 128, "intermediate_size": 256, "max_position_embeddings":
 
 def kept_by(model, layout, num_tokens):
     """Bytes that autograd keeps of a step's forward, each storage once, without weights."""
-    import transformers
-
     with rotorch.on_meta():
-        config = transformers.CONFIG_MAPPING[model](**{**SIZES, **MODELS[model], **LONG, "use_cache": False})
+        config = config_of(model, **TINY | MODELS[model] | LONG, use_cache=False)
         module = causal_lm(config).train()
     parallel = rotorch.parallelize(module, layout, device="cpu").materialize(seed=0)
     ids = torch.arange(num_tokens).view(1, -1) % 96

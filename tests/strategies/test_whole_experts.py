@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from small_configs import SIZES, config_of
 
 import rotorch
 from rotorch._torch_private import TorchDispatchMode
@@ -19,19 +20,7 @@ from rotorch.testing.verify import BAR, verify_subject
 
 pytestmark = pytest.mark.usefixtures("warm")
 
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TINY = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "head_dim": 8}
 MODELS = {
     "mixtral": {"num_local_experts": 5, "output_router_logits": True, "router_aux_loss_coef": 0.5},
     "qwen3_moe": {  # a layer without experts
@@ -47,9 +36,7 @@ MODELS = {
 
 
 def tiny_config(kind, **more):
-    import transformers
-
-    config = transformers.CONFIG_MAPPING[kind](**SIZES | MODELS.get(kind, {}) | more)
+    config = config_of(kind, **TINY | MODELS.get(kind, {}) | more)
     compute_exactly(config)
     return config
 
@@ -190,10 +177,7 @@ def test_models_without_experts_are_refused(tiny):
 
 def test_experts_that_take_all_tokens_are_refused():
     """Llama 4 gives each expert all tokens, scaled, so that none goes to some of them."""
-    import transformers
-
-    config = transformers.CONFIG_MAPPING["llama4_text"](**SIZES, num_local_experts=4, intermediate_size_mlp=40)
-    compute_exactly(config)
+    config = tiny_config("llama4_text", num_local_experts=4, intermediate_size_mlp=40)
     (strategy,) = parse_parallel("rtp=2[experts=whole]")
     with pytest.raises(ConfigError, match="Llama4TextExperts was not seen to compute tokens by the experts"):
         strategy.check(described(config))
