@@ -135,8 +135,7 @@ def planned_again(config: RunConfig, *, num_ranks: int, layout: str) -> RunConfi
     parallel = config.parallel.model_copy(update={"layout": layout})
     asked = config.model_copy(update={"train": train, "parallel": parallel})
     chosen = call_forked(partial(planned, asked, nproc=num_ranks))
-    for line in chosen.told:
-        print_now(line)
+    print_now("\n".join(chosen.told))
     sizes_now = {"micro_batch": chosen.micro_batch, "accumulation": chosen.plan.accumulation}
     parallel = config.parallel.model_copy(update={"layout": chosen.plan.parallel})
     return config.model_copy(update={"train": train.model_copy(update=sizes_now), "parallel": parallel})

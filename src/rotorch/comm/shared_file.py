@@ -213,10 +213,8 @@ def _create_in(directory: Path, num_bytes: int) -> tuple[str | None, str]:
     if num_bytes > shutil.disk_usage(directory).free:
         return None, f"{format_bytes(num_bytes)} do not fit into {room_in(directory)}"
     if num_bytes > (available := available_bytes()):
-        return (
-            None,
-            f"{format_bytes(num_bytes)} do not fit into the memory that is available, {format_bytes(available)}",
-        )
+        there = format_bytes(available)
+        return None, f"{format_bytes(num_bytes)} do not fit into the memory that is available, {there}"
     descriptor, path = tempfile.mkstemp(prefix=own_prefix(), dir=directory)
     try:
         # Takes no memory yet: each rank allocates its own extents, on its processor's memory node.

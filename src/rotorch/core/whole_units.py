@@ -87,7 +87,7 @@ def with_whole_units(spec: ModelSpec, *, strategy: Strategy, axis: str, memory: 
         return spec
     budget = memory_bytes(memory)
     weighed = _weighed(spec.units, strategy=strategy, axis=axis)
-    least = sum(each.held_bytes for each in weighed)
+    least = sum(each.held_bytes for each in weighed.values())
     if least > budget:
         raise ConfigError(
             f"{strategy.kind}: memory={memory}, but weights, gradients and AdamW's moments of {spec.name} take "
@@ -95,11 +95,10 @@ def with_whole_units(spec: ModelSpec, *, strategy: Strategy, axis: str, memory: 
             f"Write memory={least} or more, or more ranks"
         )
     groups = _groups(spec.units)
-    weighed_as = {unit.name: each for unit, each in zip(spec.units, weighed, strict=True)}
     items = []
     for group in groups:
-        more = sum(weighed_as[unit.name].more_bytes for unit in group)
-        saved = sum(weighed_as[unit.name].saved for unit in group)
+        more = sum(weighed[unit.name].more_bytes for unit in group)
+        saved = sum(weighed[unit.name].saved for unit in group)
         items.append(Item(more, saved if more > 0 else 0))  # else nobody cuts it
     chosen = {unit.name for number in most_valuable(items, limit=budget - least) for unit in groups[number]}
     units = (unit.with_note(StaysWhole()) if unit.name in chosen else unit for unit in spec.units)
@@ -115,11 +114,11 @@ class _Weighed:
     saved: int
 
 
-def _weighed(units: Sequence[Unit], *, strategy: Strategy, axis: str) -> list[_Weighed]:
-    """Weighs units; of equal ones, which differ in names only and which layers have many of, one is asked."""
+def _weighed(units: Sequence[Unit], *, strategy: Strategy, axis: str) -> dict[str, _Weighed]:
+    """Weighs units, by name; of equal ones, which differ in names only and which layers have many of, one is asked."""
     whole = partial(whole_layout, axis=axis, size=strategy.num_ranks)
     equal: dict[Unit, _Weighed] = {}
-    found: list[_Weighed] = []
+    found: dict[str, _Weighed] = {}
     for unit in units:
         weights = tuple(replace(weight, name="", aliases=()) for weight in unit.weights)
         key = replace(unit, name="", weights=weights, replicated=(), added_once=())
@@ -127,7 +126,7 @@ def _weighed(units: Sequence[Unit], *, strategy: Strategy, axis: str) -> list[_W
             held_bytes = _held_bytes(unit, strategy.layout)
             saved = _cost(strategy.layout(unit)) - whole(unit).sent_bytes()
             equal[key] = _Weighed(held_bytes, _held_bytes(unit, whole) - held_bytes, saved)
-        found.append(equal[key])
+        found[unit.name] = equal[key]
     return found
 
 

@@ -304,8 +304,9 @@ class ShardedWeights:
         """
         for held in self._frozen:
             held.refuse_unfrozen()
+        learns = torch.is_grad_enabled()
         for held in self.held.values():
-            if torch.is_grad_enabled():
+            if learns:
                 held.protect_gradient()
             if not held.adds_in_place:
                 held.set_aside()

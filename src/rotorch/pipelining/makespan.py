@@ -105,7 +105,7 @@ class Makespan:
                 line[way] = node_of[receive] = len(found)
 
         def arrives(kind: ActionKind, source: int, stage: int) -> int:
-            """Key, of micro-batch 0, of the action by which an input comes to a stage's rank: made there, or received."""
+            """Key, for micro-batch 0, of the action that brings a stage's input: made on its rank, or received."""
             if rank_of[source] == rank_of[stage]:
                 return key(_NUMBER[kind], source, 0)
             return key(_RECV_FORWARD if kind is ActionKind.FORWARD else _RECV_BACKWARD, stage, 0)

@@ -330,9 +330,8 @@ class _Search:
                 least = sum(held.by_category[name] for name in _HELD)
                 spare = self.task.budget_bytes - plan.memory.total_bytes
                 budgets = [int(least + share * spare) for share in SPARE_SHARES]
-                found += [
-                    _with_option(plan.parallel, _budget_text(b)) for b in budgets if b < most
-                ]  # else all are whole
+                budgets = [budget for budget in budgets if budget < most]  # else all units are whole
+                found += [_with_option(plan.parallel, _budget_text(budget)) for budget in budgets]
         return list(dict.fromkeys(found))
 
     def candidate(self, text: str) -> _Candidate:

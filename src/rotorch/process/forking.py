@@ -29,6 +29,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -46,7 +47,7 @@ Result = TypeVar("Result")
 _OMP_PAUSE_HARD = 2
 _LOCKS, _LOCKS_PER_RANK = 8, 2  # of torch's elastic launcher, which takes 5 and 2
 _COMPUTED = "it has computed gradients with a GPU in sight"
-_ALL_IS_WELL, _NO_GPU, _NO_GRADIENTS = 0, 1, 2
+_USED_GPU = "it has used a GPU, or asked torch for one"
 
 _forking: int | None = None
 """The process that is in a `forking` block: this one, or the one that forked it there."""
@@ -140,10 +141,10 @@ def why_no_ranks(*, on_gpu: bool) -> str:
     """Reason why no rank forked from this process could work; empty if there is none."""
     if why := why_no_ranks_on_cpu():
         return why
-    found = _try_in_a_fork(on_gpu=on_gpu)
-    if found == _NO_GRADIENTS:
-        return _COMPUTED
-    return "" if found == _ALL_IS_WELL else "it has used a GPU, or asked torch for one"
+    try:
+        return call_forked(partial(_why_not_in_this_fork, on_gpu=on_gpu))
+    except RankFailure:
+        return _USED_GPU
 
 
 def why_no_ranks_on_cpu() -> str:
@@ -158,20 +159,15 @@ def _threads() -> list[str]:
     return [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
 
 
-def _try_in_a_fork(*, on_gpu: bool) -> int:
-    """Forks a process that tries to compute, and returns its exit code: torch has no other way to tell."""
-    with forking():
-        pid = os.fork()
-        if pid == 0:
-            code = _NO_GPU
-            try:
-                if not (on_gpu and lost_gpu_by_fork()):
-                    code = _NO_GRADIENTS
-                    torch.ones(1, requires_grad=True).sum().backward()
-                    code = _ALL_IS_WELL
-            finally:
-                os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def _why_not_in_this_fork(*, on_gpu: bool) -> str:
+    """Reason why this forked process cannot compute; empty if it can. It tries: torch has no other way to tell."""
+    if on_gpu and lost_gpu_by_fork():
+        return _USED_GPU
+    try:
+        torch.ones(1, requires_grad=True).sum().backward()
+    except RuntimeError:
+        return _COMPUTED
+    return ""
 
 
 def _end_openmp_threads() -> None:

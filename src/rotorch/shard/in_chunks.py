@@ -240,11 +240,14 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[CutInName, None]:
         cut: CutInName = ctx.cut
-        mesh, whole = cut.device_mesh, grads[0].clone(memory_format=torch.contiguous_format)
+        mesh, whole = cut.device_mesh, grads[0]
         for axis, placement in enumerate(ctx.grad_placements):
-            if isinstance(placement, Partial):
-                all_reduce_sum(whole, mesh=mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[axis]])
-                whole.div_(mesh.size(axis) if placement.reduce_op == "avg" else 1)
+            if not isinstance(placement, Partial):
+                continue
+            along = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[axis]]
+            whole = all_reduce_sum(whole.clone(memory_format=torch.contiguous_format), mesh=along)
+            if placement.reduce_op == "avg":
+                whole.div_(along.size())
         return cut.part_of(whole), None
 
 

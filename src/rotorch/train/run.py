@@ -156,14 +156,8 @@ def _start(
     if is_rank():
         config, resume = as_started(config, resume=resume)
     if not (only_plan or is_rank()) and (why := why_no_ranks(on_gpu=_uses_cuda(config))):
-        settings: dict[str, Any] = {
-            "nproc": nproc,
-            "resume": resume,
-            "command": command,
-            "summary": summary,
-            "resize": resize,
-        }
-        return call_fresh(start, config, why=why, **settings)
+        anew = partial(start, config, nproc=nproc, resume=resume, command=command, summary=summary, resize=resize)
+        return call_fresh(anew, why=why)
     waits_s = config.train.timeout_s + BACKSTOP_S
     if job is not None:
         told = rank_settings(config.model_dump(mode="json"), resume=resume, num_ranks=job.num_ranks)
