@@ -31,6 +31,7 @@ from rotorch._torch_private import (
     as_one_message,
     as_parameter,
     assert_on_device,
+    before_sums_of_gradients,
     copies_its_own_cut,
     default_store,
     fake_store,
@@ -406,6 +407,27 @@ def test_a_module_can_be_fully_sharded_again_once_that_is_forgotten():
         vars(module).update(attributes, _parameters={"weight": torch.nn.Parameter(torch.ones(2, 2)), "bias": None})
         fully_shard(module, mesh=mesh)
         assert isinstance(module, FSDPModule)
+
+
+class OneOfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = nn.Linear(2, 2, bias=False), nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def test_weights_that_no_backward_has_reached_are_shown_before_gradients_are_summed():
+    seen = []
+    with as_rank(0, num_ranks=2):
+        module = OneOfTwo()
+        module.spare.bias.requires_grad_(False)
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        before_sums_of_gradients(module, lambda group: seen.extend((at_rest, w.grad) for at_rest, w in group))
+        module(torch.ones(1, 2)).sum().backward()
+        reached = {id(at_rest): gradient is not None for at_rest, gradient in seen}
+        assert reached == {id(module.used.weight): True, id(module.spare.weight): False}
 
 
 def test_a_mesh_made_flat_has_a_group_of_all_its_ranks():

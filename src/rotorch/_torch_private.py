@@ -78,6 +78,7 @@ __all__ = [
     "as_one_message",
     "as_parameter",
     "assert_on_device",
+    "before_sums_of_gradients",
     "copies_its_own_cut",
     "default_store",
     "fake_store",
@@ -400,6 +401,22 @@ def forget_fully_sharded(module: nn.Module) -> Callable[[], None]:
     for part in found:
         del states[part]
     return lambda: states.update(found)
+
+
+def before_sums_of_gradients(module: nn.Module, call: Callable[[list[tuple[Tensor, nn.Parameter]]], None]) -> None:
+    """Has a `fully_shard` module call `call` right before it sums gradients, with its trained weights: at rest, whole.
+
+    Reason: it leaves weights without a gradient out of its message, which other ranks' messages may contain. Newer
+    versions of torch have a switch for this; none says which weights had none.
+    """
+    for group in module._get_fsdp_state()._fsdp_param_groups:  # type: ignore[operator, union-attr]
+
+        def post_backward(*args: Any, group: Any = group, own: Callable[..., None] = group.post_backward) -> None:
+            gathered = [each for each in group.fsdp_params if hasattr(each, "_unsharded_param")]
+            call([(e.sharded_param, e._unsharded_param) for e in gathered if e._unsharded_param.requires_grad])
+            own(*args)
+
+        group.post_backward = post_backward
 
 
 def symmetric_backend(device: torch.device) -> str | None:

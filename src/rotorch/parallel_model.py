@@ -27,6 +27,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.hold.sharded_model import ShardedModel
+from rotorch.hold.unused_weights import UnusedWeights
 from rotorch.mesh import batch_position, position_along
 from rotorch.models.blocks import mark_blocks
 from rotorch.models.checks import refuse_float16
@@ -301,17 +302,20 @@ class ParallelModel:
             torch.enable_grad(),
             self._shared_sequences(),
         ):
+            unused = UnusedWeights(sharded, mesh=self.mesh)
             sharded.start()
             total = sharded.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside))
-            sums = torch.cat([total.cpu().view(1), self.written_buffers.written()])
+            num_unused = torch.tensor([unused.count()], dtype=torch.float64)
+            sums = torch.cat([total.cpu().view(1), num_unused, self.written_buffers.written()])
             self._status.micro_batch = 0
             self._status.now = at(Operation.COMPLETE_GRADIENTS)
             summed = all_reduce_sum_later(sums, mesh=self.mesh)  # sent while gradients are completed
             sharded.finish()
-        loss_and_writers = summed()
-        self.written_buffers.even_out(loss_and_writers[1:], mesh=self.mesh)
+            total, num_unused, *_ = summed()
+            unused.drop(int(num_unused))
+        self.written_buffers.even_out(summed()[2:], mesh=self.mesh)
         self._status.now = 0
-        mean = loss_and_writers[0] * self._weight_of_ranks
+        mean = total * self._weight_of_ranks
         return (mean, beside) if beside else mean
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""More idioms: gradients that outlive a step, and weights that are frozen while they have some."""
+"""More idioms: gradients that outlive a step, and weights that have none in some steps, or are frozen with some."""
 
 from __future__ import annotations
 
@@ -60,3 +60,18 @@ def a_part_that_is_frozen_with_gradients_of_zero(loop):
         yield update
     for parameter in loop.model.parameters():
         parameter.requires_grad_(True)
+
+
+@idiom
+def weights_that_a_loss_leaves_out(loop):
+    """They have no gradient, so neither decay nor the momentum of earlier steps moves them."""
+    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=1e-2, eps=1e-3, weight_decay=0.5)
+
+    def update(model: Any, _: Any) -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for step in range(MORE_STEPS + 1):
+        output = loop.model(**loop.batch(step), output_hidden_states=True)
+        (output.loss if step == 0 else output.hidden_states[1].pow(3).mean()).backward()
+        yield update

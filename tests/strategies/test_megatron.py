@@ -170,26 +170,6 @@ def test_a_plain_module_is_exact(layout):
             assert torch.allclose(grads[name], parameter.grad, rtol=1e-10, atol=1e-12), name
 
 
-class WithSpares(Classifier):
-    """Has a layer that is cut, and a norm, which no pass uses."""
-
-    def __init__(self):
-        super().__init__()
-        self.spare, self.spare_norm = nn.Linear(12, 20), nn.LayerNorm(12)
-
-
-def spare_gradients():
-    model = rotorch.parallelize(WithSpares().double(), "megatron=2", device="cpu", loss=class_loss)
-    model.forward_backward(images())
-    found = {name: held.local_grad for name, held in model.weights.items() if name.startswith("spare")}
-    return {name: None if grad is None else bool(grad.any()) for name, grad in found.items()}
-
-
-def test_weights_that_no_pass_uses_have_gradients_of_zeros():
-    names = ("spare.weight", "spare.bias", "spare_norm.weight", "spare_norm.bias")
-    assert run_ranks(spare_gradients, num_ranks=2) == [dict.fromkeys(names, False)] * 2
-
-
 def test_ranks_that_share_a_batch_drop_alike():
     """Outside of what is cut; else their losses and their copies of norms would part."""
     first, second = run_ranks(classified, "megatron=2", 0.5, 4, num_ranks=2)

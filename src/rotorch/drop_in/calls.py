@@ -34,6 +34,7 @@ from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.roll_call import ModelCall
 from rotorch.core.errors import ConfigError
 from rotorch.drop_in.cut_outputs import refuse_cut_outputs, refuse_cut_request
+from rotorch.hold.unused_weights import UnusedWeights
 from rotorch.models.hf import head_weights
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.deferred_logits import DeferredLogits, Later, with_real_logits
@@ -212,7 +213,6 @@ class PlainCalls:
         ended, self._backward = self._backward, None
         if ended is not None:
             ended.end()
-            self.model.meet(ModelCall.BACKWARD_DONE)
             self._versions_then = self._versions()
 
 
@@ -258,6 +258,7 @@ class _Backward:
         with self._breaking_off(), torch.enable_grad():
             self._unsharded.enter_context(model.hooks.called_after(all_gradients=all_gradients))
             self._unsharded.enter_context(model.unsharded(for_calls=True))
+            self._unused = UnusedWeights(model.sharded, mesh=model.mesh)
             model.sharded.start()
         self._past = _GradientsPastThePass(model)
 
@@ -270,10 +271,12 @@ class _Backward:
             raise
 
     def end(self) -> None:
-        """Completes gradients, and gives the module its parameters again."""
+        """Completes gradients, and gives the module its parameters again. Weights may change afterwards."""
         self._past.take()
         with self._breaking_off(), torch.enable_grad():
+            num_unused = self._unused.count()
             self._model.sharded.finish()
+            self._unused.drop(self._model.meet(ModelCall.BACKWARD_DONE, num_targets=num_unused))
             self._past.add()  # before hooks, which see a backward's whole gradients
         self._unsharded.close()
         if self._kept is None:

@@ -29,6 +29,7 @@ class FlatGradients(Memory):
         self._axis_groups, self._homes = dict(sums), dict(homes)
         self._flat: dict[tuple[tuple[AxisGroup, ...], torch.dtype], Tensor] = {}
         self._in_flat: dict[str, Tensor] = {}
+        self._versions: dict[str, int] = {}
 
     def shard(self, placement: ShardPlacement) -> Tensor | None:
         return self._homes.get(placement.weight.name)
@@ -47,6 +48,7 @@ class FlatGradients(Memory):
             assert leaf is not None
             # Autograd adds in place to a gradient that is there, so every step's gradients stay in the buffer.
             leaf.grad = gradient
+        self._versions = {name: gradient._version for name, gradient in self._in_flat.items()}
 
     def _lay_out(self, weights: Mapping[str, ShardedWeight]) -> None:
         alike: dict[tuple[tuple[AxisGroup, ...], torch.dtype], list[ShardedWeight]] = {}
@@ -57,7 +59,15 @@ class FlatGradients(Memory):
             sizes = [held.local.numel() for held in same]
             self._flat[key] = torch.empty(sum(sizes), dtype=key[1], device=same[0].local.device)
             for held, part in zip(same, self._flat[key].split(sizes), strict=True):
-                self._in_flat[held.name] = part.view_as(held.local)
+                # .data: then each part counts the writes into it alone, by which `unused` knows it.
+                self._in_flat[held.name] = part.view_as(held.local).data
+
+    def unused(self, weights: Mapping[str, ShardedWeight]) -> list[str]:
+        return [
+            name
+            for name, gradient in self._in_flat.items()
+            if gradient._version == self._versions[name] and weights[name].parameter.requires_grad
+        ]
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
         """Sums each buffer over its ranks. A weight that no pass has used counts as zeros."""

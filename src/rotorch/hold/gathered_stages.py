@@ -39,11 +39,15 @@ from rotorch.shard.storages import allocate, free
 
 @dataclass(eq=False)
 class _Shard:
-    """One weight: `rows` of it per rank, the last ranks fewer; `whole` has no memory unless gathered."""
+    """One weight: `rows` of it per rank, the last ranks fewer; `whole` has no memory unless gathered.
+
+    `is_used`: a backward of this rank has reached it in this step.
+    """
 
     held: ShardedWeight
     whole: nn.Parameter
     rows: int
+    is_used: bool = False
 
     @property
     def padded(self) -> int:
@@ -187,6 +191,7 @@ class GatheredStages(Memory):
             group.sums = None
             for shard in group.shards:
                 shard.whole.grad = None
+                shard.is_used = False
         self._sums_end = None
 
     # ---------------------------------------------------------------- gradients
@@ -207,6 +212,7 @@ class GatheredStages(Memory):
         wholes = []
         for shard in trained:
             found, shard.whole.grad = shard.whole.grad, None
+            shard.is_used |= found is not None
             if found is None or not shard.is_even(size):
                 whole = like.new_zeros(size * shard.padded)
                 if found is not None:
@@ -228,6 +234,9 @@ class GatheredStages(Memory):
         self._sums_end = end
         if not self._hides_sums:
             end()
+
+    def unused(self, weights: Mapping[str, ShardedWeight]) -> list[str]:
+        return [s.held.name for group in self._groups.values() for s in group.trained if not s.is_used]
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
         """This rank's rows of the step's summed gradients, of all stages."""

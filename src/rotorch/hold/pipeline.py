@@ -11,7 +11,7 @@ an empty shard on this rank: so names, optimizers, clipping and checkpoints are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -114,6 +114,10 @@ class PipelinedModel(OuterShardedModel):
         )
 
     # ---------------------------------------------------------------- weights
+
+    @property
+    def computed(self) -> Iterable[str]:
+        return self._inner.weights  # of this rank's stages
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:

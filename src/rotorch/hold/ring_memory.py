@@ -28,7 +28,8 @@ class RingMemory(Memory):
     def __init__(self, ring: Ring, units: Sequence[RotatingUnit]) -> None:
         super().__init__()
         self._ring = ring
-        self._units = {unit.item: [weight.name for weight in unit.unit.weights] for unit in units if unit.trained}
+        self._trained = [unit for unit in units if unit.trained]
+        self._units = {unit.item: [weight.name for weight in unit.unit.weights] for unit in self._trained}
         self._slices: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._adds_up = False
@@ -55,6 +56,8 @@ class RingMemory(Memory):
     def start(self, weights: Mapping[str, ShardedWeight]) -> None:
         """Opens the ring for a step. All ranks."""
         super().start(weights)
+        for unit in self._trained:
+            unit.reached.clear()
         fresh = [True] * len(self._ring.numels)
         for item, names in self._units.items():
             fresh[item] = self._nothing_accumulated([weights[name] for name in names])
@@ -74,6 +77,15 @@ class RingMemory(Memory):
                 # The user has put a gradient of their own there: the step adds to it, in the ring's buffer.
                 buffer.copy_(there)
         return False
+
+    def unused(self, weights: Mapping[str, ShardedWeight]) -> list[str]:
+        home = [
+            name
+            for unit in self._trained
+            for number, name in enumerate(self._units[unit.item])
+            if number not in unit.reached and weights[name].parameter.requires_grad
+        ]
+        return [*super().unused(weights), *home]
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
         """The gradients that have come home; the ring has ended its step before."""

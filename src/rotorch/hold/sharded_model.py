@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TypeVar
 
@@ -104,6 +104,15 @@ class ShardedModel(Observable, ABC):
             self.status.micro_batch = 0
         return results
 
+    @property
+    def computed(self) -> Iterable[str]:
+        """Names of the weights that this rank's passes compute with; all of them, unless other ranks have some."""
+        return self.weights
+
+    def unused(self) -> list[str]:
+        """Names of those that no backward of this rank's step has reached; asked before `finish`, which makes zeros."""
+        return []
+
     def finish(self) -> None:
         """Completes gradients after the last backward of a step, and attaches them to the DTensors."""
         return None
@@ -158,6 +167,9 @@ class SimpleShardedModel(ShardedModel):
     def start(self) -> None:
         self.shards.start()
 
+    def unused(self) -> list[str]:
+        return self.shards.unused()
+
     def finish(self) -> None:
         self.shards.finish()
 
@@ -208,6 +220,13 @@ class OuterShardedModel(ShardedModel):
         self._inner = inner
         self.no_plain_call = inner.no_plain_call
         self.calls_start_at_root = inner.calls_start_at_root
+
+    @property
+    def computed(self) -> Iterable[str]:
+        return self._inner.computed
+
+    def unused(self) -> list[str]:
+        return self._inner.unused()
 
     def make_deferred_additions(self) -> None:
         self._inner.make_deferred_additions()

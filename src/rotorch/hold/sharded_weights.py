@@ -156,6 +156,14 @@ class Memory:
             if held.leaf is not None:
                 held.leaf.grad = None
 
+    def unused(self, weights: Mapping[str, ShardedWeight]) -> list[str]:
+        """Names of trained weights to which no backward of this rank's step has given a gradient; before `complete`."""
+        return [
+            name
+            for name, held in weights.items()
+            if held.leaf is not None and held.leaf.grad is None and held.parameter.requires_grad
+        ]
+
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
         """Gradients of shards by name after the last backward, summed over the shard's holders; not of all weights.
 
@@ -317,8 +325,8 @@ class ShardedWeights:
     def reduce(self, names: Iterable[str] | None = None, *, mesh: DeviceMesh | None = None) -> None:
         """Sums the passes' gradients over an axis, one message per dtype. All ranks of the axis.
 
-        A weight that this rank's passes did not use counts as zeros, since others may have used it; so if none has, its
-        gradient is zero and not None, as under torch's DDP.
+        A weight that this rank's passes did not use counts as zeros, since others may have used it. If none has, its
+        gradient is zeros here, which the parallel model takes away (see `hold/unused_weights.py`).
 
         Args:
             names: of the weights; None: all.
@@ -343,6 +351,16 @@ class ShardedWeights:
                 # The gradient itself lies in the buffer, so the sum needs no copy back.
                 leaf.grad, held.gradient_stays = part, True
             all_reduce_sum(flat, mesh=mesh)
+
+    def gradients_move(self) -> None:
+        """Takes note that gradients lie elsewhere from now on, where they stay; frees what `reduce` keeps for them."""
+        self._sums.clear()
+        for held in self.held.values():
+            held.gradient_moves()
+
+    def unused(self) -> list[str]:
+        """Names of trained weights that no backward of this rank's step has reached; before `reduce` and `finish`."""
+        return self._memory.unused(self.held)
 
     def unused_count_as_zero(self) -> None:
         """Gives weights that no pass of this step used a gradient of zeros: a sum over replicas needs one of each.

@@ -65,6 +65,7 @@ class RotatingUnit:
         output_sum: sum of the slices' outputs, while their forward runs.
         input_sums: sums of their gradients, while the backward of a slice runs; None for inputs without gradients.
         visiting: number of the slice that came last.
+        reached: numbers of the weights that a backward of this rank's step has given a gradient.
     """
 
     unit: Unit
@@ -82,6 +83,7 @@ class RotatingUnit:
     output_sum: OutputSum | None = None
     input_sums: Sequence[RunningSum | None] = ()
     visiting: int = 0
+    reached: set[int] = field(default_factory=set)
     _views: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
     @cached_property
@@ -168,6 +170,7 @@ class SliceGradient:
 
     def add(self, number: int, grad: Tensor) -> None:
         """Adds the gradient of weight `number` of the unit."""
+        self._unit.reached.add(number)
         if self._views is None:
             self._early.append(lambda: self.add(number, grad))
         elif self._fresh[number]:
@@ -178,6 +181,7 @@ class SliceGradient:
 
     def add_product(self, number: int, grad_BO: Tensor, x_BI: Tensor) -> None:
         """Adds `grad.T @ x`, the gradient of a linear layer's weight `[O, I]`."""
+        self._unit.reached.add(number)
         if self._views is None:
             self._early.append(lambda: self.add_product(number, grad_BO, x_BI))
         elif add_product(self._views[number], grad_BO.t(), x_BI, fresh=self._fresh[number]):
@@ -189,6 +193,7 @@ class SliceGradient:
         """Adds the gradients of looked-up ids to that of an embedding's weight, of which the slice has `rows`."""
         if self._views is None:
             raise AssertionError("rows are added to a buffer that was waited for")
+        self._unit.reached.add(number)
         if self._fresh[number]:
             self._views[number].zero_()
             self._fresh[number] = False

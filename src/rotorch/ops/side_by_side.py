@@ -157,6 +157,7 @@ class OrderedAdds:
 
     def __init__(self, unit: RotatingUnit, add: AddToSlice) -> None:
         self._unit, self._add = unit, add
+        unit.reached.add(0)  # it has this one weight
         self._visits = unit.ring.visits(unit.item, backward=True, fetch=False)
         self._next = next(self._visits, None)
         self._take(wait=False)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from rotorch.comm.collectives import all_reduce_each
+from rotorch.comm.collectives import all_reduce_each, any_rank
+from rotorch.core.errors import ConfigError
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import OuterShardedModel, Result, ShardedModel, SimpleShardedModel
-from rotorch.hold.sharded_weights import Memory, ShardPlacement
+from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.losses import Batch
 from rotorch.shard.sharded_weight import EarlierGradient
 
@@ -25,52 +26,65 @@ from rotorch.shard.sharded_weight import EarlierGradient
 class DDPModel(SimpleShardedModel):
     """The whole model on every rank; torch's DDP sums gradients in buckets, under backward.
 
-    Where passes compute in another dtype than the weights have, DDP's buckets would have that of the passes. Gradients
-    are then summed in the weights' own, after backward.
+    Not in the first step: DDP sums nothing in a step that leaves a weight out, so that one finds out. Where weights are
+    left out, gradients are summed after each backward, and also where passes compute in another dtype than the weights
+    have: DDP's buckets would have that of the passes.
     """
 
     def __init__(self, setup: Setup) -> None:
         placements = [ShardPlacement.whole(weight, mesh=setup.mesh) for weight in setup.spec.weights]
-        memory = Memory(gradients_stay=True)  # in DDP's buckets
-        super().__init__(setup.module, setup.shards(placements, memory=memory))
+        super().__init__(setup.module, setup.shards(placements))
         self._mesh = setup.mesh
         self._wrapped: DistributedDataParallel | None = None
-        self._for_calls = False
-        self._sums_after_backward = setup.param_dtype is not None
+        self._in_buckets: bool | None = False if setup.param_dtype is not None else None
+        """True if DDP sums gradients; None until a step has found out whether it can."""
+        self._under_backward = False
+        """True if DDP sums those of this pass."""
         # DDP averages; the rule here is to sum.
-        self.loss_scale = 1.0 if self._sums_after_backward else float(setup.mesh.size())
+        self.loss_scale = 1.0 if setup.param_dtype is not None else float(setup.mesh.size())
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
         with super().unsharded() as module:
-            if not torch.is_grad_enabled() or self._sums_after_backward:
+            if not torch.is_grad_enabled() or not self._in_buckets:
                 yield module
                 return
             if self._wrapped is None:  # made when the leaves are in place: DDP keeps the parameters that it finds
                 self._wrapped = _wrap(module, mesh=self._mesh)
-            yield self._wrapped
+                self.shards.gradients_move()  # to its buckets
+            self._under_backward = True
+            try:
+                yield self._wrapped
+            finally:
+                self._under_backward = False
 
-    @contextmanager
-    def unsharded_for_calls(self) -> Iterator[nn.Module]:
+    def unsharded_for_calls(self) -> AbstractContextManager[nn.Module]:
         """Yields the module itself: torch's DDP needs each forward followed by its backward, and all weights used."""
-        self._for_calls = True
-        try:
-            with super().unsharded() as module:
-                yield module
-        finally:
-            self._for_calls = False
+        return super().unsharded()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
 
+    def forward_backward(
+        self, callee: nn.Module, micro_batches: Sequence[Batch], loss_of: Callable[[nn.Module, Batch], Tensor]
+    ) -> Tensor:
+        total = super().forward_backward(callee, micro_batches, loss_of)
+        if self._in_buckets is None:
+            self._in_buckets = not any_rank(bool(self.unused()), mesh=self._mesh)
+        return total
+
     def finish(self) -> None:
-        if self._sums_after_backward:
+        if not self._under_backward:
             self.shards.reduce()
-        elif self._for_calls:
-            self.shards.reduce()
-            for leaf in self.shards.leaves.values():
+            for leaf in self.shards.leaves.values() if self.loss_scale != 1.0 else ():
                 if leaf.grad is not None:
-                    leaf.grad.div_(self._mesh.size())  # the mean, as torch's DDP leaves it
+                    leaf.grad.div_(self.loss_scale)  # the mean, as torch's DDP leaves it
+        elif unused := self.unused():
+            raise ConfigError(
+                f"ddp: no loss of this step reaches {unused[0]!r}, and the first step's did: torch's DDP, which was "
+                "set up by that, has not summed gradients. Let losses of all steps reach the same weights, or call "
+                "model(...) and loss.backward() in place of forward_backward"
+            )
         super().finish()
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rotorch._torch_private import tree_flatten, tree_unflatten
+from rotorch._torch_private import before_sums_of_gradients, tree_flatten, tree_unflatten
 from rotorch.core.errors import ConfigError
 from rotorch.core.whole_units import is_whole
 from rotorch.hold.gathered_stages import StageShards
@@ -44,8 +44,10 @@ class FSDPModel(ShardedModel):
         for block in repeated_blocks(module):
             block.register_forward_hook(_return_no_views)
             fully_shard(block, mesh=mesh, ignored_params=ignored, **options)
+            before_sums_of_gradients(block, self._note_reached)
         module.register_forward_hook(_return_no_views)
         fully_shard(module, mesh=mesh, ignored_params=ignored, **options)
+        before_sums_of_gradients(module, self._note_reached)
         self._has_begun = False
         module.register_forward_pre_hook(self._begin)  # behind torch's own, which makes what `_recover` resets
         if on_meta:
@@ -62,6 +64,9 @@ class FSDPModel(ShardedModel):
             local = parameter.to_local().detach()
             chunks = ShardPlacement.rows_of(weight, mesh=mesh).chunks
             self.weights[weight.name] = ShardedWeight(weight, local, chunks, parameter)
+        self._names = {id(held.parameter): name for name, held in self.weights.items()}
+        self._reached: set[str] = set()
+        """Names of weights that a backward of this step has given a gradient."""
 
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
@@ -83,7 +88,24 @@ class FSDPModel(ShardedModel):
                     child.reshard()
 
     def start(self) -> None:
+        self._reached = set()
         self._whole.start()
+
+    def _note_reached(self, group: list[tuple[Tensor, nn.Parameter]]) -> None:
+        """Gives weights of a group zeros if only others of it have gradients: another rank may have reached them."""
+        reached = [self._names[id(at_rest)] for at_rest, whole in group if whole.grad is not None]
+        if not reached:
+            return
+        self._reached.update(reached)
+        for _, whole in group:
+            if whole.grad is None:
+                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+
+    def unused(self) -> list[str]:
+        trained = (name for name in self._names.values() if self.weights[name].parameter.requires_grad)
+        return [name for name in trained if name not in self._whole.held and name not in self._reached] + (
+            self._whole.unused()
+        )
 
     def finish(self) -> None:
         self._whole.reduce()
