@@ -131,7 +131,7 @@ class ParallelModel:
         self._group, num_groups = position_along(self.batch_axes, sizes, positions)
         self._num_sharing = mesh.size() // num_groups
         self._is_first = not any(at for axis, at in positions.items() if axis not in self.batch_axes)
-        self._roll_call = RollCall(mesh)
+        self._roll_call = RollCall(mesh, {name: held.parameter for name, held in sharded.weights.items()})
         self._has_compared = False
         self.num_context_ranks = context_ranks(strategies)
         self.context_rank = 0 if sequence is None else sequence.rank

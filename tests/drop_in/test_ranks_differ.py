@@ -50,6 +50,12 @@ def one_micro_batch_less(loop, rank):
     loop.model.forward_backward([loop.batch(0, part) for part in range(3 if rank == 0 else 2)])
 
 
+def one_freezes_a_weight(loop, rank):
+    loop.model(**loop.batch(0)).loss.backward()
+    loop.model.model.embed_tokens.weight.requires_grad_(rank != 0)
+    loop.model(**loop.batch(1))
+
+
 def another_model(loop, rank):
     other = loop.make(2)
     (other if rank == 0 else loop.model)(**loop.batch(0))
@@ -111,6 +117,7 @@ EXPECTED = {
     one_forward_more: "rank 0 calls the model, {others} calls backward",
     a_backward_that_one_leaves_out: "rank 0 calls backward, {others} calls the model",
     one_micro_batch_less: "ranks have different numbers of micro-batches: rank 0 3, {others} 2",
+    one_freezes_a_weight: "they train: 'model.embed_tokens.weight' (rank 0 frozen, {others} trained). Let all ranks",
     another_model: "calls the model that is not the others'",
     one_closes: "rank 0 closes the model, {others} calls the model",
 }

@@ -8,7 +8,7 @@ operation that it is about to do, and all compare them.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from enum import IntEnum
 from itertools import pairwise
@@ -81,6 +81,8 @@ _OF_ALL_RANKS = (ModelCall.GATHER, ModelCall.SAVE, ModelCall.LOAD)
 _OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, ModelCall.BACKWARD, ModelCall.LOGITS, ModelCall.COPY, *_OF_ALL_RANKS)
 """Operations of loops of users' own; steps of `rotorch train` have a watchdog (`train/launch/watchdog.py`)."""
 
+_LEARN = (ModelCall.FORWARD, ModelCall.BACKWARD, ModelCall.STEP, ModelCall.STEP_MORE)
+
 _IN_ORDER = "give every rank equally many batches, and let all of them call models, and backward, in the same order"
 _BY_ALL = "let all ranks call it, and only one write what comes of it"
 
@@ -127,10 +129,12 @@ class RollCall:
 
     Args:
         mesh: the ranks.
+        parameters: by name, in the same order on all ranks; which of them are frozen is compared.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, parameters: Mapping[str, Tensor]) -> None:
         self._mesh = mesh
+        self._parameters = parameters
         self._ranks = mesh.mesh.flatten().tolist()
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
         self._waits = {
@@ -170,7 +174,8 @@ class RollCall:
             ConfigError: on all ranks: some are about to do something else, or have another number of micro-batches, or
                 another batch than ranks that share it with them.
         """
-        alike = (int(doing), self._model, 4 * num_micro_batches + 2 * has_gradients + is_changed)
+        frozen = self._number_of_frozen() if doing in _LEARN else 0
+        alike = (int(doing), self._model, 1024 * num_micro_batches + 4 * frozen + 2 * has_gradients + is_changed)
         sums = torch.tensor([*with_squares(alike), num_left * _TARGETS + num_targets])
         with saying_if_long(self._waits[doing]) if doing in _OF_LOOPS else nullcontext():
             *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
@@ -187,6 +192,11 @@ class RollCall:
         left, targets = divmod(int(total), _TARGETS)
         return targets, left
 
+    def _number_of_frozen(self) -> int:
+        """A number below 256 of the set of parameters that are frozen."""
+        frozen = (place for place, parameter in enumerate(self._parameters.values()) if not parameter.requires_grad)
+        return sum(37 * place + 11 for place in frozen) % 251
+
     def _refuse(self, alike: tuple[int, ...]) -> None:
         # A sum of tables with one row each is a gather; it costs a second message only where an error is certain.
         table = torch.zeros(len(self._ranks), len(alike), dtype=torch.int64)
@@ -194,14 +204,28 @@ class RollCall:
         doing, model, states = all_reduce_sum(table, mesh=self._mesh).T.tolist()
         texts = [_TEXTS[ModelCall(each)] for each in doing]
         if len(set(texts)) == len(set(model)) == 1:
-            num_micro_batches = [state // 4 for state in states]
+            num_micro_batches = [state // 1024 for state in states]
             if len(set(num_micro_batches)) == 1:
+                if len({state // 4 for state in states}) > 1:
+                    self._refuse_frozen()
                 self._refuse_states(states)
             theirs = self._by_ranks([str(number) for number in num_micro_batches])
             raise ConfigError(f"ranks have different numbers of micro-batches: {theirs}. Give every rank equally many")
         if len(set(texts)) == 1:
             texts = [f"{text} that is not the others'" for text in texts]
         raise ConfigError(f"ranks do different things: {self._by_ranks(texts)}. {_IN_ORDER[0].upper()}{_IN_ORDER[1:]}")
+
+    def _refuse_frozen(self) -> None:
+        flags = [not parameter.requires_grad for parameter in self._parameters.values()]
+        table = torch.zeros(len(self._ranks), len(flags), dtype=torch.int64)
+        table[self._mine] = torch.tensor(flags)
+        for name, frozen in zip(self._parameters, all_reduce_sum(table, mesh=self._mesh).T.tolist(), strict=True):
+            if len(set(frozen)) > 1:
+                said = self._by_ranks(["frozen" if each else "trained" for each in frozen])
+                raise ConfigError(
+                    f"ranks differ in the weights that they train: {name!r} ({said}). Let all ranks call "
+                    "requires_grad_() on the same parameters, at the same places"
+                )
 
     def _refuse_states(self, states: Sequence[int]) -> None:
         if len({state % 2 for state in states}) > 1:
