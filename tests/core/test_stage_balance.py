@@ -49,6 +49,18 @@ def test_no_other_cut_within_the_limit_is_faster_then_smaller_then_more_even(cos
     assert len(parts) == num_stages and all(len(part) for part in parts)
     found = measures(costs, parts, **how)
     assert found == min(m for m in each if limit is None or m[1] <= limit)
+    as_good = (other for other in every_cut(len(costs), num_stages) if measures(costs, other, **how) == found)
+    assert parts == min(as_good, key=lambda cut: [part.start for part in reversed(cut)])
+
+
+def test_many_layers_are_cut_into_many_stages():
+    costs = [LayerCost(2 * flops, 4 * flops, 16, 1) for flops in (7, 3, 3, 5, 2) * 200]
+    costs[-1] = LayerCost(60, 120, 90, 1)
+    cuts = {stages: balanced(costs, kept=[1] * stages) for stages in (2, 50, 1000)}
+    assert [len(cut) for cut in cuts.values()] == [2, 50, 1000]
+    assert all(cut[-1].stop == 1000 and all(cut) for cut in cuts.values())
+    large = [LayerCost(c.forward_flops << 60, c.backward_flops << 60, c.state_bytes, 1) for c in costs]
+    assert balanced(large, kept=[1] * 50) == cuts[50]  # beyond 64 bits
 
 
 def model(*, num_layers, vocabulary, tied=False, experts=0, width=8):

@@ -13,11 +13,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
-from operator import add
 from typing import TYPE_CHECKING
 
 from rotorch.core.errors import ConfigError
@@ -137,73 +136,26 @@ def balanced(
     Raises:
         ConfigError: no cut keeps every stage within the limit; gives the bytes of the best one.
     """
-    flops = list(accumulate((cost.flops for cost in costs), initial=0))
-    state = list(accumulate((cost.state_bytes for cost in costs), initial=0))
-    activations = list(accumulate((cost.activation_bytes for cost in costs), initial=0))
-    whole = list(accumulate((cost.gathered_bytes for cost in costs), initial=0))
+    from rotorch.core.stage_cuts import Cuts, Row  # NumPy: most commands cut no stages
 
-    def time(stage: int, start: int, end: int) -> float:
-        return flops[end] - flops[start]
+    def sums(each: Iterable[int]) -> list[int]:
+        return list(accumulate(each, initial=0))
 
-    def memory(stage: int, start: int, end: int) -> float:
-        at_rest = (state[end] - state[start]) / shared_by + gathered * (whole[end] - whole[start])
-        return at_rest + kept[stage] * (activations[end] - activations[start])
-
-    def best(
-        cost: _Cost, *, slowest: float = inf, largest: float = inf, join: Callable[[float, float], float] = max
-    ) -> tuple[float, tuple[range, ...]]:
-        found = _best_cut(
-            cost,
-            join=join,
-            allowed=lambda *part: memory(*part) <= largest and time(*part) <= slowest,
-            num_layers=len(costs),
-            num_stages=len(kept),
-        )
-        if found is None:
-            raise AssertionError(f"{len(costs)} layers make no {len(kept)} stages")
-        return found
-
-    if limit_bytes is not None and (least := best(memory)[0]) > limit_bytes:
+    if len(costs) < len(kept):
+        raise AssertionError(f"{len(costs)} layers make no {len(kept)} stages")
+    row = Row(
+        flops=sums(cost.flops for cost in costs),
+        state=sums(cost.state_bytes for cost in costs),
+        activations=sums(cost.activation_bytes for cost in costs),
+        gathered=sums(cost.gathered_bytes for cost in costs),
+    )
+    cuts = Cuts(row, kept=kept, shared_by=shared_by, gathered=gathered)
+    window = cuts.fastest(largest=inf if limit_bytes is None else limit_bytes)
+    if window is None:
+        assert limit_bytes is not None
         raise ConfigError(
             f"no cut of {len(costs)} layers into {len(kept)} stages keeps each within {format_bytes(limit_bytes)}: the "
-            f"best one takes {format_bytes(least)}. Write more memory, more ranks, a smaller micro-batch, or recompute"
+            f"best one takes {format_bytes(cuts.smallest())}. Write more memory, more ranks, a smaller micro-batch, or "
+            "recompute"
         )
-    slowest, _ = best(time, largest=inf if limit_bytes is None else limit_bytes)
-    largest, _ = best(memory, slowest=slowest)
-    _, parts = best(lambda *part: time(*part) ** 2, slowest=slowest, largest=largest, join=add)
-    return parts
-
-
-_Cost = Callable[[int, int, int], float]
-"""Cost of the layers from `start` up to `end` as a stage: (stage, start, end)."""
-
-
-def _best_cut(
-    cost: _Cost,
-    *,
-    join: Callable[[float, float], float],
-    allowed: Callable[[int, int, int], bool],
-    num_layers: int,
-    num_stages: int,
-) -> tuple[float, tuple[range, ...]] | None:
-    """The cheapest cut of which all parts are allowed, and its cost; None if there is none.
-
-    Args:
-        cost: of a part.
-        join: combines the costs of parts; grows with each of them.
-        allowed: returns True if these layers may be that stage.
-        num_layers: number of layers in the row.
-        num_stages: number of parts, none empty.
-    """
-    best: list[tuple[float, tuple[range, ...]] | None] = [(0.0, ()), *[None] * num_layers]
-    for stage in range(num_stages):
-        before, best = best, [None] * (num_layers + 1)
-        for end in range(stage + 1, num_layers - (num_stages - stage - 1) + 1):
-            for start in range(stage, end):
-                known = before[start]
-                if known is None or not allowed(stage, start, end):
-                    continue
-                total = join(known[0], cost(stage, start, end))
-                if (so_far := best[end]) is None or total < so_far[0]:
-                    best[end] = (total, (*known[1], range(start, end)))
-    return best[num_layers]
+    return cuts.most_even(window, largest=cuts.smallest(window))
