@@ -1,5 +1,8 @@
 """Passes counted without memory are those of real tensors, to the byte."""
 
+import gc
+import sys
+
 import pytest
 import torch
 
@@ -54,3 +57,38 @@ def test_autocast_keeps_casts_of_weights_once():
     traced = trace_memory(config, model, tokens=32, precision="bfloat16")
     matrices = sum(w.numel for u in model.classes[0].units for w in u.weights if len(w.shape) == 2)
     assert traced.layers[0].interior.constant_bytes >= 2 * matrices
+
+
+def test_no_garbage_is_collected_while_bytes_are_counted():
+    """Bytes that lie in cycles of references count for as long as those are there."""
+    config = load_config("configs/tiny/llama.json")
+    with on_meta():
+        model = fold(describe(causal_lm(config)))
+    collected = []
+
+    def note(phase, _):
+        frame, names = sys._getframe(1), set()
+        while frame is not None:
+            names.add(frame.f_code.co_name)
+            frame = frame.f_back
+        collected.append(names & {"forward", "backward"})
+
+    usual = gc.get_threshold()
+    gc.callbacks.append(note)
+    try:
+        gc.set_threshold(20)
+        trace_memory(config, model, tokens=32, precision="float32")
+    finally:
+        gc.set_threshold(*usual)
+        gc.callbacks.remove(note)
+    assert collected and not any(collected)
+
+
+def test_tensors_of_others_do_not_count():
+    config = load_config("configs/tiny/llama.json")
+    with on_meta():
+        model = fold(describe(causal_lm(config)))
+    alone = trace_memory(config, model, tokens=32, precision="float32")
+    others = torch.zeros(1 << 20)
+    assert trace_memory(config, model, tokens=32, precision="float32") == alone
+    del others

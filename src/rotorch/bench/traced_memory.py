@@ -4,11 +4,16 @@
     Fake tensors on the CPU pass the same operators as real ones, attention's kernel included, so saved tensors have the
     bytes of a real run. (On the meta device attention uses another kernel.) A model of a few layers is enough, since
     layers are equal within a class.
+
+[Note: the model alone]
+    Tensors that the process had before are no part of a trace, and what a pass leaves in cycles of references counts
+    until its end: nothing is collected in between. So equal models have equal bytes, whatever was computed before.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -23,6 +28,7 @@ from rotorch.models.hf import causal_lm
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
 from rotorch.planner.workload import FoldedModel
 from rotorch.process.forking import start_autograd
+from rotorch.shard.storages import all_tensors
 
 _ROWS = (1, 2)
 
@@ -106,7 +112,8 @@ class _Saved:
 def _trace(
     config: Any, names: list[str], units: list[str], *, rows: int, tokens: int, precision: str
 ) -> dict[str, float]:
-    with fake_tensors(), _one_sequence_per_row():
+    others = list(all_tensors())
+    with _no_collection(), fake_tensors(), _one_sequence_per_row():
         module = causal_lm(config).train()
         for parameter in module.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -116,6 +123,7 @@ def _trace(
         autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bfloat16" else nullcontext()
         live = LiveStorages()
         with live, _named(module, names, units, live=live, saved=saved, given=given):
+            live.name(others, category=WEIGHTS)  # whatever they are, they neither come nor go
             with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor), autocast:
                 loss = module(input_ids=ids, labels=ids, use_cache=False).loss
             kept = {f"{name} {kind}": float(saved.bytes_of(f"{name} {kind}")) for name in names for kind in _KINDS}
@@ -126,6 +134,18 @@ def _trace(
             live.name((p.grad for p in module.parameters() if p.grad is not None), category=GRADIENTS)
         highest = live.highest()
     return {**kept, **given, "logits": float(highest[LOGITS]), "temporaries": float(highest[OTHER])}
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Leaves garbage until the end (see [Note: the model alone])."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 @contextmanager
