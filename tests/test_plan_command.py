@@ -14,6 +14,13 @@ PLAN = ["plan", MODEL, "--cluster", "cpu2", "--batch", "16x32", "--precision", "
 FIELDS = {"parallel", "micro_batch", "accumulation", "memory_bytes", "step_s", "tokens_per_s", "fits", "why_not"}
 
 
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 def test_figures_are_printed_and_written(capsys, tmp_path):
     assert cli.run([*PLAN, "--json", str(tmp_path / "plan.json")]) == 0
     found = json.loads((tmp_path / "plan.json").read_text())
@@ -23,6 +30,16 @@ def test_figures_are_printed_and_written(capsys, tmp_path):
     assert {"ddp=2", "fsdp=2", "rtp=2", "megatron=2"} <= {plan["parallel"] for plan in found["plans"]}
     printed = capsys.readouterr().out
     assert f"chosen: --parallel {found['chosen']}" in printed and "rtp=2[recompute=none]" in printed
+
+
+def test_a_model_that_was_planned_before_is_not_traced_again(tmp_path, monkeypatch):
+    files = [tmp_path / f"{number}.json" for number in range(3)]
+    assert cli.run([*PLAN, "--no-cache", "--json", str(files[0])]) == 0
+    assert cli.run([*PLAN, "--json", str(files[1])]) == 0
+    monkeypatch.setattr("rotorch.cli.plan._traced", None)
+    assert cli.run([*PLAN, "--json", str(files[2])]) == 0
+    assert len({file.read_text() for file in files}) == 1
+    assert cli.run([*PLAN, "--no-cache"]) != 0
 
 
 def test_the_table_is_readable_in_80_columns(capsys, monkeypatch):

@@ -358,15 +358,14 @@ def plan(
         list[str] | None, typer.Option("--parallel", help="Judge this layout only; several times")
     ] = None,
     html: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a page with all plans to FILE")] = None,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Trace the model, even if an earlier plan has")] = False,
     json_file: Json = None,
 ) -> None:
     """Predicts memory and step time of every layout on a cluster; names the best, and reasons against the others."""
     check_json(json_file)
     _hide_gpus()
-    tell_phase("loading torch")
     from rotorch.cli.plan import plan_command
 
-    tell_phase()
     found = plan_command(
         model,
         cluster_name=cluster,
@@ -377,6 +376,7 @@ def plan(
         parallel=parallel or (),
         nodes=nodes,
         html=html,
+        keeps=not no_cache,
     )
     write_json(json_file, found)
 

@@ -13,8 +13,10 @@ from rich.text import Text
 
 from rotorch.cli.plan_page import page
 from rotorch.core.errors import ConfigError
+from rotorch.core.phase_line import tell_phase
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.planner.cluster import Cluster, load_cluster
+from rotorch.planner.known_models import KnownModel, known_file
 from rotorch.planner.search import Batch, Plan, SearchResult, Task, search, why_nothing_fits
 from rotorch.planner.speeds import speeds_of
 from rotorch.strategies import AUTO, num_ranks, parse_parallel, to_be_planned, with_grids
@@ -35,6 +37,7 @@ def plan_command(
     parallel: Sequence[str],
     nodes: int | None,
     html: Path | None = None,
+    keeps: bool = True,
 ) -> dict[str, Any]:
     """Plans, prints tables, and returns what `--json` writes.
 
@@ -55,7 +58,9 @@ def plan_command(
         cluster = cluster.with_nodes(nodes)
     budget_bytes = _budget(budget_text, cluster=cluster)
     layouts = {text: _layouts(text, cluster=cluster) for text in parallel}
-    task = task_of(model_path, cluster=cluster, batch=batch, budget_bytes=budget_bytes, precision=precision)
+    task = task_of(
+        model_path, cluster=cluster, batch=batch, budget_bytes=budget_bytes, precision=precision, keeps=keeps
+    )
     found = search(task, texts=[layout for each in layouts.values() for layout in each] or None)
     for text, each in layouts.items():
         if all(layout in found.refused for layout in each):
@@ -101,14 +106,47 @@ def parse_batch(text: str) -> Batch:
 
 
 def task_of(
-    model: str | dict[str, Any], *, cluster: Cluster, batch: Batch, budget_bytes: float, precision: str
+    model: str | dict[str, Any],
+    *,
+    cluster: Cluster,
+    batch: Batch,
+    budget_bytes: float,
+    precision: str,
+    keeps: bool = True,
 ) -> Task:
     """The model described and its passes traced; it is a `config.json`'s path, or the contents of one.
+
+    Args:
+        model: see above.
+        cluster: to train it on.
+        batch: of a step.
+        budget_bytes: that a rank may hold.
+        precision: of passes.
+        keeps: take a description that an earlier plan has kept, and keep a new one (planner/known_models.py).
 
     Raises:
         ConfigError: the model cannot be read or has too short a context, or the cluster has no figures for `precision`.
     """
     speeds = speeds_of(cluster, dtype="bfloat16" if precision == "bfloat16" else "float32")
+    file = known_file(model, tokens=batch.tokens, precision=precision) if keeps else None
+    known = None if file is None else file.read()
+    if known is None:
+        known = _traced(model, batch=batch, precision=precision)
+        if file is not None:
+            file.write(known)
+    return Task(
+        spec=known.spec,
+        traced=known.traced,
+        cluster=cluster,
+        speeds=speeds,
+        batch=batch,
+        itemsize=2 if precision == "bfloat16" else 4,
+        budget_bytes=budget_bytes,
+    )
+
+
+def _traced(model: str | dict[str, Any], *, batch: Batch, precision: str) -> KnownModel:
+    tell_phase("loading torch")
     from transformers.initialization import no_init_weights
 
     from rotorch.bench.traced_memory import trace_memory
@@ -117,6 +155,7 @@ def task_of(
     from rotorch.planner.workload import fold
     from rotorch.shard.materialize import on_meta
 
+    tell_phase("tracing the model")
     config = load_config(model) if isinstance(model, str) else config_from_dict(model, source="[model.config]")
     longest = longest_sequence(config)
     if longest is not None and batch.tokens > longest:
@@ -124,15 +163,9 @@ def task_of(
     with on_meta(), no_init_weights():
         module = causal_lm(config)
     spec = describe(module, features=True, tokens=True)
-    return Task(
-        spec=spec,
-        traced=trace_memory(config, fold(spec), tokens=batch.tokens, precision=precision),
-        cluster=cluster,
-        speeds=speeds,
-        batch=batch,
-        itemsize=2 if precision == "bfloat16" else 4,
-        budget_bytes=budget_bytes,
-    )
+    traced = trace_memory(config, fold(spec), tokens=batch.tokens, precision=precision)
+    tell_phase()
+    return KnownModel(spec, traced)
 
 
 def _budget(text: str | None, *, cluster: Cluster) -> float:

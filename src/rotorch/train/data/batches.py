@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rotorch.core.cache_dir import default_cache_dir
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
 from rotorch.train.data.corpus import STDLIB, Corpus, find_corpus
@@ -151,12 +152,6 @@ class CheckedSource:
             held_out_fraction=self.held_out_fraction if self.sequence_length else 0.0,
             source=self.corpus.source,
         )
-
-
-def default_cache_dir() -> Path:
-    """`$XDG_CACHE_HOME/rotorch`, or `~/.cache/rotorch`."""
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "rotorch"
 
 
 def check_source(
