@@ -85,6 +85,7 @@ def test_weights_inside_a_module_on_slices_are_made_whole_once_a_call():
         "model.layers.0.self_attn.q_a_proj.weight",
         "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
     }
+    assert {w.cut.groups for w in attention.weights} == {4}  # its heads, not the columns of one of its weights
     assert all((alone(spec)[n].uses, alone(spec)[n].reads_in_backward) == (1, 0) for n in inside)
     order = [u.name for u in spec.units]
     assert all(order.index(n) < order.index(attention.name) for n in inside)

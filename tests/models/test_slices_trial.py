@@ -68,6 +68,17 @@ def test_a_wrong_value_of_the_right_shape_is_found(monkeypatch):
     assert modules_of(transformers.LlamaForCausalLM, llama())[0] == {"self_attn"}
 
 
+def test_code_that_takes_halves_and_no_thirds_is_found(monkeypatch):
+    forward = modeling_llama.LlamaMLP.forward
+
+    def in_groups(self, x):
+        self.gate_proj(x).unflatten(-1, (-1, 24))  # of 48 columns in a tiny model
+        return forward(self, x)
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", in_groups)
+    assert modules_of(transformers.LlamaForCausalLM, llama())[0] == {"self_attn"}
+
+
 def test_a_second_output_that_is_no_map_of_heads_is_not_lost(monkeypatch):
     forward = modeling_llama.LlamaAttention.forward
     monkeypatch.setattr(

@@ -28,7 +28,7 @@ FAMILIES = {
     "Phi3Config": [ON_SLICES],  # gate and up in one matrix
     "GptOssConfig": [ON_SLICES],  # sinks, biases of experts
     "Qwen3MoeConfig": ["rtp=2"],
-    "DeepseekV3Config": ["rtp=4"],  # latent attention, shared experts
+    "DeepseekV2Config": ["rtp=3[transport=send_receive]"],  # latent attention: 2 + 1 + 1 heads; shared experts
     "Qwen3NextConfig": [ON_SLICES],  # linear attention
     "GraniteMoeHybridConfig": [ON_SLICES],  # state spaces
     "Gemma3TextConfig": ["rtp=2"],  # windows, tied weights

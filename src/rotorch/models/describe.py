@@ -27,7 +27,7 @@ from torch import nn
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import NO_ORDER, Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.models.features import with_features_cut
-from rotorch.models.heads import GROUP_COUNTS, HEAD_SIZES
+from rotorch.models.heads import GROUP_COUNTS, HEAD_SIZES, LATENT_HEAD_SIZE
 from rotorch.models.hf import Plan, head_weights, tensor_parallel_plan
 from rotorch.models.lora import base_of
 from rotorch.models.rules import cut_what_is_left, large_and_left, spec_by_rule
@@ -381,7 +381,8 @@ def _num_head_groups(parent: nn.Module, *, least: int) -> int | None:
         parent: the module.
         least: length of the smallest of its weights along what is cut.
     """
-    head_sizes = [s for s in (getattr(parent, name, None) for name in HEAD_SIZES) if isinstance(s, int)]
+    names = (*HEAD_SIZES, LATENT_HEAD_SIZE)
+    head_sizes = [s for s in (getattr(parent, name, None) for name in names) if isinstance(s, int)]
     if not head_sizes:
         return None
     for name in GROUP_COUNTS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size")
+LATENT_HEAD_SIZE = "v_head_dim"
+"""Of attentions with latents, whose heads have several sizes."""
 GROUP_COUNTS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "num_heads", "n_head")
 _HEAD_COUNTS = ("num_attention_heads", "num_heads", "n_head")
 

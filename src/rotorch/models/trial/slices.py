@@ -3,10 +3,10 @@
 [Note: trial of slices]
     A plan cuts a module's weights, but does not promise that its forward runs on slices: the code may reshape with the
     whole number of heads, or normalise over all heads at once. So a model with the same configuration but smaller
-    sizes is built and run once, and every module that is to become a unit runs again on two slices of its weights,
-    with the same input. If the outputs of the slices do not add up to its own output (`models/trial/sums.py`), no
-    module of its class runs on slices in the real model, and its weights rotate one by one, which is right for any
-    code.
+    sizes is built and run once, and every module that is to become a unit runs again on three slices of its
+    weights, with the same input. If the outputs of the slices do not add up to its own output
+    (`models/trial/sums.py`), no module of its class runs on slices in the real model, and its weights rotate one by
+    one, which is right for any code.
     The same holds for classes that the tiny model did not run, and for models without a tiny one.
 
     In the same way modules of stacked experts run on sets of whole experts (`models/whole_experts.py`).

@@ -25,8 +25,8 @@ from rotorch.models.routed_pairs import RoutedPairs
 from rotorch.shard.buffers import buffers_untouched
 from rotorch.shard.sharded_weight import cut_chunks
 
-_NUM_SLICES, _NUM_SETS = 2, 3
-"""Of a module; of whole experts."""
+_NUM_SLICES = 3
+"""Of a module, and sets of its experts: of four heads 2 + 1 + 1. Two would be halves of anything, heads or not."""
 _TOLERANCE = 1e-4
 """Relative, of outputs; norms and rotary positions may compute in float32 where all else is float64."""
 _TOLERANCE_OF_SCALED = 1e-2
@@ -48,10 +48,11 @@ def adds_up(module: nn.Module, unit: Unit, sites: Any, args: Any, kwargs: Any, o
             for site in sites[name]:
                 site.put(None)
         note = unit.note(WholeExperts)
-        num_slices = _NUM_SLICES if note is None else _NUM_SETS
-        for index in range(num_slices):
+        for index in range(_NUM_SLICES):
+            if not unit.slice_bytes(num_slices=_NUM_SLICES, index=index):  # of two groups; it visits nobody
+                continue
             for weight in unit.weights:
-                chunks = cut_chunks(weight, num_slices=num_slices, index=index)
+                chunks = cut_chunks(weight, num_slices=_NUM_SLICES, index=index)
                 if not chunks:
                     continue
                 part = torch.cat([chunk.of_whole(whole[weight.name]) for chunk in chunks], dim=chunks[0].dim)
@@ -86,7 +87,7 @@ def _of_experts(module: nn.Module, unit: Unit, number: int, index: int, args: An
         return output
 
     pairs = RoutedPairs(module, name=unit.name, num_experts=number, leaves=leaves)
-    (experts,) = Cut(0, number).ranges(number, num_slices=_NUM_SETS, index=index)
+    (experts,) = Cut(0, number).ranges(number, num_slices=_NUM_SLICES, index=index)
     return pairs.run(leaves, experts, run=run, anchor=torch.zeros(()))
 
 
