@@ -1,6 +1,5 @@
 """Search over layouts: what fits, what is fastest, and why the others are not chosen; passes are of round numbers."""
 
-import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +9,7 @@ from rotorch.planner.cluster import load_cluster
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
 from rotorch.planner.search import Batch, Task, compositions, search, why_nothing_fits
 from rotorch.planner.speeds import speeds_of
+from rotorch.planner.step_time import step_time_if
 from rotorch.strategies import num_ranks, parse_parallel, with_grids
 
 MIB = float(1 << 20)
@@ -123,17 +123,26 @@ def test_a_budget_for_whole_units_lies_between_a_ring_and_replicas():
     assert "Write memory=" in search(asked, texts=["osdp=8[memory=1MiB]"]).refused["osdp=8[memory=1MiB]"]
 
 
-def test_other_schedules_are_tried_unless_a_plan_is_better_even_without_the_bubble(monkeypatch):
-    monkeypatch.setattr("rotorch.planner.search.REFINED", 1000)
-    asked = task(budget_bytes=2000 * MIB)
+@pytest.mark.parametrize(("layers", "rows", "budget"), [(8, 64, 2000), (12, 512, 1500)])
+def test_tables_that_are_not_made_would_change_nothing(layers, rows, budget, monkeypatch):
+    asked = task(layers=layers, rows=rows, budget_bytes=budget * MIB)
     found = search(asked)
-    tried = {plan.parallel for plan in found.plans if "schedule=" in plan.parallel}
-    fit = [plan for plan in found.plans if plan.fits and "memory=" not in plan.parallel]
-    left = {re.sub(r"(pp=\d+)(?!\d|\[)", r"\1[schedule=zb_h1]", p.parallel) for p in fit if "pp=" in p.parallel} - tried
-    left = {text for text in left if "schedule=zb_h1" in text}
-    assert tried and left
-    for plan in search(asked, texts=sorted(left)).plans:
-        assert any(p.step_s <= plan.step_s and p.memory.total_bytes <= plan.memory.total_bytes for p in fit)
+    least = []
+
+    def always(plan, *, worth):
+        bounds = []
+        time = step_time_if(plan, worth=lambda least_s: bounds.append(least_s) or True)
+        least.extend((bound, time.step_s) for bound in bounds)
+        return time
+
+    monkeypatch.setattr("rotorch.planner.search.step_time_if", always)
+    everything = search(asked)
+    assert found.chosen == everything.chosen and found.frontier == everything.frontier
+    left = [plan for plan in everything.plans if plan not in found.plans]
+    assert left and all("schedule=" in plan.parallel for plan in left)
+    assert len(found.plans) + len(left) == len(everything.plans)
+    assert any("schedule=" in plan.parallel for plan in found.plans)
+    assert least and all(bound <= step_s * (1 + 1e-9) for bound, step_s in least)
 
 
 def test_budgets_for_whole_units_are_tried_where_memory_is_left():

@@ -158,14 +158,13 @@ def at_rest(
     inside = 1
     for strategy in strategies[strategies.index(stages) + 1 :]:
         inside *= strategy.num_ranks
-    at_once = around[-1].gathers_weights
+    whole = _HeldBytes(model, (Single(),)) if around[-1].gathers_weights else None
     found = []
     for position, mine in enumerate(stages.stages_by_rank):
         first, last = 0 in mine, stages.num_stages - 1 in mine
         held = held_bytes.of([parts[n] for n in mine], first=first, last=last, borrows=last and not first)
         gathered = Gathered()
-        if at_once:  # a stage is whole, and its gradients
-            whole = _HeldBytes(model, (Single(),))
+        if whole is not None:  # a stage is, and its gradients
             each = [whole.of([parts[n]], first=n == 0, last=n == stages.num_stages - 1, borrows=False) for n in mine]
             gathered = Gathered(stage=max(bytes_of["weights"] + bytes_of["gradients"] for bytes_of in each))
         outside = held_bytes.around_bytes if first or last else 0.0

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
@@ -27,7 +28,7 @@ from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster
 from rotorch.planner.memory import FixedMemory, Memory, Traced, at_rest, memory_of
 from rotorch.planner.speeds import Speeds
-from rotorch.planner.step_time import Planned, StepTime, step_time
+from rotorch.planner.step_time import Planned, StepTime, step_time_if
 from rotorch.planner.workload import FoldedModel, Numerics, fold
 from rotorch.strategies import batch_ranks, check_composition, parse_parallel
 from rotorch.strategies.single.plan import Single
@@ -265,25 +266,33 @@ class _Search:
         every = texts or list(compositions(task.cluster.num_devices, num_layers=layers, wide=wide))
         plans = [plan for text in every for plan in self._plans(text)]
         if texts is None:
-            best = sorted((p for p in plans if p.fits and _pipeline(p.parallel)), key=_by_speed)[:REFINED]
-            others = {
-                p.parallel.replace(stages, _with_option(stages, f"schedule={name}"))
-                for p in best
-                for stages in [_pipeline(p.parallel)]
-                if "]" not in stages and not _is_hopeless(p, plans)
-                for name in _SCHEDULES
-            }
-            plans += [plan for text in sorted(others) for plan in self._plans(text)]
+            plans += self._rescheduled(plans)
             plans += self._mixed(plans)
         return SearchResult(_with_reasons(plans, task), self.refused)
 
-    def _plans(self, text: str) -> list[Plan]:
+    def _rescheduled(self, plans: Sequence[Plan]) -> list[Plan]:
+        """The best pipelines with other schedules, unless another plan is faster and no larger whatever the table."""
+        best = sorted((p for p in plans if p.fits and _pipeline(p.parallel)), key=_by_speed)[:REFINED]
+        others = {
+            p.parallel.replace(stages, _with_option(stages, f"schedule={name}")): None
+            for p in best
+            for stages in [_pipeline(p.parallel)]
+            if "]" not in stages
+            for name in _SCHEDULES
+        }
+        found: dict[str, list[Plan]] = {}
+        for text in others:  # from the fastest on, which rule out most of the others
+            found[text] = self._plans(text, rivals=[*plans, *(plan for each in found.values() for plan in each)])
+        return [plan for text in sorted(found) for plan in found[text]]
+
+    def _plans(self, text: str, *, rivals: Sequence[Plan] = ()) -> list[Plan]:
+        """Plans of a layout, but for those that one of `rivals` is sure to beat in time, and is no larger."""
         try:
             candidate = self.candidate(text)
         except ConfigError as error:
             self.refused[text] = str(error)
             return []
-        tried: list[Plan] = []
+        tried: list[Plan | None] = []
         smallest: Plan | None = None
         for rows, accumulation in self._micro_batches(candidate):
             try:
@@ -296,7 +305,9 @@ class _Search:
             if not fits:
                 smallest = plan
                 continue
-            tried.append(replace(plan, time=self.time(candidate, rows, accumulation)))
+            as_small = [p.step_s for p in rivals if p.step_s and p.memory.total_bytes <= memory.total_bytes]
+            time = self.time(candidate, rows, accumulation, less_than=min(as_small, default=inf))
+            tried.append(None if time is None else replace(plan, time=time))
             if len(tried) == MICRO_BATCHES_TRIED:
                 break
         if not tried and smallest is not None:
@@ -304,7 +315,7 @@ class _Search:
         if not tried:
             why = f"{self.task.batch.rows} rows are no multiple of its {batch_ranks(candidate.strategies)} batch ranks"
             self.refused.setdefault(text, why)
-        return tried
+        return [plan for plan in tried if plan is not None]
 
     def _mixed(self, plans: Sequence[Plan]) -> list[Plan]:
         """The fastest plans again, with units that are whole in the memory that is left beside them."""
@@ -398,21 +409,20 @@ class _Search:
             held=candidate.model if getattr(candidate.strategies[-1], "transport", "") == "shared_memory" else None,
         )
 
-    def time(self, candidate: _Candidate, rows: int, accumulation: int) -> StepTime:
-        """Predicts the time of a step."""
+    def time(self, candidate: _Candidate, rows: int, accumulation: int, *, less_than: float = inf) -> StepTime | None:
+        """Predicts the time of a step; None if a bound shows that it is more than `less_than` seconds."""
         inner = candidate.strategies[-1]
         again = inner.recomputes_layers or bool(getattr(inner, "recomputes_units", False))
-        return step_time(
-            Planned(
-                model=candidate.model,
-                strategies=candidate.strategies,
-                batch=self._micro_batch(rows),
-                accumulation=accumulation,
-                speeds=self.task.speeds,
-                numerics=Numerics(recompute=again),
-                parts=candidate.parts,
-            )
+        plan = Planned(
+            model=candidate.model,
+            strategies=candidate.strategies,
+            batch=self._micro_batch(rows),
+            accumulation=accumulation,
+            speeds=self.task.speeds,
+            numerics=Numerics(recompute=again),
+            parts=candidate.parts,
         )
+        return step_time_if(plan, worth=lambda least_s: least_s <= less_than)
 
 
 def search(task: Task, *, texts: Sequence[str] | None = None) -> SearchResult:
@@ -469,16 +479,6 @@ def _on_device(strategy: Strategy, device: str) -> Strategy:
 def _pipeline(parallel: str) -> str:
     """The text of `pp` in a layout's; "" if there is none."""
     return next((text for text in parallel.split(",") if text.startswith("pp=")), "")
-
-
-def _is_hopeless(plan: Plan, plans: Sequence[Plan]) -> bool:
-    """True if a pipeline would lose to another plan in speed and in memory even without its bubble."""
-    assert plan.time is not None
-    least_s = plan.time.step_s - plan.time.bubble_s
-    return any(
-        other.fits and _by_speed(other) <= least_s and other.memory.total_bytes <= plan.memory.total_bytes
-        for other in plans
-    )
 
 
 def _figures(plan: Plan) -> tuple[object, ...]:

@@ -9,13 +9,18 @@
 
 [Note: extrapolation]
     From the third layer of a class on, each takes as long as the one before, so at most three of a class are scheduled.
+
+[Note: least time]
+    Tables of hundreds of stages take seconds to make. Under every table a rank begins when the first micro-batch has
+    passed the stages before it, and then computes its own stages for all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from math import prod
 
 from rotorch.core.layout import Layout
@@ -184,7 +189,19 @@ class _Pass:
 
 def step_time(plan: Planned) -> StepTime:
     """Seconds of a step, its parts, and what each lane has to do."""
-    return _Step(plan).time()
+    found = step_time_if(plan, worth=lambda _: True)
+    assert found is not None
+    return found
+
+
+def step_time_if(plan: Planned, *, worth: Callable[[float], bool]) -> StepTime | None:
+    """The same, or None for a pipeline whose table is not worth making (see [Note: least time]).
+
+    Args:
+        plan: the layout.
+        worth: given seconds that a step takes at least, returns True if all of them are asked for.
+    """
+    return _Step(plan).time(worth)
 
 
 class _Step:
@@ -378,9 +395,9 @@ class _Step:
 
     # ---------------------------------------------------------------- a step
 
-    def time(self) -> StepTime:
-        """Returns the time of a step and its parts."""
-        return self._pipelined() if self.plan.stages is not None else self._in_one_piece()
+    def time(self, worth: Callable[[float], bool]) -> StepTime | None:
+        """Returns the time of a step and its parts; None if its least time is not worth it."""
+        return self._pipelined(worth) if self.plan.stages is not None else self._in_one_piece()
 
     def _in_one_piece(self) -> StepTime:
         plan = self.plan
@@ -423,7 +440,7 @@ class _Step:
         work = optimizer_work(held, num_weights=numbers, numerics=plan.numerics)
         return max(plan.speeds.device_s(work), plan.speeds.host_s(work))
 
-    def _pipelined(self) -> StepTime:
+    def _pipelined(self, worth: Callable[[float], bool]) -> StepTime | None:
         plan = self.plan
         stages = plan.stages
         assert stages is not None
@@ -456,10 +473,15 @@ class _Step:
             bytes_per_s=plan.speeds.bytes_per_s_of(Group(2, group.stride)),
             latency_s=plan.speeds.message_s(Group(2, group.stride), collective=False),
         )
-        makespan_s = _makespan_s(_without_layers(stages), plan.accumulation, ahead=self.at_once, costs=costs, link=link)
         ranks, of_rank = range(stages.stages), stages.stages_by_rank
         ends = [self._after_passes(parts, numbers) for numbers in of_rank]
         sums_s, optimizer_s = max((sums for sums, _ in ends), default=0.0), max(o for _, o in ends)
+        makespan_s = _least_makespan_s(of_rank, passes, plan.accumulation)
+        if not worth(makespan_s + sums_s + optimizer_s):
+            return None
+        table = _without_layers(stages)
+        predicted_s = _makespan_s(table, plan.accumulation, ahead=self.at_once, costs=costs, link=link)
+        makespan_s = max(makespan_s, predicted_s)  # which of many micro-batches is extrapolated
         compute_s = plan.accumulation * sum(one.compute_s for one in passes) / len(ranks)
         bubble_s = makespan_s - plan.accumulation * sum(one.forward_s + one.backward_s for one in passes) / len(ranks)
         busy = [sum(passes[k].busy_s[lane] for k in of_rank[0]) for lane in Lane]
@@ -491,6 +513,13 @@ class _Step:
                 self._ends[key] = self._sums(counts, **where), self._optimizer(counts, **where)
             each.append(self._ends[key])
         return sum(sums_s for sums_s, _ in each), sum(optimizer_s for _, optimizer_s in each)
+
+
+def _least_makespan_s(of_rank: Sequence[Sequence[int]], passes: Sequence[_Pass], num_micro_batches: int) -> float:
+    """Seconds that the busiest rank takes from the first hidden states that reach it (see [Note: least time])."""
+    reached = [0.0, *accumulate(one.forward_s for one in passes)]
+    work = [num_micro_batches * sum(passes[k].forward_s + passes[k].backward_s for k in mine) for mine in of_rank]
+    return max(reached[min(mine)] + seconds for mine, seconds in zip(of_rank, work, strict=True))
 
 
 def _without_layers(stages: StageStrategy) -> StageStrategy:
