@@ -49,8 +49,13 @@ WHOLE_EXPERTS = {
     ("rtp=2[experts=whole]", "mixtral"),
     ("rtp=3[recompute=slice,transport=send_receive,experts=whole]", "mixtral"),  # four experts: 2 + 1 + 1
     ("pp=2,rtp=2[experts=whole]", "mixtral"),
+    ("ep=3[recompute=block]", "mixtral"),
+    ("ddp=2,ep=2", "mixtral"),
 }
-"""Of experts that rotate whole; tests/strategies/test_whole_experts.py has more models."""
+"""Of experts that rotate whole, or to which tokens travel.
+
+tests/strategies/test_whole_experts.py and tests/strategies/test_travelling_tokens.py have more models.
+"""
 
 
 GROUPED_VISITS = {
@@ -230,6 +235,7 @@ EXAMINED = {
     ("osdp=2[memory=4500KiB]", "qwen3"),
     ("osdp=3[memory=4700KiB,inner=fsdp]", "llama"),
     ("rtp=3[recompute=slice,transport=send_receive,experts=whole]", "mixtral"),
+    ("ep=3[recompute=block]", "mixtral"),
     ("atp=1x2", "llama"),
     ("ddp=2,rtp=2", "llama"),  # replicas and stages around another strategy are shown around rotation
     ("pp=2,rtp=2", "llama"),

@@ -56,12 +56,15 @@ class MicroBatch:
         num_tokens: tokens of each sequence.
         itemsize: bytes of an element of the activations.
         loss_itemsize: bytes of an element where the loss is computed.
+        routed: by unit of experts that stay on their ranks, the numbers of pairs of a token and an expert that this
+            rank has sent to others and got from them, where these were counted: values decide them.
     """
 
     num_rows: int
     num_tokens: int
     itemsize: int = 4
     loss_itemsize: int = 4
+    routed: tuple[tuple[str, int, int], ...] = ()
 
 
 def all_reduce(payload_bytes: int, *, axis: str, size: int, phase: Phase = Phase.BACKWARD) -> Transfer:

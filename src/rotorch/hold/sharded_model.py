@@ -46,6 +46,11 @@ class ShardedModel(Observable, ABC):
     calls_start_at_root: bool = False
     """True if a part that is called by itself needs weights that the module's own hooks gather."""
 
+    @property
+    def routed(self) -> tuple[tuple[str, int, int], ...]:
+        """Of the last pass, pairs of tokens and experts that travelled: `MicroBatch.routed`; none if experts travel."""
+        return ()
+
     @abstractmethod
     def unsharded(self) -> AbstractContextManager[nn.Module]:
         """Puts plain tensors into the module for one pass and yields the module to call (see [Note: unsharding]).
@@ -245,6 +250,10 @@ class OuterShardedModel(ShardedModel):
     @property
     def num_hosts(self) -> int | None:
         return self._inner.num_hosts
+
+    @property
+    def routed(self) -> tuple[tuple[str, int, int], ...]:
+        return self._inner.routed
 
     def slots(self) -> list[Tensor]:
         return self._inner.slots()

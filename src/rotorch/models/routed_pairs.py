@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,6 +32,10 @@ class RoutedPairs:
         num_experts: number of all its experts.
         leaves: what it is called with, flat.
 
+    Attributes:
+        num_experts: number of all its experts.
+        tokens_at: number of the leaf that has the tokens.
+
     Raises:
         ConfigError: it is called with something else than tokens, numbers of experts and their weights.
     """
@@ -46,6 +50,7 @@ class RoutedPairs:
         self._shape = index_TK.shape
         if self._shape not in shapes or any(len(s) != 2 or s[0] != self._shape[0] for s in shapes):
             raise self._error(f"tensors {[list(s) for s in shapes]} beside numbers {list(self._shape)}")
+        self.tokens_at = next(i for i, leaf in enumerate(leaves) if self._is_of_tokens(leaf))
         self._numbers, self._pairs = index_TK.reshape(-1).sort(stable=True)
         # The one look at the device: where the pairs of each expert begin.
         firsts = torch.arange(num_experts + 1, device=index_TK.device)
@@ -65,26 +70,57 @@ class RoutedPairs:
             run: calls the module.
             anchor: a tensor that requires a gradient, for a graph to begin with where no token goes to them.
         """
+        if not self.num_pairs(experts):
+            return with_graph(torch.zeros_like(leaves[self.tokens_at], requires_grad=False), anchor)
+        output_SD = self.call(leaves, self.rows(leaves, experts), experts, run=run)
+        return self.total(leaves, output_SD, experts)
+
+    def num_pairs(self, experts: Range) -> int:
+        """Number of the pairs of some experts."""
+        return self._starts[experts.stop] - self._starts[experts.start]
+
+    def rows(self, leaves: Sequence[Any], experts: Range) -> dict[int, Tensor]:
+        """The pairs of some experts, sorted by these: by the number of its leaf, each tensor with a row per pair.
+
+        These are numbers of experts [S, 1], tokens [S, D], and weights [S, 1].
+        """
         chosen = slice(self._starts[experts.start], self._starts[experts.stop])
-        tokens_TD = next(x for x in leaves if self._is_of_tokens(x))
-        total_TD = torch.zeros_like(tokens_TD, requires_grad=False)
-        if chosen.start == chosen.stop:
-            return _WithGraph.apply(total_TD, anchor)
         pairs_S = self._pairs[chosen]
-        tokens_S = pairs_S // self._shape[1]
-        given = list(leaves)
+        found: dict[int, Tensor] = {}
         for i, leaf in enumerate(leaves):
             if i == self._place:
-                given[i] = (self._numbers[chosen] - experts.start).unsqueeze(1)
+                found[i] = self._numbers[chosen].unsqueeze(1)
             elif self._is_of_tokens(leaf):
-                given[i] = leaf.index_select(0, tokens_S)
+                found[i] = leaf.index_select(0, pairs_S // self._shape[1])
             elif isinstance(leaf, Tensor):
-                given[i] = leaf.reshape(-1).index_select(0, pairs_S).unsqueeze(1)
+                found[i] = leaf.reshape(-1).index_select(0, pairs_S).unsqueeze(1)
+        return found
+
+    def call(
+        self, leaves: Sequence[Any], rows: Mapping[int, Tensor], experts: Range, *, run: Callable[[list[Any]], Tensor]
+    ) -> Tensor:
+        """Calls the module on pairs of the experts whose weights it has, one at least; returns a row [S, D] for each.
+
+        Args:
+            leaves: what the module is called with, flat.
+            rows: as `rows` gives them.
+            experts: whose weights the module has now.
+            run: calls the module.
+        """
+        given = list(leaves)
+        for i, row in rows.items():
+            given[i] = row - experts.start if i == self._place else row
         with _only(self._module, experts.length, of=self.num_experts):
             output_SD = run(given)
-        if output_SD.shape[1:] != total_TD.shape[1:]:
-            raise self._error(f"an output {list(output_SD.shape)} for tokens {list(total_TD.shape)}")
-        return total_TD.to(output_SD.dtype).index_add(0, tokens_S, output_SD)
+        if output_SD.shape[1:] != leaves[self.tokens_at].shape[1:]:
+            raise self._error(f"an output {list(output_SD.shape)} for tokens {list(leaves[self.tokens_at].shape)}")
+        return output_SD
+
+    def total(self, leaves: Sequence[Any], output_SD: Tensor, experts: Range) -> Tensor:
+        """Adds up the rows of some experts' pairs by token: their part of the output [T, D]."""
+        tokens_S = self._pairs[self._starts[experts.start] : self._starts[experts.stop]] // self._shape[1]
+        total_TD = torch.zeros_like(leaves[self.tokens_at], dtype=output_SD.dtype, requires_grad=False)
+        return total_TD.index_add(0, tokens_S, output_SD)
 
     def _is_of_tokens(self, leaf: Any) -> bool:
         return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.shape != self._shape
@@ -96,8 +132,14 @@ class RoutedPairs:
         )
 
 
+def with_graph(tensor: Tensor, anchor: Tensor) -> Tensor:
+    """The tensor with a graph that begins with another one, which gets no gradient."""
+    made: Tensor = _WithGraph.apply(tensor, anchor)
+    return made
+
+
 class _WithGraph(torch.autograd.Function):
-    """Gives a tensor a graph that begins with another one, which gets no gradient."""
+    """See `with_graph`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, anchor: Tensor) -> Tensor:

@@ -70,10 +70,20 @@ def layer_order(module: nn.Module) -> LayerOrder:
     return LayerOrder(
         layers=tuple(f"{prefix}{lists[0]}.{number}" for number in range(len(layers))),
         after=(*(f"{prefix}{name}" for name in sorted(behind)), *outside),
-        width=int(_of_every_layer(text, "hidden_size") or 0),
+        width=width_of(text),
         attention_width=_attention_width(text),
-        experts_per_token=next((int(k) for name in _EXPERTS if isinstance(k := _of_every_layer(text, name), int)), 0),
+        experts_per_token=experts_per_token(text),
     )
+
+
+def width_of(config: Any) -> int:
+    """Features of hidden states between layers, by a text model's configuration; 0 if it does not say."""
+    return int(_of_every_layer(config, "hidden_size") or 0)
+
+
+def experts_per_token(config: Any) -> int:
+    """Number of experts that a token goes to, by a text model's configuration; 0 if it does not say."""
+    return next((int(k) for name in _EXPERTS if isinstance(k := _of_every_layer(config, name), int)), 0)
 
 
 def _attention_width(config: Any) -> int:

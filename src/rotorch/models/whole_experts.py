@@ -13,6 +13,7 @@ from torch import nn
 
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.whole_experts import WholeExperts
+from rotorch.models.stages import experts_per_token, width_of
 
 
 def stacked_experts(module: nn.Module) -> dict[str, tuple[int, frozenset[str]]]:
@@ -73,14 +74,20 @@ def with_experts(
         among: classes whose experts a trial has found to be able, with the parameters that are cut.
     """
     found, refused = [], [type(module.get_submodule(name)).__name__ for name in stacked_experts(module)]
+    config = getattr(module, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    sizes = WholeExperts(0, experts_per_token(text), width_of(text))
     for unit in whole_expert_units(module, weights, among=among):
         own = {w.name for w in unit.weights}
         around = [u for u in spec.cut_units if not own.isdisjoint(w.name for w in u.weights)]
         inside = {w.name for u in spec.cut_units for w in u.weights} & set(unit.replicated)
-        if not inside and all(own >= {w.name for w in u.weights} for u in around):
-            found.append(unit)
+        note = unit.note(WholeExperts)
+        if note is not None and not inside and all(own >= {w.name for w in u.weights} for u in around):
+            found.append(unit.with_note(replace(sizes, number=note.number)))
             refused.remove(type(module.get_submodule(unit.name)).__name__)
     if not refused:
         return replace(spec, experts=tuple(found))
+    if any(w.aliases for name in stacked_experts(module) for n, w in weights.items() if n.startswith(f"{name}.")):
+        return replace(spec, experts=tuple(found), experts_stay_cut="modules share the weights of their experts")
     why = f"{sorted(set(refused))[0]} was not seen to compute tokens by the experts that they go to"
     return replace(spec, experts=tuple(found), experts_stay_cut=why)

@@ -26,6 +26,7 @@ from functools import cached_property, lru_cache
 from rotorch.core.spec import Unit
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
+from rotorch.core.whole_experts import WholeExperts
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.prediction import Prediction, predict_part
 from rotorch.planner.workload import FoldedModel
@@ -196,8 +197,12 @@ class _HeldBytes:
         return Gathered(
             root=around,
             head=0.0 if head is None else head.trained_bytes,
-            block=max((sum(unit.num_bytes for unit in layer.units) for layer in self.model.classes), default=0.0),
+            block=max((sum(map(self._whole_bytes, layer.units)) for layer in self.model.classes), default=0.0),
         )
+
+    def _whole_bytes(self, unit: Unit) -> float:
+        """Bytes of a unit while its layer is whole; 0 of experts that stay on their ranks."""
+        return 0.0 if unit.note(WholeExperts) is not None else float(unit.num_bytes)
 
     def _predicted(self, units: Sequence[Unit], strategies: Sequence[Strategy]) -> Prediction:
         spec = replace(self.model.spec, units=tuple(units))

@@ -55,6 +55,9 @@ COMPOSES: frozenset[tuple[str, str]] = frozenset(
 TSP = "tsp"
 """Short for a ring whose ranks all share a sequence: `tsp=4` is `rtp=4[context=4]`."""
 
+EP = "ep"
+"""Short for ranks that keep whole experts, to which tokens travel: `ep=4` is `fsdp=4[experts=whole]`."""
+
 OSDP = "osdp"
 """Short for units that are whole on every rank within a budget: `osdp=4[memory=2GiB]` is `rtp=4[memory=2GiB]`."""
 
@@ -221,10 +224,14 @@ def _parse_item(item: str, *, text: str) -> Strategy:
         if "context" in (option.partition("=")[0].strip() for option in (options or "").split(",")):
             raise ConfigError(f"parallel: {item!r}: all ranks of tsp share a sequence. Write rtp={size}[context=..]")
         kind, options = "rtp", ",".join(filter(None, (options, f"context={size}")))
+    if kind == EP:
+        if "experts" in (option.partition("=")[0].strip() for option in (options or "").split(",")):
+            raise ConfigError(f"parallel: {item!r}: ranks of ep have whole experts. Write ep={size}, or fsdp={size}")
+        kind, options = "fsdp", ",".join(filter(None, (options, "experts=whole")))
     if kind == OSDP:
         kind, options = _osdp(size, options or "", item=item)
     if kind not in STRATEGIES:
-        known = [*STRATEGIES, TSP, OSDP]
+        known = [*STRATEGIES, TSP, EP, OSDP]
         raise ConfigError(f"parallel: unknown strategy {kind!r}{nearest(kind, known=known)}. Known: {', '.join(known)}")
     cls = STRATEGIES[kind]
     fields: dict[str, object] = {}

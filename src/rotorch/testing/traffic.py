@@ -30,10 +30,14 @@ def expected_resident_bytes(model: ParallelModel, unit: Unit) -> int:
 
 
 def micro_batch_of(model: ParallelModel, batch: Mapping[str, Tensor]) -> MicroBatch:
-    """Returns the micro-batch size of token ids for a model that computes in its weights' own precision."""
+    """Returns the micro-batch size of token ids for a model that computes in its weights' own precision.
+
+    Of experts that tokens travel to, the pairs are those of the model's last pass.
+    """
     num_rows, num_tokens = batch["input_ids"].shape
     itemsize = max(w.itemsize for w in model.spec.weights)
-    return MicroBatch(num_rows, num_tokens, itemsize=itemsize, loss_itemsize=itemsize)
+    routed = model.sharded.routed
+    return MicroBatch(num_rows, num_tokens, itemsize=itemsize, loss_itemsize=itemsize, routed=routed)
 
 
 def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None) -> dict[Kind, Fraction]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any
@@ -13,13 +13,18 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import before_sums_of_gradients, tree_flatten, tree_unflatten
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Unit
+from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
 from rotorch.hold.gathered_stages import StageShards
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.blocks import repeated_blocks
+from rotorch.ops.partial_module import PartialModule
+from rotorch.ops.travelling_tokens import TravellingTokens
 from rotorch.shard.sharded_weight import ShardedWeight
 
 
@@ -37,9 +42,15 @@ class FSDPModel(ShardedModel):
             param_dtype=setup.param_dtype, reduce_dtype=None if setup.param_dtype is None else torch.float32
         )
         on_meta = any(p.is_meta for p in module.parameters())
-        whole = [weight for unit in setup.spec.units if is_whole(unit) for weight in unit.weights]
-        self._whole = setup.shards([ShardPlacement.whole(weight, mesh=mesh) for weight in whole])
-        ignored = {held.parameter for held in self._whole.held.values()}
+        whole = [unit for unit in setup.spec.units if is_whole(unit)]
+        experts = [unit for unit in setup.spec.units if unit.note(WholeExperts) and not is_whole(unit)]
+        check_not_compiled(setup.spec, kind="fsdp", compiled=setup.compiled)
+        placements = [ShardPlacement.whole(weight, mesh=mesh) for unit in whole for weight in unit.weights]
+        placements += [ShardPlacement.slice_of(weight, mesh=mesh) for unit in experts for weight in unit.weights]
+        self._beside = setup.shards(placements)
+        self._summed = [weight.name for unit in whole for weight in unit.weights]
+        self._travelling = self._to_experts(setup, experts)
+        ignored = {held.parameter for held in self._beside.held.values()}
         options = {"reshard_after_forward": strategy.reshard, "mp_policy": precision}
         for block in repeated_blocks(module):
             block.register_forward_hook(_return_no_views)
@@ -55,8 +66,8 @@ class FSDPModel(ShardedModel):
             module._apply(lambda t: torch.empty_like(t, device=setup.device) if t.is_meta else t.to(setup.device))
         self.weights = {}
         for weight in setup.spec.weights:
-            if weight.name in self._whole.held:
-                self.weights[weight.name] = self._whole.held[weight.name]
+            if weight.name in self._beside.held:
+                self.weights[weight.name] = self._beside.held[weight.name]
                 continue
             parameter = setup.sites[weight.name][0].get()
             if not isinstance(parameter, DTensor):
@@ -71,7 +82,7 @@ class FSDPModel(ShardedModel):
     @contextmanager
     def unsharded(self) -> Iterator[nn.Module]:
         try:
-            with self._whole.unsharded():
+            with self._beside.unsharded():
                 yield self._module
         except BaseException as error:
             part = self._called_while_sharded(error)
@@ -89,7 +100,7 @@ class FSDPModel(ShardedModel):
 
     def start(self) -> None:
         self._reached = set()
-        self._whole.start()
+        self._beside.start()
 
     def _note_reached(self, group: list[tuple[Tensor, nn.Parameter]]) -> None:
         """Gives weights of a group zeros if only others of it have gradients: another rank may have reached them."""
@@ -103,16 +114,40 @@ class FSDPModel(ShardedModel):
 
     def unused(self) -> list[str]:
         trained = (name for name in self._names.values() if self.weights[name].parameter.requires_grad)
-        return [name for name in trained if name not in self._whole.held and name not in self._reached] + (
-            self._whole.unused()
+        return [name for name in trained if name not in self._beside.held and name not in self._reached] + (
+            self._beside.unused()
         )
 
     def finish(self) -> None:
-        self._whole.reduce()
-        for leaf in self._whole.leaves.values():
+        if self._travelling:  # no token of this step may have come to this rank's experts, and some to others'
+            self._beside.unused_count_as_zero()
+        self._beside.reduce(self._summed)
+        for leaf in self._beside.leaves.values():
             if leaf.grad is not None:
                 leaf.grad.div_(self.loss_scale)  # those of shards are averaged, and the loss scaled for it
-        self._whole.finish()
+        self._beside.finish()
+
+    @property
+    def routed(self) -> tuple[tuple[str, int, int], ...]:
+        return tuple((name, *tokens.routed) for name, tokens in self._travelling.items())
+
+    def _to_experts(self, setup: Setup, units: Sequence[Unit]) -> dict[str, TravellingTokens]:
+        """Has tokens travel to experts that stay on their ranks; by the name of the module of experts."""
+        found: dict[str, TravellingTokens] = {}
+        axis_group = AxisGroup.along(setup.mesh, "fsdp")
+        for unit in units:
+            module = setup.module.get_submodule(unit.name)
+            found[unit.name] = TravellingTokens(module, unit=unit, axis_group=axis_group, sites=setup.sites)
+            PartialModule(
+                module,
+                unit=unit,
+                slices=found[unit.name],
+                sites=setup.sites,
+                once=self._beside.leaves.__getitem__,
+                proven=True,  # by the trial that found the unit
+                compiled=False,
+            )
+        return found
 
     def _called_while_sharded(self, error: BaseException) -> str:
         """The name of the innermost module that was running, if it failed because its weights were not gathered."""

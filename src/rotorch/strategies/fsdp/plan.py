@@ -19,6 +19,13 @@ Cost
     features per token and layer: sent 3/4 (c-1)/c T K in forward on average, at most 2 w K with a window of w tokens
     (again where blocks are recomputed), as much for their gradients.
 
+Mixtures of experts (`experts=whole`; `ep=n` is `fsdp=n[experts=whole]`)
+    Every rank keeps E/n whole experts of each layer (of uneven numbers the first ranks have one more), which are never
+    gathered: a pair of a token and an expert goes to the expert's rank, and its row of the output comes back. All else
+    is as without. Of T tokens per rank with D features of b bytes, k experts each, a layer sends 4 k (n-1)/n T D b if
+    routing is even, in place of 3 (n-1)/n times the bytes of its experts: less up to T = 3 E bytes / (4 k D b) tokens.
+    What moves is the counterpart of `rtp=n[experts=whole]`, where experts travel and tokens stay.
+
 Deviations
     Gradients are summed, not averaged. One group per decoder block; embedding, head and final norm form the root group.
 """
@@ -36,6 +43,13 @@ from rotorch.core.shared_context import check_divides, check_shares, key_value_t
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.strategy import OneAxis
 from rotorch.core.traffic import MicroBatch, Phase, Transfer
+from rotorch.core.whole_experts import (
+    WholeExperts,
+    check_every_rank_has_some,
+    check_whole_experts,
+    token_transfers,
+    with_whole_experts,
+)
 from rotorch.core.whole_units import check_memory, is_whole, whole_layout, with_whole_units
 
 
@@ -51,6 +65,8 @@ class FSDP(OneAxis):
             exchanged among them. It divides `size`.
         memory: budget of a rank for weights, gradients and AdamW's moments, written `2GiB`: units that are worth most
             are whole on every rank within it (`osdp=4[memory=2GiB,inner=fsdp]`, core/whole_units.py).
+        experts: "cut": experts are gathered with their block. "whole": each rank keeps a set of whole experts, and
+            tokens travel to these and back. `ep=4` is short for `fsdp=4[experts=whole]`.
     """
 
     kind: ClassVar[str] = "fsdp"
@@ -62,6 +78,7 @@ class FSDP(OneAxis):
     recompute: Literal["none", "block"] = "none"
     context: PositiveInt = 1
     memory: str | None = None
+    experts: Literal["cut", "whole"] = "cut"
 
     @model_validator(mode="after")
     def _context_divides(self) -> Self:
@@ -75,8 +92,17 @@ class FSDP(OneAxis):
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         forwards = 2 if self.recompute == "block" else 1
-        return key_value_transfers(
-            unit, batch=batch, num_ranks=self.context, axis="fsdp", position=position, num_forwards=forwards
+        return (
+            *key_value_transfers(
+                unit, batch=batch, num_ranks=self.context, axis="fsdp", position=position, num_forwards=forwards
+            ),
+            *(
+                token_transfers(
+                    unit, batch=batch, size=self.size, axis="fsdp", context=self.context, num_forwards=forwards
+                )
+                if not is_whole(unit)
+                else ()
+            ),
         )
 
     def check(self, spec: ModelSpec) -> None:
@@ -88,9 +114,19 @@ class FSDP(OneAxis):
                 f"fsdp: {scalars[0]!r} is a scalar, and weights are cut along their first dim. Give it the shape [1], "
                 "or write rtp or ddp"
             )
+        if self.experts == "whole":
+            check_whole_experts(spec, kind=self.kind)
+            check_every_rank_has_some(with_whole_experts(spec), size=self.size, kind=self.kind)
+            if any(unit.stages for unit in spec.units):
+                raise ConfigError(
+                    "fsdp: experts=whole sends tokens between ranks in the middle of a stage, and tables of pipelines "
+                    "have no place for that. Leave experts out, or leave the pipeline out"
+                )
         self.units_of(spec)  # finds units that fit into `memory`, or says that none do
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
+        if self.experts == "whole":
+            spec = with_whole_experts(spec)
         if self.memory is None:
             return spec
         in_parts = self.model_copy(update={"memory": None})
@@ -99,6 +135,8 @@ class FSDP(OneAxis):
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         if is_whole(unit):
             return whole_layout(unit, axis="fsdp", size=self.size)
+        if unit.note(WholeExperts) is not None:
+            return Layout(resident_bytes=unit.slice_bytes(num_slices=self.size, index=position))
         gathers = [Phase.FORWARD, Phase.BACKWARD] if self.reshard else [Phase.FORWARD]
         return gathered_layout(
             unit,

@@ -26,7 +26,7 @@ from rotorch.comm.status_word import StatusWord
 from rotorch.comm.transports import make_ring
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Unit, UnitKind
-from rotorch.core.whole_experts import WholeExperts
+from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
 from rotorch.hold.ring_memory import RingMemory
 from rotorch.hold.setup import Setup
@@ -67,11 +67,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                 "rtp: recompute=all_but_attention selects operations of a forward, and a compiled one has none to "
                 "select. Write recompute=slice, or leave compile out"
             )
-        if compiled and any(unit.note(WholeExperts) for unit in spec.units):
-            raise ConfigError(
-                "rtp: experts=whole gives each set of experts another number of tokens, and a forward would be "
-                "compiled for each. Leave experts out, or leave compile out"
-            )
+        check_not_compiled(spec, kind="rtp", compiled=compiled)
         heads = head_weights(module)
         self.ring, self.units = _on_a_ring(setup, heads=heads)
         placements = ShardPlacement.of_units(spec.units, mesh=mesh)
