@@ -11,6 +11,7 @@ from rotorch.core.traffic import MicroBatch, Phase, all_reduce
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.planner.cluster import load_cluster
 from rotorch.planner.lanes import Lane, Lanes
+from rotorch.planner.memory import at_rest
 from rotorch.planner.speeds import Group, LinkSpeed, Speeds, Work, speeds_of
 from rotorch.planner.step_time import Planned, step_time
 from rotorch.planner.workload import Cutting, Numerics, fold, layer_passes
@@ -189,3 +190,22 @@ def test_whole_experts_are_multiplied_once_whatever_the_number_of_ranks():
         numbers[text] = int((of_unit.forward.table[:, 0] > 0).sum())
     assert numbers["rtp=4[experts=whole]"] == numbers["rtp=1"] - 1 == 8  # cut biases look like one matrix more
     assert numbers["rtp=4"] == 4 * numbers["rtp=1"]
+
+
+@pytest.mark.parametrize("layout", ["rtp=2[experts=whole]", "ep=2"])
+def test_layers_that_are_alike_count_once_with_whole_experts(layout):
+    """Of one layer of each class, not the experts of all layers with it; and they are never whole on a rank."""
+    (strategy,) = parse_parallel(layout)
+    units, experts = [], []
+    for layer in ("layers.0", "layers.1", "layers.2"):
+        stacked = Weight(f"{layer}.experts.up", (4, 32, 16), 4, Cut(1, 32))
+        units.append(Unit(f"{layer}.experts", UnitKind.MODULE, Combine.SUM, (stacked,)))
+        whole = replace(units[-1], weights=(replace(stacked, cut=Cut(0, 4)),), notes=(WholeExperts(4, 2, 16),))
+        experts.append(whole)
+    order = LayerOrder(layers=("layers.0", "layers.1", "layers.2"), width=16, experts_per_token=2)
+    spec = ModelSpec("Mixture", tuple(units), experts=tuple(experts), order=order)
+    held = fold(spec).short().under(strategy)
+    assert held.num_parameters == spec.num_parameters
+    (rank,) = at_rest(held, strategies=[strategy])
+    assert rank.by_category["weights"] == spec.num_bytes / 2
+    assert rank.gathered.block == 0

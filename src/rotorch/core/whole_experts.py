@@ -39,10 +39,11 @@ class WholeExperts:
 
 def with_whole_experts(spec: ModelSpec) -> ModelSpec:
     """The same model, its experts cut between them and no longer through their widths."""
-    if not spec.experts:
-        return spec
-    expert_of = {weight.name: unit.name for unit in spec.experts for weight in unit.weights}
-    by_name = {unit.name: unit for unit in spec.experts}
+    here = {weight.name for weight in spec.weights}  # of a few layers of a model only theirs
+    by_name = {unit.name: unit for unit in spec.experts if here.issuperset(weight.name for weight in unit.weights)}
+    if not by_name:
+        return replace(spec, experts=())
+    expert_of = {weight.name: unit.name for unit in by_name.values() for weight in unit.weights}
     units: list[Unit] = []
     for unit in spec.units:
         left = tuple(weight for weight in unit.weights if weight.name not in expert_of)
