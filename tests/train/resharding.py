@@ -35,9 +35,8 @@ BAR = 1e-10
 STEPS = 2
 """Before the save, and after it."""
 
-_CONFIG = (
-    Path(__file__).resolve().parents[2] / "configs" / "tiny" / "qwen3.json"
-)  # tied weights, norms inside attention
+_CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "tiny"
+_VOCAB_SIZE = 320  # of all tiny models, at least
 _NUM_ROWS, _NUM_TOKENS, _MICRO_BATCHES = 24, 8, 2
 _KEYS = {"model/": "weight", "optimizer/exp_avg/": "exp_avg", "optimizer/exp_avg_sq/": "exp_avg_sq"}
 
@@ -68,14 +67,22 @@ class Cell:
         return self.error <= BAR and not self.wrong
 
 
-def matrix(layouts: Sequence[str], directory: Path, *, also_same: bool = True) -> dict[tuple[str, str], Cell]:
+def matrix(
+    layouts: Sequence[str], directory: Path, *, also_same: bool = True, kind: str = "qwen3"
+) -> dict[tuple[str, str], Cell]:
     """Saves under each layout, and goes on from each save under every layout; by (written by, read by).
 
     Ranks are forked once per number of ranks to write, and once to read.
+
+    Args:
+        layouts: the layouts.
+        directory: of the checkpoints.
+        also_same: read a checkpoint also under the layout that wrote it.
+        kind: of the model, one of `configs/tiny`; qwen3 has tied weights, and norms inside attention.
     """
     written: dict[str, Written] = {}
     for size, group in _by_size(layouts).items():
-        written.update(run_ranks(_write, group, directory, num_ranks=size, timeout_s=1800.0)[0])
+        written.update(run_ranks(_write, group, directory, kind, num_ranks=size, timeout_s=1800.0)[0])
     undisturbed = next(iter(written.values()))
     for layout, each in written.items():  # all of them are the same run
         if _error([*each.before, *each.after], [*undisturbed.before, *undisturbed.after]) > BAR:
@@ -83,7 +90,7 @@ def matrix(layouts: Sequence[str], directory: Path, *, also_same: bool = True) -
     whole = {layout: whole_tensors(each.path) for layout, each in written.items()}
     cells: dict[tuple[str, str], Cell] = {}
     for size, group in _by_size(layouts).items():
-        found = run_ranks(_read, group, written, whole, also_same, num_ranks=size, timeout_s=1800.0)
+        found = run_ranks(_read, group, written, whole, also_same, kind, num_ranks=size, timeout_s=1800.0)
         for pair in found[0]:
             error = max(_error(of_rank[pair][0], written[pair[0]].after) for of_rank in found)
             wrong = {name for of_rank in found for name in of_rank[pair][1]}
@@ -106,10 +113,10 @@ def _error(ours: Sequence[float], theirs: Sequence[float]) -> float:
 # ---------------------------------------------------------------- in each rank
 
 
-def build(layout: str) -> TrainState:
+def build(layout: str, kind: str) -> TrainState:
     """The model with the same first values under every layout, and the optimizer that `rotorch train` makes."""
     load_step_code(strategy.kind for strategy in parse_parallel(layout))
-    config = plain_config(_CONFIG, layers=2)
+    config = plain_config(_CONFIGS / f"{kind}.json", layers=2)
     compute_exactly(config)
     with on_meta():
         module = widen(CausalLM(config).build()).train()
@@ -122,7 +129,7 @@ def train(state: TrainState) -> list[float]:
     losses, model = [], state.model
     assert state.optimizer is not None
     for _ in range(STEPS):
-        ids = torch.randint(512, (_NUM_ROWS, _NUM_TOKENS), generator=torch.Generator().manual_seed(state.step))
+        ids = torch.randint(_VOCAB_SIZE, (_NUM_ROWS, _NUM_TOKENS), generator=torch.Generator().manual_seed(state.step))
         batch = {"input_ids": ids, "labels": ids}
         mine = share_of(
             batch, share=model.batch_rank, num_shares=model.num_batch_ranks, num_micro_batches=_MICRO_BATCHES
@@ -136,10 +143,10 @@ def train(state: TrainState) -> list[float]:
     return losses
 
 
-def _write(layouts: Sequence[str], directory: Path) -> dict[str, Written]:
+def _write(layouts: Sequence[str], directory: Path, kind: str) -> dict[str, Written]:
     written = {}
     for layout in layouts:
-        state = build(layout)
+        state = build(layout, kind)
         before = train(state)
         path = save(directory / layout, state, keep=1)
         written[layout] = Written(path, before, train(state))
@@ -147,13 +154,19 @@ def _write(layouts: Sequence[str], directory: Path) -> dict[str, Written]:
     return written
 
 
-def _read(layouts: Sequence[str], written: dict[str, Written], whole: dict[str, dict[str, Tensor]], also_same: bool):
+def _read(
+    layouts: Sequence[str],
+    written: dict[str, Written],
+    whole: dict[str, dict[str, Tensor]],
+    also_same: bool,
+    kind: str,
+):
     found = {}
     for layout in layouts:
         for source, each in written.items():
             if source == layout and not also_same:
                 continue
-            state = build(layout)
+            state = build(layout, kind)
             load(each.path, state)
             wrong, boxes = _compare(state, whole[source])
             if (state.step, state.tokens) != (STEPS, STEPS * _NUM_ROWS * _NUM_TOKENS):

@@ -37,13 +37,17 @@ SOME_WHOLE = ("fsdp=2", "osdp=2[memory=9MB]", "osdp=3[memory=8MB,inner=fsdp]")
 """Units that are whole beside others that are cut."""
 
 
+EXPERTS = ("fsdp=2", "ep=3", "rtp=2[experts=whole]")
+"""Experts in rows of a block, and in sets: four of them as 2 + 1 + 1, and as 2 + 2."""
+
+
 @pytest.mark.parametrize(
     ("layouts", "also_same"),
-    [(FEW, False), (SOME_WHOLE, False), pytest.param(LAYOUTS, True, marks=pytest.mark.slow)],
-    ids=["few", "some whole", "all"],
+    [(FEW, False), (SOME_WHOLE, False), (EXPERTS, False), pytest.param(LAYOUTS, True, marks=pytest.mark.slow)],
+    ids=["few", "some whole", "experts", "all"],
 )
 def test_every_layout_goes_on_from_every_other_exactly(layouts, also_same, tmp_path, warm):
-    cells = matrix(layouts, tmp_path, also_same=also_same)
+    cells = matrix(layouts, tmp_path, also_same=also_same, kind="mixtral" if layouts is EXPERTS else "qwen3")
     assert len(cells) == len(layouts) * (len(layouts) - (not also_same))
     assert {pair: cell for pair, cell in cells.items() if not cell.is_exact} == {}
     if layouts is LAYOUTS:
