@@ -97,8 +97,9 @@ class Agreement:
             store.set("ready", "yes")
         if self._rank == 0:
             self._wait(store, "ready", timeout_s=timeout_s)
-            # A refusal that another rank has written meanwhile stays.
-            store.compare_set("verdict", "", json.dumps(self._judge(store, table)))
+            if not store.check(["verdict"]):  # else a rank has refused, and there is nothing to wait for
+                # A refusal that another rank has written meanwhile stays.
+                store.compare_set("verdict", "", json.dumps(self._judge(store, table)))
         self._wait(store, "verdict", timeout_s=timeout_s)
         verdict = json.loads(store.get("verdict"))
         if verdict["kind"] != _AGREED:
