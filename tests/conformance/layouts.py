@@ -194,6 +194,15 @@ ELSEWHERE = {
     ("atp=2x2", "llama"),  # in the other order, and of tied weights
     ("rtp=1", "llama"),  # among the invariants, in float32
     ("ddp=3", "qwen3"),  # the same, of two ranks
+    # Among the invariants, too: when blocks are computed or gathered is no matter of precision, and in float64 each
+    # part of a composition is here by itself, or in another one.
+    ("single[recompute=block]", "llama"),
+    ("ddp=3[recompute=block]", "llama"),
+    ("fsdp=3[recompute=block]", "llama"),
+    ("fsdp=3[reshard=false]", "llama"),
+    ("osdp=2[memory=4500KiB]", "qwen3"),
+    ("ddp=2,rtp=2", "llama"),
+    ("pp=2,rtp=2", "llama"),
     ("ddp=2,summa=2x2", "llama"),  # tests/strategies/test_zero_over_depth.py has replicas of a grid
     ("ddp=2,tesseract=1x1x2", "llama"),
     ("ddp=2,megatron=2", "llama"),  # tests/strategies/test_sequence_parallel.py has replicas of it
