@@ -26,7 +26,7 @@ LAYOUTS = (
     "rtp=2[transport=send_receive]",
     "rtp=2[transport=send_receive,recompute=slice]",
     "rtp=2[transport=send_receive,buffering=in_place]",
-    "osdp=2[memory=6MiB]",
+    "osdp=2[memory=1MiB]",
     "megatron=2",
     "megatron=2[sequence_parallel=true]",
     "atp=1x2",
@@ -55,6 +55,7 @@ def loaded():
 def config(tiny):
     config = load_config(tiny("llama"))
     config.num_hidden_layers, config.vocab_size = 2, 90
+    config.hidden_size, config.intermediate_size, config.head_dim = 48, 72, 8
     return config
 
 
