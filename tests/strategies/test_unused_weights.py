@@ -70,7 +70,7 @@ def batch_of(share, step=0):
 
 
 def without_gradient(layout):
-    """What `trained` finds by forward_backward, and in a loop of one's own."""
+    """Results of `trained` by forward_backward, and in a loop of one's own."""
     return [trained(layout, own_loop=own_loop) for own_loop in (False, True)]
 
 
