@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import rotorch
-from rotorch.core.errors import RankFailure
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
@@ -37,12 +36,6 @@ class Classifier(nn.Module):
         if more:
             x = self.one_share(x)
         return self.end(x)
-
-
-class WithoutSpares(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.blocks, self.spare, self.spare_norm = nn.ModuleList(), None, None
 
 
 def class_loss(module, batch, num_targets):
@@ -116,17 +109,81 @@ def test_weights_that_no_loss_reaches_have_no_gradient(layout):
                 assert torch.allclose(values[name], expected, rtol=1e-9, atol=1e-11), name
 
 
-def one_step_leaves_more_out():
+class SkipsParts(Classifier):
+    """Leaves out a norm, or a block, or the end, by a number in the batch."""
+
+    def forward(self, x, labels, more):
+        x = x + self.blocks[0](x)
+        if more != 1:
+            x = x + self.blocks[1](x)
+        if more == 2:
+            x = self.one_share(x)
+        return x[:, :5] if more == 3 else self.end(self.norm(x))
+
+
+PARTS = {
+    "ddp=2": [[0, 0], [2, 0], [0, 2], [1, 3]],
+    "fsdp=2": [[0, 0], [2, 0], [0, 3]],
+    "ddp=2,rtp=2": [[0, 0], [1, 0], [0, 1]],
+    "ddp=2,fsdp=2": [[0, 0], [1, 0], [0, 1]],
+}
+"""By layout, what each replica leaves out in each step."""
+
+
+def gradients_of_parts(layout):
     torch.manual_seed(0)
-    model = rotorch.parallelize(WithoutSpares().double(), "ddp=2", device="cpu", loss=class_loss)
-    for more in (True, False):
-        model.forward_backward({**batch_of(model.batch_rank), "more": more})
+    model = rotorch.parallelize(SkipsParts().double(), layout, device="cpu", loss=class_loss)
+    found = []
+    for number, step in enumerate(PARTS[layout]):
+        halves = halves_of(layout, model.batch_rank, number, step)
+        model.forward_backward(halves)
+        found.append(
+            {n: None if p.grad is None else model.full_tensor(n, grad=True) for n, p in model.named_parameters()}
+        )
         model.module.zero_grad()
+    model.close()
+    return found
 
 
-def test_a_step_that_leaves_out_what_the_first_did_not_is_refused_under_ddp():
-    with pytest.raises(RankFailure, match=r"reaches 'one_share[.]weight', and the first step's did"):
-        run_ranks(one_step_leaves_more_out, num_ranks=2)
+def halves_of(layout, share, number, step):
+    """Two micro-batches of a share; under `ddp` alone they differ in what they leave out."""
+    replica = share if layout in ("ddp=2", "fsdp=2") else share // 2
+    second = step[1 - replica] if layout == "ddp=2" else step[replica]
+    return [{**batch_of(2 * share + half, number), "more": more} for half, more in enumerate((step[replica], second))]
+
+
+@pytest.mark.parametrize("layout", PARTS)
+def test_parts_that_some_shares_leave_out_have_the_gradients_of_the_others(layout):
+    count = num_ranks(parse_parallel(layout))
+    by_rank = run_ranks(gradients_of_parts, layout, num_ranks=count)
+    torch.manual_seed(0)
+    module = SkipsParts().double()
+    for number, step in enumerate(PARTS[layout]):
+        module.zero_grad()
+        for share in range(count):
+            for half in halves_of(layout, share, number, step):
+                class_loss(module, half, 12 * count).backward()
+        for found in by_rank:
+            for name, parameter in module.named_parameters():
+                assert (found[number][name] is None) == (parameter.grad is None), (number, name)
+                if parameter.grad is not None:
+                    assert torch.allclose(found[number][name], parameter.grad, rtol=1e-9, atol=1e-12), (number, name)
+
+
+def penalised(layout):
+    torch.manual_seed(0)
+    model = rotorch.parallelize(Classifier().double(), layout, device="cpu", loss=class_loss, plan=PLAN)
+    penalty = (model.spare.weight**2).sum()
+    (
+        class_loss(model, batch_of(0), 6) + (penalty.full_tensor() if hasattr(penalty, "full_tensor") else penalty)
+    ).backward()
+    return model.full_tensor("spare.weight", grad=True), model.full_tensor("spare.weight")
+
+
+@pytest.mark.parametrize("layout", ["ddp=2", "fsdp=2", "rtp=2"])
+def test_a_penalty_on_a_weight_that_no_pass_uses_is_kept(layout):
+    for gradient, values in run_ranks(penalised, layout, num_ranks=2):
+        assert torch.allclose(gradient, 2 * values)
 
 
 def with_spare(tiny):

@@ -135,6 +135,8 @@ class RollCall:
     def __init__(self, mesh: DeviceMesh, parameters: Mapping[str, Tensor]) -> None:
         self._mesh = mesh
         self._parameters = parameters
+        # Powers of a primitive root: sums of them, unlike sums of places, seldom agree for two sets of one size.
+        self._codes = [pow(6, place, 251) for place in range(len(parameters))]
         self._ranks = mesh.mesh.flatten().tolist()
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
         self._waits = {
@@ -194,8 +196,8 @@ class RollCall:
 
     def _number_of_frozen(self) -> int:
         """A number below 256 of the set of parameters that are frozen."""
-        frozen = (place for place, parameter in enumerate(self._parameters.values()) if not parameter.requires_grad)
-        return sum(37 * place + 11 for place in frozen) % 251
+        pairs = zip(self._codes, self._parameters.values(), strict=True)
+        return sum(code for code, parameter in pairs if not parameter.requires_grad) % 251
 
     def _refuse(self, alike: tuple[int, ...]) -> None:
         # A sum of tables with one row each is a gather; it costs a second message only where an error is certain.

@@ -89,13 +89,12 @@ class RingMemory(Memory):
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
         """The gradients that have come home; the ring has ended its step before."""
-        home = {
-            name: self._gradients[name]
-            for item, names in self._units.items()
-            for name in names
-            # Still fresh: no backward has come to this item, so its buffer holds nothing of this step.
-            if not self._ring.fresh[item] and weights[name].parameter.requires_grad
-        }
+        home: dict[str, Tensor] = {}
+        for item, names in self._units.items():
+            if self._ring.fresh[item]:
+                # No backward has come to it: its buffer holds an earlier step's. Other replicas may have used it.
+                self._ring.home_gradients(item).zero_()
+            home |= {name: self._gradients[name] for name in names if weights[name].parameter.requires_grad}
         return {**super().complete(weights), **home}
 
     def end(self, weights: Mapping[str, ShardedWeight]) -> None:

@@ -9,6 +9,7 @@ second message says which, and those that no rank has reached lose their zeros.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.collectives import all_reduce_sum
@@ -44,7 +45,13 @@ class UnusedWeights:
         if not total:
             return
         weights, used = self._sharded.weights, set(self._sharded.computed) - self._here
+        # Something that is no pass has given it a gradient: a penalty on weights, where these are no copies.
+        used |= {name for name in self._here if _has_values(weights[name].local_grad)}
         num_users = all_reduce_sum(torch.tensor([name in used for name in weights], dtype=torch.int64), mesh=self._mesh)
         for (name, held), users in zip(weights.items(), num_users.tolist(), strict=True):
             if not users and name in self._without:
                 held.parameter.grad = None
+
+
+def _has_values(gradient: Tensor | None) -> bool:
+    return gradient is not None and bool(gradient.any())

@@ -103,14 +103,12 @@ class FSDPModel(ShardedModel):
         self._beside.start()
 
     def _note_reached(self, group: list[tuple[Tensor, nn.Parameter]]) -> None:
-        """Gives weights of a group zeros if only others of it have gradients: another rank may have reached them."""
-        reached = [self._names[id(at_rest)] for at_rest, whole in group if whole.grad is not None]
-        if not reached:
-            return
-        self._reached.update(reached)
-        for _, whole in group:
+        """Gives weights that this rank's backward has not reached zeros: another rank's may have reached them."""
+        for at_rest, whole in group:
             if whole.grad is None:
                 whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+            else:
+                self._reached.add(self._names[id(at_rest)])
 
     def unused(self) -> list[str]:
         trained = (name for name in self._names.values() if self.weights[name].parameter.requires_grad)
