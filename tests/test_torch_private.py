@@ -53,6 +53,7 @@ from rotorch._torch_private import (
     saved_tensors_are_hooked,
     set_group_timeout,
     storage_key,
+    sums_are_complete,
     symmetric_backend,
     symmetric_empty,
     symmetric_rendezvous,
@@ -407,6 +408,17 @@ def test_a_module_can_be_fully_sharded_again_once_that_is_forgotten():
         vars(module).update(attributes, _parameters={"weight": torch.nn.Parameter(torch.ones(2, 2)), "bias": None})
         fully_shard(module, mesh=mesh)
         assert isinstance(module, FSDPModule)
+
+
+def test_ddp_says_whether_it_has_summed_all_gradients():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for module, complete in ((OneOfTwo(), False), (nn.Linear(2, 2), True)):
+            wrapped = nn.parallel.DistributedDataParallel(module)
+            wrapped(torch.ones(1, 2)).sum().backward()
+            assert sums_are_complete(wrapped) == complete
+    finally:
+        dist.destroy_process_group()
 
 
 class OneOfTwo(nn.Module):

@@ -100,6 +100,7 @@ __all__ = [
     "saved_tensors_are_hooked",
     "set_group_timeout",
     "storage_key",
+    "sums_are_complete",
     "symmetric_backend",
     "symmetric_empty",
     "symmetric_rendezvous",
@@ -417,6 +418,18 @@ def before_sums_of_gradients(module: nn.Module, call: Callable[[list[tuple[Tenso
             own(*args)
 
         group.post_backward = post_backward
+
+
+def sums_are_complete(wrapped: nn.parallel.DistributedDataParallel) -> bool:
+    """True if DDP has summed all gradients of its last backward.
+
+    Reason: where that left a weight out, DDP says so only in its next forward, when a step has used what is not summed.
+    """
+    try:
+        wrapped.reducer._check_reducer_finalized()
+    except RuntimeError:
+        return False
+    return True
 
 
 def symmetric_backend(device: torch.device) -> str | None:

@@ -469,9 +469,9 @@ class ParallelModel:
         self._roll_call.meet(doing)
 
     @contextmanager
-    def unsharded(self) -> Iterator[nn.Module]:
+    def unsharded(self, *, for_calls: bool = False) -> Iterator[nn.Module]:
         """Unshards the module within the block; yields the callable for a pass (see [Note: unsharding])."""
-        with self._sharded.unsharded() as callee:
+        with self._sharded.unsharded_for_calls() if for_calls else self._sharded.unsharded() as callee:
             self.in_pass = True
             try:
                 yield callee

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import rotorch
+from rotorch.core.errors import ConfigError
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.ranks import run_ranks
@@ -168,6 +169,28 @@ def test_parts_that_some_shares_leave_out_have_the_gradients_of_the_others(layou
                 assert (found[number][name] is None) == (parameter.grad is None), (number, name)
                 if parameter.grad is not None:
                     assert torch.allclose(found[number][name], parameter.grad, rtol=1e-9, atol=1e-12), (number, name)
+
+
+class WithoutSpares(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.spare, self.spare_norm = nn.ModuleList(), None, None
+
+
+def later_steps_leave_more_out():
+    torch.manual_seed(0)
+    model = rotorch.parallelize(WithoutSpares().double(), "ddp=2", device="cpu", loss=class_loss)
+    for step in range(2):
+        model.forward_backward({**batch_of(model.batch_rank, step), "more": True})
+        model.module.zero_grad()
+    with pytest.raises(ConfigError) as caught:
+        model.forward_backward([{**batch_of(model.batch_rank, 2), "more": more} for more in (True, False)])
+    return str(caught.value)
+
+
+def test_a_step_that_leaves_out_what_the_first_did_not_is_refused_under_ddp():
+    for message in run_ranks(later_steps_leave_more_out, num_ranks=2):
+        assert "the last micro-batch of this step leaves out weights that the first step used" in message
 
 
 def penalised(layout):

@@ -24,7 +24,7 @@ from rotorch.bench.rank import StepTime
 from rotorch.bench.ranks import RowRanks
 from rotorch.core.errors import RankFailure
 
-WARM_UP_STEPS = 2
+WARM_UP_STEPS = 3
 STEPS_TO_WAKE = 1
 """First steps of a turn that do not count."""
 

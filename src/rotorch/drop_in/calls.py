@@ -92,7 +92,7 @@ class PlainCalls:
         """Runs part of the model between two meetings of all ranks, of which the first has been."""
         model = self.model
         model.written_buffers.start()
-        with _gradients_kept(model), model.unsharded() as callee, model.forward_pass():
+        with _gradients_kept(model), model.unsharded(for_calls=True) as callee, model.forward_pass():
             with torch.no_grad():  # gradients are the backward's affair
                 model.sharded.start()
             output = run(callee)
@@ -257,7 +257,7 @@ class _Backward:
         self._unsharded = ExitStack()
         with self._breaking_off(), torch.enable_grad():
             self._unsharded.enter_context(model.hooks.called_after(all_gradients=all_gradients))
-            self._unsharded.enter_context(model.unsharded())
+            self._unsharded.enter_context(model.unsharded(for_calls=True))
             self._unused = UnusedWeights(model.sharded, mesh=model.mesh)
             model.sharded.start()
         self._past = _GradientsPastThePass(model)

@@ -58,6 +58,10 @@ class ShardedModel(Observable, ABC):
         Takes them back on leaving, also after an exception.
         """
 
+    def unsharded_for_calls(self) -> AbstractContextManager[nn.Module]:
+        """As `unsharded`, for passes in a user's own loop, where a forward may come without a backward."""
+        return self.unsharded()
+
     def start(self) -> None:
         """Begins a step: makes weights visible to other ranks as the optimizer left them. All ranks."""
         return None

@@ -352,6 +352,12 @@ class ShardedWeights:
                 leaf.grad, held.gradient_stays = part, True
             all_reduce_sum(flat, mesh=mesh)
 
+    def gradients_move(self) -> None:
+        """Takes note that gradients lie elsewhere from now on, where they stay; frees what `reduce` keeps for them."""
+        self._sums.clear()
+        for held in self.held.values():
+            held.gradient_moves()
+
     def unused(self) -> list[str]:
         """Names of trained weights that no backward of this rank's step has reached; before `reduce` and `finish`."""
         return self._memory.unused(self.held)

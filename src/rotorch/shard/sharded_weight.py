@@ -266,6 +266,10 @@ class ShardedWeight:
         """True if this is the DTensor over memory that steps write their gradients into."""
         return self._attached is not None and gradient is self._attached[1]
 
+    def gradient_moves(self) -> None:
+        """Takes note that steps write their gradients into other memory from now on, where they stay."""
+        self._attached, self.gradient_stays = None, True
+
     def protect_gradient(self) -> None:
         """Copies, before a step, a gradient in the memory of steps which this step must not change; the tensor stays.
 

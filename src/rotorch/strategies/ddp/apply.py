@@ -5,9 +5,8 @@ Torch's DistributedDataParallel over plain parameters; or, over another strategy
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
 import torch
@@ -15,10 +14,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from rotorch.comm.collectives import all_reduce_each
+from rotorch._torch_private import sums_are_complete
+from rotorch.comm.collectives import all_reduce_each, any_rank
+from rotorch.core.errors import ConfigError
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import OuterShardedModel, Result, ShardedModel, SimpleShardedModel
-from rotorch.hold.sharded_weights import Memory, ShardPlacement
+from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.models.losses import Batch
 from rotorch.shard.sharded_weight import EarlierGradient
 
@@ -26,25 +27,41 @@ from rotorch.shard.sharded_weight import EarlierGradient
 class DDPModel(SimpleShardedModel):
     """The whole model on every rank; torch's DDP sums gradients in buckets, under backward.
 
-    Where passes compute in another dtype than the weights have, DDP's buckets would have that of the passes. Gradients
-    are then summed in the weights' own, after backward.
+    Not in the first step: DDP sums nothing in a step that leaves a weight out, so that one finds out. Where weights are
+    left out, gradients are summed after each backward, and also where passes compute in another dtype than the weights
+    have: DDP's buckets would have that of the passes.
     """
 
     def __init__(self, setup: Setup) -> None:
         placements = [ShardPlacement.whole(weight, mesh=setup.mesh) for weight in setup.spec.weights]
-        memory = Memory(gradients_stay=True)  # in DDP's buckets
-        super().__init__(setup.module, setup.shards(placements, memory=memory))
+        super().__init__(setup.module, setup.shards(placements))
         self._mesh = setup.mesh
-        self._in_buckets = setup.param_dtype is None
         self._wrapped: DistributedDataParallel | None = None
-        self._are_summed = False
-        """True if DDP has summed the gradients of this step."""
+        self._in_buckets: bool | None = False if setup.param_dtype is not None else None
+        """True if DDP sums gradients; None until a step has found out whether it can."""
+        self._under_backward = False
+        """True if DDP sums those of this pass."""
         # DDP averages; the rule here is to sum.
-        self.loss_scale = float(setup.mesh.size()) if self._in_buckets else 1.0
+        self.loss_scale = 1.0 if setup.param_dtype is not None else float(setup.mesh.size())
 
-    def start(self) -> None:
-        self._are_summed = False
-        super().start()
+    @contextmanager
+    def unsharded(self) -> Iterator[nn.Module]:
+        with super().unsharded() as module:
+            if not torch.is_grad_enabled() or not self._in_buckets:
+                yield module
+                return
+            if self._wrapped is None:  # made when the leaves are in place: DDP keeps the parameters that it finds
+                self.shards.gradients_move()  # to its buckets
+                self._wrapped = _wrap(module, mesh=self._mesh)
+            self._under_backward = True
+            try:
+                yield self._wrapped
+            finally:
+                self._under_backward = False
+
+    def unsharded_for_calls(self) -> AbstractContextManager[nn.Module]:
+        """Yields the module itself: torch's DDP needs each forward followed by its backward, and all weights used."""
+        return super().unsharded()
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last or self._wrapped is None else self._wrapped.no_sync()
@@ -52,45 +69,38 @@ class DDPModel(SimpleShardedModel):
     def forward_backward(
         self, callee: nn.Module, micro_batches: Sequence[Batch], loss_of: Callable[[nn.Module, Batch], Tensor]
     ) -> Tensor:
-        """As for any model, under torch's DDP. Not in calls of users' own: DDP needs each one's backward to follow."""
-        if not self._in_buckets:
-            return super().forward_backward(callee, micro_batches, loss_of)
-        if self._wrapped is None:  # made when the leaves are in place: DDP keeps the parameters that it finds
-            self._wrapped = _wrap(callee, mesh=self._mesh)
-        wrapped, self._are_summed = self._wrapped, True
-        return super().forward_backward(callee, micro_batches, lambda _, micro_batch: wrapped(loss_of, micro_batch))
+        total = super().forward_backward(callee, micro_batches, loss_of)
+        if self._in_buckets is None:
+            self._in_buckets = not any_rank(bool(self.unused()), mesh=self._mesh)
+        return total
 
     def finish(self) -> None:
-        if not self._are_summed:
+        if not self._under_backward:
             self.shards.reduce()
-            for leaf in self.shards.leaves.values() if self._in_buckets else ():
+            for leaf in self.shards.leaves.values() if self.loss_scale != 1.0 else ():
                 if leaf.grad is not None:
                     leaf.grad.div_(self.loss_scale)  # the mean, as torch's DDP leaves it
+        elif self._wrapped is not None and not sums_are_complete(self._wrapped):
+            raise ConfigError(
+                "ddp: the last micro-batch of this step leaves out weights that the first step used, and torch's DDP, "
+                "which was set up by that, has not summed gradients. Let every micro-batch use the same weights, or "
+                "call model(...) and loss.backward() in place of forward_backward, from the first step on"
+            )
         super().finish()
 
 
-class _Loss(nn.Module):
-    """A model down to its loss, by which DDP knows the weights that no gradient will reach; by outputs it could not."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, loss_of: Callable[[nn.Module, Batch], Tensor], micro_batch: Batch) -> Tensor:
-        return loss_of(self.module, micro_batch)
-
-
 def _wrap(module: nn.Module, *, mesh: DeviceMesh) -> DistributedDataParallel:
-    # It is needed as soon as one rank's batch leaves a weight out, which nobody knows before.
-    warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified in DDP")
-    return DistributedDataParallel(
-        _Loss(module),
-        process_group=mesh.get_group(),
-        gradient_as_bucket_view=True,
-        init_sync=False,
-        forward_sync_buffers=False,
-        find_unused_parameters=True,
-    )
+    module._ddp_params_and_buffers_to_ignore = []  # type: ignore[assignment]  # a parallel module refuses other wrappers
+    try:
+        return DistributedDataParallel(
+            module,
+            process_group=mesh.get_group(),
+            gradient_as_bucket_view=True,
+            init_sync=False,
+            forward_sync_buffers=False,
+        )
+    finally:
+        del module._ddp_params_and_buffers_to_ignore
 
 
 class ReplicatedModel(OuterShardedModel):
@@ -111,6 +121,9 @@ class ReplicatedModel(OuterShardedModel):
 
     def unsharded(self) -> AbstractContextManager[nn.Module]:
         return self._inner.unsharded()
+
+    def unsharded_for_calls(self) -> AbstractContextManager[nn.Module]:
+        return self._inner.unsharded_for_calls()
 
     def start(self) -> None:
         # Gradients that the user has not cleared are summed over the replicas already, and must not be once more.
