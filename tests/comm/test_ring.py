@@ -296,9 +296,10 @@ def turns(ring, item):
     """This rank's additions to an item's slices, as those of a layer's weight."""
     numels = ring.numels[item]
     unit = SimpleNamespace(
+        reached=set(),
         ring=ring,
         item=item,
-        slices=SimpleNamespace(numels=numels),
+        slices=SimpleNamespace(reached=set(), numels=numels),
         gradients=lambda flat, index: [flat],
         ranges=range(ring.size),
     )
