@@ -299,7 +299,7 @@ def turns(ring, item):
         reached=set(),
         ring=ring,
         item=item,
-        slices=SimpleNamespace(reached=set(), numels=numels),
+        slices=SimpleNamespace(numels=numels),
         gradients=lambda flat, index: [flat],
         ranges=range(ring.size),
     )
