@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from small_configs import SIZES, config_of
+from mixtures import described, tiny_config
+from small_configs import SIZES
 
 import rotorch
 from rotorch.core.errors import ConfigError
@@ -14,32 +15,11 @@ from rotorch.shard.materialize import on_meta
 from rotorch.strategies import format_parallel, parse_parallel
 from rotorch.testing.batches import global_batch
 from rotorch.testing.ranks import run_ranks
-from rotorch.testing.subjects import CausalLM, compute_exactly
+from rotorch.testing.subjects import CausalLM
 from rotorch.testing.traffic import sent_and_said
 from rotorch.testing.verify import BAR, verify_subject
 
 pytestmark = pytest.mark.usefixtures("warm")
-
-TINY = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "head_dim": 8}
-MODELS = {
-    "mixtral": {"num_local_experts": 5, "output_router_logits": True, "router_aux_loss_coef": 0.5},
-    "qwen2_moe": {  # a shared expert beside the others
-        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1,
-        "shared_expert_intermediate_size": 16,
-    },
-    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2},  # biases, gate and up column by column
-}  # fmt: skip
-
-
-def tiny_config(kind, **more):
-    config = config_of(kind, **TINY | MODELS.get(kind, {}) | more)
-    compute_exactly(config)
-    return config
-
-
-def described(config):
-    with on_meta():
-        return describe(causal_lm(config))
 
 
 def strategy_of(text):

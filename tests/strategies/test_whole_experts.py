@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from small_configs import SIZES, config_of
+from mixtures import described, tiny_config
+from small_configs import SIZES
 
 import rotorch
 from rotorch._torch_private import TorchDispatchMode
@@ -15,35 +16,12 @@ from rotorch.shard.materialize import on_meta
 from rotorch.strategies import parse_parallel
 from rotorch.testing.batches import global_batch
 from rotorch.testing.ranks import run_ranks
-from rotorch.testing.subjects import CausalLM, compute_exactly
+from rotorch.testing.subjects import CausalLM
 from rotorch.testing.verify import BAR, verify_subject
 
 pytestmark = pytest.mark.usefixtures("warm")
 
-TINY = {"hidden_size": 32, "intermediate_size": 40, "num_attention_heads": 4, "head_dim": 8}
-MODELS = {
-    "mixtral": {"num_local_experts": 5, "output_router_logits": True, "router_aux_loss_coef": 0.5},
-    "qwen3_moe": {  # a layer without experts
-        "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 2,
-    },
-    "gpt_oss": {"num_local_experts": 5, "num_experts_per_tok": 2},  # biases, gate and up column by column
-    "deepseek_v3": {
-        "n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
-        "moe_intermediate_size": 24, "first_k_dense_replace": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-        "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8, "head_dim": 4,
-    },
-}  # fmt: skip
-
-
-def tiny_config(kind, **more):
-    config = config_of(kind, **TINY | MODELS.get(kind, {}) | more)
-    compute_exactly(config)
-    return config
-
-
-def described(config):
-    with on_meta():
-        return describe(causal_lm(config))
+MODELS = ("mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3")
 
 
 # ---- units and bytes -------------------------------------------------------------------------------------------------
