@@ -82,10 +82,10 @@ def test_one_gradient_scaled_on_one_rank_is_named(tiny, plant):
 
 def test_gradients_averaged_instead_of_summed_are_recognised(tiny, plant):
     def mistake(model):
-        model.sharded.loss_scale = 1.0  # torch's DDP averages
+        model.sharded.loss_scale = 1.0  # torch's DDP averages, from the second step on
 
     plant(mistake)
-    report = verify(tiny("llama"), parallel="ddp=2", steps=1)
+    report = verify(tiny("llama"), parallel="ddp=2", steps=2)
     assert not report.ok
     assert "0.5 times the reference's" in report.verdict
 
