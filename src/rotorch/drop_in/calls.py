@@ -21,6 +21,7 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from rotorch.ops.deferred_logits import DeferredLogits, Later, with_real_logits
 from rotorch.parallel_model import ParallelModel
 from rotorch.shard.sharded_weight import ShardedWeight
 
+_VERSION = attrgetter("_version")
+
 
 class PlainCalls:
     """Forward and backward passes of a parallel model that its user calls (see [Note: nothing stays open]).
@@ -60,6 +63,7 @@ class PlainCalls:
         self._end = get_gradient_edge(self._leaf).node
         self._backward: _Backward | None = None
         self._versions_then: int | None = None
+        self._written = [tensor for held in model.weights.values() for tensor in (held.parameter, held.local)]
         heads = head_weights(model.module)
         self._to_note: list[list[Tensor]] = []
         self._of_head = [held for name, held in model.weights.items() if heads & {name, *held.weight.aliases}]
@@ -122,7 +126,7 @@ class PlainCalls:
 
     def _versions(self) -> int:
         """A number that every write into weights raises: into DTensors, or into this rank's parts of them."""
-        return sum(held.parameter._version + held.local._version for held in self.model.weights.values())
+        return sum(map(_VERSION, self._written))
 
     # ---------------------------------------------------------------- what comes and goes
 
@@ -315,15 +319,18 @@ class _GradientsPastThePass:
     def __init__(self, model: ParallelModel) -> None:
         self._before = [(held, held.parameter.grad) for held in model.weights.values() if held.sites]
         self._taken: list[tuple[ShardedWeight, DTensor]] = []
-        for held, _ in self._before:
-            held.parameter.grad = None
+        for held, before in self._before:
+            if before is not None:
+                held.parameter.grad = None
 
     def take(self) -> None:
         """Takes them off the parameters, which have their earlier gradients again. Once."""
         for held, before in self._before:
-            if held.parameter.grad is not None:
-                self._taken.append((held, held.parameter.grad))
-            held.parameter.grad = before
+            given = held.parameter.grad
+            if given is not None:
+                self._taken.append((held, given))
+            if given is not before:
+                held.parameter.grad = before
         self._before = []
 
     @torch.no_grad()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
+from itertools import chain
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
 
 from rotorch._torch_private import storage_key
 from rotorch.core.errors import ConfigError
@@ -27,9 +31,18 @@ class AtRest:
             for site in sites
         ]
         self._known = {id(parameter) for parameter in parameters.values()}
+        self._keys = [(parameter, key) for _, _, parameter, key in self._found]
+        self._seen = _Members(module)
 
     def check(self) -> None:
         """Raises `ConfigError` if a weight was replaced, taken out, or if one to train was added."""
+        is_as_seen = self._seen.are_the_same() and self._seen.num_parameters == len(self._known)
+        if is_as_seen and all(storage_key(parameter) == key for parameter, key in self._keys):
+            return
+        self._look()
+        self._seen = _Members(self._module)
+
+    def _look(self) -> None:
         for name, site, parameter, key in self._found:
             if site.get() is not parameter:
                 raise ConfigError(
@@ -62,3 +75,20 @@ class AtRest:
                     "each rank would train its own. Put it in before, or leave it out of the model and sum its "
                     "gradients over ranks yourself"
                 )
+
+
+class _Members:
+    """Parts and parameters of a module at one moment, to see in microseconds that they are still the same."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._dicts = [members for part in module.modules() for members in (part._modules, part._parameters)]
+        self._values = self._now()
+        self.num_parameters = len({id(value) for value in self._values if isinstance(value, Tensor)})
+
+    def are_the_same(self) -> bool:
+        """True if no part and no parameter has come, gone, or been replaced."""
+        now = self._now()
+        return len(now) == len(self._values) and all(map(is_, now, self._values))
+
+    def _now(self) -> list[Any]:
+        return list(chain.from_iterable(members.values() for members in self._dicts))
