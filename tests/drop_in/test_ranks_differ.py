@@ -68,13 +68,21 @@ def one_closes(loop, rank):
         loop.model(**loop.batch(0))
 
 
-def a_step_that_one_leaves_out(loop, rank):
-    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.1)
+def a_step_that_one_leaves_out(loop, rank, **kind):
+    optimizer = torch.optim.AdamW(loop.model.parameters(), lr=0.1, **kind)
     loop.model(**loop.batch(0)).loss.backward()
     if rank == 0:
         optimizer.step()
     optimizer.zero_grad()
     loop.model(**loop.batch(1))
+
+
+def a_fused_step_that_one_leaves_out(loop, rank):
+    a_step_that_one_leaves_out(loop, rank, fused=True)
+
+
+def a_step_over_lists_that_one_leaves_out(loop, rank):
+    a_step_that_one_leaves_out(loop, rank, foreach=True)
 
 
 def gradients_that_one_does_not_clear(loop, rank):
@@ -111,7 +119,10 @@ EXPECTED = {
     one_gathers_whole_weights: "rank 0 gathers whole weights, {others} calls the model",
     one_saves: "rank 0 calls rotorch.save, {others} calls the model",
     one_loads: "rank 0 calls rotorch.load, {others} calls rotorch.save",
-    a_step_that_one_leaves_out: "others have not: rank 0 yes, {others} no. Let all of them call optimizer.step()",
+    **dict.fromkeys(
+        (a_step_that_one_leaves_out, a_fused_step_that_one_leaves_out, a_step_over_lists_that_one_leaves_out),
+        "others have not: rank 0 yes, {others} no. Let all of them call optimizer.step()",
+    ),
     gradients_that_one_does_not_clear: "not cleared: rank 0 none, {others} some. Let all of them call",
     one_batch_more: "rank 0 calls the model, {others} calls evaluate",
     one_forward_more: "rank 0 calls the model, {others} calls backward",

@@ -66,6 +66,17 @@ def test_tokens_and_experts_send_as_much_at_the_crossover():
         assert travels == pytest.approx(rides, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("number", "width", "per_token", "features"), [(8, 14_336, 2, 4096), (128, 768, 8, 2048)], ids=["8x7B", "30B-A3B"]
+)
+def test_the_page_has_the_crossovers_of_published_models(pytestconfig, number, width, per_token, features):
+    sizes = {"num_local_experts": number, "num_experts_per_tok": per_token, "num_hidden_layers": 1}
+    spec = described(tiny_config("mixtral", intermediate_size=width, hidden_size=features, **sizes))
+    unit = next(unit for unit in strategy_of("ep=2").units_of(spec).units if unit.note(WholeExperts))
+    page = (pytestconfig.rootpath / "docs" / "long_context.md").read_text("utf-8")
+    assert f"{crossover_tokens(unit, itemsize=4):,.0f}" in page
+
+
 def sent_in_a_step(config, layout, rows):
     rank = torch.distributed.get_rank()
     return sent_and_said(causal_lm(config), layout, batch={name: part[rank : rank + 1] for name, part in rows.items()})

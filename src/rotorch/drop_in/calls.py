@@ -125,7 +125,10 @@ class PlainCalls:
         }
 
     def _versions(self) -> int:
-        """A number that every write into weights raises: into DTensors, or into this rank's parts of them."""
+        """A number that writes into weights raise: an optimizer's steps, and others into DTensors or parts of them.
+
+        Not by `parameter.data`, which has a version of its own, nor by torch's `_foreach` functions on DTensors.
+        """
         return sum(map(_VERSION, self._written))
 
     # ---------------------------------------------------------------- what comes and goes

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from rotorch.core.errors import ConfigError
 from rotorch.shard.in_chunks import CutInName
@@ -26,12 +27,23 @@ _NEED_WHOLE = {
 
 @functools.cache
 def look_at_steps_of_optimizers() -> None:
-    """Has every `optimizer.step()` looked at beforehand, for good; once.
+    """Has every `optimizer.step()` looked at, for good; once.
 
     Steps of torch's LBFGS, Adafactor and Muon over cut weights raise `ConfigError`; loaded state is cut like weights.
+    Each step raises the version of a weight, by which ranks see that one of them has left a step out.
     """
     register_optimizer_step_pre_hook(_refuse_if_cut)
     register_optimizer_step_pre_hook(_CutsLoadedState())
+    register_optimizer_step_post_hook(_raise_a_version)
+
+
+def _raise_a_version(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Does what fused and foreach steps leave out for DTensors."""
+    for group in optimizer.param_groups:
+        held = next((held for held in map(weight_of, group["params"]) if held is not None), None)
+        if held is not None:
+            increment_version(held.parameter)
+            return
 
 
 class _CutsLoadedState:
