@@ -444,7 +444,8 @@ class ParallelModel:
                 a step would add its mean to gradients of another one. On all ranks.
         """
         if not doing.is_end:  # since the operation began, only it can have replaced weights
-            self._at_rest.check()
+            # A backward computes with what its forward has found; the next pass sees what became of it.
+            self._at_rest.check(memory=doing is not ModelCall.BACKWARD)
         total, num_left = self._roll_call.meet(
             doing,
             num_micro_batches=num_micro_batches,
