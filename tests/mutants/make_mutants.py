@@ -26,7 +26,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
-RESULTS, BASELINES = CACHE / "mutants.jsonl", CACHE / "mutants-baseline.jsonl"
+BASELINES = CACHE / "mutants-baseline.jsonl"
+OUTCOMES = Path(__file__).with_name("outcomes.jsonl")
+"""The last one of each mutant of the sample; committed, since a sample takes hours."""
 PAGE, REASONS = ROOT / "docs" / "mutants.md", Path(__file__).with_name("reasons.toml")
 
 FILE_LIMIT_S = 600.0  # for a test file as it is; what it has not done by then is not asked
@@ -105,16 +107,17 @@ class Sample:
     def _outcome(self, mutant: Mutant, verdict: str, *, by: str, asked: list[str]) -> Outcome:
         digest = _digest(self.texts[mutant.path])
         what = mutant.key, mutant.path, mutant.line, mutant.before, mutant.after, mutant.package
-        outcome = Outcome(*what, verdict, by, len(asked), asked[-20:], digest, self.state, self.commit, self.levels)
+        last = [] if verdict == "killed" else asked[-20:]
+        outcome = Outcome(*what, verdict, by, len(asked), last, digest, self.state, self.commit, self.levels)
         self.known[mutant.key] = outcome
-        _append(RESULTS, asdict(outcome))
+        _append(OUTCOMES, asdict(outcome))
         return outcome
 
     def _read_results(self, *, older: bool) -> dict[str, Outcome]:
         """Mutants that tests noticed while the file was as it is, and survivors of this very state."""
         drawn = {mutant.key: mutant for mutant in self.mutants}
         known = {}
-        for fields in _lines_of(RESULTS):
+        for fields in _lines_of(OUTCOMES):
             outcome = Outcome(**fields)
             if outcome.key in drawn:
                 same = outcome.file_digest == _digest(self.texts[outcome.path])
@@ -159,9 +162,12 @@ def main() -> int:
     if todo and not options.only_page:
         preload()
         _run_all(drawn, todo, jobs=options.jobs)
-    found = [known[mutant.key] for mutant in drawn.mutants if mutant.key in known]
+    latest = {fields["key"]: fields for fields in _lines_of(OUTCOMES)}
+    kept = [latest[mutant.key] for mutant in drawn.mutants if mutant.key in latest]
+    OUTCOMES.write_text("".join(json.dumps(fields) + "\n" for fields in kept), "utf-8")
+    found = [Outcome(**fields) for fields in kept]
     to_come = len(drawn.mutants) - len(found)
-    PAGE.write_text(page(found, seed=options.seed, reasons=_reasons(), to_come=to_come), "utf-8")
+    PAGE.write_text(page(found, seed=options.seed, reasons=reasons(), to_come=to_come), "utf-8")
     print(f"{sum(o.is_killed for o in found)} of {len(found)} killed: {PAGE.relative_to(ROOT)}")
     return 1 if to_come else 0
 
@@ -204,7 +210,7 @@ def _run_all(drawn: Sample, todo: list[Mutant], *, jobs: int) -> None:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _reasons() -> Mapping[str, str]:
+def reasons() -> Mapping[str, str]:
     """Why mutants survive, by their keys."""
     found = tomllib.loads(REASONS.read_text("utf-8")) if REASONS.exists() else {}
     return {f"src/rotorch/{r['path']}|{r['before']}|{r['after']}": r["why"] for r in found.get("survivor", ())}

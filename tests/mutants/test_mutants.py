@@ -5,6 +5,7 @@ import os
 from dataclasses import replace
 
 import pytest
+from make_mutants import OUTCOMES, PAGE, reasons
 from mutant_changes import SUBJECTS, Mutant, mutants_of, sample, subjects
 from mutant_page import Outcome, page
 from mutant_tests import Baseline, candidates
@@ -130,6 +131,11 @@ def test_tests_that_reach_a_line_are_asked_and_the_quickest_first():
     assert baseline.reaching("src/rotorch/core/y.py", first=5, last=6) == []
     fixtures = replace(baseline, shared={PATH: [9]})
     assert set(fixtures.reaching(PATH, first=9, last=9)) == {"slow", "quick", "other"}
+
+
+def test_the_committed_page_is_that_of_the_committed_outcomes():
+    found = [Outcome(**json.loads(line)) for line in OUTCOMES.read_text("utf-8").splitlines()]
+    assert PAGE.read_text("utf-8") == page(found, seed=0, reasons=reasons(), to_come=200 - len(found))
 
 
 def test_the_page_says_score_survivors_and_why():
