@@ -81,10 +81,16 @@ _OF_ALL_RANKS = (ModelCall.GATHER, ModelCall.SAVE, ModelCall.LOAD)
 _OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, ModelCall.BACKWARD, ModelCall.LOGITS, ModelCall.COPY, *_OF_ALL_RANKS)
 """Operations of loops of users' own; steps of `rotorch train` have a watchdog (`train/launch/watchdog.py`)."""
 
+_ENDS_OF_LOOPS = (ModelCall.FORWARD_DONE, ModelCall.LOOK_DONE, ModelCall.BACKWARD_DONE)
+
 _LEARN = (ModelCall.FORWARD, ModelCall.BACKWARD, ModelCall.STEP, ModelCall.STEP_MORE)
 
 _IN_ORDER = "give every rank equally many batches, and let all of them call models, and backward, in the same order"
 _BY_ALL = "let all ranks call it, and only one write what comes of it"
+_SAME_PARTS = (
+    "Ranks that wait for a part of the model that this one has left out (layers dropped at random, experts without "
+    "tokens) never come: let all ranks run the same parts in each pass, or write ddp"
+)
 
 _ODD = 0x9E3779B97F4A7C15
 """Golden ratio in 64 bits: differences within several groups of ranks do not add up to 0."""
@@ -139,11 +145,14 @@ class RollCall:
         self._codes = [pow(6, place, 251) for place in range(len(parameters))]
         self._ranks = mesh.mesh.flatten().tolist()
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
+        me, waited = f"rank {self._ranks[self._mine]}", f"and has waited {SAYS_AFTER_S:.0f} s for others"
         self._waits = {
-            doing: f"rank {self._ranks[self._mine]} {_TEXTS[doing]}, and has waited {SAYS_AFTER_S:.0f} s for others. "
-            "Ranks that have left their loop, or wait for something else, never come: "
-            + (_BY_ALL if doing in _OF_ALL_RANKS else _IN_ORDER)
+            doing: f"{me} {_TEXTS[doing]}, {waited}. Ranks that have left their loop, or wait for something else, never "
+            "come: " + (_BY_ALL if doing in _OF_ALL_RANKS else _IN_ORDER)
             for doing in _OF_LOOPS
+        }
+        self._waits |= {
+            doing: f"{me} {_TEXTS[doing]}, is through with it, {waited}. {_SAME_PARTS}" for doing in _ENDS_OF_LOOPS
         }
         # Identifies the model among others of the ranks; not drawn from torch's generators, which the user has seeded.
         drawn = int.from_bytes(os.urandom(3)) if self._mine == 0 else 0  # its square is summed in 64 bits
@@ -179,7 +188,7 @@ class RollCall:
         frozen = self._number_of_frozen() if doing in _LEARN else 0
         alike = (int(doing), self._model, 1024 * num_micro_batches + 4 * frozen + 2 * has_gradients + is_changed)
         sums = torch.tensor([*with_squares(alike), num_left * _TARGETS + num_targets])
-        with saying_if_long(self._waits[doing]) if doing in _OF_LOOPS else nullcontext():
+        with saying_if_long(self._waits[doing]) if doing in self._waits else nullcontext():
             *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
         is_alone = sums[0] == doing  # the other ranks are faked
         if not is_alone and any(differ(sums, num_ranks=len(self._ranks))):
