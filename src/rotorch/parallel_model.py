@@ -305,15 +305,16 @@ class ParallelModel:
             unused = UnusedWeights(sharded, mesh=self.mesh)
             sharded.start()
             total = sharded.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside))
-            num_unused = torch.tensor([unused.count()], dtype=torch.float64)
-            sums = torch.cat([total.cpu().view(1), num_unused, self.written_buffers.written()])
+            counts = torch.tensor([unused.count(), sharded.path], dtype=torch.float64)
+            sums = torch.cat([total.cpu().view(1), counts, self.written_buffers.written()])
             self._status.micro_batch = 0
             self._status.now = at(Operation.COMPLETE_GRADIENTS)
             summed = all_reduce_sum_later(sums, mesh=self.mesh)  # sent while gradients are completed
             sharded.finish()
-            total, num_unused, *_ = summed()
+            total, num_unused, paths, *_ = summed()
+            self._roll_call.check_paths(int(paths))
             unused.drop(int(num_unused))
-        self.written_buffers.even_out(summed()[2:], mesh=self.mesh)
+        self.written_buffers.even_out(summed()[3:], mesh=self.mesh)
         self._status.now = 0
         mean = total * self._weight_of_ranks
         return (mean, beside) if beside else mean
@@ -451,6 +452,7 @@ class ParallelModel:
             num_micro_batches=num_micro_batches,
             num_targets=num_targets,
             num_left=int(doing is ModelCall.STEP and self._gradients_are_left()),
+            path=self._sharded.path if doing.is_end else 0,
             **state,  # type: ignore[arg-type]
         )
         if num_left:

@@ -92,7 +92,9 @@ def cuda(monkeypatch):
     return SimpleNamespace(notes=notes, made=made)
 
 
-MESH = SimpleNamespace(size=lambda: SIZE, get_local_rank=lambda: 0, get_group=lambda: "the ring's group")
+MESH = SimpleNamespace(
+    size=lambda: SIZE, get_local_rank=lambda: 0, get_group=lambda: "the ring's group", mesh=torch.arange(SIZE)
+)
 
 
 def make():

@@ -32,6 +32,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.status_word import Operation, StatusWord, at
 
+PATHS = 2**31
+"""Modulus of `Ring.path`: sums over a million ranks are exact in float64."""
+
+_BASE, _MODULUS = 1_000_003, 2**31 - 1
+
 
 class Visit(NamedTuple):
     """One visit of a slice.
@@ -130,6 +135,8 @@ class Ring(ABC):
         self.fresh = [True] * len(self.numels)
         """Per item: True if nothing has been added to its gradients in this step."""
         self._deferred: list[DeferredAdd] = []
+        self._first_rank = int(setup.mesh.mesh.flatten()[0])
+        self._path = 0
         self.status = StatusWord()
         """Status word that says which slice of which item this rank is at."""
         self._ranks = list(range(size))
@@ -183,13 +190,26 @@ class Ring(ABC):
         `fresh[item]`: overwrite its gradient instead of adding to it. The caller has made sure that all ranks are
         here.
         """
-        self.fresh = list(fresh)
+        self.fresh, self._path = list(fresh), 0
         # Left over from a step that broke off, whose gradients are not used.
         self._deferred = []
 
-    @abstractmethod
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         """Yields the slices of an item in this rank's order. With `fetch=False` without their weights."""
+        self._path = (_BASE * self._path + 2 * item + backward + 1) % _MODULUS
+        return self._visits(item, backward=backward, fetch=fetch)
+
+    @abstractmethod
+    def _visits(self, item: int, *, backward: bool, fetch: bool) -> Iterator[Visit]: ...
+
+    @property
+    def path(self) -> int:
+        """This rank's number of the items since `start`, in order; those of ranks with the same ones add up to 0.
+
+        Modulo `PATHS`, also over several rings. Ranks whose items differ take each other's slices for their own.
+        """
+        others = self.size - 1 if self.position == 0 else -1
+        return self._path * others * (2 * self._first_rank + 1) % PATHS
 
     @abstractmethod
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:

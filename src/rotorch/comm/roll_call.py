@@ -22,6 +22,7 @@ from rotorch._torch_private import tree_flatten
 from rotorch.comm.checksums import differ, sum_by_place, with_squares
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.long_wait import SAYS_AFTER_S, saying_if_long
+from rotorch.comm.ring import PATHS
 from rotorch.core.errors import ConfigError
 
 
@@ -144,11 +145,12 @@ class RollCall:
         # Powers of a primitive root: sums of them, unlike sums of places, seldom agree for two sets of one size.
         self._codes = [pow(6, place, 251) for place in range(len(parameters))]
         self._ranks = mesh.mesh.flatten().tolist()
+        self._is_alone = False
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
         me, waited = f"rank {self._ranks[self._mine]}", f"and has waited {SAYS_AFTER_S:.0f} s for others"
         self._waits = {
-            doing: f"{me} {_TEXTS[doing]}, {waited}. Ranks that have left their loop, or wait for something else, never "
-            "come: " + (_BY_ALL if doing in _OF_ALL_RANKS else _IN_ORDER)
+            doing: f"{me} {_TEXTS[doing]}, {waited}. Ranks that have left their loop, or wait for something else, "
+            "never come: " + (_BY_ALL if doing in _OF_ALL_RANKS else _IN_ORDER)
             for doing in _OF_LOOPS
         }
         self._waits |= {
@@ -168,6 +170,7 @@ class RollCall:
         is_changed: bool = False,
         has_gradients: bool = False,
         of_batch: int | None = None,
+        path: int = 0,
     ) -> tuple[int, int]:
         """Waits for all ranks and returns the sums of their `num_targets` and of their `num_left`.
 
@@ -180,19 +183,28 @@ class RollCall:
             has_gradients: this rank has gradients that it has not cleared.
             of_batch: where ranks share batches, a number whose sum over ranks, modulo 2**64, is 0 if all that share one
                 were given the same.
+            path: at the end of a pass, this rank's `Ring.path`.
 
         Raises:
             ConfigError: on all ranks: some are about to do something else, or have another number of micro-batches, or
-                another batch than ranks that share it with them.
+                another batch than ranks that share it with them, or have run other parts of the model.
         """
         frozen = self._number_of_frozen() if doing in _LEARN else 0
+        # At an end all of the last are 0.
         alike = (int(doing), self._model, 1024 * num_micro_batches + 4 * frozen + 2 * has_gradients + is_changed)
-        sums = torch.tensor([*with_squares(alike), num_left * _TARGETS + num_targets])
+        numbers = with_squares(alike)
+        if doing.is_end:  # in the place of what is compared at the beginning
+            numbers[2] = path
+        sums = torch.tensor([*numbers, num_left * _TARGETS + num_targets])
         with saying_if_long(self._waits[doing]) if doing in self._waits else nullcontext():
             *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
-        is_alone = sums[0] == doing  # the other ranks are faked
+        self._is_alone = is_alone = sums[0] == doing  # the other ranks are faked
+        paths = 0
+        if doing.is_end:
+            paths, sums[2] = sums[2], 0
         if not is_alone and any(differ(sums, num_ranks=len(self._ranks))):
             self._refuse(alike)
+        self.check_paths(paths)
         # A message of its own: ranks that do something else have none.
         if of_batch is not None and not is_alone and int(all_reduce_sum(torch.tensor([of_batch]), mesh=self._mesh)):
             raise ConfigError(
@@ -202,6 +214,21 @@ class RollCall:
             )
         left, targets = divmod(int(total), _TARGETS)
         return targets, left
+
+    def check_paths(self, total: int) -> None:
+        """Raises `ConfigError` if ranks of a ring have run different parts of the model. After `meet`, on all ranks.
+
+        They have taken slices of one part for those of another one then, without an error.
+
+        Args:
+            total: the sum of the ranks' `Ring.path`.
+        """
+        if total % PATHS and not self._is_alone:
+            raise ConfigError(
+                "ranks have run different parts of the model, or in another order, so weights and gradients of "
+                "different parts were exchanged for each other: this pass is wrong. Let all ranks run the same parts "
+                "in each pass (no layers dropped at random; experts without tokens are called with none), or write ddp"
+            )
 
     def _number_of_frozen(self) -> int:
         """A number below 256 of the set of parameters that are frozen."""

@@ -51,6 +51,11 @@ class ShardedModel(Observable, ABC):
         """Of the last pass, pairs of tokens and experts that travelled: `MicroBatch.routed`; none if experts travel."""
         return ()
 
+    @property
+    def path(self) -> int:
+        """This rank's number of the parts that it has run since `start`, whose weights go round: see `Ring.path`."""
+        return 0
+
     @abstractmethod
     def unsharded(self) -> AbstractContextManager[nn.Module]:
         """Puts plain tensors into the module for one pass and yields the module to call (see [Note: unsharding]).
@@ -254,6 +259,10 @@ class OuterShardedModel(ShardedModel):
     @property
     def routed(self) -> tuple[tuple[str, int, int], ...]:
         return self._inner.routed
+
+    @property
+    def path(self) -> int:
+        return self._inner.path
 
     def slots(self) -> list[Tensor]:
         return self._inner.slots()

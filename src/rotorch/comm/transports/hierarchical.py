@@ -186,7 +186,7 @@ class HierarchicalRing(Ring):
 
     # ------------------------------------------------------------- weights
 
-    def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
+    def _visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         this, number = Pass(item, backward, fetch), 0
         self._ahead.passes.enter(this)
         here = self._at_slices(item, backward=backward)

@@ -133,7 +133,7 @@ class HoppingRing(MessageRing):
 
     # ------------------------------------------------------------- weights
 
-    def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
+    def _visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         order, brings = self.order(backward=backward), self._bring_home if self._homes_travel else self._bring_copy
         here = self._at_slices(item, backward=backward)
         neighbour = (self.position + (1 if backward else -1)) % self.size

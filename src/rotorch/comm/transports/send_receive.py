@@ -106,7 +106,7 @@ class SendReceiveRing(MessageRing):
             self._pending_add.hop.wait()
             self._pending_add = None
 
-    def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
+    def _visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         this = Pass(item, backward, fetch)
         self._ahead.passes.enter(this)
         here = self._at_slices(item, backward=backward)

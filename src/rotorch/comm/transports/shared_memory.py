@@ -168,7 +168,7 @@ class SharedMemoryRing(Ring):
             # Opens this rank's gradients to the others: its optimizer is done with those of the last step.
             self._turns[self.position][:] = self._base
 
-    def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
+    def _visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         first, fresh = self._base + self._rounds[item] * self.size, False
         if backward:  # now, not at the end of the pass: another pass of this item may begin before (see `defer`)
             fresh, self.fresh[item] = self.fresh[item], False

@@ -206,7 +206,7 @@ class SymmetricMemoryRing(Ring):
 
     # ------------------------------------------------------------- weights
 
-    def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
+    def _visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         this = Pass(item, backward, fetch)
         self._passes.enter(this)
         here = self._at_slices(item, backward=backward)

@@ -118,6 +118,10 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         super().finish()
 
     @property
+    def path(self) -> int:
+        return self.ring.path
+
+    @property
     def transport(self) -> str | None:
         return self.ring.name
 

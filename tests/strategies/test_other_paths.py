@@ -1,0 +1,80 @@
+"""Ranks that run different parts of a model, as many each: under rtp one would take a part's weights for another's."""
+
+import pytest
+import torch
+from torch import nn
+
+import rotorch
+from rotorch.core.errors import ConfigError
+from rotorch.testing.ranks import run_ranks
+
+REFUSED = "ranks have run different parts of the model, or in another order"
+
+
+class Experts(nn.Module):
+    """Runs two of its four experts, in an order of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts, self.end = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)), nn.Linear(6, 3)
+
+    def forward(self, x, chosen):
+        for number in chosen:
+            x = x + torch.tanh(self.experts[number](x))
+        return self.end(x)
+
+
+def loss_of(module, batch, num_targets):
+    return module(batch["x"], batch["chosen"]).square().sum()
+
+
+def messages_of(layout, chosen):
+    """Messages of this rank for a call without gradients, a call with its backward, and a step."""
+    torch.manual_seed(0)
+    found = []
+    for run in (look, learn, step):
+        model = rotorch.parallelize(Experts().double(), layout, device="cpu", loss=loss_of)
+        rank = torch.distributed.get_rank()
+        try:
+            run(model, {"x": torch.ones(2, 6, dtype=torch.float64), "chosen": chosen[rank % len(chosen)]})
+        except ConfigError as error:
+            found.append(str(error))
+        else:
+            found.append("")
+        model.close()
+    return found
+
+
+def look(model, batch):
+    with torch.no_grad():
+        model(**batch)
+
+
+def learn(model, batch):
+    model(**batch).sum().backward()
+
+
+def step(model, batch):
+    model.forward_backward({**batch, "labels": torch.zeros(2, dtype=torch.int64)})
+
+
+MESSAGES = "rtp=2[transport=send_receive]"
+
+
+@pytest.mark.parametrize("chosen", [((0, 2), (1, 2)), ((0, 2), (2, 0))])
+@pytest.mark.parametrize("layout", [MESSAGES, "rtp=2[transport=send_receive,buffering=in_place]"])
+def test_a_pass_is_refused_on_all_ranks(layout, chosen):
+    for found in run_ranks(messages_of, layout, chosen, num_ranks=2):
+        assert [message.startswith(REFUSED) for message in found] == [True, True, True]
+
+
+@pytest.mark.parametrize("layout", [MESSAGES, "rtp=2", "ddp=2"])
+def test_ranks_that_run_the_same_parts_are_right(layout):
+    for found in run_ranks(messages_of, layout, ((3, 1),), num_ranks=2):
+        assert found == ["", "", ""]
+
+
+def test_replicas_of_a_ring_may_differ():
+    """Ranks 0 and 1 are a ring, and 2 and 3 are another one."""
+    for found in run_ranks(messages_of, f"ddp=2,{MESSAGES}", ((0, 2), (0, 2), (1, 3), (1, 3)), num_ranks=4):
+        assert found == ["", "", ""]
