@@ -61,10 +61,17 @@ def step(model, batch):
 MESSAGES = "rtp=2[transport=send_receive]"
 
 
-@pytest.mark.parametrize("chosen", [((0, 2), (1, 2)), ((0, 2), (2, 0))])
-@pytest.mark.parametrize("layout", [MESSAGES, "rtp=2[transport=send_receive,buffering=in_place]"])
+@pytest.mark.parametrize(
+    ("layout", "chosen"),
+    [
+        (MESSAGES, ((0, 2), (1, 2))),
+        (MESSAGES, ((0, 2), (2, 0))),
+        ("rtp=2[transport=send_receive,buffering=in_place]", ((0, 2), (1, 2))),
+        ("rtp=3[transport=send_receive]", ((1,), (2,), (0,))),  # as far above as below the first one's
+    ],
+)
 def test_a_pass_is_refused_on_all_ranks(layout, chosen):
-    for found in run_ranks(messages_of, layout, chosen, num_ranks=2):
+    for found in run_ranks(messages_of, layout, chosen, num_ranks=len(chosen)):
         assert [message.startswith(REFUSED) for message in found] == [True, True, True]
 
 

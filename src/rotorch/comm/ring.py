@@ -35,8 +35,6 @@ from rotorch.comm.status_word import Operation, StatusWord, at
 PATHS = 2**31
 """Modulus of `Ring.path`: sums over a million ranks are exact in float64."""
 
-_BASE, _MODULUS = 1_000_003, 2**31 - 1
-
 
 class Visit(NamedTuple):
     """One visit of a slice.
@@ -196,7 +194,8 @@ class Ring(ABC):
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         """Yields the slices of an item in this rank's order. With `fetch=False` without their weights."""
-        self._path = (_BASE * self._path + 2 * item + backward + 1) % _MODULUS
+        # Mixed, not added up: differences of several ranks must not cancel.
+        self._path = hash((self._path, item, backward)) % PATHS
         return self._visits(item, backward=backward, fetch=fetch)
 
     @abstractmethod
