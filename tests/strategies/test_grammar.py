@@ -114,6 +114,8 @@ def test_what_is_written_reads_back(strategies):
         ("osdp=2[memory=2GiB,inner=pp]", "inner=pp cuts no units. Write inner=rtp or inner=fsdp"),
         ("osdp=2[memory=lots]", "memory=lots is no number of bytes above 0. Write for example memory=2GiB"),
         ("osdp=2[memory=0]", "memory=0 is no number of bytes above 0"),
+        ("rtp=2[memory=0]", "memory=0 is no number of bytes above 0"),
+        ("rtp=2[memory=1GiB,context=2]", "memory=1GiB with context=2: units of rtp are whole only where ranks have"),
         ("osdp=2[memory=1GiB,context=2]", "Leave one of the two out"),
         ("pp=2,osdp=2[memory=1GiB]", "a rank has some of its stages. Leave memory out"),
         ("rtp=2[recompte=slice]", "rtp has no option 'recompte' (did you mean 'recompute'?)"),

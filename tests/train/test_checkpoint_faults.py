@@ -509,6 +509,10 @@ def test_a_newer_format(copy):
             "a chunk outside its shape",
         ),
         (
+            {"tensors__model/norm__chunks": [{"offsets": [-8], "sizes": [16], "file": "x", "start": 0}]},
+            "a chunk outside its shape",
+        ),
+        (
             {"tensors__model/norm__chunks": [{"offsets": [0], "sizes": [16], "file": "/etc/passwd", "start": 0}]},
             "lies in the unlisted file '/etc/passwd'",
         ),
