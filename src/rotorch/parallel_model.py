@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import tree_flatten, tree_unflatten
-from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, barrier, close_shared_reduces
+from rotorch.comm.collectives import all_reduce_sum, all_reduce_sum_later, close_shared_reduces
 from rotorch.comm.one_error import one_error
 from rotorch.comm.roll_call import ModelCall, RollCall, digest_of, number_of_batch
 from rotorch.comm.status_word import Operation, StatusWord, at
@@ -305,14 +305,14 @@ class ParallelModel:
             unused = UnusedWeights(sharded, mesh=self.mesh)
             sharded.start()
             total = sharded.forward_backward(callee, micro_batches, self._loss_over(max(num_targets, 1), loss, beside))
-            counts = torch.tensor([unused.count(), sharded.path], dtype=torch.float64)
+            counts = torch.tensor([unused.count(), sharded.order_hash], dtype=torch.float64)
             sums = torch.cat([total.cpu().view(1), counts, self.written_buffers.written()])
             self._status.micro_batch = 0
             self._status.now = at(Operation.COMPLETE_GRADIENTS)
             summed = all_reduce_sum_later(sums, mesh=self.mesh)  # sent while gradients are completed
             sharded.finish()
-            total, num_unused, paths, *_ = summed()
-            self._roll_call.check_paths(int(paths))
+            total, num_unused, order_hashes, *_ = summed()
+            self._roll_call.check_orders(int(order_hashes))
             unused.drop(int(num_unused))
         self.written_buffers.even_out(summed()[3:], mesh=self.mesh)
         self._status.now = 0
@@ -333,8 +333,13 @@ class ParallelModel:
         with evaluating(self.module), self.unsharded() as callee, self._shared_sequences():
             self._sharded.start()
             loss_sum = sum(self._sharded.forward(callee, micro_batches, lambda *a: float(loss(*a))))
+        self._end_pass()
         self._status.now = 0
         return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets, tuple(beside))
+
+    def _end_pass(self) -> None:
+        """Waits for all ranks after a pass without gradients. Raises `ConfigError` if they ran different parts."""
+        self._roll_call.check_orders(int(all_reduce_sum(torch.tensor([self._sharded.order_hash]), mesh=self.mesh)))
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
@@ -347,7 +352,7 @@ class ParallelModel:
         with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
             self._sharded.start()
             (output,) = self._sharded.forward(callee, [batch], real_outputs)
-        barrier(mesh=self.mesh)  # and may change again
+        self._end_pass()  # and may change again
         return output
 
     @torch.no_grad()
@@ -361,7 +366,7 @@ class ParallelModel:
         with evaluating(self.module), self.unsharded() as callee, self.forward_pass():
             self._sharded.start()
             (logits,) = self._sharded.forward(callee, [{"input_ids": input_ids}], last_logits)
-        barrier(mesh=self.mesh)  # and may change again
+        self._end_pass()  # and may change again
         return logits.float()
 
     def close(self) -> None:
@@ -452,7 +457,7 @@ class ParallelModel:
             num_micro_batches=num_micro_batches,
             num_targets=num_targets,
             num_left=int(doing is ModelCall.STEP and self._gradients_are_left()),
-            path=self._sharded.path if doing.is_end else 0,
+            order_hash=self._sharded.order_hash if doing.is_end else 0,
             **state,  # type: ignore[arg-type]
         )
         if num_left:

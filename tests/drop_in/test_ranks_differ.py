@@ -134,6 +134,22 @@ EXPECTED = {
 }
 
 
+def steps_without_gradients(config):
+    """One rank alone calls an optimizer that has nothing to write; the next call goes on."""
+    model = rotorch.parallelize(build(config, seed=1), "ddp=2", device="cpu")
+    rank = torch.distributed.get_rank()
+    loop = Loop(model, None, model.batch_rank, model.config.vocab_size)
+    model(**loop.batch(0)).loss.backward()
+    model.zero_grad()
+    if rank == 0:
+        torch.optim.AdamW(model.parameters(), fused=True).step()
+    return model(**loop.batch(1)).loss.item()
+
+
+def test_a_step_that_writes_nothing_is_none(tiny):
+    assert len(run_ranks(steps_without_gradients, load_config(tiny("llama")), num_ranks=2)) == 2
+
+
 def another_batch(loop, rank):
     other = Loop(loop.model, None, rank, loop.vocab_size)
     loop.model(**other.batch(0)).loss.backward()

@@ -28,7 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
 BASELINES = CACHE / "mutants-baseline.jsonl"
 OUTCOMES = Path(__file__).with_name("outcomes.jsonl")
-"""The last one of each mutant of the sample; committed, since a sample takes hours."""
+"""The last one of each mutant of the default sample; committed, since a sample takes hours."""
+COUNT, SEED = 200, 0
 PAGE, REASONS = ROOT / "docs" / "mutants.md", Path(__file__).with_name("reasons.toml")
 
 FILE_LIMIT_S = 600.0  # for a test file as it is; what it has not done by then is not asked
@@ -42,7 +43,8 @@ Step = Generator[Request | None, Report, Outcome]
 class Sample:
     """The mutants of a seed, what is known of them, and the tests on the source as it is."""
 
-    def __init__(self, *, count: int, seed: int, older: bool, levels: int) -> None:
+    def __init__(self, outcomes: Path, *, count: int, seed: int, older: bool, levels: int) -> None:
+        self._outcomes = outcomes
         self.texts = {_below(path): path.read_text("utf-8") for path in subjects(ROOT)}
         tests = {_below(path): path.read_text("utf-8") for path in (ROOT / "tests").rglob("*.py")}
         source = {_below(path): path.read_text("utf-8") for path in (ROOT / "src").rglob("*.py")}
@@ -110,14 +112,14 @@ class Sample:
         last = [] if verdict == "killed" else asked[-20:]
         outcome = Outcome(*what, verdict, by, len(asked), last, digest, self.state, self.commit, self.levels)
         self.known[mutant.key] = outcome
-        _append(OUTCOMES, asdict(outcome))
+        _append(self._outcomes, asdict(outcome))
         return outcome
 
     def _read_results(self, *, older: bool) -> dict[str, Outcome]:
         """Mutants that tests noticed while the file was as it is, and survivors of this very state."""
         drawn = {mutant.key: mutant for mutant in self.mutants}
         known = {}
-        for fields in _lines_of(OUTCOMES):
+        for fields in _lines_of(self._outcomes):
             outcome = Outcome(**fields)
             if outcome.key in drawn:
                 same = outcome.file_digest == _digest(self.texts[outcome.path])
@@ -141,8 +143,8 @@ class Sample:
 def main() -> int:
     """Returns 1 if some of the sample have not been run."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200, help="how many mutants")
-    parser.add_argument("--seed", type=int, default=0, help="which mutants")
+    parser.add_argument("--count", type=int, default=COUNT, help="how many mutants")
+    parser.add_argument("--seed", type=int, default=SEED, help="which mutants; another sample stays in .cache")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="how many runs of pytest at a time")
     parser.add_argument("--levels", type=int, default=5, help="how far from the changed file tests are asked, 1 to 5")
     parser.add_argument("--older", action="store_true", help="take over what other states of the source gave")
@@ -153,8 +155,14 @@ def main() -> int:
     parser.add_argument("--only-page", action="store_true", help="run nothing, write the page of what is known")
     options = parser.parse_args()
     CACHE.mkdir(exist_ok=True)
+    is_usual = (options.count, options.seed) == (COUNT, SEED)
+    outcomes, about = (OUTCOMES, PAGE) if is_usual else (CACHE / "mutants.jsonl", CACHE / "mutants.md")
     drawn = Sample(
-        count=options.count, seed=options.seed, older=options.older or options.survivors, levels=options.levels
+        outcomes,
+        count=options.count,
+        seed=options.seed,
+        older=options.older or options.survivors,
+        levels=options.levels,
     )
     known = drawn.known
     todo = [m for m in drawn.mutants if m.key not in known or (options.survivors and not known[m.key].is_killed)]
@@ -162,13 +170,13 @@ def main() -> int:
     if todo and not options.only_page:
         preload()
         _run_all(drawn, todo, jobs=options.jobs)
-    latest = {fields["key"]: fields for fields in _lines_of(OUTCOMES)}
+    latest = {fields["key"]: fields for fields in _lines_of(outcomes)}
     kept = [latest[mutant.key] for mutant in drawn.mutants if mutant.key in latest]
-    OUTCOMES.write_text("".join(json.dumps(fields) + "\n" for fields in kept), "utf-8")
+    outcomes.write_text("".join(json.dumps(fields) + "\n" for fields in kept), "utf-8")
     found = [Outcome(**fields) for fields in kept]
     to_come = len(drawn.mutants) - len(found)
-    PAGE.write_text(page(found, seed=options.seed, reasons=reasons(), to_come=to_come), "utf-8")
-    print(f"{sum(o.is_killed for o in found)} of {len(found)} killed: {PAGE.relative_to(ROOT)}")
+    about.write_text(page(found, seed=options.seed, reasons=reasons(), to_come=to_come), "utf-8")
+    print(f"{sum(o.is_killed for o in found)} of {len(found)} killed: {about.relative_to(ROOT)}")
     return 1 if to_come else 0
 
 

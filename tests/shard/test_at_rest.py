@@ -40,7 +40,12 @@ def add_a_part_to_a_part(made):
     made["a"].extra = nn.Linear(1, 1)
 
 
+def give_a_part_another_state(made):
+    vars(made["a"]).update(vars(nn.Linear(3, 2)))
+
+
 CHANGES = {
+    give_a_part_another_state: "'a.weight' was replaced by another object",
     replace_a_weight: "'a.weight' was replaced by another object",
     replace_a_bias_by_nothing: "'a.bias' was replaced by another object",
     assign_data: "b.1.weight.data was assigned",

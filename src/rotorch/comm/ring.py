@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.status_word import Operation, StatusWord, at
 
-PATHS = 2**31
-"""Modulus of `Ring.path`: sums over a million ranks are exact in float64."""
+ORDER_MODULUS = 2**31
+"""Of `Ring.order_hash`: sums over a million ranks are exact in float64."""
 
 
 class Visit(NamedTuple):
@@ -115,6 +115,9 @@ class Ring(ABC):
     defers_adds: bool
     """True if a rank may add its part to a gradient later than in its visit (see `defer`)."""
 
+    goes_by_order: bool = True
+    """True if what comes is what the sender's order says: ranks must visit the same items in the same order."""
+
     gives_whole: bool = False
     """True if an item's slices lie side by side where every rank can read them (`whole_weights`)."""
 
@@ -134,7 +137,7 @@ class Ring(ABC):
         """Per item: True if nothing has been added to its gradients in this step."""
         self._deferred: list[DeferredAdd] = []
         self._first_rank = int(setup.mesh.mesh.flatten()[0])
-        self._path = 0
+        self._visited = 0
         self.status = StatusWord()
         """Status word that says which slice of which item this rank is at."""
         self._ranks = list(range(size))
@@ -188,27 +191,30 @@ class Ring(ABC):
         `fresh[item]`: overwrite its gradient instead of adding to it. The caller has made sure that all ranks are
         here.
         """
-        self.fresh, self._path = list(fresh), 0
+        self.fresh, self._visited = list(fresh), 0
         # Left over from a step that broke off, whose gradients are not used.
         self._deferred = []
 
     def visits(self, item: int, *, backward: bool, fetch: bool = True) -> Iterator[Visit]:
         """Yields the slices of an item in this rank's order. With `fetch=False` without their weights."""
-        # Mixed, not added up: differences of several ranks must not cancel.
-        self._path = hash((self._path, item, backward)) % PATHS
+        # A hash, no sum: differences of several ranks must not cancel.
+        self._visited = hash((self._visited, item, backward)) % ORDER_MODULUS
         return self._visits(item, backward=backward, fetch=fetch)
 
     @abstractmethod
-    def _visits(self, item: int, *, backward: bool, fetch: bool) -> Iterator[Visit]: ...
+    def _visits(self, item: int, *, backward: bool, fetch: bool) -> Iterator[Visit]:
+        """Yields what `visits` does: the transport's own way."""
 
     @property
-    def path(self) -> int:
-        """This rank's number of the items since `start`, in order; those of ranks with the same ones add up to 0.
+    def order_hash(self) -> int:
+        """Hash of the items visited since `start`, in order, times a weight of this rank.
 
-        Modulo `PATHS`, also over several rings. Ranks whose items differ take each other's slices for their own.
+        The weights of a ring add up to 0, and so do the hashes, modulo `ORDER_MODULUS`, if all its ranks have visited
+        the same items. 0 where slices are found by their item, whatever the order.
         """
-        others = self.size - 1 if self.position == 0 else -1
-        return self._path * others * (2 * self._first_rank + 1) % PATHS
+        weight = self.size - 1 if self.position == 0 else -1
+        # Times an odd number of the ring, since the ranks of several rings add up theirs.
+        return self._visited * weight * (2 * self._first_rank + 1) % ORDER_MODULUS if self.goes_by_order else 0
 
     @abstractmethod
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:

@@ -22,7 +22,7 @@ from rotorch._torch_private import tree_flatten
 from rotorch.comm.checksums import differ, sum_by_place, with_squares
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.long_wait import SAYS_AFTER_S, saying_if_long
-from rotorch.comm.ring import PATHS
+from rotorch.comm.ring import ORDER_MODULUS
 from rotorch.core.errors import ConfigError
 
 
@@ -82,15 +82,15 @@ _OF_ALL_RANKS = (ModelCall.GATHER, ModelCall.SAVE, ModelCall.LOAD)
 _OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, ModelCall.BACKWARD, ModelCall.LOGITS, ModelCall.COPY, *_OF_ALL_RANKS)
 """Operations of loops of users' own; steps of `rotorch train` have a watchdog (`train/launch/watchdog.py`)."""
 
-_ENDS_OF_LOOPS = (ModelCall.FORWARD_DONE, ModelCall.LOOK_DONE, ModelCall.BACKWARD_DONE)
+_ENDS_OF_LOOPS = tuple(doing for doing in ModelCall if doing.is_end)
 
 _LEARN = (ModelCall.FORWARD, ModelCall.BACKWARD, ModelCall.STEP, ModelCall.STEP_MORE)
 
 _IN_ORDER = "give every rank equally many batches, and let all of them call models, and backward, in the same order"
 _BY_ALL = "let all ranks call it, and only one write what comes of it"
 _SAME_PARTS = (
-    "Ranks that wait for a part of the model that this one has left out (layers dropped at random, experts without "
-    "tokens) never come: let all ranks run the same parts in each pass, or write ddp"
+    "They may be slower. If weights are cut and they wait for a part of the model that this rank has left out (layers "
+    "dropped at random, experts without tokens), they never come: let all ranks run the same parts in each pass"
 )
 
 _ODD = 0x9E3779B97F4A7C15
@@ -132,7 +132,8 @@ class RollCall:
     [Note: seven numbers]
         For any number of ranks seven integers are summed: three numbers that must be equal on all ranks, their squares
         (see `comm/checksums.py`), and one for both the targets and the ranks with gradients left. Ranks send each
-        other their numbers only if they differ.
+        other their numbers only if they differ. At the end of a pass the third one is `Ring.order_hash`, whose sum
+        must be 0.
 
     Args:
         mesh: the ranks.
@@ -145,7 +146,7 @@ class RollCall:
         # Powers of a primitive root: sums of them, unlike sums of places, seldom agree for two sets of one size.
         self._codes = [pow(6, place, 251) for place in range(len(parameters))]
         self._ranks = mesh.mesh.flatten().tolist()
-        self._is_alone = False
+        self._is_alone = self._is_spoilt = False
         self._mine = self._ranks.index(mesh.get_rank()) if mesh.size() > 1 else 0
         me, waited = f"rank {self._ranks[self._mine]}", f"and has waited {SAYS_AFTER_S:.0f} s for others"
         self._waits = {
@@ -170,7 +171,7 @@ class RollCall:
         is_changed: bool = False,
         has_gradients: bool = False,
         of_batch: int | None = None,
-        path: int = 0,
+        order_hash: int = 0,
     ) -> tuple[int, int]:
         """Waits for all ranks and returns the sums of their `num_targets` and of their `num_left`.
 
@@ -183,28 +184,28 @@ class RollCall:
             has_gradients: this rank has gradients that it has not cleared.
             of_batch: where ranks share batches, a number whose sum over ranks, modulo 2**64, is 0 if all that share one
                 were given the same.
-            path: at the end of a pass, this rank's `Ring.path`.
+            order_hash: at the end of a pass, this rank's `Ring.order_hash`.
 
         Raises:
             ConfigError: on all ranks: some are about to do something else, or have another number of micro-batches, or
                 another batch than ranks that share it with them, or have run other parts of the model.
         """
         frozen = self._number_of_frozen() if doing in _LEARN else 0
-        # At an end all of the last are 0.
         alike = (int(doing), self._model, 1024 * num_micro_batches + 4 * frozen + 2 * has_gradients + is_changed)
         numbers = with_squares(alike)
-        if doing.is_end:  # in the place of what is compared at the beginning
-            numbers[2] = path
+        if doing.is_end:  # the third of these is 0 then
+            numbers[2] = order_hash
         sums = torch.tensor([*numbers, num_left * _TARGETS + num_targets])
         with saying_if_long(self._waits[doing]) if doing in self._waits else nullcontext():
             *sums, total = all_reduce_sum(sums, mesh=self._mesh).tolist()
         self._is_alone = is_alone = sums[0] == doing  # the other ranks are faked
-        paths = 0
+        order_hashes = 0
         if doing.is_end:
-            paths, sums[2] = sums[2], 0
+            order_hashes, sums[2] = sums[2], 0
         if not is_alone and any(differ(sums, num_ranks=len(self._ranks))):
             self._refuse(alike)
-        self.check_paths(paths)
+        if doing is not ModelCall.CLOSE:
+            self.check_orders(order_hashes)
         # A message of its own: ranks that do something else have none.
         if of_batch is not None and not is_alone and int(all_reduce_sum(torch.tensor([of_batch]), mesh=self._mesh)):
             raise ConfigError(
@@ -215,19 +216,22 @@ class RollCall:
         left, targets = divmod(int(total), _TARGETS)
         return targets, left
 
-    def check_paths(self, total: int) -> None:
-        """Raises `ConfigError` if ranks of a ring have run different parts of the model. After `meet`, on all ranks.
+    def check_orders(self, total: int) -> None:
+        """Raises `ConfigError` if ranks of a ring have visited other units in a pass, then and from then on.
 
-        They have taken slices of one part for those of another one then, without an error.
+        They have taken slices of one unit for those of another one, without an error. Called on all ranks, after the
+        meeting before the pass.
 
         Args:
-            total: the sum of the ranks' `Ring.path`.
+            total: the sum of the ranks' `Ring.order_hash`.
         """
-        if total % PATHS and not self._is_alone:
+        self._is_spoilt |= bool(total % ORDER_MODULUS) and not self._is_alone
+        if self._is_spoilt:
             raise ConfigError(
-                "ranks have run different parts of the model, or in another order, so weights and gradients of "
-                "different parts were exchanged for each other: this pass is wrong. Let all ranks run the same parts "
-                "in each pass (no layers dropped at random; experts without tokens are called with none), or write ddp"
+                "ranks have run different parts of the model in a pass, or in another order, and weights and gradients "
+                "of different parts were exchanged for each other: the model cannot go on. Start again from a "
+                "checkpoint, and let all ranks run the same parts in each pass (no layers dropped at random; experts "
+                "without tokens are called with none), or write ddp"
             )
 
     def _number_of_frozen(self) -> int:

@@ -61,8 +61,6 @@ class PlainCalls:
         self._leaf = torch.zeros((), requires_grad=True)
         """A leaf of every graph: a backward comes to it if it is for all gradients."""
         self._end = get_gradient_edge(self._leaf).node
-        self._anchors: dict[tuple[bool, ...], Tensor] = {}
-        """By which weights are trained; graphs of all calls have the same ones."""
         self._backward: _Backward | None = None
         self._versions_then: int | None = None
         self._written = [tensor for held in model.weights.values() for tensor in (held.parameter, held.local)]
@@ -156,11 +154,9 @@ class PlainCalls:
         """A scalar that every exit has in its graph, made of the weights at rest: who asks for theirs comes by it."""
         if not torch.is_grad_enabled():
             return None
-        at_rest = [held.parameter for held in self.model.weights.values()]
-        trained = tuple(parameter.requires_grad for parameter in at_rest)
-        if trained not in self._anchors:
-            self._anchors[trained] = _AtRest.apply(self._leaf, *at_rest)
-        return self._anchors[trained]
+        # Anew in each call: a graph that stays refers to the weights, and garbage collection does not see it.
+        anchor: Tensor = _AtRest.apply(self._leaf, *(held.parameter for held in self.model.weights.values()))
+        return anchor
 
     def _leave(self, tensor: Tensor, anchor: Tensor | None) -> Tensor:
         if isinstance(tensor, DeferredLogits) and tensor.origin.has_loss and tensor.made is None:

@@ -30,20 +30,17 @@ def look_at_steps_of_optimizers() -> None:
     """Has every `optimizer.step()` looked at, for good; once.
 
     Steps of torch's LBFGS, Adafactor and Muon over cut weights raise `ConfigError`; loaded state is cut like weights.
-    Each step raises the version of a weight, by which ranks see that one of them has left a step out.
+    Each step raises the versions of its weights, by which ranks see that one of them has made none since its last pass.
     """
     register_optimizer_step_pre_hook(_refuse_if_cut)
     register_optimizer_step_pre_hook(_CutsLoadedState())
-    register_optimizer_step_post_hook(_raise_a_version)
+    register_optimizer_step_post_hook(_raise_versions)
 
 
-def _raise_a_version(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Does what fused and foreach steps leave out for DTensors."""
-    for group in optimizer.param_groups:
-        held = next((held for held in map(weight_of, group["params"]) if held is not None), None)
-        if held is not None:
-            increment_version(held.parameter)
-            return
+def _raise_versions(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Raises the versions of weights that a step has written: fused and foreach steps of DTensors raise none."""
+    trained = (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    increment_version([held.parameter for held in map(weight_of, trained) if held is not None])
 
 
 class _CutsLoadedState:

@@ -52,8 +52,8 @@ class ShardedModel(Observable, ABC):
         return ()
 
     @property
-    def path(self) -> int:
-        """This rank's number of the parts that it has run since `start`, whose weights go round: see `Ring.path`."""
+    def order_hash(self) -> int:
+        """`Ring.order_hash` of the units that this rank has run since `start`; 0 without a ring."""
         return 0
 
     @abstractmethod
@@ -261,8 +261,8 @@ class OuterShardedModel(ShardedModel):
         return self._inner.routed
 
     @property
-    def path(self) -> int:
-        return self._inner.path
+    def order_hash(self) -> int:
+        return self._inner.order_hash
 
     def slots(self) -> list[Tensor]:
         return self._inner.slots()

@@ -85,14 +85,17 @@ class _Members:
     """Parts and parameters of a module at one moment, to see in microseconds that they are still the same."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._dicts = [members for part in module.modules() for members in (part._modules, part._parameters)]
-        self._values = self._now()
+        self._parts = list(module.modules())
+        self._names, self._values = self._now()
         self.num_parameters = len({id(value) for value in self._values if isinstance(value, Tensor)})
 
     def are_the_same(self) -> bool:
-        """True if no part and no parameter has come, gone, or been replaced."""
-        now = self._now()
-        return len(now) == len(self._values) and all(map(is_, now, self._values))
+        """True if no part and no parameter has come, gone, been replaced, or got another name."""
+        names, values = self._now()
+        return names == self._names and all(map(is_, values, self._values))
 
-    def _now(self) -> list[Any]:
-        return list(chain.from_iterable(members.values() for members in self._dicts))
+    def _now(self) -> tuple[list[str], list[Any]]:
+        # Asked of the parts each time: they may have been given other dicts.
+        dicts = [members for part in self._parts for members in (part._modules, part._parameters)]
+        names = list(chain.from_iterable(dicts))
+        return names, list(chain.from_iterable(members.values() for members in dicts))

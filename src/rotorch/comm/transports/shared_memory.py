@@ -99,6 +99,7 @@ class SharedMemoryRing(Ring):
 
     moves_weights = False
     defers_adds = True
+    goes_by_order = False
     name = "shared_memory"
 
     def __init__(self, setup: RingSetup, *, whole: bool = False) -> None:

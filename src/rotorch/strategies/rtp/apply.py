@@ -118,8 +118,8 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         super().finish()
 
     @property
-    def path(self) -> int:
-        return self.ring.path
+    def order_hash(self) -> int:
+        return self.ring.order_hash
 
     @property
     def transport(self) -> str | None:
