@@ -15,6 +15,9 @@ when it does not end within a limit that is many times what it usually takes; it
 are places where a mistake might go unnoticed, unless the change makes no difference (*equivalent*).
 """
 
+_ALL_LEVELS = 5
+"""Of `candidates`: all tests that reach a line."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -50,7 +53,7 @@ class Outcome:
     file_digest: str
     state: str
     commit: str
-    levels: int = 5
+    levels: int = _ALL_LEVELS
 
     @property
     def is_killed(self) -> bool:
@@ -72,7 +75,7 @@ def page(outcomes: Sequence[Outcome], *, seed: int, reasons: Mapping[str, str], 
     equivalent = sum(_is_equivalent(reasons.get(o.key, "")) for o in outcomes if not o.is_killed)
     commits = Counter(o.commit for o in outcomes)
     share = 100 * killed / max(1, len(outcomes))
-    near = sum(o.levels < 5 for o in outcomes if not o.is_killed)
+    near = sum(o.levels < _ALL_LEVELS for o in outcomes if not o.is_killed)
     lines = [
         _ABOUT,
         f"**{len(outcomes)} mutants (seed {seed}), {killed} killed: {share:.1f} %.** Of these {late} by the limit of "
@@ -95,7 +98,9 @@ def page(outcomes: Sequence[Outcome], *, seed: int, reasons: Mapping[str, str], 
     lines += ["", "## Survivors", "", "| where | the line | changed to | tests asked | why it survives |"]
     lines += ["|---|---|---|---|---|"]
     for o in sorted((o for o in outcomes if not o.is_killed), key=lambda o: (o.path, o.line)):
-        why = reasons.get(o.key, "TODO")
+        why = reasons.get(
+            o.key, "TODO" if o.levels == _ALL_LEVELS else "Not settled: only tests near the file were asked"
+        )
         where = f"`{o.path.removeprefix('src/rotorch/')}:{o.line}`"
         lines.append(f"| {where} | {_code(o.before)} | {_code(o.after)} | {o.num_tests} | {why} |")
     return "\n".join(lines) + "\n"
