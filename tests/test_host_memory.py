@@ -1,6 +1,5 @@
 import linecache
 import os
-import resource
 import subprocess
 import sys
 import weakref
@@ -8,7 +7,7 @@ import weakref
 import pytest
 
 from rotorch.process import host_memory
-from rotorch.process.host_memory import available_bytes, give_back_freed_memory, keep_freed_memory, make_room
+from rotorch.process.host_memory import available_bytes, keep_freed_memory, make_room
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
 STEPS = """
@@ -30,8 +29,13 @@ def faults_of_sixth_step(mode, **environment):
 
     The first steps find their places.
     """
+    return printed_by(STEPS, mode, **environment)
+
+
+def printed_by(program, *arguments, **environment):
+    """The number that a process of its own prints."""
     printed = subprocess.run(
-        [sys.executable, "-c", STEPS, mode],
+        [sys.executable, "-c", program, *arguments],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **environment},
         capture_output=True,
         text=True,
@@ -54,17 +58,23 @@ def test_what_the_user_has_set_up_stays(monkeypatch, name):
     assert keep_freed_memory() is False
 
 
+GIVES_BACK = """
+import resource
+import torch
+from rotorch.process.host_memory import give_back_freed_memory, keep_freed_memory
+assert keep_freed_memory()
+held = [torch.ones(1 << 20) for _ in range(8)]
+del held
+give_back_freed_memory()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+torch.ones(8 << 20)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
 @linux
 def test_kept_memory_can_be_given_back():
-    import torch
-
-    keep_freed_memory()
-    held = [torch.ones(1 << 20) for _ in range(8)]
-    del held
-    give_back_freed_memory()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(8 << 20)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before > 8  # 8,192 pages, or 16 of 2 MiB
+    assert printed_by(GIVES_BACK) > 8  # 8,192 pages, or 16 of 2 MiB
 
 
 @pytest.mark.parametrize(

@@ -40,13 +40,15 @@ def test_a_short_wait_is_not(caplog):
 
 
 class Said(logging.Handler):
-    """Leaves what is logged in a file, where another rank finds it."""
+    """Leaves what is logged first in a file, where another rank finds it."""
 
     def __init__(self, path):
         super().__init__()
         self._path = path
 
     def emit(self, record):
+        if self._path.exists():
+            return
         self._path.with_suffix(".new").write_text(record.getMessage())
         self._path.with_suffix(".new").rename(self._path)
 

@@ -498,24 +498,19 @@ def test_a_newer_format(copy):
         latest(copy.parents[1])
 
 
+def norm_lies(offset, file="x"):
+    return {"tensors__model/norm__chunks": [{"offsets": [offset], "sizes": [16], "file": file, "start": 0}]}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"tensors__model/up__shape": [640, 16]}, "'model/up' has 10240 elements, its chunks 1024"),
         ({"tensors__model/up__dtype": "F33"}, "'model/up' has unknown dtype 'F33'"),
         ({"tensors__model/up__chunks": [{"offsets": [0], "sizes": [4], "file": "x", "start": 0}]}, "of other rank"),
-        (
-            {"tensors__model/norm__chunks": [{"offsets": [8], "sizes": [16], "file": "x", "start": 0}]},
-            "a chunk outside its shape",
-        ),
-        (
-            {"tensors__model/norm__chunks": [{"offsets": [-8], "sizes": [16], "file": "x", "start": 0}]},
-            "a chunk outside its shape",
-        ),
-        (
-            {"tensors__model/norm__chunks": [{"offsets": [0], "sizes": [16], "file": "/etc/passwd", "start": 0}]},
-            "lies in the unlisted file '/etc/passwd'",
-        ),
+        (norm_lies(8), "a chunk outside its shape"),
+        (norm_lies(-8), "a chunk outside its shape"),
+        (norm_lies(0, file="/etc/passwd"), "lies in the unlisted file '/etc/passwd'"),
         ({"files__../../x": {"num_bytes": 1, "sha256": ""}}, "'../../x' leaves the checkpoint's directory"),
         ({"step": -1}, "step: Input should be greater than or equal to 0"),
         ({"step": "two"}, "step: Input should be a valid integer"),
