@@ -333,13 +333,8 @@ class ParallelModel:
         with evaluating(self.module), self.unsharded() as callee, self._shared_sequences():
             self._sharded.start()
             loss_sum = sum(self._sharded.forward(callee, micro_batches, lambda *a: float(loss(*a))))
-        self._end_pass()
         self._status.now = 0
-        return Evaluation(self._sum_over_batch_ranks(loss_sum), num_targets, tuple(beside))
-
-    def _end_pass(self) -> None:
-        """Waits for all ranks after a pass without gradients. Raises `ConfigError` if they ran different parts."""
-        self._roll_call.check_orders(int(all_reduce_sum(torch.tensor([self._sharded.order_hash]), mesh=self.mesh)))
+        return Evaluation(self._end_pass(loss_sum), num_targets, tuple(beside))
 
     @torch.no_grad()
     def predict(self, batch: Batch) -> Any:
@@ -457,7 +452,7 @@ class ParallelModel:
             num_micro_batches=num_micro_batches,
             num_targets=num_targets,
             num_left=int(doing is ModelCall.STEP and self._gradients_are_left()),
-            order_hash=self._sharded.order_hash if doing.is_end else 0,
+            order_hash=self._sharded.order_hash,
             **state,  # type: ignore[arg-type]
         )
         if num_left:
@@ -537,14 +532,18 @@ class ParallelModel:
 
         return {name: moved(value) for name, value in batch.items()}
 
-    def _sum_over_batch_ranks(self, value: float) -> float:
-        """Sums a number over all ranks; ranks that share a batch share count once.
+    def _end_pass(self, value: float = 0.0) -> float:
+        """Ends a pass without gradients: sums a number over all ranks; ranks that share a batch share count once.
 
         Also a barrier: no rank passes before all came.
+
+        Raises:
+            ConfigError: ranks ran different parts of the model.
         """
-        total = torch.tensor([value], dtype=torch.float64)
-        all_reduce_sum(total, mesh=self.mesh)
-        return float(total) * self._weight_of_ranks
+        sums = torch.tensor([value, self._sharded.order_hash], dtype=torch.float64)
+        total, order_hashes = all_reduce_sum(sums, mesh=self.mesh).tolist()
+        self._roll_call.check_orders(int(order_hashes))
+        return total * self._weight_of_ranks
 
     @property
     def _weight_of_ranks(self) -> float:

@@ -39,6 +39,18 @@ def sum_by_place(words: Tensor) -> Tensor:
     return (words * places).sum()
 
 
+def cancelling(number: int, *, group: int, num_ranks: int, is_first: bool) -> int:
+    """This rank's multiple of a number: those of a group add up to 0 if the number is equal on all its ranks.
+
+    Args:
+        number: to be compared.
+        group: number of the ranks that compare, among such groups, whose sums are added up too: by odd factors.
+        num_ranks: number of them.
+        is_first: of one of them.
+    """
+    return number * (num_ranks - 1 if is_first else -1) * (2 * group + 1)
+
+
 def with_squares(numbers: Sequence[int]) -> list[int]:
     """The numbers that `differ` needs sums of: squares of at most 48 bits are exact for 65,536 ranks."""
     return [*numbers, *(x * x for x in numbers)]

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from rotorch.comm.checksums import cancelling
 from rotorch.comm.status_word import Operation, StatusWord, at
 
 ORDER_MODULUS = 2**31
@@ -207,14 +208,15 @@ class Ring(ABC):
 
     @property
     def order_hash(self) -> int:
-        """Hash of the items visited since `start`, in order, times a weight of this rank.
+        """Multiple of a hash of the items visited since `start`, in order.
 
-        The weights of a ring add up to 0, and so do the hashes, modulo `ORDER_MODULUS`, if all its ranks have visited
-        the same items. 0 where slices are found by their item, whatever the order.
+        Those of a ring add up to 0, modulo `ORDER_MODULUS`, if all its ranks have visited the same items. 0 where
+        slices are found by their item, whatever the order.
         """
-        weight = self.size - 1 if self.position == 0 else -1
-        # Times an odd number of the ring, since the ranks of several rings add up theirs.
-        return self._visited * weight * (2 * self._first_rank + 1) % ORDER_MODULUS if self.goes_by_order else 0
+        if not self.goes_by_order:
+            return 0
+        group, is_first = self._first_rank, self.position == 0
+        return cancelling(self._visited, group=group, num_ranks=self.size, is_first=is_first) % ORDER_MODULUS
 
     @abstractmethod
     def gradient(self, item: int, visit: Visit, *, wait: bool) -> GradientBuffer | None:

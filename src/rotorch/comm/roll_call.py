@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch._torch_private import tree_flatten
-from rotorch.comm.checksums import differ, sum_by_place, with_squares
+from rotorch.comm.checksums import cancelling, differ, sum_by_place, with_squares
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.long_wait import SAYS_AFTER_S, saying_if_long
 from rotorch.comm.ring import ORDER_MODULUS
@@ -82,8 +82,6 @@ _OF_ALL_RANKS = (ModelCall.GATHER, ModelCall.SAVE, ModelCall.LOAD)
 _OF_LOOPS = (ModelCall.FORWARD, ModelCall.LOOK, ModelCall.BACKWARD, ModelCall.LOGITS, ModelCall.COPY, *_OF_ALL_RANKS)
 """Operations of loops of users' own; steps of `rotorch train` have a watchdog (`train/launch/watchdog.py`)."""
 
-_ENDS_OF_LOOPS = tuple(doing for doing in ModelCall if doing.is_end)
-
 _LEARN = (ModelCall.FORWARD, ModelCall.BACKWARD, ModelCall.STEP, ModelCall.STEP_MORE)
 
 _IN_ORDER = "give every rank equally many batches, and let all of them call models, and backward, in the same order"
@@ -122,7 +120,7 @@ def number_of_batch(digest: int, *, group: int, num_ranks: int, is_first: bool) 
         num_ranks: number of them.
         is_first: of one of them.
     """
-    number = digest * (num_ranks - 1 if is_first else -1) * (2 * group + 1) * _ODD % 2**64
+    number = cancelling(digest, group=group, num_ranks=num_ranks, is_first=is_first) * _ODD % 2**64
     return number - 2**64 if number >= 2**63 else number
 
 
@@ -155,7 +153,9 @@ class RollCall:
             for doing in _OF_LOOPS
         }
         self._waits |= {
-            doing: f"{me} {_TEXTS[doing]}, is through with it, {waited}. {_SAME_PARTS}" for doing in _ENDS_OF_LOOPS
+            doing: f"{me} {_TEXTS[doing]}, is through with it, {waited}. {_SAME_PARTS}"
+            for doing in ModelCall
+            if doing.is_end
         }
         # Identifies the model among others of the ranks; not drawn from torch's generators, which the user has seeded.
         drawn = int.from_bytes(os.urandom(3)) if self._mine == 0 else 0  # its square is summed in 64 bits
@@ -184,7 +184,7 @@ class RollCall:
             has_gradients: this rank has gradients that it has not cleared.
             of_batch: where ranks share batches, a number whose sum over ranks, modulo 2**64, is 0 if all that share one
                 were given the same.
-            order_hash: at the end of a pass, this rank's `Ring.order_hash`.
+            order_hash: this rank's `Ring.order_hash`, compared at the end of a pass.
 
         Raises:
             ConfigError: on all ranks: some are about to do something else, or have another number of micro-batches, or

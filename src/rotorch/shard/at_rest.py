@@ -31,7 +31,6 @@ class AtRest:
             for site in sites
         ]
         self._known = {id(parameter) for parameter in parameters.values()}
-        self._keys = [(parameter, key) for _, _, parameter, key in self._found]
         self._seen = _Members(module)
 
     def check(self, *, memory: bool = True) -> None:
@@ -41,7 +40,7 @@ class AtRest:
             memory: look at the memory of each weight too, which takes most of the time.
         """
         is_as_seen = self._seen.are_the_same() and self._seen.num_parameters == len(self._known)
-        if is_as_seen and not (memory and any(storage_key(parameter) != key for parameter, key in self._keys)):
+        if is_as_seen and not (memory and any(storage_key(parameter) != key for _, _, parameter, key in self._found)):
             return
         self._look()
         self._seen = _Members(self._module)
