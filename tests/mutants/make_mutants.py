@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -31,6 +31,7 @@ OUTCOMES = Path(__file__).with_name("outcomes.jsonl")
 """The last one of each mutant of the default sample; committed, since a sample takes hours."""
 COUNT, SEED = 200, 0
 PAGE, REASONS = ROOT / "docs" / "mutants.md", Path(__file__).with_name("reasons.toml")
+NAMED = Path(__file__).with_name("named.toml")
 
 FILE_LIMIT_S = 600.0  # for a test file as it is; what it has not done by then is not asked
 SLACK_S, SLOWER = 60.0, 10.0  # a mutant's tests may take so many times what they took, and so much more
@@ -55,18 +56,19 @@ class Sample:
         self.commit = _commit()
         self.mutants = sample(self.texts, count=count, seed=seed)
         self.levels = levels
+        self._named = named()
         self.known = self._read_results(older=older)
         self.baselines = self._read_baselines()
         self.begun: set[str] = set()
 
     def examine(self, mutant: Mutant) -> Step:
-        """Asks tests, one run at a time, until one notices the mutant."""
+        """Asks tests, one run at a time, until one notices the mutant. A `file` may be the id of a test, too."""
         changed = mutant.path, mutant.applied_to(self.texts[mutant.path])
         waiting: list[str] = []
         asked: list[str] = []
         slow: list[tuple[str, float]] = []
         seconds = 0.0
-        levels = candidates(mutant.path, self.test_files)[: self.levels]
+        levels = candidates(mutant.path, self.test_files, named=self._named.get(mutant.path, ()))[: self.levels + 1]
         files = [f for files in levels for f in sorted(files, key=lambda f: f not in self.baselines)]
         for file in [*files, None]:
             if file is not None:
@@ -132,12 +134,12 @@ class Sample:
         for fields in _lines_of(BASELINES):
             file, state = fields.pop("file"), fields.pop("state")
             del fields["said"]
-            if file in self.test_files and state == self._state_of(file):
+            if file.partition("::")[0] in self.test_files and state == self._state_of(file):
                 found[file] = Baseline(**fields)
         return found
 
     def _state_of(self, file: str) -> str:
-        return _digest(self.source_state, self.test_files[file])
+        return _digest(self.source_state, self.test_files[file.partition("::")[0]])
 
 
 def main() -> int:
@@ -222,6 +224,12 @@ def reasons() -> Mapping[str, str]:
     """Why mutants survive, by their keys."""
     found = tomllib.loads(REASONS.read_text("utf-8")) if REASONS.exists() else {}
     return {f"src/rotorch/{r['path']}|{r['before']}|{r['after']}": r["why"] for r in found.get("survivor", ())}
+
+
+def named() -> Mapping[str, Sequence[str]]:
+    """Tests that are asked first, by path of the source file."""
+    found = tomllib.loads(NAMED.read_text("utf-8"))["tests"]
+    return {f"src/rotorch/{path}": tests for path, tests in found.items()}
 
 
 def _commit() -> str:

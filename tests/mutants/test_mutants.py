@@ -5,7 +5,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from make_mutants import COUNT, OUTCOMES, PAGE, SEED, reasons
+from make_mutants import COUNT, OUTCOMES, PAGE, SEED, named, reasons
 from mutant_changes import SUBJECTS, Mutant, mutants_of, sample, subjects
 from mutant_page import Outcome, page
 from mutant_tests import Baseline, candidates
@@ -120,9 +120,23 @@ def test_files_are_asked_from_the_most_specific_to_the_widest():
     }
     levels = candidates("src/rotorch/comm/ring.py", texts)
     assert [file for level in levels for file in level] == list(texts)[:-1]
-    assert len(levels) == 5
+    assert len(levels) == 6
+    assert candidates("src/rotorch/comm/ring.py", texts, named=["tests/x/test_y.py::test_z"]) == [
+        ["tests/x/test_y.py::test_z"],
+        *levels[1:],
+    ]
     apply = candidates("src/rotorch/strategies/rtp/apply.py", {"tests/strategies/test_rtp_models.py": ""})
-    assert apply[0] == ["tests/strategies/test_rtp_models.py"]
+    assert apply[1] == ["tests/strategies/test_rtp_models.py"]
+
+
+def test_every_named_test_and_what_it_is_named_for_are_there(pytestconfig):
+    for path, tests in named().items():
+        assert (pytestconfig.rootpath / path).is_file(), path
+        assert tests, path
+        for test in tests:
+            file, _, name = test.partition("::")
+            text = (pytestconfig.rootpath / file).read_text("utf-8")
+            assert not name or f"def {name.partition('[')[0]}(" in text, test
 
 
 def test_tests_that_reach_a_line_are_asked_and_the_quickest_first():
