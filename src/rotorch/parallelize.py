@@ -7,6 +7,7 @@ import importlib
 import logging
 import warnings
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from types import ModuleType
 
 import torch
@@ -162,6 +163,7 @@ def parallelize(
     sharded: ShardedModel | None = None
     sites = find_sites(module)
     for number, strategy in reversed(list(enumerate(strategies))):
+        is_shared = number > 0 and strategies[number - 1].shares_inside
         sharded = code_of(strategy).apply(
             Setup(
                 module=module,
@@ -173,7 +175,8 @@ def parallelize(
                 compiled=compile,
                 param_dtype=param_dtype,
                 inner=sharded,
-                inside=mesh[tuple(axis for axes in axes_of[number:] for axis in axes)],
+                inside=mesh[tuple(chain(*axes_of[number:]))],
+                around=mesh[tuple(chain(*axes_of[number - 1 : number + 1]))] if is_shared else None,
             )
         )
     if sharded is None:

@@ -248,6 +248,7 @@ EXAMINED = {
     ("atp=1x2", "llama"),
     ("ddp=2,rtp=2", "llama"),  # replicas and stages around another strategy are shown around rotation
     ("pp=2,rtp=2", "llama"),
+    ("fsdp=2,megatron=2", "qwen3"),  # shards of slices
 }
 """Of the invariants, beside each strategy alone and each value of its options."""
 

@@ -1,11 +1,18 @@
-"""Bytes of weights that are cut along their first dim and gathered whole for use, for `fsdp` and `zeropp`."""
+"""Bytes of weights that are cut along their first dim and gathered whole for use, for `fsdp` and `zeropp`.
+
+[Note: around another strategy]
+    Ranks around another strategy's (`fsdp=2,megatron=4`) gather what that one computes with: a slice of a weight, and
+    not the weight. Blocks are gathered one after another, in forward and again in backward; weights outside of them
+    (embedding, last norm, head) once a step, since a head's logits may be made after the model's forward has ended.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 
-from rotorch.core.layout import Layout
-from rotorch.core.spec import Unit, Weight
+from rotorch.core.layout import Layout, combine_layouts
+from rotorch.core.spec import ModelSpec, Unit, Weight
 from rotorch.core.traffic import Kind, Phase, Transfer
 
 
@@ -33,3 +40,51 @@ def gathered_layout(
     transfers = [Transfer(Kind.ALL_GATHER, axis, phase, padded, padded * (size - 1)) for phase in gathers]
     transfers.append(Transfer(Kind.REDUCE_SCATTER, axis, Phase.BACKWARD, summed * size, summed * (size - 1)))
     return Layout(resident_bytes=resident, transient_bytes=transient_bytes, transfers=tuple(transfers))
+
+
+@dataclass(frozen=True)
+class OutsideOfBlocks:
+    """Note of a unit that has weights outside of the model's repeated blocks: their names."""
+
+    names: frozenset[str]
+
+
+def with_blocks_noted(spec: ModelSpec) -> ModelSpec:
+    """The same units, with notes of weights outside of blocks (see [Note: around another strategy])."""
+    units = []
+    for unit in spec.units:
+        names = (w.name for w in unit.weights if spec.block_number(w) == len(spec.blocks))
+        outside = frozenset(names)
+        units.append(unit.with_note(OutsideOfBlocks(outside)) if outside else unit)
+    return replace(spec, units=tuple(units))
+
+
+def layout_around(unit: Unit, *, size: int, position: int, axis: str, again: bool) -> Layout:
+    """Layout of a rank's slices of a unit, on the rank at `position` of `size` around its strategy.
+
+    Args:
+        unit: the slices, as weights.
+        size: number of ranks that have the same slices.
+        position: of the rank among these.
+        axis: of these.
+        again: True if backward gathers blocks again.
+    """
+    note = unit.note(OutsideOfBlocks)
+    outside = [w for w in unit.weights if note is not None and w.name in note.names]
+    inside = [w for w in unit.weights if w not in outside]
+    parts = (
+        (outside, [Phase.FORWARD], 2),
+        (inside, [Phase.FORWARD, Phase.BACKWARD] if again else [Phase.FORWARD], 4),
+    )
+    return combine_layouts(
+        gathered_layout(
+            part := replace(unit, weights=tuple(weights)),
+            size=size,
+            position=position,
+            axis=axis,
+            gathers=gathers,
+            transient_bytes=copies * part.num_bytes,
+        )
+        for weights, gathers, copies in parts
+        if weights
+    )

@@ -15,6 +15,7 @@ whole, a `ModelSpec` is the whole model. All of it is plain data: the planner re
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -287,6 +288,7 @@ class ModelSpec:
             not asked for.
         sequences_stay_whole: the same for sequences of which each rank has a part from the embedding to the loss.
         order: the layers between which it may be cut into pipeline stages.
+        blocks: names of its repeated modules, also of those that cannot be stages; none if it has no list of modules.
     """
 
     name: str
@@ -300,6 +302,16 @@ class ModelSpec:
     tokens_stay_whole: str = ""
     sequences_stay_whole: str = ""
     order: LayerOrder = NO_ORDER
+    blocks: tuple[str, ...] = ()
+
+    def block_number(self, weight: Weight) -> int:
+        """The one repeated module that a weight is used in, by number; the number of all if there is no such one."""
+        found = {_number_in(name, self._block_numbers) for name in (weight.name, *weight.aliases)}
+        return found.pop() if len(found) == 1 else len(self.blocks)
+
+    @cached_property
+    def _block_numbers(self) -> dict[str, int]:
+        return {name: number for number, name in enumerate(self.blocks)}
 
     def with_inside_cut(self) -> ModelSpec:
         """The same with the units of `inside` among the cut ones."""
@@ -371,3 +383,10 @@ class ModelSpec:
         if rest:
             lines.append(f"whole: {len(rest)} more ({sum(kept.num_bytes for kept in rest):,} bytes)")
         return "\n".join(lines)
+
+
+def _number_in(name: str, numbers: Mapping[str, int]) -> int:
+    """The number of the module that a weight's name begins with; the number of all if it begins with none."""
+    parts = name.split(".")
+    found = (numbers.get(".".join(parts[:end])) for end in range(1, len(parts)))
+    return next((number for number in found if number is not None), len(numbers))

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, PositiveInt
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout, combine_layouts
-from rotorch.core.spec import ModelSpec, Unit
+from rotorch.core.spec import ModelSpec, Unit, Weight
 from rotorch.core.traffic import MicroBatch, Transfer
 
 
@@ -33,6 +33,9 @@ class Strategy(BaseModel, ABC):
 
     gathers_weights: ClassVar[bool] = False
     """True if ranks that share weights have them whole while they compute: all of a module, or of a stage."""
+
+    shares_inside: ClassVar[bool] = False
+    """True if its ranks, around another strategy's, share what that one holds: each has a part of it at rest."""
 
     ranks_alike: ClassVar[bool] = False
     """True if all its ranks hold and send the same of any unit, whatever their position."""
@@ -78,6 +81,23 @@ class Strategy(BaseModel, ABC):
     @abstractmethod
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         """Bytes of `unit` on the rank at `position` of this strategy's axes."""
+
+    def held(self, unit: Unit, *, layout: Layout, position: int = 0) -> Unit:
+        """What the rank at `position` holds of `unit`, as a unit: that of the strategy around this one.
+
+        By default as many bytes, in one row: enough where a strategy around this one holds all of it again.
+
+        Args:
+            unit: the unit.
+            layout: of the unit on this rank.
+            position: of the rank on this strategy's axes.
+        """
+        itemsize = unit.weights[0].itemsize
+        return replace(unit, weights=(Weight(unit.name, (layout.resident_bytes // itemsize,), itemsize),))
+
+    def layout_around(self, unit: Unit, *, position: int = 0) -> Layout:
+        """Bytes of a unit on the rank at `position`, around a strategy whose ranks hold `unit` (see `held`)."""
+        return self.layout(unit, position=position)
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         """Transfers of one micro-batch for `unit` beyond its Layout: activations, for strategies that move them."""

@@ -25,7 +25,7 @@ from rotorch.core.grid import shard_of
 from rotorch.core.grid_memory import messages_of
 from rotorch.core.spec import Range
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
-from rotorch.shard.sharded_weight import Chunk, ShardedWeight
+from rotorch.shard.sharded_weight import ShardedWeight
 from rotorch.shard.storages import allocate, free
 
 
@@ -195,23 +195,8 @@ def _rows_of(block: ShardPlacement, *, depth: AxisGroup, mesh: DeviceMesh) -> Sh
     # The depth is the outermost axis, and all its layers hold the same before they share it.
     num_holders = block.num_holders // depth.size
     return replace(
-        block,
-        chunks=_chunks_of(block.chunks, rows),
-        shape=(rows.length, *block.shape[1:]),
+        block.rows_of_it(rows),
         placements=placements,
         num_holders=num_holders,
         holder=block.holder % num_holders,
     )
-
-
-def _chunks_of(chunks: Sequence[Chunk], rows: Range) -> tuple[Chunk, ...]:
-    """The chunks of a local tensor, restricted to `rows` of it."""
-    found = []
-    for chunk in chunks:
-        first = chunk.local_start if chunk.dim == 0 else 0
-        start, stop = max(rows.start, first), min(rows.stop, first + chunk.sizes[0])
-        if start < stop:
-            offsets = (chunk.offsets[0] + start - first, *chunk.offsets[1:])
-            local_start = start - rows.start if chunk.dim == 0 else chunk.local_start
-            found.append(Chunk(offsets, (stop - start, *chunk.sizes[1:]), chunk.dim, local_start))
-    return tuple(found)

@@ -1,8 +1,9 @@
-"""Weights of pipeline stages, cut over the ranks of a stage and gathered whole for a run of micro-batches.
+"""Weights of stages, cut over the ranks of a stage and gathered whole for a run of micro-batches.
 
-Used by `fsdp` inside of a pipeline and by `zeropp`. Torch's `fully_shard` gathers around every forward and backward of
-a module; a pipeline has many of them in a row, and has actions of its own to gather a stage's weights (UNSHARD), to
-free them (RESHARD), and to sum their gradients (REDUCE_GRAD): one message each, however many weights.
+Used by `fsdp` inside of a pipeline, by `zeropp`, and by `fsdp` around another strategy, whose stages are the blocks of
+a model (`gathered_layers.py`). Torch's `fully_shard` gathers around every forward and backward of a module; a pipeline
+has many of them in a row, and has actions of its own to gather a stage's weights (UNSHARD), to free them (RESHARD), and
+to sum their gradients (REDUCE_GRAD): one message each, however many weights.
 
 [Note: gathered memory]
     A whole weight is one parameter throughout, whose storage is freed and allocated again, so that tensors which
@@ -26,12 +27,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.comm.axis_group import AxisGroup, Wait
-from rotorch.core.spec import ModelSpec, Unit
-from rotorch.hold.setup import Setup
-from rotorch.hold.sharded_model import ShardedStages, SimpleShardedModel
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
 from rotorch.shard.sharded_weight import ShardedWeight
 from rotorch.shard.storages import allocate, free
@@ -84,28 +81,39 @@ class GatheredStages(Memory):
     """Memory for passes that compute with whole weights, whose storage is freed between runs of a stage.
 
     Args:
-        units: of this rank's stages.
+        stages: those that use each weight, by its name.
         axis_group: the ranks that share them.
         device: of this rank.
         reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
+        shapes: of what these ranks have together of a weight, by name, if it is not all of it.
     """
 
     def __init__(
-        self, units: Sequence[Unit], *, axis_group: AxisGroup, device: torch.device, reshard: bool = True
+        self,
+        stages: Mapping[str, tuple[int, ...]],
+        *,
+        axis_group: AxisGroup,
+        device: torch.device,
+        reshard: bool = True,
+        shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         super().__init__()
-        self._stages = {weight.name: unit.stages for unit in units for weight in unit.weights}
+        self._stages = dict(stages)
+        self._shapes = shapes or {}
         self._axis_group = axis_group
         self._reshard = reshard
         self._hides_sums = hides_sums(device)
         self._groups: dict[tuple[tuple[int, ...], torch.dtype], _Group] = {}
         self._sums_end: Wait | None = None
         """Waits for the one sum of gradients that is under way; None if there is none."""
+        self._rows: dict[str, Tensor] | None = None
+        """This rank's rows of the step's summed gradients, by name, once a step is being completed."""
         self._left_behind: list[Wait] = []
         """Gathers that a step broke off: late messages still write to the memory that was given for them."""
 
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter:
-        whole = nn.Parameter(held.local.new_empty(held.weight.shape), requires_grad=held.parameter.requires_grad)
+        shape = self._shapes.get(held.name, held.weight.shape)
+        whole = nn.Parameter(held.local.new_empty(shape), requires_grad=held.parameter.requires_grad)
         # Only the shape is kept: `_gather` allocates the storage when the stage is needed.
         free(whole)
         group = self._groups.setdefault((self._stages[held.name], whole.dtype), _Group())
@@ -183,10 +191,15 @@ class GatheredStages(Memory):
             for shard in group.shards:  # late messages may write to the old memory at any time
                 shard.whole.data = torch.empty_like(shard.whole)
 
-    def end(self, weights: Mapping[str, ShardedWeight]) -> None:
-        """Frees whole weights; an exception may have left a gather under way."""
+    def break_off(self, weights: Mapping[str, ShardedWeight], error: BaseException) -> None:
         for group in self._groups.values():
             self._leave(group)
+        super().break_off(weights, error)
+
+    def end(self, weights: Mapping[str, ShardedWeight]) -> None:
+        """Frees whole weights, also those that were gathered ahead and not used."""
+        self._rows = None
+        for group in self._groups.values():
             self._free(group)
             group.sums = None
             for shard in group.shards:
@@ -236,52 +249,34 @@ class GatheredStages(Memory):
             end()
 
     def unused(self, weights: Mapping[str, ShardedWeight]) -> list[str]:
-        return [s.held.name for group in self._groups.values() for s in group.trained if not s.is_used]
+        trained = (shard for group in self._groups.values() for shard in group.trained)
+        return [shard.held.name for shard in trained if not shard.is_used and shard.whole.grad is None]
+
+    def gradient(self, held: ShardedWeight) -> Tensor | None:
+        return self._completed.get(held.name)
+
+    def put_gradient(self, held: ShardedWeight, gradient: Tensor) -> None:
+        self._completed[held.name] = gradient
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
-        """This rank's rows of the step's summed gradients, of all stages."""
+        """This rank's rows of the step's summed gradients; none of stages that no rank has computed."""
+        return self._completed
+
+    @property
+    def _completed(self) -> dict[str, Tensor]:
+        if self._rows is not None:
+            return self._rows
         if self._sums_end is not None:
             self._sums_end()
         self._left_behind.clear()  # this step's messages came behind the abandoned ones, so those have come too
-        found = {}
+        self._rows = {}
         for group in self._groups.values():
             trained = group.trained
-            if not trained:
+            if any(shard.whole.grad is not None for shard in trained):
+                raise AssertionError("gradients of a stage were made behind their sum")
+            if group.sums is None:
                 continue
-            if group.sums is None or any(shard.whole.grad is not None for shard in trained):
-                raise AssertionError("a pipeline sums the gradients of each of its stages")
             for shard, part in zip(trained, group.sums.split([s.padded for s in trained]), strict=True):
                 local = shard.held.local
-                found[shard.held.name] = part[: local.numel()].view(local.shape)
-        return found
-
-
-class StageShards(SimpleShardedModel, ShardedStages):
-    """This rank's rows of the weights of its stages.
-
-    Args:
-        setup: of the strategy that holds them.
-        spec: the units of this rank's stages.
-        mesh: of the ranks that share them, one axis.
-        reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
-    """
-
-    weight_gradients_wait = True
-
-    def __init__(self, setup: Setup, *, spec: ModelSpec, mesh: DeviceMesh, reshard: bool = True) -> None:
-        axis_group = AxisGroup.along(mesh, (mesh.mesh_dim_names or ("",))[0])
-        self._memory = GatheredStages(spec.units, axis_group=axis_group, device=setup.device, reshard=reshard)
-        placements = [ShardPlacement.rows_of(weight, mesh=mesh) for weight in spec.weights]
-        super().__init__(setup.module, setup.shards(placements, memory=self._memory, mesh=mesh))
-
-    def unshard(self, stage: int) -> None:
-        self._memory.unshard(stage)
-
-    def computes(self, stage: int, *, backward: bool) -> None:
-        self._memory.computes(stage, backward=backward)
-
-    def reshard(self, stage: int) -> None:
-        self._memory.reshard(stage)
-
-    def sum_gradients(self, stage: int) -> None:
-        self._memory.sum_gradients(stage)
+                self._rows[shard.held.name] = part[: local.numel()].view(local.shape)
+        return self._rows

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from rotorch.core.spec import ModelSpec
+from rotorch.hold.gathered_layers import shared_in_rows
 from rotorch.hold.sharded_model import ShardedModel
 from rotorch.hold.sharded_weights import Memory, ShardedWeights, ShardPlacement
 from rotorch.models.blocks import recompute_blocks
@@ -33,6 +34,8 @@ class Setup:
         param_dtype: of the weights that passes compute with; None: that of the weights at rest.
         inner: the sharded model of the strategy inside of this one, if there is one.
         inside: the axes of this strategy and of those inside of it.
+        around: the axes of the strategy around this one whose ranks share what this one holds, and of this one; None if
+            there is none.
     """
 
     module: nn.Module
@@ -45,6 +48,7 @@ class Setup:
     param_dtype: torch.dtype | None = None
     inner: ShardedModel | None = None
     inside: DeviceMesh | None = None
+    around: DeviceMesh | None = None
 
     def shards(
         self, placements: Sequence[ShardPlacement], *, memory: Memory | None = None, mesh: DeviceMesh | None = None
@@ -57,6 +61,11 @@ class Setup:
             mesh: of the DTensors, if it is not the strategy's.
         """
         mesh = self.mesh if mesh is None else mesh
+        if self.around is not None:
+            if memory is not None:
+                raise AssertionError(f"shards of {self.strategy} lie in memory of its own, which nobody else can share")
+            mesh = self.around
+            placements, memory = shared_in_rows(placements, spec=self.spec, around=mesh, device=self.device)
         return ShardedWeights(
             placements,
             sites=self.sites,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from rotorch._torch_private import as_parameter
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import all_reduce_sum
-from rotorch.core.spec import Cut, Unit, UnitKind, Weight
+from rotorch.core.spec import Cut, Range, Unit, UnitKind, Weight
 from rotorch.shard.sharded_weight import Chunk, ShardedWeight, cut_chunks, dtensor_at_rest, is_cut_evenly
 from rotorch.shard.sites import Site
 
@@ -114,10 +114,31 @@ class ShardPlacement:
                 holder, num_holders = holder * axis_group.size + axis_group.position, num_holders * axis_group.size
         return ShardPlacement(weight, chunks, shape, tuple(placements.values()), num_holders, holder)
 
+    def rows_of_it(self, rows: Range) -> ShardPlacement:
+        """Some rows of this part, for one of several ranks that share it."""
+        return replace(self, chunks=_chunks_of(self.chunks, rows), shape=(rows.length, *self.shape[1:]))
+
+    def on_axis_around(self, placement: Placement) -> ShardPlacement:
+        """The same on a mesh with one more axis around, along which ranks have other parts."""
+        return replace(self, placements=(placement, *self.placements))
+
     @property
     def is_whole(self) -> bool:
         """True if the shard is all of the weight."""
         return self.shape == self.weight.shape and len(self.chunks) == 1
+
+
+def _chunks_of(chunks: Sequence[Chunk], rows: Range) -> tuple[Chunk, ...]:
+    """The chunks of a local tensor, restricted to `rows` of it."""
+    found = []
+    for chunk in chunks:
+        first = chunk.local_start if chunk.dim == 0 else 0
+        start, stop = max(rows.start, first), min(rows.stop, first + chunk.sizes[0])
+        if start < stop:
+            offsets = (chunk.offsets[0] + start - first, *chunk.offsets[1:])
+            local_start = start - rows.start if chunk.dim == 0 else chunk.local_start
+            found.append(Chunk(offsets, (stop - start, *chunk.sizes[1:]), chunk.dim, local_start))
+    return tuple(found)
 
 
 class Memory:
@@ -163,6 +184,15 @@ class Memory:
             for name, held in weights.items()
             if held.leaf is not None and held.leaf.grad is None and held.parameter.requires_grad
         ]
+
+    def gradient(self, held: ShardedWeight) -> Tensor | None:
+        """The gradient of a shard that passes have left, behind the last backward; None if they have left none."""
+        return None if held.leaf is None else held.leaf.grad
+
+    def put_gradient(self, held: ShardedWeight, gradient: Tensor) -> None:
+        """Puts another one in its place."""
+        assert held.leaf is not None
+        held.leaf.grad = gradient
 
     def complete(self, weights: Mapping[str, ShardedWeight]) -> Mapping[str, Tensor]:
         """Gradients of shards by name after the last backward, summed over the shard's holders; not of all weights.
@@ -211,6 +241,7 @@ class ShardedWeights:
     Attributes:
         held: by name.
         leaves: the plain parameters that passes compute with, by name.
+        memory: where shards, tensors of a pass and gradients lie.
     """
 
     def __init__(
@@ -224,14 +255,14 @@ class ShardedWeights:
         param_dtype: torch.dtype | None = None,
     ) -> None:
         self._mesh = mesh
-        self._memory = Memory() if memory is None else memory
+        self.memory = Memory() if memory is None else memory
         self._sums: dict[tuple[torch.dtype, tuple[str, ...]], Tensor] = {}
         self.held: dict[str, ShardedWeight] = {}
         for placement in placements:
             found = sites[placement.weight.name]
             source = found[0].get()
             assert source is not None
-            given, shape = self._memory.shard(placement), placement.weight.shape
+            given, shape = self.memory.shard(placement), placement.weight.shape
             local = self._filled(placement, source, given=given, device=device)
             as_torch_cuts = placement.by_rows or (
                 len(placement.chunks) <= 1
@@ -254,10 +285,10 @@ class ShardedWeights:
                 sites=found,
                 owns_storage=local.untyped_storage().nbytes() == local.nbytes and given is None,
             )
-            held.leaf = _in_dtype(self._memory.leaf(placement, held), param_dtype)
+            held.leaf = _in_dtype(self.memory.leaf(placement, held), param_dtype)
             held.in_pass = held.parameter if held.leaf is None else held.leaf
-            held.gradient_stays = self._memory.gradient_stays(held.name)
-            held.adds_in_place = self._memory.adds_in_place(held.name)
+            held.gradient_stays = self.memory.gradient_stays(held.name)
+            held.adds_in_place = self.memory.adds_in_place(held.name)
             held.reshard()
             self.held[held.name] = held
         self.leaves = {name: held.leaf for name, held in self.held.items() if held.leaf is not None}
@@ -271,7 +302,7 @@ class ShardedWeights:
         if given is None and not source.is_meta and placement.is_whole:
             return source.detach().to(device)
         local = torch.empty(placement.shape, dtype=source.dtype, device=device) if given is None else given
-        if not source.is_meta and not self._memory.has_values(placement.weight.name):
+        if not source.is_meta and not self.memory.has_values(placement.weight.name):
             for chunk in placement.chunks:
                 chunk.of_local(local).copy_(chunk.of_whole(source.detach()))
         return local
@@ -296,10 +327,10 @@ class ShardedWeights:
                 held.unshard()
             yield
         except BaseException as error:
-            self._memory.break_off(self.held, error)
+            self.memory.break_off(self.held, error)
             raise
         else:
-            self._memory.end(self.held)
+            self.memory.end(self.held)
         finally:
             for held in self.held.values():
                 held.reshard()
@@ -318,7 +349,7 @@ class ShardedWeights:
                 held.protect_gradient()
             if not held.adds_in_place:
                 held.set_aside()
-        self._memory.start(self.held)
+        self.memory.start(self.held)
         for held in self.held.values():
             held.update_leaf()
 
@@ -340,16 +371,17 @@ class ShardedWeights:
         # Sorted: a set's order differs between processes, and all ranks must sum the same dtype at once.
         for dtype in sorted({self.held[n].local.dtype for n in names}, key=str):
             alike = [self.held[n] for n in names if self.held[n].local.dtype == dtype]
-            same = [leaves[held.name] for held in alike]
+            numels = [held.local.numel() for held in alike]
             key = dtype, tuple(names)
             if key not in self._sums:  # kept, so that gradients stay in one place from step to step
-                self._sums[key] = torch.empty(sum(t.numel() for t in same), dtype=dtype, device=same[0].device)
+                self._sums[key] = torch.empty(sum(numels), dtype=dtype, device=alike[0].local.device)
             flat = self._sums[key]
-            parts = [p.view_as(t) for p, t in zip(flat.split([t.numel() for t in same]), same, strict=True)]
-            for held, leaf, part in zip(alike, same, parts, strict=True):
-                part.zero_() if leaf.grad is None else part.copy_(leaf.grad)
+            for held, flat_part in zip(alike, flat.split(numels), strict=True):
+                part, gradient = flat_part.view_as(held.local), self.memory.gradient(held)
+                part.zero_() if gradient is None else part.copy_(gradient)
                 # The gradient itself lies in the buffer, so the sum needs no copy back.
-                leaf.grad, held.gradient_stays = part, True
+                self.memory.put_gradient(held, part)
+                held.gradient_stays = True
             all_reduce_sum(flat, mesh=mesh)
 
     def gradients_move(self) -> None:
@@ -360,7 +392,7 @@ class ShardedWeights:
 
     def unused(self) -> list[str]:
         """Names of trained weights that no backward of this rank's step has reached; before `reduce` and `finish`."""
-        return self._memory.unused(self.held)
+        return self.memory.unused(self.held)
 
     def unused_count_as_zero(self) -> None:
         """Gives weights that no pass of this step used a gradient of zeros: a sum over replicas needs one of each.
@@ -368,12 +400,13 @@ class ShardedWeights:
         On all ranks alike, so that the same tensors are summed everywhere.
         """
         for name, leaf in self.leaves.items():
-            if leaf.requires_grad and leaf.grad is None:
-                leaf.grad = torch.zeros_like(leaf, dtype=self.held[name].local.dtype)
+            held = self.held[name]
+            if leaf.requires_grad and self.memory.gradient(held) is None:
+                self.memory.put_gradient(held, torch.zeros_like(held.local))
 
     def finish(self) -> None:
         """Completes gradients after the last backward and attaches them to the DTensors."""
-        for name, gradient in self._memory.complete(self.held).items():
+        for name, gradient in self.memory.complete(self.held).items():
             if self.held[name].parameter.requires_grad:  # not frozen after parallelize
                 self.held[name].attach(gradient)
         for held in self.held.values():
@@ -381,4 +414,4 @@ class ShardedWeights:
 
     def gradients(self) -> list[Tensor]:
         """This rank's gradients after `finish`, as few plain tensors as possible."""
-        return self._memory.flat_gradients(self.held)
+        return self.memory.flat_gradients(self.held)

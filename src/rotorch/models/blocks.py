@@ -23,16 +23,20 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return [b for b in blocks if any(True for _ in b.parameters())]
 
 
+def block_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of a model's repeated blocks, in order."""
+    wanted = {id(block) for block in repeated_blocks(module)}
+    return tuple(name for name, block in module.named_modules() if id(block) in wanted)
+
+
 def mark_blocks(module: nn.Module, status: StatusWord) -> list[str]:
     """Has a model write down on `status` at which of its repeated blocks it is; returns their names, by number.
 
     Forward by hooks of the blocks, backward by hooks of what they return: neither changes what is computed.
     """
-    names, wanted = [], {id(block) for block in repeated_blocks(module)}
-    for name, block in module.named_modules():
-        if id(block) in wanted:
-            _mark_block(block, status, unit=len(names))
-            names.append(name)
+    names = list(block_names(module))
+    for number, name in enumerate(names):
+        _mark_block(module.get_submodule(name), status, unit=number)
     return names
 
 

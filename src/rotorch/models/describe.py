@@ -26,6 +26,7 @@ from torch import nn
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import NO_ORDER, Combine, Cut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.models.blocks import block_names
 from rotorch.models.features import with_features_cut
 from rotorch.models.heads import GROUP_COUNTS, HEAD_SIZES, LATENT_HEAD_SIZE
 from rotorch.models.hf import Plan, head_weights, tensor_parallel_plan
@@ -108,7 +109,7 @@ def describe(
         if trial is None and is_from_config(module):
             trial = try_tiny(module, describe=_trusting)
         spec = with_experts(spec, module, weights, among=trial.on_experts if trial is not None else {})
-    spec = replace(_marked(spec, module), order=order)
+    spec = replace(_marked(spec, module), order=order, blocks=block_names(module))
     if context:
         spec = with_sequences_shared(spec, module, shared)
     if tokens and spec.order.layers:
@@ -141,6 +142,7 @@ def _wrapped(spec: ModelSpec, module: nn.Module, *, prefix: str) -> ModelSpec:
         kept_whole=tuple(replace(kept, name=prefix + kept.name) for kept in spec.kept_whole),
         inside=tuple(_renamed(unit, prefix=prefix) for unit in spec.inside),
         experts=tuple(_renamed(unit, prefix=prefix) for unit in spec.experts),
+        blocks=tuple(prefix + name for name in spec.blocks),
         tokens_stay_whole="peft has wrapped the model",
     )
 

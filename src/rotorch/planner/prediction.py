@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from rotorch.core.layout import Layout, combine_layouts
-from rotorch.core.spec import ModelSpec, Unit, Weight
+from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
 
@@ -111,11 +111,11 @@ def predict_part(
 ) -> Prediction:
     """Sums the Layouts of units as strategies hold them; `rank` takes part in all of these units."""
     positions = _positions(strategies, rank=rank)
-    total = combine_layouts(_layout(unit, strategies=strategies, positions=positions) for unit in spec.units)
+    total = combine_layouts(unit_layout(unit, strategies=strategies, positions=positions) for unit in spec.units)
     trained = total
     if not all(weight.trained for weight in spec.weights):
         trained = combine_layouts(
-            _layout(replace(unit, weights=weights), strategies=strategies, positions=positions)
+            unit_layout(replace(unit, weights=weights), strategies=strategies, positions=positions)
             for unit in spec.units
             if (weights := tuple(weight for weight in unit.weights if weight.trained))
         )
@@ -128,9 +128,10 @@ def predict_part(
     for transfer in transfers:
         sent[str(transfer.kind)] += transfer.sent_bytes
     inner = strategies[-1].layout_of(spec, batch=batch, position=positions[-1])
+    gathered = total.transient_bytes if any(strategy.shares_inside for strategy in strategies[:-1]) else 0
     return Prediction(
         weights_bytes=total.resident_bytes,
-        transient_bytes=inner.transient_bytes,
+        transient_bytes=inner.transient_bytes + gathered,
         slots_bytes=inner.slots_bytes,
         num_weights=sum(weight.trained for weight in spec.weights),
         sent_bytes=dict(sent),
@@ -157,16 +158,20 @@ def _units_of(spec: ModelSpec, *, strategies: Sequence[Strategy]) -> ModelSpec:
     return spec
 
 
-def _layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequence[int]) -> Layout:
-    """The innermost strategy cuts the unit; each outer one then treats what that left on the rank as a whole."""
-    *outer, innermost = zip(strategies, positions, strict=True)
-    layout = innermost[0].layout(unit, position=innermost[1])
+def unit_layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequence[int]) -> Layout:
+    """Layout of a unit under strategies, outermost first, on the rank at these positions of theirs.
+
+    The innermost strategy cuts the unit; each outer one then treats what that left on the rank as a whole.
+    """
+    *outer, (inner, at) = zip(strategies, positions, strict=True)
+    layout = here = inner.layout(unit, position=at)
     for strategy, position in reversed(outer):
-        itemsize = unit.weights[0].itemsize
-        held = Weight(unit.name, (layout.resident_bytes // itemsize,), itemsize)
-        around = strategy.layout(replace(unit, weights=(held,)), position=position)
-        transfers = layout.transfers + around.transfers
-        layout = replace(layout, resident_bytes=around.resident_bytes, transfers=transfers)
+        unit = inner.held(unit, layout=here, position=at)
+        inner, at = strategy, position
+        here = strategy.layout_around(unit, position=position)
+        transient = layout.transient_bytes + here.transient_bytes
+        transfers = layout.transfers + here.transfers
+        layout = replace(layout, resident_bytes=here.resident_bytes, transient_bytes=transient, transfers=transfers)
     return layout
 
 

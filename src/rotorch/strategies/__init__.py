@@ -44,6 +44,7 @@ COMPOSES: frozenset[tuple[str, str]] = frozenset(
         ("ddp", "tesseract"),
         ("ddp", "pp"),
         ("ddp", "zeropp"),
+        ("fsdp", "megatron"),
         ("pp", "fsdp"),
         ("pp", "rtp"),
         ("pp", "megatron"),

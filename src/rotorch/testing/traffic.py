@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 
 from torch import Tensor, nn
 
@@ -15,6 +14,7 @@ from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.mesh import flat_position
 from rotorch.parallel_model import ParallelModel
 from rotorch.parallelize import parallelize
+from rotorch.planner.prediction import unit_layout
 
 _TO_THE_BYTE = (Kind.SEND, Kind.BROADCAST, Kind.REDUCE)
 _ROUNDING_BYTES = 64
@@ -22,11 +22,9 @@ _ROUNDING_BYTES = 64
 
 
 def expected_resident_bytes(model: ParallelModel, unit: Unit) -> int:
-    """Bytes of a unit that this rank holds, by the innermost Layout; 0 if an outer strategy puts it elsewhere."""
-    *outer, inner = model.strategies
-    if not all(strategy.layout(unit, position=_position(model, strategy)).resident_bytes for strategy in outer):
-        return 0  # another rank has it
-    return inner.layout(unit, position=_position(model, inner)).resident_bytes
+    """Bytes of a unit that this rank holds, by the Layouts; 0 if an outer strategy puts it elsewhere."""
+    positions = [_position(model, strategy) for strategy in model.strategies]
+    return unit_layout(unit, strategies=model.strategies, positions=positions).resident_bytes
 
 
 def micro_batch_of(model: ParallelModel, batch: Mapping[str, Tensor]) -> MicroBatch:
@@ -40,32 +38,26 @@ def micro_batch_of(model: ParallelModel, batch: Mapping[str, Tensor]) -> MicroBa
     return MicroBatch(num_rows, num_tokens, itemsize=itemsize, loss_itemsize=itemsize, routed=routed)
 
 
-def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None) -> dict[Kind, Fraction]:
+def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None) -> dict[Kind, int]:
     """Returns the bytes that this rank sends in a step of one micro-batch by the Layouts, by kind.
-
-    A strategy around another one treats what that one holds as its unit, so its transfers shrink in proportion.
 
     Args:
         model: whose step.
         batch: the micro-batch; None leaves out activations.
     """
-    sent: dict[Kind, Fraction] = defaultdict(Fraction)
-    inner = _as_it_runs(model)
-    outer = {strategy: _position(model, strategy) for strategy in model.strategies[:-1]}
+    sent: dict[Kind, int] = defaultdict(int)
+    strategies = [*model.strategies[:-1], _as_it_runs(model)]
+    positions = [_position(model, strategy) for strategy in strategies]
     spec = model.spec
-    for strategy, position in outer.items():
+    for strategy, position in zip(strategies[:-1], positions[:-1], strict=True):
         spec = strategy.part_of(spec, position=position)
     for unit in spec.units:
-        layout = inner.layout(unit, position=_position(model, inner))
-        for transfer in layout.transfers:
-            sent[transfer.kind] += transfer.sent_bytes
+        transfers = list(unit_layout(unit, strategies=strategies, positions=positions).transfers)
         if batch is not None:
-            for strategy, position in {**outer, inner: _position(model, inner)}.items():
-                for transfer in strategy.activation_transfers(unit, batch=batch, position=position):
-                    sent[transfer.kind] += transfer.sent_bytes
-        for strategy, position in outer.items():
-            for transfer in strategy.layout(unit, position=position).transfers:
-                sent[transfer.kind] += Fraction(transfer.sent_bytes * layout.resident_bytes, unit.num_bytes)
+            for strategy, position in zip(strategies, positions, strict=True):
+                transfers += strategy.activation_transfers(unit, batch=batch, position=position)
+        for transfer in transfers:
+            sent[transfer.kind] += transfer.sent_bytes
     return {kind: num_bytes for kind, num_bytes in sent.items() if num_bytes}
 
 
@@ -86,7 +78,7 @@ def sent_and_said(
         raise AssertionError(f"the meter has no rule for {dict(meter.not_counted)}")
     said = expected_sent_bytes(model, batch=micro_batch_of(model, batch))
     model.close()
-    return dict(meter.sent_bytes), {kind: int(num_bytes) for kind, num_bytes in said.items()}
+    return dict(meter.sent_bytes), said
 
 
 def traffic_problems(model: ParallelModel, meter: Meter, *, batch: MicroBatch | None = None) -> Iterator[str]:
@@ -101,12 +93,12 @@ def traffic_problems(model: ParallelModel, meter: Meter, *, batch: MicroBatch | 
     expected = expected_sent_bytes(model, batch=batch)
     chose = any(value == "auto" for s in model.strategies for value in s.model_dump().values())
     for kind in sorted({*expected, *meter.sent_bytes}):
-        said, found = expected.get(kind, Fraction(0)), meter.sent_bytes[kind]
+        said, found = expected.get(kind, 0), meter.sent_bytes[kind]
         slack = 0 if kind in _TO_THE_BYTE else _ROUNDING_BYTES * max(meter.num_messages[kind], len(model.spec.units))
         too_little = found < said - slack and not (chose and kind is Kind.SEND)
         if found > said + slack or too_little:
             number = meter.num_messages[kind]
-            yield f"{kind}: sent {found} bytes in {number} messages, the Layouts say {float(said):.0f}"
+            yield f"{kind}: sent {found} bytes in {number} messages, the Layouts say {said}"
 
 
 def _as_it_runs(model: ParallelModel) -> Strategy:

@@ -18,11 +18,12 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Unit
 from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
-from rotorch.hold.gathered_stages import StageShards
+from rotorch.hold.gathered_layers import GatheredLayers
 from rotorch.hold.setup import Setup
-from rotorch.hold.sharded_model import ShardedModel
+from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
-from rotorch.models.blocks import repeated_blocks
+from rotorch.hold.stage_shards import StageShards
+from rotorch.models.blocks import recompute_blocks, repeated_blocks
 from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.travelling_tokens import TravellingTokens
 from rotorch.shard.sharded_weight import ShardedWeight
@@ -179,8 +180,20 @@ def _return_no_views(_: nn.Module, __: Any, output: Any) -> Any:
 
 
 def apply(setup: Setup) -> ShardedModel:
-    """Shards the model; inside a pipeline its stages, which are gathered when the pipeline says so."""
+    """Shards the model, or what another strategy's ranks hold of it; in a pipeline stages, gathered when it says so."""
+    if setup.inner is not None:
+        return _around(setup, setup.inner)
     setup.prepare_blocks()
     if any(unit.stages for unit in setup.spec.units):
         return StageShards(setup, spec=setup.spec, mesh=setup.mesh, reshard=setup.strategy.reshard)
     return FSDPModel(setup)
+
+
+def _around(setup: Setup, inner: ShardedModel) -> ShardedModel:
+    """Gathers the inner strategy's shards block by block; compiling is that one's affair."""
+    if not isinstance(inner, SimpleShardedModel):
+        raise AssertionError(f"{setup.strategy} is around a model whose shards it cannot share")
+    blocks = [setup.module.get_submodule(name) for name in setup.spec.blocks]
+    if setup.strategy.recomputes_layers:
+        recompute_blocks(setup.module, strategy=setup.strategy.kind)
+    return GatheredLayers(inner, blocks=blocks, reshard=setup.strategy.reshard)

@@ -26,6 +26,12 @@ Mixtures of experts (`experts=whole`; `ep=n` is `fsdp=n[experts=whole]`)
     routing is even, in place of 3 (n-1)/n times the bytes of its experts: less up to T = 3 E bytes / (4 k D b) tokens.
     What moves is the counterpart of `rtp=n[experts=whole]`, where experts travel and tokens stay.
 
+Around another strategy (`fsdp=a,megatron=b`)
+    The a ranks with the same slices of weights share them: each has 1/a of each slice's rows, P/(a b) in all, and
+    gathers the slices of one block, P_block/b, just before they are used, and those of the next under that. Outside of
+    the blocks (embedding, head, last norm) slices are gathered once a step. Sent (a-1)/a (P + P + G)/b, beside what the
+    inner strategy sends.
+
 Deviations
     Gradients are summed, not averaged. One group per decoder block; embedding, head and final norm form the root group.
 """
@@ -37,11 +43,11 @@ from typing import ClassVar, Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.gathered import gathered_layout
+from rotorch.core.gathered import gathered_layout, layout_around, with_blocks_noted
 from rotorch.core.layout import Layout
 from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import ModelSpec, Unit
-from rotorch.core.strategy import OneAxis
+from rotorch.core.strategy import OneAxis, Strategy
 from rotorch.core.traffic import MicroBatch, Phase, Transfer
 from rotorch.core.whole_experts import (
     WholeExperts,
@@ -74,6 +80,7 @@ class FSDP(OneAxis):
     not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
     gathers_weights: ClassVar[bool] = True
+    shares_inside: ClassVar[bool] = True
     reshard: bool = True
     recompute: Literal["none", "block"] = "none"
     context: PositiveInt = 1
@@ -125,6 +132,7 @@ class FSDP(OneAxis):
         self.units_of(spec)  # finds units that fit into `memory`, or says that none do
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
+        spec = with_blocks_noted(spec)
         if self.experts == "whole":
             spec = with_whole_experts(spec)
         if self.memory is None:
@@ -146,3 +154,14 @@ class FSDP(OneAxis):
             gathers=gathers,
             transient_bytes=4 * unit.num_bytes,
         )
+
+    def layout_around(self, unit: Unit, *, position: int = 0) -> Layout:
+        return layout_around(unit, size=self.size, position=position, axis="fsdp", again=self.reshard)
+
+    def check_around(self, inner: Strategy) -> None:
+        without = self.model_copy(update={"context": 1, "memory": None, "experts": "cut"})
+        if self != without:
+            raise ConfigError(
+                f"parallel: '{self},{inner}': around {inner.kind}, fsdp shares what a rank of that holds, and has no "
+                f"context, memory or experts of its own. Write {without},{inner}"
+            )

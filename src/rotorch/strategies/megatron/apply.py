@@ -107,7 +107,7 @@ class MegatronModel(SimpleShardedModel, ShardedStages):
         self._axis_group.close()
 
     def finish(self) -> None:
-        self.shards.reduce(self._partial)
+        self.shards.reduce(self._partial, mesh=self._mesh)
         self.shards.unused_count_as_zero()
         super().finish()
 

@@ -120,6 +120,10 @@ class Megatron(OneAxis):
         transfers = (all_reduce(summed, axis=_AXIS, size=n, phase=Phase.STEP),) if n > 1 and summed else ()
         return Layout(resident_bytes=unit.num_bytes, transfers=transfers)
 
+    def held(self, unit: Unit, *, layout: Layout, position: int = 0) -> Unit:
+        slices = (replace(w, shape=w.slice_shape(num_slices=self.size, index=position), cut=None) for w in unit.weights)
+        return unit if unit.kind is UnitKind.REPLICATED else replace(unit, weights=tuple(slices))
+
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         """Transfers of one micro-batch for `unit`: hidden states at the unit's input and output.
 

@@ -1,14 +1,14 @@
-"""The `zeropp` strategy's hold on a model: its stages in shards (`hold/gathered_stages.py`), or by an inner strategy.
+"""The `zeropp` strategy's hold on a model: its stages in shards (`hold/stage_shards.py`), or by an inner strategy.
 
 `hold/pipeline.py` runs them.
 """
 
 from __future__ import annotations
 
-from rotorch.hold.gathered_stages import StageShards
 from rotorch.hold.pipeline import hold_stages
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel
+from rotorch.hold.stage_shards import StageShards
 from rotorch.strategies.zeropp.plan import SHARDS, STAGES
 
 

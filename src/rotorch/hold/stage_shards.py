@@ -1,0 +1,44 @@
+"""A pipeline's stages on ranks that share them: rows of each weight at rest, gathered when the pipeline says so."""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from rotorch.comm.axis_group import AxisGroup
+from rotorch.core.spec import ModelSpec
+from rotorch.hold.gathered_stages import GatheredStages
+from rotorch.hold.setup import Setup
+from rotorch.hold.sharded_model import ShardedStages, SimpleShardedModel
+from rotorch.hold.sharded_weights import ShardPlacement
+
+
+class StageShards(SimpleShardedModel, ShardedStages):
+    """This rank's rows of the weights of its stages.
+
+    Args:
+        setup: of the strategy that holds them.
+        spec: the units of this rank's stages.
+        mesh: of the ranks that share them, one axis.
+        reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
+    """
+
+    weight_gradients_wait = True
+
+    def __init__(self, setup: Setup, *, spec: ModelSpec, mesh: DeviceMesh, reshard: bool = True) -> None:
+        axis_group = AxisGroup.along(mesh, (mesh.mesh_dim_names or ("",))[0])
+        stages = {weight.name: unit.stages for unit in spec.units for weight in unit.weights}
+        self._memory = GatheredStages(stages, axis_group=axis_group, device=setup.device, reshard=reshard)
+        placements = [ShardPlacement.rows_of(weight, mesh=mesh) for weight in spec.weights]
+        super().__init__(setup.module, setup.shards(placements, memory=self._memory, mesh=mesh))
+
+    def unshard(self, stage: int) -> None:
+        self._memory.unshard(stage)
+
+    def computes(self, stage: int, *, backward: bool) -> None:
+        self._memory.computes(stage, backward=backward)
+
+    def reshard(self, stage: int) -> None:
+        self._memory.reshard(stage)
+
+    def sum_gradients(self, stage: int) -> None:
+        self._memory.sum_gradients(stage)
