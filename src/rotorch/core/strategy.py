@@ -85,15 +85,24 @@ class Strategy(BaseModel, ABC):
     def held(self, unit: Unit, *, layout: Layout, position: int = 0) -> Unit:
         """What the rank at `position` holds of `unit`, as a unit: that of the strategy around this one.
 
-        By default as many bytes, in one row: enough where a strategy around this one holds all of it again.
+        By default as many bytes, those of frozen weights apart, in a row each: enough where a strategy around this one
+        holds all of it again.
 
         Args:
             unit: the unit.
             layout: of the unit on this rank.
             position: of the rank on this strategy's axes.
         """
+        trained = tuple(weight for weight in unit.weights if weight.trained)
+        if len(trained) == len(unit.weights):
+            gets_gradients = layout.resident_bytes
+        else:
+            part = replace(unit, weights=trained)
+            gets_gradients = self.layout(part, position=position).resident_bytes if trained else 0
         itemsize = unit.weights[0].itemsize
-        return replace(unit, weights=(Weight(unit.name, (layout.resident_bytes // itemsize,), itemsize),))
+        rows = ((gets_gradients, True), (layout.resident_bytes - gets_gradients, False))
+        weights = (Weight(unit.name, (b // itemsize,), itemsize, trained=learns) for b, learns in rows)
+        return replace(unit, weights=tuple(weights))
 
     def layout_around(self, unit: Unit, *, position: int = 0) -> Layout:
         """Bytes of a unit on the rank at `position`, around a strategy whose ranks hold `unit` (see `held`)."""
