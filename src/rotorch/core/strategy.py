@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar, Self
 
@@ -219,6 +220,11 @@ class Strategy(BaseModel, ABC):
             if not field.is_required() and value != field.default:
                 options.append(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
         return f"[{','.join(options)}]" if options else ""
+
+
+def sharing(strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    """Of strategies, outermost first, those around the innermost one whose ranks share what that one holds."""
+    return tuple(strategy for strategy in strategies[:-1] if strategy.shares_inside)
 
 
 class OneAxis(Strategy):

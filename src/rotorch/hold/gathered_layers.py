@@ -106,6 +106,7 @@ class GatheredLayers(OuterShardedModel):
 
     def finish(self) -> None:
         self._sum_what_is_left()
+        self._memory.reshard(self._outside)  # before its gradients are summed, which takes memory
         self._memory.sum_gradients(self._outside)
         self._inner.finish()
 

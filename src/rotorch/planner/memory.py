@@ -15,6 +15,7 @@
 [Note: gathered]
     `fully_shard` has whole: the weights around the layers, from beginning to end; and during a layer's backward this
     layer, the layer fetched ahead, the gradient of each and the message that sends it, beside the head's gradient.
+    Around another strategy the gradient of a layer is summed before the next one is made.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from rotorch.core.spec import Unit
-from rotorch.core.strategy import Strategy
+from rotorch.core.spec import Unit, Weight
+from rotorch.core.strategy import Strategy, sharing
 from rotorch.core.traffic import MicroBatch
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.pipelining.stage_strategy import StageStrategy
@@ -109,12 +110,14 @@ class Gathered:
         root: around the layers.
         head: of that, a head.
         block: the largest layer.
+        layers: all layers, if they stay whole from forward to backward.
         stage: a whole stage with its gradients, where that is gathered at once.
     """
 
     root: float = 0.0
     head: float = 0.0
     block: float = 0.0
+    layers: float = 0.0
     stage: float = 0.0
 
 
@@ -154,7 +157,7 @@ def at_rest(
     held_bytes = _HeldBytes(model, around)
     if stages is None:
         everything = held_bytes.of([range(model.num_layers)], first=True, last=True, borrows=False)
-        gathered = held_bytes.gathered if around[-1].gathers_weights else Gathered()
+        gathered = held_bytes.gathered if held_bytes.gathers else Gathered()
         return (FixedMemory(everything, held_bytes.around_bytes, gathered, (), 0),)
     inside = 1
     for strategy in strategies[strategies.index(stages) + 1 :]:
@@ -178,7 +181,9 @@ class _HeldBytes:
 
     def __init__(self, model: FoldedModel, strategies: Sequence[Strategy]) -> None:
         self.model = model
-        self._gathers = strategies[-1].gathers_weights
+        self._inner, self._shared = strategies[-1], bool(sharing(strategies))
+        self._reshards = all(getattr(strategy, "reshard", True) for strategy in strategies)
+        self.gathers = self._inner.gathers_weights or self._shared
         self._before, self._after, *self._layers = (
             self._predicted(units, strategies)
             for units in (model.before, model.after, *(layer.units for layer in model.classes))
@@ -191,17 +196,21 @@ class _HeldBytes:
 
     @property
     def gathered(self) -> Gathered:
-        """Bytes of weights that `fully_shard` has whole for a while."""
-        around = sum(unit.num_bytes for unit in (*self.model.before, *self.model.after))
+        """Bytes of weights that are whole for a while, or as much of them as the inner strategy's ranks hold."""
+        around = sum(map(self._whole_bytes, (*self.model.before, *self.model.after)))
         head = self.model.head
+        blocks = [sum(map(self._whole_bytes, layer.units)) for layer in self.model.classes]
         return Gathered(
             root=around,
-            head=0.0 if head is None else head.trained_bytes,
-            block=max((sum(map(self._whole_bytes, layer.units)) for layer in self.model.classes), default=0.0),
+            head=0.0 if head is None else self._whole_bytes(replace(head, weights=_trained(head))),
+            block=max(blocks, default=0.0),
+            layers=0.0 if self._reshards else sum(c.count * b for c, b in zip(self.model.classes, blocks, strict=True)),
         )
 
     def _whole_bytes(self, unit: Unit) -> float:
         """Bytes of a unit while its layer is whole; 0 of experts that stay on their ranks."""
+        if self._shared:
+            return float(self._inner.layout(unit).resident_bytes)
         return 0.0 if unit.note(WholeExperts) is not None else float(unit.num_bytes)
 
     def _predicted(self, units: Sequence[Unit], strategies: Sequence[Strategy]) -> Prediction:
@@ -216,11 +225,15 @@ class _HeldBytes:
         for prediction, count in predictions:
             for category in ("weights", "gradients", "optimizer"):
                 held[category] += count * (prediction.ledger[category] or 0)
-            held["slots"] = max(held["slots"], 0 if self._gathers else prediction.transient_bytes)
+            held["slots"] = max(held["slots"], 0 if self.gathers else prediction.transient_bytes)
         if borrows and not any(unit.logits for unit in self.model.after):  # a head that the first stage owns
             held["weights"] += self._before.weights_bytes
             held["gradients"] += self._before.trained_bytes
         return held
+
+
+def _trained(unit: Unit) -> tuple[Weight, ...]:
+    return tuple(weight for weight in unit.weights if weight.trained)
 
 
 @dataclass(frozen=True)
@@ -318,9 +331,19 @@ class _Passes:
         return cuts_of(self.inner)
 
     @property
+    def gathers(self) -> bool:
+        """True if layers are gathered one after another."""
+        return self.inner.kind == "fsdp" or bool(self.sharing)
+
+    @property
+    def sharing(self) -> tuple[Strategy, ...]:
+        """Strategies around the innermost one whose ranks share what that one holds."""
+        return sharing(self.strategies)
+
+    @property
     def again(self) -> bool:
         """True if backward recomputes layers from their inputs."""
-        return self.inner.recomputes_layers
+        return any(strategy.recomputes_layers for strategy in (*self.sharing, self.inner))
 
     @property
     def by_units(self) -> bool:
@@ -345,13 +368,16 @@ class _Passes:
         temporaries = inside
         if not self.by_units:  # else one unit at a time
             passing = self.traced.temporaries
-            if self.inner.kind in ("rtp", "fsdp"):  # gradients of weights are added where they travel, or counted above
+            # Gradients of weights are added where they travel, or counted above.
+            if self.inner.kind == "rtp" or self.gathers:
                 passing = passing.without_constant()
             temporaries += passing.of(self.rows, cut=min(self.cuts.stream, self.cuts.interior))
-        if self.inner.kind == "fsdp":  # its layers' gradients leave one after the other
+        if self.gathers:  # gradients of layers leave one after the other
             number = max(1, self.model.num_layers)
             late = early or (gradients - rank.around) * max(0, number - (2 if self.again else 1)) / number
-            gathered = (whole.root + whole.block, whole.root + whole.head + 4 * whole.block)
+            in_forward, at_once = max(whole.block, whole.layers), max(2 * whole.block, whole.layers)
+            beside = (2 if self.inner.kind == "fsdp" else 1) * whole.block
+            gathered = (whole.root + in_forward, whole.root + whole.head + at_once + beside)
             last = {"gradients": late, "gathered": gathered[1], "activations": first, "temporaries": inside}
         else:
             gathered = (whole.stage, whole.stage)

@@ -9,7 +9,7 @@ from math import prod
 
 from rotorch.core.layout import Layout, combine_layouts
 from rotorch.core.spec import ModelSpec, Unit
-from rotorch.core.strategy import Strategy
+from rotorch.core.strategy import Strategy, sharing
 from rotorch.core.traffic import MicroBatch
 
 _ADAMW_COUNTER_BYTES = 4
@@ -128,7 +128,7 @@ def predict_part(
     for transfer in transfers:
         sent[str(transfer.kind)] += transfer.sent_bytes
     inner = strategies[-1].layout_of(spec, batch=batch, position=positions[-1])
-    gathered = total.transient_bytes if any(strategy.shares_inside for strategy in strategies[:-1]) else 0
+    gathered = total.transient_bytes if sharing(strategies) else 0
     return Prediction(
         weights_bytes=total.resident_bytes,
         transient_bytes=inner.transient_bytes + gathered,

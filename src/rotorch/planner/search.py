@@ -22,7 +22,7 @@ from math import inf
 from rotorch.core.errors import ConfigError
 from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
-from rotorch.core.strategy import Strategy
+from rotorch.core.strategy import Strategy, sharing
 from rotorch.core.traffic import MicroBatch
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster
@@ -226,6 +226,9 @@ def compositions(num_ranks: int, *, num_layers: int, wide: int) -> Iterator[str]
                 for options in ("[recompute=none]", "", "[recompute=slice]"):
                     yield ",".join([*around, *pipeline, f"rtp={inside}{options}"])
                 yield ",".join([*around, *pipeline, f"megatron={inside}"])
+                if around and not pipeline:
+                    for again in ("", "[recompute=block]"):
+                        yield f"fsdp={left // inside}{again},megatron={inside}"
                 if not pipeline:
                     yield ",".join([*around, f"megatron={inside}[sequence_parallel=true]"])
                     yield from (",".join([*around, text]) for text in _grids(inside))
@@ -362,7 +365,7 @@ class _Search:
         if getattr(inner, "memory", None) is not None:  # chosen over all layers, which are then no longer equal
             model = fold(inner.units_of(task.spec)).short()
         else:
-            model = task.model if inner is stages else task.model.under(inner)
+            model = task.model if inner is stages else task.model.under(*sharing(strategies), inner)
         parts = stages.parts_of(task.spec) if stages is not None else ()
         return _Candidate(text, strategies, at_rest(model, strategies=strategies, parts=parts), parts, model)
 
@@ -412,7 +415,8 @@ class _Search:
     def time(self, candidate: _Candidate, rows: int, accumulation: int, *, less_than: float = inf) -> StepTime | None:
         """Predicts the time of a step; None if a bound shows that it is more than `less_than` seconds."""
         inner = candidate.strategies[-1]
-        again = inner.recomputes_layers or bool(getattr(inner, "recomputes_units", False))
+        computes_again = any(s.recomputes_layers for s in (*sharing(candidate.strategies), inner))
+        again = computes_again or bool(getattr(inner, "recomputes_units", False))
         plan = Planned(
             model=candidate.model,
             strategies=candidate.strategies,

@@ -25,7 +25,7 @@ from math import prod
 
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Unit
-from rotorch.core.strategy import Strategy
+from rotorch.core.strategy import Strategy, sharing
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_reduce
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.makespan import Makespan
@@ -264,6 +264,9 @@ class _Step:
         """Adds a unit's transfers to its part (see [Note: where transfers go])."""
         plan = self.plan
         layout = plan.inner.layout(unit)
+        for outer in sharing(plan.strategies):
+            around = outer.layout_around(plan.inner.held(unit, layout=layout))
+            layout = replace(around, transfers=(*layout.transfers, *around.transfers))
         moved = plan.inner.activation_transfers(unit, batch=plan.batch) if plan.inner is not plan.stages else ()
         gathers, fetches, activations = list(part.gathers_s), list(part.fetches_s), list(part.activations_s)
         hosts = list(part.activations_host_s)

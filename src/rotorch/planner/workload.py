@@ -143,9 +143,12 @@ class FoldedModel:
         order = replace(self.spec.order, layers=layers)
         return replace(self, spec=replace(self.spec, units=units, order=order))
 
-    def under(self, strategy: Strategy) -> FoldedModel:
-        """Returns the model with its units as a strategy holds them, after `short`."""
-        held = fold(strategy.units_of(self.spec))
+    def under(self, *strategies: Strategy) -> FoldedModel:
+        """Returns the model with its units as strategies hold them, outermost first, after `short`."""
+        spec = self.spec
+        for strategy in strategies:
+            spec = strategy.units_of(spec)
+        held = fold(spec)
         pattern = tuple(held.pattern[number] for number in self.pattern)
         classes = tuple(replace(layer, count=pattern.count(number)) for number, layer in enumerate(held.classes))
         return replace(held, classes=classes, pattern=pattern)

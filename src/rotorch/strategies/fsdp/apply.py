@@ -23,6 +23,7 @@ from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
 from rotorch.hold.stage_shards import StageShards
+from rotorch.mesh import sum_in_one_message
 from rotorch.models.blocks import recompute_blocks, repeated_blocks
 from rotorch.ops.partial_module import PartialModule
 from rotorch.ops.travelling_tokens import TravellingTokens
@@ -194,6 +195,7 @@ def _around(setup: Setup, inner: ShardedModel) -> ShardedModel:
     if not isinstance(inner, SimpleShardedModel):
         raise AssertionError(f"{setup.strategy} is around a model whose shards it cannot share")
     blocks = [setup.module.get_submodule(name) for name in setup.spec.blocks]
+    sum_in_one_message(setup.mesh if setup.inside is None else setup.inside, device=setup.device)
     if setup.strategy.recomputes_layers:
         recompute_blocks(setup.module, strategy=setup.strategy.kind)
     return GatheredLayers(inner, blocks=blocks, reshard=setup.strategy.reshard)
