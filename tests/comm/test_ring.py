@@ -362,6 +362,24 @@ def test_over_messages_a_rank_writes_its_own_part_home_before_the_others_sum_has
     on_ranks(one_ahead_of_the_other, "send_receive", 2, ring)
 
 
+def one_behind_the_other(ring):
+    """Rank 0 has nothing left to do but wait for its sum before rank 1 begins its backward."""
+    ring.start(fresh=[True] * 3)
+    if ring.position == 0:
+        backward(ring, 0, fetch=False)
+        dist.barrier()
+    else:
+        dist.barrier()
+        time.sleep(0.3)  # until rank 0 is in `finish`, from where it cannot tell
+        backward(ring, 0, fetch=False)
+    ring.finish()
+    assert torch.equal(ring.home_gradients(0), summed(ring, 0))
+
+
+def test_the_end_of_a_step_waits_for_a_sum_that_comes_late(ring):
+    on_ranks(one_behind_the_other, "send_receive", 2, ring)
+
+
 def fetches_ahead(ring, *, most):
     """At every visit the fetches that come next are under way; in the first step those of the same pass."""
     n, program = ring.size, ((0, False), (2, False), (2, True), (0, True))
