@@ -21,6 +21,7 @@ from rotorch.comm.observe import Activity, Observer, observe_waits
 from rotorch.comm.shared_memory_reduce import SharedMemoryReduce, shared_reduce_of
 from rotorch.core.errors import RankFailure
 from rotorch.core.traffic import Kind
+from rotorch.models.hf import causal_lm, load_config
 from rotorch.testing.ranks import run_ranks
 
 CPU = torch.device("cpu")
@@ -189,11 +190,13 @@ def test_any_values_and_dtypes():
     run_ranks(any_values, num_ranks=2)
 
 
-def models_come_and_go():
-    def mapped():
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        return sum("rotorch-" in line for line in maps)
+def mapped():
+    """Number of shared files that this rank maps."""
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return sum("rotorch-" in line for line in maps)
 
+
+def models_come_and_go():
     counts = []
     for _ in range(4):
         model = parallelize(torch.nn.Linear(3, 3), "ddp=2,fsdp=2", device="cpu", plan={}, loss=lambda m, b: m(b).sum())
@@ -207,6 +210,22 @@ def models_come_and_go():
 def test_models_that_are_closed_leave_no_memory():
     for counts in run_ranks(models_come_and_go, num_ranks=4):
         assert counts[0] > 1 and counts[-1] == counts[1] == counts[0]
+
+
+def a_model_is_closed_and_stays(path, layout):
+    """Shared files before a model is closed and after it."""
+    model = parallelize(causal_lm(load_config(path)), layout, device="cpu")
+    before = mapped()
+    model.close()
+    return before, mapped()
+
+
+@pytest.mark.usefixtures("warm")
+@pytest.mark.parametrize("around", ["", "ddp=1,", "pp=1,"])
+def test_sums_of_a_closed_model_take_no_memory_under_any_strategy_around_it(tiny, around):
+    layout = f"{around}megatron=2[transport=shared_memory]"
+    for before, after in run_ranks(a_model_is_closed_and_stays, tiny("llama"), layout, num_ranks=2):
+        assert after < before
 
 
 def without_shared_memory():

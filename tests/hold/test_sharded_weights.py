@@ -21,9 +21,9 @@ WEIGHTS = [Weight("weight", (5, 3), 4), Weight("bias", (5,), 4)]
 
 
 @contextmanager
-def held(*, frozen=False, memory=None, place=ShardPlacement.whole):
+def held(module=None, *, frozen=False, memory=None, place=ShardPlacement.whole):
     """A linear layer and what rank 1 of 2 holds of it."""
-    module = nn.Linear(3, 5)
+    module = nn.Linear(3, 5) if module is None else module
     module.weight.requires_grad_(not frozen)
     with as_rank(1, num_ranks=2):
         mesh = make_mesh(parse_parallel("ddp=2"), device=torch.device("cpu"))
@@ -44,6 +44,14 @@ def test_the_module_finds_plain_weights_in_a_pass_and_dtensors_at_rest():
             assert module.weight is shards.leaves["weight"] and module.bias is None
             assert torch.equal(module.weight, values)
         assert module.weight is shards.held["weight"].parameter and isinstance(module.bias, DTensor)
+
+
+def test_a_whole_weight_stays_in_the_memory_of_the_module():
+    """A copy would take the memory of the model twice."""
+    module = nn.Linear(3, 5)
+    memory = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
+    with held(module) as (_, shards):
+        assert {name: weight.local.data_ptr() for name, weight in shards.held.items()} == memory
 
 
 def step_of(shards, buffer, value, *, around=()):

@@ -3,7 +3,8 @@
 import json
 import math
 import time
-from contextlib import suppress
+from collections import Counter
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import rotorch
+from rotorch._torch_private import TorchDispatchMode
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.meter import Meter
 from rotorch.core.errors import ConfigError, HeardFailure, RankFailure
@@ -19,6 +21,7 @@ from rotorch.hold.pipeline_step import PipelineStep
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.ops.deferred_weight_gradients import DeferredWeightGradients
+from rotorch.pipelining.actions import ActionKind
 from rotorch.planner.prediction import predict
 from rotorch.shard.materialize import take_recipes
 from rotorch.shard.storages import owned_bytes
@@ -346,6 +349,41 @@ def test_a_tied_head_in_a_ring_stays_and_the_plan_says_so(tiny):
     parallel = "pp=2,rtp=2[transport=send_receive]"
     for held, said in run_ranks(held_at_rest, tiny("qwen3"), parallel, num_ranks=4):
         assert held == said
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def products_of_actions(path, parallel):
+    """Number of products in all actions of each kind in a step."""
+    model = rotorch.parallelize(build(path), parallel, device="cpu").materialize(seed=1)
+    found = Counter()
+
+    @contextmanager
+    def watch(action):
+        with Products() as products:
+            yield
+        found[action.kind] += products.number
+
+    batch = batch_of(model.module.config, num_rows=1)
+    with model.sharded.watched(watch):
+        model.forward_backward([batch] * 2)
+    model.close()
+    return found
+
+
+@pytest.mark.parametrize(("inside", "put_off"), [("", True), (",megatron=1", False), (",rtp=1", False)])
+def test_a_strategy_inside_computes_weight_gradients_with_those_of_inputs(tiny, inside, put_off):
+    (found,) = run_ranks(products_of_actions, tiny("llama"), f"pp=1[schedule=zb_h1]{inside}", num_ranks=1)
+    assert found[ActionKind.BACKWARD_INPUT] > 0
+    assert (found[ActionKind.BACKWARD_WEIGHT] > 0) == put_off
 
 
 def test_gradients_put_off_are_those_of_autograd():

@@ -509,3 +509,31 @@ class ModelWithHead(nn.Module):
 @pytest.mark.parametrize("layout", ["rtp=2", MESSAGES, "megatron=2"])
 def test_a_head_whose_bias_is_not_asked_for(layout):
     check(ModelWithHead, layout, shape=(12,))
+
+
+class Scaled(nn.Linear):
+    def forward(self, scale, x, labels):
+        return scale * super().forward(x)
+
+
+class Entries(dict):
+    """A batch of a user's own kind."""
+
+
+def batches_that_a_loss_is_given():
+    """True for each that is the user's own."""
+    batch, given = Entries(scale=2.0, x=torch.ones(2, 12), labels=torch.zeros(2, dtype=torch.int64)), []
+
+    def loss_of(module, batch, num_targets):
+        given.append(batch)
+        return module(**batch).sum() / num_targets
+
+    model = rotorch.parallelize(Scaled(12, 12), "single", device="cpu", loss=loss_of)
+    model.forward_backward(batch)
+    model.evaluate(batch)
+    model.close()
+    return [each is batch for each in given]
+
+
+def test_a_loss_is_given_the_batch_as_it_is():
+    assert run_ranks(batches_that_a_loss_is_given, num_ranks=1) == [[True, True]]
