@@ -10,6 +10,7 @@ from torch import distributed as dist
 
 from rotorch.core.errors import ConfigError
 from rotorch.ops.rotate import rotate_module
+from rotorch.ops.slice_linear import slice_linear
 from rotorch.testing.ranks import run_ranks
 
 EXACT = {"rtol": 1e-11, "atol": 1e-12}
@@ -120,6 +121,31 @@ def test_weights_that_a_slice_does_not_use_get_zeros(recompute, rotating):
 
 
 # ---------------------------------------------------------------- memory
+
+
+def saved_of_frozen(make, recompute):
+    """Number of tensors that autograd saves of a frozen unit whose inputs need no gradients, and its exact output."""
+    rotating = mlp_of(make, recompute=recompute, trained=False)
+    inputs = [x.detach() for x in inputs_of(0)]
+    saved = []
+
+    def layers(weights, inputs):
+        x, _ = inputs
+        inside = F.silu(slice_linear(rotating.unit, 0, None, x, weights=weights))
+        return slice_linear(rotating.unit, 2, None, inside, weights=weights)
+
+    rotating.ring.start(fresh=[True])
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = rotate_module(rotating.unit, layers, inputs)
+    up, _, down = rotating.whole
+    torch.testing.assert_close(y, F.silu(inputs[0] @ up.t()) @ down.t(), **EXACT)
+    return len(saved), y.requires_grad
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_frozen_unit_over_inputs_without_gradients_saves_nothing(recompute, rotating):
+    """Also where gradients are enabled, for layers behind it."""
+    assert run_ranks(saved_of_frozen, rotating, recompute, num_ranks=2) == [(0, False)] * 2
 
 
 class FromArray(torch.autograd.Function):

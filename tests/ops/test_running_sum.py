@@ -99,3 +99,26 @@ def test_where_torch_has_products_with_wider_sums_they_are_used(fresh):
         assert add_product(target, a, b, fresh=fresh)
         assert not add_product(target, a.double(), b.double(), fresh=fresh)
     assert target.dtype == torch.float32
+
+
+def with_wider_sums(product):
+    """torch's product of that name as a GPU has it: factors in bfloat16, the sum in `out_dtype`."""
+
+    def run(*given, out_dtype, out):
+        return out.copy_(product(*(each.to(out_dtype) for each in given)))
+
+    return run
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_products_with_wider_sums_add_unrounded(fresh):
+    ((a, b),) = parts(1, torch.bfloat16)
+    a = a[0]
+    target = torch.full((3, 5), float("nan") if fresh else 1.0)
+    with (
+        mock.patch.object(running_sum, "_WIDENS", ("cpu",)),
+        mock.patch.object(torch, "mm", with_wider_sums(torch.mm)),
+        mock.patch.object(torch, "addmm", with_wider_sums(torch.addmm)),
+    ):
+        assert add_product(target, a, b, fresh=fresh)
+    torch.testing.assert_close(target, a.float() @ b.float() + (not fresh))

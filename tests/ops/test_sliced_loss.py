@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rotorch._torch_private import TorchDispatchMode, tree_flatten
 from rotorch.core.errors import ConfigError
-from rotorch.ops.deferred_logits import DeferredLogits
+from rotorch.ops.deferred_logits import DeferredLogits, Head, real_for_hooks
 from rotorch.ops.loss import RotatingHead
 from rotorch.testing.ranks import run_ranks
 
@@ -187,6 +187,9 @@ def test_logits_of_minus_infinity(keep, chain, rotating):
 def hopeless(make, keep, sign):
     """Targets, and whole slices, whose probability is no number: the gradients of their logits are -1 and 0."""
     rotating = head_of(make)
+    for weight in (*rotating.whole, *rotating.home(rotating.ring.home_weights(0))):
+        weight.mul_(16.0)  # the reciprocal of a probability times such numbers must be a number as well
+    dist.barrier()
     whole = [w.clone().requires_grad_() for w in rotating.whole]
     hidden = sign * 2000.0 * F.normalize(whole[0].detach()[:1]).repeat(3, 1)
     targets = F.linear(hidden, whole[0].detach())[0].argsort()[[0, 1, -1]]
@@ -344,6 +347,43 @@ REAL = {
 @pytest.mark.parametrize("name", REAL)
 def test_anything_else_makes_logits_real(name, rotating):
     run_ranks(compare, rotating, 2, REAL[name], (False, "shared_memory", False), num_ranks=2)
+
+
+class WholeHead(Head):
+    """All logits from a whole weight."""
+
+    vocab_size = VOCABULARY
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def logits(self, hidden):
+        return F.linear(hidden, self.weight)
+
+    def loss(self, hidden_BD, target_B, *, chain, ignore_index):
+        raise NotImplementedError
+
+
+class DefersLogits(torch.nn.Linear):
+    """A head as strategies leave it."""
+
+    def forward(self, hidden):
+        return DeferredLogits(hidden, WholeHead(self.weight))
+
+
+def test_hooks_of_a_head_see_real_logits_and_their_gradients():
+    hooked, other = (DefersLogits(HIDDEN, VOCABULARY, bias=False) for _ in range(2))
+    outputs, gradients = [], []
+    hooked.register_forward_hook(lambda _, __, output: outputs.append(output))
+    hooked.register_full_backward_hook(lambda _, __, grads: gradients.append(grads[0]))
+    hidden = torch.randn(3, HIDDEN, requires_grad=True)
+    with real_for_hooks([hooked, other]):
+        hooked(hidden).square().sum().backward()
+        assert isinstance(other(hidden), DeferredLogits)
+    expected = F.linear(hidden, hooked.weight)
+    assert type(outputs[0]) is torch.Tensor
+    torch.testing.assert_close(outputs[0], expected)
+    torch.testing.assert_close(gradients[0], 2 * expected)
 
 
 class Largest(TorchDispatchMode):

@@ -343,8 +343,10 @@ def warnings_of(build, layout, shape):
     return lines
 
 
-def test_the_log_says_once_what_is_made_whole():
-    for lines in run_ranks(warnings_of, UsesWeights, MESSAGES, (6,), num_ranks=2):
+@pytest.mark.parametrize("layout", [MESSAGES, "megatron=2"])
+def test_the_log_says_once_what_is_made_whole(layout):
+    """Weights alone that a function takes whole; neither they nor their biases where a layer is called."""
+    for lines in run_ranks(warnings_of, UsesWeights, layout, (6,), num_ranks=2):
         made = sorted(line.split("'")[1] for line in lines if "takes no slices" in line)
         assert made == ["bilinear.bias", "bilinear.weight", "conv.weight", "up.weight"]  # `down.weight.t()` is followed
 

@@ -121,7 +121,9 @@ def _summed(x: Tensor, axis_group: AxisGroup) -> Tensor:
 
 
 def _own(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
-    return x.split(list(lengths), dim=dim)[axis_group.position].contiguous()
+    # A copy, also of a part that is contiguous: a view would keep all of `x` in memory, and autograd lets nobody write
+    # into a view that a function returns.
+    return x.split(list(lengths), dim=dim)[axis_group.position].clone(memory_format=torch.contiguous_format)
 
 
 def all_gather_along(x: Tensor, dim: int, lengths: Sequence[int], axis_group: AxisGroup) -> Tensor:
