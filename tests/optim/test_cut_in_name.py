@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from muon_runs import build, config_of, rows
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import rotorch
 from rotorch.core.errors import ConfigError
 from rotorch.parallelize import load_step_code
 from rotorch.shard.in_chunks import CutInName
+from rotorch.testing.fake import as_rank
 from rotorch.testing.ranks import run_ranks
 
 CASES = [("llama", "rtp=3"), ("gpt_neox", "rtp=3"), ("gpt_neox", "megatron=3")]
@@ -158,3 +160,14 @@ def test_what_passes_is_right(told, name, layout, what):
         assert of_rank[name, layout]["cut"]
         bar = 1e-5 if what == "gradients" else 1e-12  # norms of the model in float32
         assert of_rank[name, layout][what] < bar
+
+
+def test_a_tensor_that_is_whole_along_one_axis_alone_is_refused(tiny):
+    """A rank has a part of it, in which the chunks of the weight are other elements."""
+    with as_rank(0, num_ranks=3):
+        model = rotorch.parallelize(build(config_of(tiny("llama"))), "atp=3x1", device="cpu")
+        cut = next(p for p in model.parameters() if isinstance(p, CutInName) and p.dim() == 2)
+        own, mesh = cut.to_local().detach(), cut.device_mesh
+        other = DTensor.from_local(own, mesh, (Shard(0), Replicate()), shape=cut.shape, stride=cut.stride())
+        with pytest.raises(ConfigError, match="its parts are uneven or fused"):
+            _ = cut + other

@@ -200,6 +200,20 @@ def test_one_expert_of_another_dtype_is_seen_among_those_that_are_stacked():
         assert put_together([real, wide], dim=0).dtype is torch.float32
 
 
+def test_a_box_of_joined_parts_opens_those_that_it_meets():
+    opened, parts = [], [torch.arange(2.0 * n).view(2, n) + 10 * n for n in (3, 1, 4)]
+
+    def stored(number, part):
+        return Computed(part.shape, part.dtype, lambda: opened.append(number) or part)
+
+    joined, whole = Joined([stored(*each) for each in enumerate(parts)], dim=1), torch.cat(parts, dim=1)
+    assert torch.equal(joined.read_whole(), whole) and opened == [0, 1, 2]
+    for columns, met in ((range(1, 3), [0]), (range(2, 6), [0, 1, 2]), (range(4, 8), [2]), (range(3, 4), [1])):
+        opened.clear()
+        joined.read((range(1, 2), columns), out=(out := torch.empty(1, len(columns))))
+        assert torch.equal(out, whole[1:2, columns.start : columns.stop]) and opened == met
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_weight_that_is_not_finite_is_named_with_its_place(tmp_path, value, index):

@@ -54,6 +54,7 @@ from rotorch.strategies import (
         ("pp=2[schedule=zbv]", (PP(stages=2, schedule="zbv", chunks=None),)),
         ("zeropp=2x4[unit=3,chunks=2]", (ZeroPP(stages=2, shards=4, chunks=2, unit=3),)),
         ("zeropp=2x4[inner=rtp,unit=3]", (ZeroPP(stages=2, shards=1, unit=3), RTP(size=4))),
+        ("pp=2,fsdp=4", (PP(stages=2), FSDP(size=4))),
     ],
 )
 def test_reads(text, strategies):

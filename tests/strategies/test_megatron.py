@@ -283,6 +283,14 @@ def test_partly_synchronised_is_another_model_and_says_so(tiny, caplog):
     assert caplog.text.count(f"{SYNCED} trains another model than one process does: of the channels") == 1
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_heads_that_do_not_divide_evenly_are_said_once_by_one_rank(tiny, caplog, rank):
+    with caplog.at_level(logging.WARNING), as_rank(rank, num_ranks=3), rotorch.on_meta():
+        rotorch.parallelize(causal_lm(load_config(tiny("llama"))), "megatron=3", device="cpu")
+    said = "has 4 groups (heads) for 3 ranks: some compute while others wait"
+    assert caplog.text.count(said) == (1 if rank == 0 else 0)
+
+
 def test_all_channels_synchronised_is_the_model(tiny):
     assert str(parse_parallel("megatron=2[sync_fraction=1]")[0]) == "megatron=2"
     assert verify(tiny("llama"), parallel="megatron=2[sync_fraction=1.0]", layers=1, steps=1).ok

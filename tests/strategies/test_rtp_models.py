@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import rotorch
@@ -315,3 +316,26 @@ def test_attention_runs_again_only_where_it_is_said_so(recompute, passes, tiny):
     """Two layers, two slices each; over messages, where attention runs on slices whatever is recomputed."""
     layout = f"rtp=2[recompute={recompute},transport=send_receive]"
     assert run_ranks(attention_passes, tiny("llama"), layout, num_ranks=2) == [passes] * 2
+
+
+class Scaled(nn.Module):
+    """A weight of its own, which is whole, around a part that counts its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale, self.inside, self.calls = nn.Parameter(torch.ones(8)), nn.Identity(), []
+        self.inside.register_forward_hook(lambda *_: self.calls.append(1))
+
+    def forward(self, x):
+        return self.inside(x) * self.scale
+
+
+def test_modules_around_others_do_not_run_again_as_norms_do():
+    """They may draw random numbers, or take as long as a unit."""
+    module = nn.Sequential(nn.Linear(8, 8), Scaled(), nn.LayerNorm(8), nn.Linear(8, 8))
+    model = rotorch.parallelize(
+        module, "rtp=1[recompute=slice]", device="cpu", loss=lambda net, batch, _: net(batch["x"]).sum()
+    )
+    model.forward_backward([{"x": torch.randn(4, 8), "labels": torch.zeros(4, dtype=torch.long)}])
+    assert len(module[1].calls) == 1
+    model.close()

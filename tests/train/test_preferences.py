@@ -23,6 +23,7 @@ from rotorch.testing.ranks import run_ranks
 from rotorch.train.data.batches import check_source, open_windows, prepare_corpus
 from rotorch.train.metrics import read_metrics
 from rotorch.train.reference import _files, _pairs_to_read, key_of
+from rotorch.train.step import rewards_of
 
 BETA = 0.3
 FIELDS = ("prompt", "chosen", "rejected")
@@ -219,8 +220,6 @@ def part_of(batch, *, rank, num_ranks):
 
 
 def errors(config, layout):
-    from rotorch.train.step import rewards_of
-
     torch.manual_seed(1)
     alone = LlamaForCausalLM(config).double()
     torch.manual_seed(1)
@@ -259,6 +258,18 @@ def ranks(tiny):
 def test_loss_gradients_and_rewards_are_those_of_the_formula(ranks, layout):
     for of_rank in ranks:
         assert max(of_rank[layout]) < 1e-10
+
+
+def test_rewards_of_a_single_pair_are_its_own(tiny):
+    config = load_config(tiny("llama"))
+    config.num_hidden_layers, config.vocab_size = 1, 92
+    torch.manual_seed(1)
+    model = parallelize(LlamaForCausalLM(config).double(), "single", device="cpu", loss=PreferenceLoss(BETA))
+    batch = pairs_of_ids(1)
+    _, margin, right = formula(model.module, batch)
+    rewards = rewards_of(model, model.forward_backward([batch])[1])
+    model.close()
+    assert (rewards.margin, rewards.accuracy) == (pytest.approx(margin), right)
 
 
 def test_a_pair_that_fills_up_a_batch_counts_for_nothing(tmp_path):
