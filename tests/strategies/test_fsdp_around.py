@@ -1,7 +1,16 @@
-"""fsdp around megatron: exact whatever a model and its user do, to the byte, and with a part of a slice per rank."""
+"""fsdp around megatron: exact whatever a model and its user do, and with a part of a slice per rank."""
 
 import pytest
+import torch
+from torch import nn
 
+import rotorch
+from rotorch.comm.meter import Meter
+from rotorch.core.errors import ConfigError
+from rotorch.models.describe import describe
+from rotorch.models.hf import causal_lm, load_config
+from rotorch.strategies import parse_parallel
+from rotorch.testing.ranks import run_ranks
 from rotorch.testing.verify import verify
 
 pytestmark = pytest.mark.usefixtures("warm")
@@ -10,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("warm")
 @pytest.mark.parametrize(
     ("layout", "family"),
     [
-        ("fsdp=3,megatron=2", "gpt_neox"),  # fused heads, of which rows are cut unevenly, and biases of few rows
+        ("fsdp=3,megatron=2", "gpt_neox"),  # fused heads, whose rows are cut unevenly, and biases of few rows
         ("fsdp=2,megatron=3", "llama"),  # four groups of heads on three ranks
         ("fsdp=2[reshard=false],megatron=2[sequence_parallel=true]", "qwen3"),  # tied weights
         ("fsdp=2[recompute=block],megatron=2", "gemma2"),
@@ -23,3 +32,129 @@ pytestmark = pytest.mark.usefixtures("warm")
 def test_is_exact(tiny, layout, family):
     report = verify(tiny(family), parallel=layout, layers=2, steps=2, timeout_s=600)
     assert report.ok, (report.verdict, report.first_divergence, report.worst_weights)
+
+
+def held(config):
+    """Bytes of this rank's weights, gradients, moments, and of the slices of a pass, after two steps."""
+    with rotorch.on_meta():
+        model = rotorch.parallelize(causal_lm(config), "fsdp=2,megatron=2", device="cpu").materialize(seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    ids = torch.arange(2 * 12).view(2, 12)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.forward_backward({"input_ids": ids, "labels": ids})
+        optimizer.step()
+    model.evaluate({"input_ids": ids, "labels": ids})
+    weights = sum(held.local.untyped_storage().nbytes() for held in model.weights.values())
+    gradients = sum(held.local_grad.nbytes for held in model.weights.values())
+    moments = sum(state["exp_avg"].to_local().nbytes for state in optimizer.state.values())
+    slices = sum(held.leaf.untyped_storage().nbytes() for held in model.weights.values())
+    model.close()
+    return weights, gradients, moments, slices
+
+
+def test_a_rank_holds_its_rows_at_rest_and_no_slice(tiny):
+    config = load_config(tiny("llama"))
+    config.num_hidden_layers = 2
+    with rotorch.on_meta():
+        spec = describe(causal_lm(config))
+    cut = sum(unit.num_bytes for unit in spec.cut_units)
+    quarter = cut // 4 + (spec.num_bytes - cut) // 2
+    for weights, gradients, moments, slices in run_ranks(held, config, num_ranks=4):
+        assert weights == gradients == moments == quarter
+        assert slices == 0
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 20), nn.Linear(20, width)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Chain(nn.Module):
+    """Blocks of which a caller chooses some, and a matrix around them."""
+
+    def __init__(self, num_blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(Layer(12) for _ in range(num_blocks))
+        self.end = nn.Linear(12, 5)
+
+    def forward(self, x, blocks=None, freed=False):
+        for number in range(len(self.blocks)) if blocks is None else blocks:
+            x = x + self.blocks[number](x.detach() if freed else x)
+        return self.end(x)
+
+
+PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+WAYS = {
+    "a block is left out": [{"blocks": [0, 2]}],
+    "a block is called twice": [{"blocks": [0, 1, 1, 2]}],
+    "no gradient goes through": [{"freed": True}],
+    "two calls and one backward": [{}, {"blocks": [2, 0]}],
+    "the last block alone": [{"blocks": [2]}],
+}
+
+
+def gradients_of(way, layout):
+    """Gradients by name of two passes of one way, in a loop of one's own; None where there is none."""
+    torch.manual_seed(0)
+    model = Chain(3).double()
+    x = torch.randn(4, 12, dtype=torch.float64)
+    if layout is not None:
+        model = rotorch.parallelize(model, layout, device="cpu", plan=PLAN)
+    for _ in range(2):
+        sum(model(x, **kwargs).square().mean() for kwargs in WAYS[way]).backward()
+    if layout is None:
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+    weights = model.named_parameters()
+    found = {name: None if p.grad is None else model.full_tensor(name, grad=True) for name, p in weights}
+    model.close()
+    return found
+
+
+def of_all_ways(layout):
+    return {way: gradients_of(way, layout) for way in WAYS}
+
+
+def test_blocks_may_run_in_any_order_and_number():
+    expected = of_all_ways(None)
+    for found in run_ranks(of_all_ways, "fsdp=2,megatron=2", num_ranks=4):
+        for way, gradients in found.items():
+            for name, gradient in gradients.items():
+                wanted = expected[way][name]
+                assert (gradient is None) == (wanted is None), (way, name)
+                if gradient is not None:
+                    torch.testing.assert_close(gradient, wanted, rtol=1e-10, atol=1e-12)
+
+
+def messages(num_blocks):
+    """Gathers and reduce-scatters of a step, of forward alone, and of a model without blocks."""
+    torch.manual_seed(0)
+    model = rotorch.parallelize(Chain(num_blocks).double(), "fsdp=2,megatron=2", device="cpu", plan=PLAN)
+    x = torch.randn(4, 12, dtype=torch.float64)
+    found = []
+    for learns in (True, True, False):
+        with Meter() as meter, torch.set_grad_enabled(learns):
+            loss = model(x).square().mean()
+            if learns:
+                loss.backward()
+        found.append({str(kind): number for kind, number in meter.num_messages.items() if kind != "all_reduce"})
+    model.close()
+    return found[1:]  # ranks exchange some things once
+
+
+@pytest.mark.parametrize("num_blocks", [3, 1])
+def test_a_block_comes_once_per_pass_in_one_message(num_blocks):
+    for step, forward in run_ranks(messages, num_blocks, num_ranks=4):
+        # What lies around blocks comes for each of the two passes of a call, and so do blocks.
+        assert step == {"all_gather": 2 * num_blocks + 2, "reduce_scatter": num_blocks + 1}
+        assert forward == {"all_gather": num_blocks + 1}
+
+
+@pytest.mark.parametrize("option", ["context=2", "memory=2GiB", "experts=whole"])
+def test_options_that_say_nothing_around_another_strategy_are_refused(option):
+    with pytest.raises(ConfigError, match=r"around megatron, fsdp shares .* Write fsdp=2,megatron=2$"):
+        parse_parallel(f"fsdp=2[{option}],megatron=2")

@@ -29,6 +29,7 @@ LAYOUTS = (
     "megatron=2[sequence_parallel=true]",
     "tesseract=1x1x2[zero=true]",
     "tesseract=2x2x2",
+    "fsdp=2,megatron=2",
 )
 FEW = ("rtp=3", "summa=2x2", "tesseract=1x1x2[zero=true]", "zeropp=2x2")
 """Uneven slices; blocks of two dims; shards of blocks; stages in shards. Between them, every way to cut a weight."""
@@ -37,14 +38,23 @@ SOME_WHOLE = ("fsdp=2", "osdp=2[memory=9MB]", "osdp=3[memory=8MB,inner=fsdp]")
 """Units that are whole beside others that are cut."""
 
 
+ROWS_OF_SLICES = ("fsdp=2,megatron=2", "rtp=3")
+"""Slices of which ranks have some rows each."""
+
 EXPERTS = ("fsdp=2", "ep=3", "rtp=2[experts=whole]")
 """Experts in rows of a block, and in sets: four of them as 2 + 1 + 1, and as 2 + 2."""
 
 
 @pytest.mark.parametrize(
     ("layouts", "also_same"),
-    [(FEW, False), (SOME_WHOLE, False), (EXPERTS, False), pytest.param(LAYOUTS, True, marks=pytest.mark.slow)],
-    ids=["few", "some whole", "experts", "all"],
+    [
+        (FEW, False),
+        (SOME_WHOLE, False),
+        (ROWS_OF_SLICES, False),
+        (EXPERTS, False),
+        pytest.param(LAYOUTS, True, marks=pytest.mark.slow),
+    ],
+    ids=["few", "some whole", "rows of slices", "experts", "all"],
 )
 def test_every_layout_goes_on_from_every_other_exactly(layouts, also_same, tmp_path, warm):
     cells = matrix(layouts, tmp_path, also_same=also_same, kind="mixtral" if layouts is EXPERTS else "qwen3")

@@ -81,8 +81,8 @@ class GatheredLayers(OuterShardedModel):
         self.loss_scale = inner.loss_scale
         self._reshard = reshard
         self._outside = len(blocks)
-        self._owed = [0] * len(blocks)
-        """Of each block, forwards of this backward's graph behind which its gradients have not been summed yet."""
+        self._in_backward: set[int] = set()
+        """Blocks whose backward has begun, and whose gradients have not been summed since."""
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self._before_forward, number), prepend=True, with_kwargs=True)
             block.register_forward_hook(partial(self._after_forward, number))
@@ -95,7 +95,7 @@ class GatheredLayers(OuterShardedModel):
 
     def start(self) -> None:
         self._inner.start()
-        self._owed = [0] * self._outside
+        self._in_backward.clear()
         self._gather(self._outside, backward=torch.is_grad_enabled())
 
     @contextmanager
@@ -141,29 +141,27 @@ class GatheredLayers(OuterShardedModel):
         if not learns:
             return output
         leaves, tree = tree_flatten(output)
-        outputs = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        for place in outputs:
-            if leaves[place]._is_view():  # a write into a view would lose the hook
-                leaves[place] = leaves[place].clone()
-            leaves[place].register_hook(partial(self._before_backward, number))
-        self._owed[number] += bool(outputs)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                if leaf._is_view():  # a write into a view would lose the hook
+                    leaves[place] = leaf.clone()
+                leaves[place].register_hook(partial(self._before_backward, number))
         return tree_unflatten(leaves, tree)
 
     def _before_backward(self, number: int, _: Tensor) -> None:
+        self._in_backward.add(number)
         self._gather(number, backward=True)
         self._start_to_gather(number - 1)
 
     def _after_backward(self, number: int) -> None:
         self._memory.sum_gradients(number)
         self._memory.reshard(number)
-        self._owed[number] = max(0, self._owed[number] - 1)
+        self._in_backward.discard(number)
 
     def _sum_what_is_left(self) -> None:
-        """Sums gradients of blocks whose backward had no end that a node could tell of, or none at all."""
-        for number in reversed(range(self._outside)):
-            if self._owed[number]:
-                self._after_backward(number)
-                self._owed[number] = 0
+        """Sums gradients of blocks whose backward had no end that a node could tell of."""
+        for number in sorted(self._in_backward, reverse=True):
+            self._after_backward(number)
 
 
 class _EndOfBackward(torch.autograd.Function):
