@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from rotorch.comm.stage_messages import StageMessages
+from rotorch.comm.stage_messages import GroupConnections, StageMessages
 from rotorch.core.errors import HeardFailure, RankFailure
 from rotorch.hold.pipeline_step import PipelineStep
 from rotorch.hold.sharded_model import ShardedStages
@@ -293,6 +293,32 @@ def test_a_step_that_was_left_in_the_middle_is_the_last():
     for again in (step, lambda: pipeline.messages[0].exchange([], [])):
         with pytest.raises(RankFailure, match="an earlier step was left in the middle"):
             again()
+
+
+def test_a_result_comes_to_the_other_ranks():
+    giver, taker = two_ends()
+    for result in ([{"loss": 1.5, "targets": 7}, {"loss": 2.5, "targets": 6}], []):
+        giver.to_all(result)
+        assert taker.from_one(source=0) == result
+
+
+def over_connections_made_ahead():
+    """What the rank before sends, over connections that were made as those of GPUs are."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    connections = GroupConnections(mesh, device=torch.device("cpu"))
+    connections._connect(torch.device("cpu"))
+    rank, size = mesh.get_local_rank(), mesh.size()
+    came = torch.zeros(1)
+    wait = connections.receive(came, source=(rank - 1) % size, tag=0)
+    connections.send(torch.full((1,), 10.0 + rank), to=(rank + 1) % size, tag=0)()
+    wait()
+    return came.item()
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_making_connections_ahead_leaves_no_message_behind(num_ranks):
+    found = run_ranks(over_connections_made_ahead, num_ranks=num_ranks, timeout_s=PATIENCE_S)
+    assert found == [10 + (rank - 1) % num_ranks for rank in range(num_ranks)]
 
 
 def with_a_result_left_behind():

@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+from shapes import on_grids, transformer
 
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Combine, Cut, ModelSpec, Unit, UnitKind, Weight
@@ -92,3 +93,20 @@ def test_activations_that_move_are_counted_where_the_batch_is_known():
     weights = predict(SPEC, strategies=strategies, rank=3).sent_bytes["all_reduce"]
     found = predict(SPEC, strategies=strategies, rank=3, batch=batch).sent_bytes["all_reduce"]
     assert found - weights == 2 * (3 * 5 * 8 * 4)
+
+
+def test_stages_send_hidden_states_up_and_their_gradients_down():
+    """Features of 3 x 5 tokens, once per micro-batch and neighbour; a stage's other units send nothing."""
+    spec, strategies = transformer(layers=6, width=64), parse_parallel("pp=3")
+    sent = [each.sent_bytes for each in predict_ranks(spec, strategies=strategies, batch=MicroBatch(3, 5))]
+    assert sent == [{"send": neighbours * 3 * 5 * 64 * 4} for neighbours in (1, 2, 1)]
+
+
+@pytest.mark.parametrize("text", ["summa=2x2[transport=messages]", "tesseract=2x2x2[zero=true,transport=messages]"])
+def test_without_a_position_a_layout_is_the_first_ranks(text):
+    """The planner gives none where it estimates a step's time. Parts of an odd vocabulary are not equally large."""
+    (strategy,), batch = parse_parallel(text), MicroBatch(3, 5)
+    tied = replace(on_grids(transformer(layers=1, vocabulary=999)).units[0], uses=2, reads_in_backward=1)
+    assert strategy.layout(tied) == strategy.layout(tied, position=0) != strategy.layout(tied, position=2)
+    first, second = (strategy.activation_transfers(tied, batch=batch, position=k) for k in (0, 1))
+    assert strategy.activation_transfers(tied, batch=batch) == first != second

@@ -10,7 +10,9 @@ from small_configs import SIZES, config_of
 
 import rotorch
 from rotorch.core.errors import ConfigError
-from rotorch.core.traffic import Kind, MicroBatch
+from rotorch.core.shared_context import KeysAndValues, key_value_transfers
+from rotorch.core.spec import Combine, Unit, UnitKind
+from rotorch.core.traffic import Kind, MicroBatch, Phase
 from rotorch.core.zigzag import KeyExchange, seen_by, zigzag
 from rotorch.drop_in.plain_loops import check_plain_loop
 from rotorch.models import describe as describing
@@ -144,6 +146,22 @@ def test_keys_sent_are_three_quarters_of_a_gather_or_those_of_a_window():
         assert sum(part.num_sent for part in parts) == 3 * (c - 1) * (1 << 12) // 4
         of_length = [[KeyExchange(t, c, rank, 128).num_sent for rank in range(c)] for t in (1 << 12, 1 << 17)]
         assert of_length[0] == of_length[1] and max(of_length[0]) <= 2 * 127
+
+
+def test_keys_go_out_in_forward_and_gradients_come_back():
+    """Two rows of 24 tokens with 12 features in float32. A send's payload is what it sends."""
+    unit = Unit("attention", UnitKind.MODULE, Combine.SUM, (), notes=(KeysAndValues(width=12),))
+    part = KeyExchange(24, 3, 1)
+    for num_forwards in (1, 2):
+        found = key_value_transfers(
+            unit, batch=MicroBatch(2, 24), num_ranks=3, axis="rtp", position=4, num_forwards=num_forwards
+        )
+        assert [t.sent_bytes for t in found] == [
+            96 * tokens for tokens in (*[part.num_sent] * num_forwards, part.num_received)
+        ]
+        assert [t.payload_bytes for t in found] == [t.sent_bytes for t in found]
+        assert [t.phase for t in found] == [Phase.FORWARD] + [Phase.BACKWARD] * num_forwards
+        assert {(t.kind, t.axis, t.num_messages) for t in found} == {(Kind.SEND, "rtp", 2)}
 
 
 # ---- the same as one process ---------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch import nn
 
 import rotorch
 from rotorch.core.errors import ConfigError
-from rotorch.core.traffic import Kind
+from rotorch.core.spec import Combine, Cut, GridCut, ModelSpec, Unit, UnitKind, Weight
+from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.models.hf import causal_lm, config_from_dict, load_config
 from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.fake import as_rank
@@ -64,6 +65,23 @@ def test_slots_in_shared_memory_are_the_layouts_to_the_byte(tiny, parallel, chan
         slots_held, config, f"{parallel}[transport=shared_memory]", num_tokens, num_ranks=ranks
     ):
         assert held == said > 0
+
+
+@pytest.mark.parametrize(("parallel", "copies"), [("summa=2x2", 1 + 2), ("summa=3x3", 2 + 3), ("summa=1x1", 0)])
+def test_blocks_in_flight_are_the_largest_layers(parallel, copies):
+    """Copies of others' blocks and parts of sums over messages, in shared memory two parts ([Note: in flight])."""
+    size = int(parallel[-1])
+    units = []
+    for name, rows in (("small", 12), ("large", 36)):
+        weight = Weight(name, (rows, 18), 4, grid=GridCut(rows=Cut(1, 18), columns=Cut(0, rows)))
+        units.append(Unit(name, UnitKind.MODULE, Combine.SUM, (weight,)))
+    spec = ModelSpec("spec", tuple(units))
+    one = 4 * (36 // size) * (18 // size) + 4 * 2 * 5 * (18 // size)  # a block of the weight, one of its inputs
+    for transport in ("messages", "shared_memory"):
+        (strategy,) = parse_parallel(f"{parallel}[transport={transport}]")
+        layout = strategy.layout_of(spec, batch=MicroBatch(2, 5))
+        expected = copies if transport == "messages" else min(copies, 2)
+        assert layout.transient_bytes - layout.slots_bytes == expected * one
 
 
 def test_depth_adds_sums_of_gradients_and_nothing_else(tiny):

@@ -1,5 +1,7 @@
 """Experts that rotate whole: exact on models with experts of all kinds, each token computed once, to the byte."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from mixtures import described, tiny_config
@@ -8,7 +10,7 @@ from small_configs import SIZES
 import rotorch
 from rotorch._torch_private import TorchDispatchMode
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import UnitKind
+from rotorch.core.spec import Combine, Cut, LayerOrder, ModelSpec, Unit, UnitKind, Weight
 from rotorch.core.whole_experts import WholeExperts, with_whole_experts
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
@@ -40,6 +42,21 @@ def test_every_module_of_experts_is_a_unit_cut_between_them(kind):
     assert sorted(w.name for w in whole.weights) == sorted(w.name for w in spec.weights)
     assert whole.num_bytes == spec.num_bytes
     assert with_whole_experts(whole) == whole
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_experts_that_were_replicated_come_before_later_layers(layer):
+    """Also in the first layer of a model without an embedding, where no unit before them is cut."""
+
+    def unit(name, *, kind=UnitKind.MODULE, combine=Combine.SUM, notes=()):
+        return Unit(name, kind, combine, (Weight(f"{name}.weight", (6, 4, 4), 4, Cut(0, 6)),), notes=notes)
+
+    experts = unit(f"layers.{layer}.experts", notes=(WholeExperts(6),))
+    cut = [unit(f"layers.{number}.mlp") for number in range(3) if number != layer]
+    whole = replace(experts, kind=UnitKind.REPLICATED, combine=Combine.NONE, notes=())
+    order = LayerOrder(layers=("layers.0", "layers.1", "layers.2"), width=4)
+    spec = ModelSpec("spec", (*cut, whole), order=order, experts=(experts,))
+    assert with_whole_experts(spec).units == (*cut[:layer], experts, *cut[layer:])
 
 
 def test_a_slice_is_a_set_of_experts():
