@@ -327,7 +327,7 @@ class ModelSpec:
         kept = tuple(kept for kept in self.kept_whole if kept.name not in cut)
         return replace(self, units=tuple(units), kept_whole=kept, inside=())
 
-    @property
+    @cached_property
     def weights(self) -> tuple[Weight, ...]:
         return tuple(w for u in self.units for w in u.weights)
 
@@ -361,12 +361,12 @@ class ModelSpec:
         """Bytes of the weights that get gradients, which are as large."""
         return sum(u.trained_bytes for u in self.units)
 
-    @property
+    @cached_property
     def finest_cut(self) -> int:
         """Groups of the weight that has most of them: on more ranks than this, some would hold nothing."""
         return max((w.cut.groups for u in self.cut_units for w in u.weights if w.cut), default=1)
 
-    @property
+    @cached_property
     def cut_units(self) -> tuple[Unit, ...]:
         """The units that can be cut into slices."""
         return tuple(u for u in self.units if u.kind is not UnitKind.REPLICATED)

@@ -260,6 +260,7 @@ class _Search:
         self.task = task
         self.refused: dict[str, str] = {}
         self._parts: dict[int, tuple[range, ...]] = {}
+        self._unable: dict[Strategy, ConfigError | None] = {}
 
     def run(self, texts: Sequence[str] | None = None) -> SearchResult:
         """Returns all plans, the best one first."""
@@ -359,7 +360,7 @@ class _Search:
         strategies = tuple(_on_device(strategy, device) for strategy in strategies)
         strategies = tuple(self._with_layers(strategy) for strategy in strategies)
         for strategy in strategies:
-            strategy.check(task.spec)
+            self._check(strategy)
         stages = next((s for s in strategies if isinstance(s, StageStrategy)), None)
         inner = strategies[-1]
         if getattr(inner, "memory", None) is not None:  # chosen over all layers, which are then no longer equal
@@ -369,13 +370,24 @@ class _Search:
         parts = stages.parts_of(task.spec) if stages is not None else ()
         return _Candidate(text, strategies, at_rest(model, strategies=strategies, parts=parts), parts, model)
 
+    def _check(self, strategy: Strategy) -> None:
+        """Raises `ConfigError` if a strategy cannot hold the model; looks at all layers once, not in each layout."""
+        if strategy not in self._unable:
+            self._unable[strategy] = None
+            try:
+                strategy.check(self.task.spec)
+            except ConfigError as error:
+                self._unable[strategy] = error
+        if (error := self._unable[strategy]) is not None:
+            raise error
+
     def _with_layers(self, strategy: Strategy) -> Strategy:
         """Stages with their layers written down: to balance them takes long, and is the same for all."""
         if not isinstance(strategy, StageStrategy) or strategy.layers is not None:
             return strategy
         number = strategy.num_stages
         if number not in self._parts:
-            strategy.check(self.task.spec)
+            self._check(strategy)
             self._parts[number] = strategy.parts_of(self.task.spec)
         return strategy.model_copy(update={"layers": "-".join(str(len(part)) for part in self._parts[number])})
 

@@ -129,7 +129,8 @@ class FSDP(OneAxis):
                     "fsdp: experts=whole sends tokens between ranks in the middle of a stage, and tables of pipelines "
                     "have no place for that. Leave experts out, or leave the pipeline out"
                 )
-        self.units_of(spec)  # finds units that fit into `memory`, or says that none do
+        if self.memory is not None:
+            self.units_of(spec)  # finds units that fit into it, or says that none do
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         spec = with_blocks_noted(spec)
