@@ -253,7 +253,7 @@ def _check_param_dtype(
     if (unable := without_param_dtype(strategies)) is not None:
         raise ConfigError(
             f"param_dtype={dtype}: {unable} has no converted weights to compute with. Write autocast_dtype={dtype}, or "
-            "a layout of single, ddp, fsdp and rtp on several ranks"
+            "a layout without grids and rings of one rank"
         )
 
 

@@ -93,7 +93,7 @@ class TrainSection(Section):
         global_batch: samples of all ranks per optimizer step; must be micro batch x accumulation x batch ranks.
         seed: of initial weights, order of the data and the sample.
         precision: "float32"; "bfloat16" (autocast: weights stay float32); or "param_bfloat16": passes compute with
-            copies of the weights in bfloat16 and no autocast, under single, ddp, fsdp and rtp.
+            copies of the weights in bfloat16 and no autocast, under all layouts but summa, tesseract and rtp=1.
         compile: run blocks by torch.compile; the first step takes long.
         device: "auto", "cpu" or "cuda".
         eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.

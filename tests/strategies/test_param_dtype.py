@@ -21,6 +21,9 @@ ROTATED = (
     "rtp=2[recompute=none,transport=send_receive]",
     "rtp=2[recompute=slice,buffering=in_place,transport=send_receive]",
 )
+SUMMED = ("megatron=2", "megatron=2[sequence_parallel=true]", "atp=1x2")
+ON_FOUR = ("pp=2,fsdp=2", "zeropp=2x2", "pp=2[schedule=zb_h1],megatron=2", "zeropp=2x1,rtp=2", "fsdp=2,megatron=2")
+"""Weights that are gathered for a stage or a block, lent to another stage, or whose gradients are put off."""
 BF16 = torch.bfloat16
 
 
@@ -79,7 +82,7 @@ def test_gradients_are_as_exact_as_those_of_fsdp2s_policy(tiny, family):
             assert max(errors(of_loop, policy).values()) < 1e-2  # the loop's loss is a mean, in other roundings
         rounding = errors(policy, exact)
         assert 1e-4 < statistics.median(rounding.values()) < 0.05
-        for layout in ROTATED:
+        for layout in (*ROTATED, *SUMMED):
             loss, grads, of_loop = found[layout]
             assert loss == pytest.approx(exact_loss, rel=2e-3)
             for mine in (errors(grads, exact), errors(of_loop, exact)):
@@ -87,12 +90,44 @@ def test_gradients_are_as_exact_as_those_of_fsdp2s_policy(tiny, family):
                 assert max(mine.values()) < 1.5 * max(rounding.values()), layout
 
 
+def of_a_step(path, layouts, **precision):
+    """By layout: the loss and whole gradients of a step."""
+    found = {}
+    for layout in layouts:
+        model = model_of(path, layout, **precision)
+        loss = float(model.forward_backward(micro_batches(model)))
+        found[layout] = loss, gradients(model)
+        model.close()
+    return found
+
+
+def on_four_ranks(path):
+    return of_a_step(path, ON_FOUR, param_dtype=BF16)
+
+
+def test_compositions_are_as_exact(tiny):
+    path = tiny("qwen3")  # an embedding that the last stage borrows
+    ((exact_loss, exact),) = (found["single"] for found in run_ranks(of_a_step, path, ("single",), num_ranks=1))
+    (alone,) = run_ranks(one_process, path, num_ranks=1)
+    policy_loss, policy, _ = alone["single"]
+    rounding = errors(policy, exact)
+    for found in run_ranks(on_four_ranks, path, num_ranks=4, timeout_s=400):
+        for layout, (loss, grads) in found.items():
+            mine = errors(grads, exact)
+            assert loss == pytest.approx(exact_loss, rel=2e-3), layout
+            assert statistics.median(mine.values()) < 1.25 * statistics.median(rounding.values()), layout
+            assert max(mine.values()) < 1.5 * max(rounding.values()), layout
+        for layout in ("pp=2,fsdp=2", "zeropp=2x2"):  # the same operations, on other ranks
+            assert found[layout][0] == policy_loss
+            assert max(errors(found[layout][1], policy).values()) < 1e-5
+
+
 def one_process(path):
     return losses_and_gradients(path, ("single",), param_dtype=BF16)
 
 
 def of_two_ranks(path):
-    return losses_and_gradients(path, ("ddp=2", "fsdp=2", *ROTATED), param_dtype=BF16)
+    return losses_and_gradients(path, ("ddp=2", "fsdp=2", *ROTATED, *SUMMED), param_dtype=BF16)
 
 
 def sums_of_micro_batches(path):
@@ -175,11 +210,11 @@ def test_a_visit_converts_no_activation(tiny):
     ("layout", "options", "message"),
     [
         (
-            "megatron=1",
+            "summa=1x1",
             {"param_dtype": BF16},
-            "megatron=1 has no converted weights.*autocast_dtype=torch.bfloat16, or a",
+            "summa=1x1 has no converted weights.*autocast_dtype=torch.bfloat16, or a",
         ),
-        ("pp=1", {"param_dtype": BF16}, "pp=1 has no converted weights"),
+        ("tesseract=1x1x1", {"param_dtype": BF16}, "tesseract=1x1x1 has no converted weights"),
         ("rtp=1", {"param_dtype": BF16}, "rtp=1 has no converted weights"),
         ("single", {"param_dtype": torch.float16}, r"param_dtype=torch.float16: write torch.bfloat16"),
         ("single", {"param_dtype": BF16, "autocast_dtype": BF16}, "Write one of them"),

@@ -38,7 +38,12 @@ from rotorch.hold.sharded_weights import ShardPlacement
 
 
 def shared_in_rows(
-    placements: Sequence[ShardPlacement], *, spec: ModelSpec, around: DeviceMesh, device: torch.device
+    placements: Sequence[ShardPlacement],
+    *,
+    spec: ModelSpec,
+    around: DeviceMesh,
+    device: torch.device,
+    param_dtype: torch.dtype | None,
 ) -> tuple[list[ShardPlacement], GatheredStages]:
     """This rank's rows of the inner strategy's shards, and the memory that gathers them, a block being a stage.
 
@@ -47,12 +52,13 @@ def shared_in_rows(
         spec: the units that it holds.
         around: the axis of the ranks that share its shards, and its own.
         device: of this rank.
+        param_dtype: of what is gathered, if it is not that of the shards.
     """
     axis_group = AxisGroup.along(around, (around.mesh_dim_names or ("",))[0])
     rows = [_rows_of(placement, axis_group=axis_group) for placement in placements]
     stages = {weight.name: (spec.block_number(weight),) for weight in spec.weights}
     shapes = {placement.weight.name: placement.shape for placement in placements}
-    return rows, GatheredStages(stages, axis_group=axis_group, device=device, shapes=shapes)
+    return rows, GatheredStages(stages, axis_group=axis_group, device=device, shapes=shapes, param_dtype=param_dtype)
 
 
 def _rows_of(placement: ShardPlacement, *, axis_group: AxisGroup) -> ShardPlacement:

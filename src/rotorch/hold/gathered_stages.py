@@ -58,7 +58,7 @@ class _Shard:
 
 @dataclass(eq=False)
 class _Group:
-    """Weights of one dtype that the same stages use: one message gathers them, one sums their gradients."""
+    """Weights of one dtype at rest that the same stages use: one message gathers them, one sums their gradients."""
 
     shards: list[_Shard] = field(default_factory=list)
     gathered_for: set[int] = field(default_factory=set)
@@ -86,7 +86,10 @@ class GatheredStages(Memory):
         device: of this rank.
         reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
         shapes: of what these ranks have together of a weight, by name, if it is not all of it.
+        param_dtype: of gathered weights, if it is another one than that of the shards, which gradients have.
     """
+
+    fills_leaves = True
 
     def __init__(
         self,
@@ -96,10 +99,11 @@ class GatheredStages(Memory):
         device: torch.device,
         reshard: bool = True,
         shapes: Mapping[str, tuple[int, ...]] | None = None,
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self._stages = dict(stages)
-        self._shapes = shapes or {}
+        self._shapes, self._param_dtype = shapes or {}, param_dtype
         self._axis_group = axis_group
         self._reshard = reshard
         self._hides_sums = hides_sums(device)
@@ -113,10 +117,13 @@ class GatheredStages(Memory):
 
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter:
         shape = self._shapes.get(held.name, held.weight.shape)
-        whole = nn.Parameter(held.local.new_empty(shape), requires_grad=held.parameter.requires_grad)
+        dtype = self._param_dtype if held.local.is_floating_point() else None
+        whole = nn.Parameter(held.local.new_empty(shape, dtype=dtype), requires_grad=held.parameter.requires_grad)
+        if whole.requires_grad and whole.dtype != held.local.dtype:
+            whole.grad_dtype = held.local.dtype
         # Only the shape is kept: `_gather` allocates the storage when the stage is needed.
         free(whole)
-        group = self._groups.setdefault((self._stages[held.name], whole.dtype), _Group())
+        group = self._groups.setdefault((self._stages[held.name], held.local.dtype), _Group())
         group.shards.append(_Shard(held, whole, -(-whole.shape[0] // self._axis_group.size)))
         return whole
 
@@ -152,7 +159,7 @@ class GatheredStages(Memory):
     def _gather(self, group: _Group) -> None:
         size, wholes, parts, padded = self._axis_group.size, [], [], []
         for shard in group.shards:
-            whole, mine = shard.whole, shard.held.local
+            whole, mine = shard.whole, shard.held.local.to(shard.whole.dtype)
             allocate(whole)
             if shard.is_even(size):
                 wholes.append(whole.data.view(-1))  # see [Note: gathered memory]
@@ -221,7 +228,7 @@ class GatheredStages(Memory):
             return
         if self._sums_end is not None:  # one at a time: `exchange` matches messages of sums in their order
             self._sums_end()
-        size, like = self._axis_group.size, trained[0].whole
+        size, like = self._axis_group.size, trained[0].held.local
         wholes = []
         for shard in trained:
             found, shard.whole.grad = shard.whole.grad, None

@@ -65,7 +65,9 @@ class Setup:
             if memory is not None:
                 raise AssertionError(f"shards of {self.strategy} lie in memory of its own, which nobody else can share")
             mesh = self.around
-            placements, memory = shared_in_rows(placements, spec=self.spec, around=mesh, device=self.device)
+            placements, memory = shared_in_rows(
+                placements, spec=self.spec, around=mesh, device=self.device, param_dtype=self.param_dtype
+            )
         return ShardedWeights(
             placements,
             sites=self.sites,

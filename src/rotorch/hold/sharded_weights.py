@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -147,6 +148,9 @@ class Memory:
     Args:
         gradients_stay: all gradients lie in the same memory in every step, not only those that `reduce` sums.
     """
+
+    fills_leaves: ClassVar[bool] = False
+    """True if it writes the values of leaves itself, in their dtype; else those of another dtype come once a step."""
 
     def __init__(self, *, gradients_stay: bool = False) -> None:
         self._gradients_stay = gradients_stay
@@ -350,7 +354,7 @@ class ShardedWeights:
             if not held.adds_in_place:
                 held.set_aside()
         self.memory.start(self.held)
-        for held in self.held.values():
+        for held in self.held.values() if not self.memory.fills_leaves else ():
             held.update_leaf()
 
     def reduce(self, names: Iterable[str] | None = None, *, mesh: DeviceMesh | None = None) -> None:

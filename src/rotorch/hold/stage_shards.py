@@ -27,7 +27,9 @@ class StageShards(SimpleShardedModel, ShardedStages):
     def __init__(self, setup: Setup, *, spec: ModelSpec, mesh: DeviceMesh, reshard: bool = True) -> None:
         axis_group = AxisGroup.along(mesh, (mesh.mesh_dim_names or ("",))[0])
         stages = {weight.name: unit.stages for unit in spec.units for weight in unit.weights}
-        self._memory = GatheredStages(stages, axis_group=axis_group, device=setup.device, reshard=reshard)
+        self._memory = GatheredStages(
+            stages, axis_group=axis_group, device=setup.device, reshard=reshard, param_dtype=setup.param_dtype
+        )
         placements = [ShardPlacement.rows_of(weight, mesh=mesh) for weight in spec.weights]
         super().__init__(setup.module, setup.shards(placements, memory=self._memory, mesh=mesh))
 

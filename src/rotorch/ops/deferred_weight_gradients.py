@@ -112,6 +112,6 @@ class _DeferredLinear(torch.autograd.Function):
 def _add(parameter: nn.Parameter, gradient: Tensor) -> None:
     # As autograd's accumulation does it: in place, so that a gradient in a flat buffer stays there.
     if parameter.grad is None:
-        parameter.grad = gradient.to(parameter.dtype)
+        parameter.grad = gradient.to(parameter.grad_dtype)
     else:
         parameter.grad.add_(gradient)

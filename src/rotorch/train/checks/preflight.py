@@ -346,7 +346,7 @@ def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
     if param_dtype and (unable := without_param_dtype(strategies)) is not None:
         raise ConfigError(
             f"train.precision = 'param_bfloat16': {unable} has no converted weights to compute with. Write "
-            "train.precision=bfloat16, or a layout of single, ddp, fsdp and rtp on several ranks"
+            "train.precision=bfloat16, or a layout without grids and rings of one rank"
         )
     if config.train.compile:
         check_compiled(strategies)
