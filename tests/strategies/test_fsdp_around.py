@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import rotorch
 from rotorch.comm.meter import Meter
@@ -82,9 +83,14 @@ class Chain(nn.Module):
         self.blocks = nn.ModuleList(Layer(12) for _ in range(num_blocks))
         self.end = nn.Linear(12, 5)
 
-    def forward(self, x, blocks=None, freed=False):
+    def forward(self, x, blocks=None, freed=False, again=None):
         for number in range(len(self.blocks)) if blocks is None else blocks:
-            x = x + self.blocks[number](x.detach() if freed else x)
+            given, block = x.detach() if freed else x, self.blocks[number]
+            if again is None:
+                x = x + block(given)
+            else:
+                with set_checkpoint_early_stop(False):
+                    x = x + checkpoint(block, given, use_reentrant=again == "reentrant")
         return self.end(x)
 
 
@@ -95,6 +101,8 @@ WAYS = {
     "no gradient goes through": [{"freed": True}],
     "two calls and one backward": [{}, {"blocks": [2, 0]}],
     "the last block alone": [{"blocks": [2]}],
+    "blocks are computed again": [{"again": "as it is now"}],
+    "blocks are computed again, as it was once": [{"again": "reentrant"}],
 }
 
 
@@ -102,7 +110,7 @@ def gradients_of(way, layout):
     """Gradients by name of two passes of one way, in a loop of one's own; None where there is none."""
     torch.manual_seed(0)
     model = Chain(3).double()
-    x = torch.randn(4, 12, dtype=torch.float64)
+    x = torch.randn(4, 12, dtype=torch.float64, requires_grad=True)  # as the old checkpoint wants it
     if layout is not None:
         model = rotorch.parallelize(model, layout, device="cpu", plan=PLAN)
     for _ in range(2):

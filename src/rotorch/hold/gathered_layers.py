@@ -129,7 +129,8 @@ class GatheredLayers(OuterShardedModel):
 
     def _before_forward(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._gather(number, backward=False)
-        self._start_to_gather(number + 1)
+        if number not in self._in_backward:
+            self._start_to_gather(number + 1)
         if not torch.is_grad_enabled():
             return args, kwargs
         leaves, tree = tree_flatten((args, kwargs))
@@ -142,7 +143,8 @@ class GatheredLayers(OuterShardedModel):
 
     def _after_forward(self, number: int, _: nn.Module, __: Any, output: Any) -> Any:
         learns = torch.is_grad_enabled()
-        if self._reshard or not learns:
+        # A block that a checkpoint computes again, within its own backward, is needed after that.
+        if (self._reshard or not learns) and number not in self._in_backward:
             self._memory.reshard(number)
         if not learns:
             return output
