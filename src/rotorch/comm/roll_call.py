@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from enum import IntEnum
+from hashlib import blake2b
 from itertools import pairwise
 from typing import Any
 
@@ -120,7 +121,10 @@ def number_of_batch(digest: int, *, group: int, num_ranks: int, is_first: bool) 
         num_ranks: number of them.
         is_first: of one of them.
     """
-    number = cancelling(digest, group=group, num_ranks=num_ranks, is_first=is_first) * _ODD % 2**64
+    # A digest is a sum, and batches of three ranks could differ so that its multiples add up to 0. Python's own hash of a
+    # small number is nearly one, too.
+    mixed = int.from_bytes(blake2b(digest.to_bytes(8, "little"), digest_size=8).digest(), "little")
+    number = cancelling(mixed, group=group, num_ranks=num_ranks, is_first=is_first) * _ODD % 2**64
     return number - 2**64 if number >= 2**63 else number
 
 
