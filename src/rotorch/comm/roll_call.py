@@ -121,8 +121,8 @@ def number_of_batch(digest: int, *, group: int, num_ranks: int, is_first: bool) 
         num_ranks: number of them.
         is_first: of one of them.
     """
-    # A digest is a sum, and batches of three ranks could differ so that its multiples add up to 0. Python's own hash of a
-    # small number is nearly one, too.
+    # A digest is a sum, and batches of three ranks could differ so that its multiples add up to 0. Python's own hash of
+    # a small number is nearly one, too.
     mixed = int.from_bytes(blake2b(digest.to_bytes(8, "little"), digest_size=8).digest(), "little")
     number = cancelling(mixed, group=group, num_ranks=num_ranks, is_first=is_first) * _ODD % 2**64
     return number - 2**64 if number >= 2**63 else number
