@@ -115,6 +115,10 @@ PEERS: dict[str, Peer] = {
         about="torch DTensor tensor parallel by the model's plan, sequence and loss parallel; one batch for all ranks",
         contender="tensor_parallel:TensorParallel",
     ),
+    "fsdp2-tp": Peer(
+        about="tp over two neighbours, and fully_shard over the others (2-D, as torchtitan has it)",
+        contender="tensor_parallel:FSDP2AroundTensorParallel",
+    ),
     "pipeline-fsdp2": Peer(
         about="torch's Schedule1F1B over two stages, fully_shard inside of each, gathered per micro-batch",
         contender="pipeline_fsdp2:PipelineFSDP2",

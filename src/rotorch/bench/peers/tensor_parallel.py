@@ -1,19 +1,21 @@
 """torch's DTensor tensor parallel by the model's own plan, with sequence parallel and loss parallel.
 
 [Note: one batch]
-    All ranks compute on the same samples, the whole global batch. Between attentions and MLPs the activations are cut
-    along the sequence: norms run on a part of it, a block's input is gathered before its column-wise layers, and its
-    row-wise layer's output is summed and scattered. The logits stay cut along the vocabulary.
+    Ranks that layers are cut over compute on the same samples: all ranks on the whole global batch. Between attentions
+    and MLPs the activations are cut along the sequence: norms run on a part of it, a block's input is gathered before
+    its column-wise layers, and its row-wise layer's output is summed and scattered. The logits stay cut along the
+    vocabulary.
 """
 
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,6 +31,7 @@ from rotorch.bench.task import Task
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import UnitKind
 from rotorch.mesh import pick_device
+from rotorch.models.blocks import repeated_blocks
 from rotorch.models.describe import describe
 from rotorch.models.hf import tensor_parallel_plan
 from rotorch.shard.materialize import on_meta
@@ -39,11 +42,19 @@ _SEQUENCE = Shard(1)
 class TensorParallel(PlainLoop):
     """Column- and row-wise layers cut over all ranks, norms whole on each."""
 
+    inside: ClassVar[int | None] = None
+    """Neighbours that layers are cut over; None: all ranks. What these hold, `fully_shard` cuts over the others."""
+
     def __init__(self, task: Task, *, rank: int) -> None:
-        module = whole_model(task)
-        mesh = init_device_mesh(pick_device(task.device).type, (task.num_ranks,))
-        parallelize_module(module, mesh, parallel_styles(module), src_data_rank=None)  # all ranks have the same values
-        super().__init__(task, module=module, shares=[0], num_shares=1)
+        module, inside = whole_model(task), self.inside or task.num_ranks
+        shares = task.num_ranks // inside
+        mesh = init_device_mesh(pick_device(task.device).type, (shares, inside), mesh_dim_names=("data", "tensor"))
+        # All ranks have the same values.
+        parallelize_module(module, mesh["tensor"], parallel_styles(module), src_data_rank=None)
+        if shares > 1:
+            for group in (*repeated_blocks(module), module):
+                fully_shard(group, mesh=mesh["data"])
+        super().__init__(task, module=module, shares=[rank // inside], num_shares=shares)
         # Models would count positions by the part of the sequence that an embedding leaves them.
         self._positions = torch.arange(task.sequence_length, device=self._device)[None]
 
@@ -51,10 +62,12 @@ class TensorParallel(PlainLoop):
         with loss_parallel():
             return super()._pass({**batch, "position_ids": self._positions}, num_targets=num_targets)
 
-    @staticmethod
-    def check(task: Task) -> None:
+    @classmethod
+    def check(cls, task: Task) -> None:
         """Raises `ConfigError` if the model or its batch cannot be cut so."""
-        n = task.num_ranks
+        n = cls.inside or task.num_ranks
+        if task.num_ranks % n:
+            raise ConfigError(f"bench: --peer fsdp2-tp: {task.num_ranks} ranks are no multiple of {n}. Write --nproc 4")
         if task.sequence_length % n:
             raise ConfigError(
                 f"bench: --peer tp: {n} ranks do not divide data.sequence_length = {task.sequence_length}. "
@@ -75,6 +88,12 @@ class TensorParallel(PlainLoop):
                         f"of {weight.name!r}. Leave this peer out, or bench on fewer ranks"
                     )
         parallel_styles(module)
+
+
+class FSDP2AroundTensorParallel(TensorParallel):
+    """The same over two neighbours, and `fully_shard` over ranks that have the same slices."""
+
+    inside: ClassVar[int | None] = 2
 
 
 def parallel_styles(module: nn.Module) -> dict[str, ParallelStyle]:
