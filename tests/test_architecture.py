@@ -72,6 +72,7 @@ ONLY_THERE = {
     r"rotorch\.shard\.sharded_weight\.dtensor_at_rest$": {"hold.sharded_weights"},
     r"rotorch\.shard\.sharded_weight\.EarlierGradient$": {"strategies.ddp.apply", "shard.gradient_hooks"},
     r"rotorch\.models\.trial\.sums\.(adds_up|is_linear_in_rows)$": {"models.trial.slices", "ops.partial_module"},
+    r"rotorch\.models\.trial\.sums\.passes_biases_on$": {"ops.partial_module"},
     # In a slice, in the whole that all ranks read, and where calls of it are told from others.
     r"torch\.nn\.functional\.embedding$": {"ops.ids_in_slice", "ops.side_by_side", "ops.weight_proxy", "models.trial"},
 }

@@ -303,7 +303,7 @@ def test_a_result_comes_to_the_other_ranks():
 
 
 def over_connections_made_ahead():
-    """What the rank before sends, over connections that were made as those of GPUs are."""
+    """Messages of the rank before, over connections that were made as those of GPUs are."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     connections = GroupConnections(mesh, device=torch.device("cpu"))
     connections._connect(torch.device("cpu"))

@@ -190,16 +190,42 @@ class Residual(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def pass_of_a_wrong_plan():
-    module = nn.Sequential(Residual()).double()
+class Scaled(nn.Module):
+    """Scales its bias, too, by 1 at first; a bias is added behind the sum over slices."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(12, 20), nn.Linear(20, 12), nn.Parameter(torch.ones(12))
+
+    def forward(self, x):
+        return self.scale * self.down(F.gelu(self.up(x)))
+
+
+class DropsOut(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(12, 20), nn.Linear(20, 12), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.down(F.gelu(self.up(x))))
+
+
+def pass_of_a_wrong_plan(make, layout):
+    module = nn.Sequential(make()).double()
     plan = {"0.up": "colwise", "0.down": "rowwise"}
-    model = rotorch.parallelize(module, "megatron=2", device="cpu", plan=plan, loss=lambda m, b, n: m(b["x"]).sum() / n)
+    model = rotorch.parallelize(module, layout, device="cpu", plan=plan, loss=lambda m, b, n: m(b["x"]).sum() / n)
     model.forward_backward({"x": torch.ones(2, 12, dtype=torch.float64), "labels": torch.zeros(2, dtype=torch.int64)})
 
 
-def test_a_plan_whose_outputs_do_not_add_up_is_refused():
+@pytest.mark.parametrize("layout", ["megatron=2", "rtp=2[transport=send_receive]"])
+@pytest.mark.parametrize("make", [Residual, Scaled])
+def test_a_plan_whose_outputs_do_not_add_up_is_refused(make, layout):
     with pytest.raises(RankFailure, match="'0' cannot be cut as the plan says"):
-        run_ranks(pass_of_a_wrong_plan, num_ranks=2)
+        run_ranks(pass_of_a_wrong_plan, make, layout, num_ranks=2)
+
+
+def test_dropout_behind_a_bias_is_not_taken_for_more_than_a_sum():
+    assert run_ranks(pass_of_a_wrong_plan, DropsOut, "megatron=2", num_ranks=2) == [None, None]
 
 
 @pytest.mark.parametrize(

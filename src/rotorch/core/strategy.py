@@ -84,10 +84,10 @@ class Strategy(BaseModel, ABC):
         """Bytes of `unit` on the rank at `position` of this strategy's axes."""
 
     def held(self, unit: Unit, *, layout: Layout, position: int = 0) -> Unit:
-        """What the rank at `position` holds of `unit`, as a unit: that of the strategy around this one.
+        """Returns a unit of the parts of `unit` that the rank at `position` holds, for strategies around this one.
 
-        By default as many bytes, those of frozen weights apart, in a row each: enough where a strategy around this one
-        holds all of it again.
+        By default of as many bytes, those of frozen weights apart, in a row each: enough where a strategy around this
+        one holds all of it again.
 
         Args:
             unit: the unit.

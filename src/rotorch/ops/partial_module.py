@@ -16,7 +16,7 @@ from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Range, Unit
 from rotorch.models.compiled import compiled_forward
-from rotorch.models.trial.sums import is_linear_in_rows
+from rotorch.models.trial.sums import is_linear_in_rows, passes_biases_on
 from rotorch.ops.multihead import multihead_on_slice
 from rotorch.ops.random_state import seed_generators
 from rotorch.shard.sites import Site
@@ -96,11 +96,15 @@ class PartialModule:
     ) -> None:
         self._module, self._unit, self._slices = module, unit, slices
         self._sites = [sites[w.name] for w in unit.weights]
+        self._once_sites = [sites[name] for name in unit.added_once]
+        self._whole_sites = [sites[name] for name in unit.replicated if name not in unit.added_once]
         self._inside = {
             site.module: w.name for w in unit.weights for site in sites[w.name] if site.module is not module
         }
         self._once = once
         self._proven = proven
+        self._before_forward: Callable[[], None] | None = None
+        """Of a trial: puts other weights into the module."""
         self._num_sums = 1
         self._dense_forward = compiled_forward(module) if compiled else module.forward
         if isinstance(module, nn.MultiheadAttention) and _is_by_heads(unit, module):
@@ -119,6 +123,8 @@ class PartialModule:
         def run(weights: Sequence[Tensor] | None, leaves: Sequence[Any]) -> list[Tensor]:
             if weights is not None:
                 self._put(weights)
+            if self._before_forward is not None:
+                self._before_forward()
             args, kwargs = tree_unflatten(list(leaves), tree)
             output = self._dense_forward(*args, **kwargs)
             length[0] = len(output) if isinstance(output, tuple) else None
@@ -177,14 +183,46 @@ class PartialModule:
             return run(given)
 
         adds_up = is_linear_in_rows(self._module, self._unit, weights, run=seeded)
+        if adds_up and self._unit.added_once:
+            biases = [self._once(name).detach() for name in self._unit.added_once]
+            adds_up = passes_biases_on(self._module, biases, run=lambda given: self._biased(given, seeded, weights))
         self._put(before)
         if not adds_up:
             raise ConfigError(
                 f"{self._slices.strategy}: {self._unit.name!r} cannot be cut as the plan says: its forward does more "
-                "with the row-wise product than return it (a residual, a norm, an activation), so outputs of slices do "
-                "not add up. Put column- and row-wise weights into a module of their own, or write "
+                "with the row-wise product than return it (a residual, a norm, an activation, a factor), so outputs of "
+                "slices do not add up. Put column- and row-wise weights into a module of their own, or write "
                 "'colwise_gather_output' for both"
             )
+
+    def _biased(
+        self, biases: Sequence[Tensor], run: Callable[[Sequence[Tensor]], Tensor], weights: Sequence[Tensor]
+    ) -> Tensor:
+        """The output on a slice with biases in their places, where a pass has none.
+
+        With other whole weights, since a factor behind the row-wise product is often 1 at first; and without dropout.
+        """
+        modes = [(child, child.training) for child in self._module.modules()]
+        before = [(site, site.get()) for sites in (*self._once_sites, *self._whole_sites) for site in sites]
+
+        def put() -> None:
+            for sites, bias in zip(self._once_sites, biases, strict=True):
+                for site in sites:
+                    site.put(nn.Parameter(bias))
+            for site in (site for sites in self._whole_sites for site in sites):
+                if isinstance(whole := site.get(), Tensor) and whole.is_floating_point():
+                    site.put(nn.Parameter(1.5 * whole.detach() + 0.25))
+
+        self._before_forward = put  # not now: slices that visit bring whole weights along
+        self._module.eval()
+        try:
+            return run(weights)
+        finally:
+            self._before_forward = None
+            for site, tensor in before:
+                site.put(tensor)
+            for child, mode in modes:
+                child.training = mode
 
 
 def _is_by_heads(unit: Unit, attention: nn.MultiheadAttention) -> bool:

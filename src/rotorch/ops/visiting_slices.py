@@ -69,7 +69,9 @@ class VisitingSlices(ModuleSlices):
     def _linear(self, layer: nn.Module, weight: int, bias: int | None, x: Tensor) -> Tensor:
         # A hook sees the output of a slice, not a sum of several.
         seen = bool(layer._forward_hooks)
-        return slice_linear(self._rotating, weight, bias, x, weights=self._visiting, by_itself=seen)
+        output = slice_linear(self._rotating, weight, bias, x, weights=self._visiting, by_itself=seen)
+        # In a trial only: a pass has no bias here that is not cut, since it is added behind the sum.
+        return output if bias is not None or layer.bias is None else output + layer.bias
 
     @property
     def index(self) -> int:

@@ -6,7 +6,8 @@
     same kind, all slices of a module run, before ranks start, and the sum is compared (`adds_up`): this shows besides
     that the module's code runs on slices at all. A user's own plan for a module without a tiny one is tried on the
     first input of a real pass, where a rank has one slice: row-wise weights times -2 must give the output times -2,
-    which in binary arithmetic is exact (`is_linear_in_rows`).
+    which in binary arithmetic is exact (`is_linear_in_rows`). Biases of row-wise weights are added behind the sum, so
+    the module must not do anything to them either: a bias put there must come out as it is (`passes_biases_on`).
 """
 
 from __future__ import annotations
@@ -113,6 +114,24 @@ def is_linear_in_rows(
     once, again = outputs
     # Not `<=`: outputs that are not numbers fail later, where their cause is named.
     return not (again + 2.0 * once).norm() > _TOLERANCE_OF_SCALED * again.norm()
+
+
+def passes_biases_on(module: nn.Module, biases: Sequence[Tensor], *, run: Callable[[Sequence[Tensor]], Tensor]) -> bool:
+    """True if biases of a module's row-wise weights are added to its output, each as it is.
+
+    Args:
+        module: whose buffers stay as they are.
+        biases: of their shapes and dtypes; their values, which are often zeros at first, are not looked at.
+        run: puts biases into the module and returns its output on one slice, with the same random numbers each time.
+    """
+    devices = [biases[0].device] if biases[0].device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(devices), buffers_untouched(module):
+        without = run([torch.zeros_like(bias) for bias in biases]).float()
+        size = max(1.0, float(without.abs().max())) if without.numel() else 1.0  # else it would be lost in rounding
+        tried = [size * torch.linspace(-1.0, 1.0, len(bias), device=bias.device).to(bias.dtype) for bias in biases]
+        added = run(tried).float() - without
+    wanted = torch.stack([bias.float() for bias in tried]).sum(0).expand_as(added)
+    return not (added - wanted).norm() > _TOLERANCE_OF_SCALED * wanted.norm()
 
 
 def _tensors(output: Any) -> list[Tensor]:
