@@ -62,18 +62,21 @@ class Sample:
         self.begun: set[str] = set()
 
     def examine(self, mutant: Mutant) -> Step:
-        """Asks tests, one run at a time, until one notices the mutant. A `file` may be the id of a test, too."""
-        changed = mutant.path, mutant.applied_to(self.texts[mutant.path])
+        """Asks tests, one run at a time, until one notices the mutant."""
+        named = self._named.get(mutant.path, ())
+        asked, outcome = yield from self._ask_named(mutant, named) if named else ([], None)
+        if outcome is not None:
+            return outcome
         waiting: list[str] = []
-        asked: list[str] = []
         slow: list[tuple[str, float]] = []
         seconds = 0.0
-        levels = candidates(mutant.path, self.test_files, named=self._named.get(mutant.path, ()))[: self.levels + 1]
+        levels = candidates(mutant.path, self.test_files)[: self.levels]
         files = [f for files in levels for f in sorted(files, key=lambda f: f not in self.baselines)]
         for file in [*files, None]:
             if file is not None:
                 baseline = yield from self._baseline(file)
                 found = baseline.reaching(mutant.path, first=mutant.first, last=mutant.last)[:TESTS_PER_FILE]
+                found = [test for test in found if test not in asked]
                 slow += [(test, baseline.seconds[test]) for test in found if baseline.seconds[test] > SLOW_S]
                 quick = [test for test in found if baseline.seconds[test] <= SLOW_S]
                 waiting, seconds = [*waiting, *quick], seconds + sum(baseline.seconds[test] for test in quick)
@@ -83,18 +86,44 @@ class Sample:
                         waiting, seconds = [*waiting, test], seconds + cost
             enough = len(waiting) + len(asked) >= MAX_TESTS or seconds >= MAX_SECONDS
             if waiting and (not asked or len(waiting) >= 8 or enough or file is None):
-                limit_s = SLACK_S + SLOWER * seconds
-                report = yield Request(tuple(waiting), limit_s=limit_s, mutated=changed)
-                asked, waiting = [*asked, *waiting], []
-                if report.killed in ("late", "memory"):
-                    return self._outcome(mutant, report.killed, by=report.running, asked=asked)
-                if report.failed or report.code is None:
-                    return self._outcome(mutant, "killed", by=(report.failed or [report.running])[0], asked=asked)
+                now, waiting = waiting, []
+                asked = [*asked, *now]
+                outcome = yield from self._ask(mutant, now, seconds=seconds, asked=asked)
+                if outcome is not None:
+                    return outcome
             if enough:
                 break
         return self._outcome(mutant, "survived" if asked else "unreached", by="", asked=asked)
 
+    def _ask_named(
+        self, mutant: Mutant, named: Sequence[str]
+    ) -> Generator[Request | None, Report, tuple[list[str], Outcome | None]]:
+        """Asks the named tests that reach the line; all of them, if none is seen to, as of numbers used elsewhere."""
+        reaching, every = [], {}
+        for test in named:
+            baseline = yield from self._baseline(test)
+            reaching += baseline.reaching(mutant.path, first=mutant.first, last=mutant.last)
+            every |= baseline.seconds
+        asked = sorted(reaching or every, key=lambda test: every[test])
+        if not asked:
+            return [], None
+        outcome = yield from self._ask(mutant, asked, seconds=sum(every[test] for test in asked), asked=asked)
+        return asked, outcome
+
+    def _ask(
+        self, mutant: Mutant, tests: Sequence[str], *, seconds: float, asked: list[str]
+    ) -> Generator[Request | None, Report, Outcome | None]:
+        """Runs tests on the mutant; returns its outcome if one has noticed it."""
+        changed = mutant.path, mutant.applied_to(self.texts[mutant.path])
+        report = yield Request(tuple(tests), limit_s=SLACK_S + SLOWER * seconds, mutated=changed)
+        if report.killed in ("late", "memory"):
+            return self._outcome(mutant, report.killed, by=report.running, asked=asked)
+        if report.failed or report.code is None:
+            return self._outcome(mutant, "killed", by=(report.failed or [report.running])[0], asked=asked)
+        return None
+
     def _baseline(self, file: str) -> Generator[Request | None, Report, Baseline]:
+        """Results of a test file, or of one test, on the source as it is."""
         while file not in self.baselines and file in self.begun:
             yield None  # another mutant waits for it already
         if file not in self.baselines:

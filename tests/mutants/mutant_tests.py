@@ -5,7 +5,8 @@
     and in every rank that it forks. A mutant is then shown to the tests that reach its line. Files are asked from the
     one of the same name over those that import the module and those of its folder to suites of behaviour, and files
     further on are only run, for their lines, if those before do not notice. Where neither a name nor an import leads to
-    the test that would know, `named.toml` names it, and it is asked first: without it hours go by in suites of ranks.
+    the test that would know, `named.toml` names it. It is asked first, however long it takes: without it hours go by in
+    suites of ranks.
 """
 
 from __future__ import annotations
@@ -49,13 +50,12 @@ class Baseline:
         return sorted(found, key=lambda test: self.seconds[test])
 
 
-def candidates(path: str, texts: Mapping[str, str], *, named: Sequence[str] = ()) -> list[list[str]]:
-    """Tests that may notice a change of a source file, from the most specific to the widest, in levels.
+def candidates(path: str, texts: Mapping[str, str]) -> list[list[str]]:
+    """Test files that may notice a change of a source file, from the most specific to the widest, in levels.
 
     Args:
         path: of the source file, below the root of the repository.
         texts: of the test files, by path.
-        named: test files or ids of tests that are asked first.
     """
     parts = path.removeprefix("src/rotorch/").removesuffix(".py").split("/")
     folder, names = parts[0], {parts[-1], "_".join(parts[-2:]), parts[-2] if parts[-1] in ("apply", "plan") else ""}
@@ -72,4 +72,4 @@ def candidates(path: str, texts: Mapping[str, str], *, named: Sequence[str] = ()
             return 2
         return 3 if where in WIDER else 4
 
-    return [[*named], *([f for f in files if rank(f) == level] for level in range(5))]
+    return [[f for f in files if rank(f) == level] for level in range(5)]

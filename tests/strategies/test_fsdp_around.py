@@ -1,5 +1,7 @@
 """fsdp around megatron: exact whatever a model and its user do, and with a part of a slice per rank."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import nn
@@ -7,7 +9,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import rotorch
 from rotorch.comm.meter import Meter
-from rotorch.core.errors import ConfigError
+from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, load_config
 from rotorch.strategies import parse_parallel
@@ -162,7 +164,107 @@ def test_a_block_comes_once_per_pass_in_one_message(num_blocks):
         assert forward == {"all_gather": num_blocks + 1}
 
 
+@dataclass
+class Stream:
+    hidden: torch.Tensor
+
+
+class Blocks(nn.Module):
+    """Three blocks behind a matrix, and several ways to use them."""
+
+    def __init__(self, nested):
+        super().__init__()
+        self.begin = nn.Linear(12, 12)
+        blocks = [Layer(12) for _ in range(4)]
+        self.blocks = nn.ModuleList(nn.ModuleList(pair) for pair in (blocks[:2], blocks[2:])) if nested else None
+        self.row = None if nested else nn.ModuleList(OnStreams() for _ in range(3))
+
+    def forward(self, x, fails=False, penalty=False):
+        x = self.begin(x)
+        if self.row is None:
+            for pair in self.blocks:
+                for block in pair:
+                    x = x + block(x)
+            return x
+        stream = Stream(x)
+        for number, block in enumerate(self.row):
+            if fails and number == 1:
+                raise ValueError("a fault")
+            stream = block(stream)
+        return stream.hidden + (self.row[0].mlp.down.weight.square().sum() if penalty else 0.0)
+
+
+class OnStreams(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = Layer(12)
+
+    def forward(self, stream):
+        return Stream(stream.hidden + self.mlp(stream.hidden))
+
+
+def plan_of(nested):
+    block = "blocks.*.*" if nested else "row.*.mlp"
+    return {f"{block}.up": "colwise", f"{block}.down": "rowwise"}
+
+
+def gradients_beside_a_fault(layout, nested, fails):
+    """Gradients of a pass, between whose forward and backward another pass may fail while a block comes ahead."""
+    torch.manual_seed(0)
+    model = Blocks(nested).double()
+    x = torch.randn(4, 12, dtype=torch.float64)
+    if layout is not None:
+        model = rotorch.parallelize(model, layout, device="cpu", plan=plan_of(nested))
+    loss = model(x).square().mean()
+    if fails:
+        with pytest.raises(ValueError, match="a fault"):
+            model(x, fails=True)
+    loss.backward()
+    if layout is None:
+        return {name: parameter.grad for name, parameter in model.named_parameters()}
+    return {name: model.full_tensor(name, grad=True) for name in model.weights}
+
+
+@pytest.mark.parametrize("layout", ["fsdp=2,megatron=2", "fsdp=2[recompute=block],megatron=2"])
+@pytest.mark.parametrize("nested", [False, True], ids=["streams", "lists of lists"])
+def test_blocks_may_take_and_return_anything(nested, layout):
+    expected = gradients_beside_a_fault(None, nested, False)
+    for found in run_ranks(gradients_beside_a_fault, layout, nested, False, num_ranks=4):
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-10, atol=1e-12)
+
+
+def test_a_graph_from_before_a_broken_pass_gives_no_wrong_gradients():
+    """Its tensors lie where a message of the broken pass may still write to."""
+    with pytest.raises(RankFailure, match="modified by an inplace operation"):
+        run_ranks(gradients_beside_a_fault, "fsdp=2,megatron=2", False, True, num_ranks=4)
+
+
+def pass_with_a_penalty():
+    torch.manual_seed(0)
+    module = Blocks(nested=False).double()
+    model = rotorch.parallelize(module, "fsdp=2,megatron=2", device="cpu", plan=plan_of(nested=False))
+    with pytest.raises(ConfigError, match=r"fsdp: the model uses a weight of a block outside of the block"):
+        model(torch.randn(4, 12, dtype=torch.float64), penalty=True)
+
+
+def test_a_weight_that_is_used_outside_of_its_block_is_refused():
+    run_ranks(pass_with_a_penalty, num_ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("pp=2,fsdp=2,megatron=2", "'pp=2' around 'fsdp=2,megatron=2': only replicas .* Leave out fsdp=2, or pp=2"),
+        ("ddp=2,pp=2,fsdp=2,megatron=2", "'ddp=2,pp=2' around 'fsdp=2,megatron=2': only replicas"),
+    ],
+)
+def test_a_pipeline_around_is_refused(layout, message):
+    with pytest.raises(ConfigError, match=message):
+        parse_parallel(layout)
+
+
 @pytest.mark.parametrize("option", ["context=2", "memory=2GiB", "experts=whole"])
 def test_options_that_say_nothing_around_another_strategy_are_refused(option):
-    with pytest.raises(ConfigError, match=r"around megatron, fsdp shares .* Write fsdp=2,megatron=2$"):
+    with pytest.raises(ConfigError, match=r"fsdp around megatron shares .* Write fsdp=2,megatron=2$"):
         parse_parallel(f"fsdp=2[{option}],megatron=2")

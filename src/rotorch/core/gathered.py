@@ -1,9 +1,10 @@
 """Bytes of weights that are cut along their first dim and gathered whole for use, for `fsdp` and `zeropp`.
 
 [Note: around another strategy]
-    Ranks around another strategy's (`fsdp=2,megatron=4`) gather what that one computes with: a slice of a weight, and
-    not the weight. Blocks are gathered one after another, in forward and again in backward; weights outside of them
-    (embedding, last norm, head) once a step, since a head's logits may be made after the model's forward has ended.
+    Ranks around another strategy's (`fsdp=2,megatron=4`) gather slices of weights, with which that strategy computes.
+    Blocks are gathered one after another, in forward and again in backward; weights outside of blocks (embedding, last
+    norm, head) once a step, since a head's logits may be made after the model's forward has ended. In a loop of a
+    user's own forward and backward are two passes, and these weights come once for each.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def with_blocks_noted(spec: ModelSpec) -> ModelSpec:
     return replace(spec, units=tuple(units))
 
 
-def layout_around(unit: Unit, *, size: int, position: int, axis: str, again: bool) -> Layout:
+def slices_layout(unit: Unit, *, size: int, position: int, axis: str, again: bool) -> Layout:
     """Layout of a rank's slices of a unit, on the rank at `position` of `size` around its strategy.
 
     Args:

@@ -223,7 +223,7 @@ class Strategy(BaseModel, ABC):
 
 
 def sharing(strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
-    """Of strategies, outermost first, those around the innermost one whose ranks share what that one holds."""
+    """Returns the strategies, outermost first, whose ranks share what another one inside of them holds."""
     return tuple(strategy for strategy in strategies[:-1] if strategy.shares_inside)
 
 

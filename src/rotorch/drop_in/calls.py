@@ -16,8 +16,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -29,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-from rotorch._torch_private import graph_task, tree_flatten, tree_unflatten, when_backward_ends, will_be_run
+from rotorch._torch_private import graph_task, when_backward_ends, will_be_run
 from rotorch.comm.checksums import sum_of_bits
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.roll_call import ModelCall
@@ -37,6 +35,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.drop_in.cut_outputs import refuse_cut_outputs, refuse_cut_request
 from rotorch.hold.unused_weights import UnusedWeights
 from rotorch.models.hf import head_weights
+from rotorch.models.nested import mapped
 from rotorch.ops.autocast_state import AutocastState
 from rotorch.ops.deferred_logits import DeferredLogits, Later, with_real_logits
 from rotorch.parallel_model import ParallelModel
@@ -136,7 +135,7 @@ class PlainCalls:
     def _entered(self, given: Any) -> Any:
         if self.scale == 1.0 or not torch.is_grad_enabled():
             return given
-        return _mapped(given, lambda t: _Entrance.apply(t, 1.0 / self.scale) if t.requires_grad else t)
+        return mapped(given, lambda t: _Entrance.apply(t, 1.0 / self.scale) if t.requires_grad else t)
 
     def _left(self, output: Any) -> Any:
         """Output of the module, as the user gets it."""
@@ -148,7 +147,7 @@ class PlainCalls:
                 known[id(tensor)] = self._leave(tensor, anchor)
             return known[id(tensor)]
 
-        return _mapped(output, leave)
+        return mapped(output, leave)
 
     def _anchor(self) -> Tensor | None:
         """A scalar that every exit has in its graph, made of the weights at rest: who asks for theirs comes by it."""
@@ -421,27 +420,3 @@ class _Entrance(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return grad * ctx.scale, None
-
-
-def _mapped(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Returns `value` with its tensors mapped, inside of containers of torch's pytree and of dataclasses."""
-    leaves, tree = tree_flatten(value)
-    changed = [_mapped_leaf(leaf, change) for leaf in leaves]
-    if all(new is old for new, old in zip(changed, leaves, strict=True)):
-        return value
-    return tree_unflatten(changed, tree)
-
-
-def _mapped_leaf(leaf: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(leaf, Tensor):
-        return change(leaf)
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
-    found = {field.name: getattr(leaf, field.name, None) for field in dataclasses.fields(leaf)}
-    changed = {name: _mapped(value, change) for name, value in found.items()}
-    if all(changed[name] is value for name, value in found.items()):
-        return leaf
-    other = copy.copy(leaf)
-    for name, value in changed.items():
-        object.__setattr__(other, name, value)
-    return other

@@ -19,22 +19,26 @@ and goes (`gathered_stages.py`). This file says when.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
-from rotorch._torch_private import tree_flatten, tree_unflatten
 from rotorch.comm.axis_group import AxisGroup
+from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, Range
 from rotorch.hold.gathered_stages import GatheredStages
 from rotorch.hold.sharded_model import OuterShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
+from rotorch.models.nested import mapped
+from rotorch.shard.sharded_weight import ShardedWeight
 
 
 def shared_in_rows(
@@ -45,7 +49,7 @@ def shared_in_rows(
     device: torch.device,
     param_dtype: torch.dtype | None,
 ) -> tuple[list[ShardPlacement], GatheredStages]:
-    """This rank's rows of the inner strategy's shards, and the memory that gathers them, a block being a stage.
+    """Returns this rank's rows of the inner strategy's shards, and the memory that gathers them block by block.
 
     Args:
         placements: of the inner strategy, on its own axis.
@@ -74,38 +78,55 @@ class GatheredLayers(OuterShardedModel):
 
     Args:
         inner: the inner strategy's model, of shards that `shared_in_rows` has placed.
-        blocks: the model's repeated blocks, in order.
+        spec: the units that it holds.
         reshard: free a block's shards after its forward, and gather them again for its backward.
     """
 
-    def __init__(self, inner: SimpleShardedModel, *, blocks: Sequence[nn.Module], reshard: bool) -> None:
+    def __init__(self, inner: SimpleShardedModel, *, spec: ModelSpec, reshard: bool) -> None:
         super().__init__(inner)
         if not isinstance(inner.shards.memory, GatheredStages):
             raise AssertionError("the inner strategy's shards are not shared")
-        self._memory = inner.shards.memory
+        self._memory, self._module = inner.shards.memory, inner.module
         self.weights = inner.weights
         self.loss_scale = inner.loss_scale
         self._reshard = reshard
-        self._outside = len(blocks)
+        self._outside = len(spec.blocks)
         self._in_backward: set[int] = set()
         """Blocks whose backward has begun, and whose gradients have not been summed since."""
-        for number, block in enumerate(blocks):
+        self._of_block: dict[int, list[ShardedWeight]] = defaultdict(list)
+        for weight in spec.weights:
+            self._of_block[spec.block_number(weight)].append(inner.weights[weight.name])
+        for number, name in enumerate(spec.blocks):
+            block = self._module.get_submodule(name)
             block.register_forward_pre_hook(partial(self._before_forward, number), prepend=True, with_kwargs=True)
             block.register_forward_hook(partial(self._after_forward, number))
 
     def unsharded(self) -> AbstractContextManager[nn.Module]:
-        return self._inner.unsharded()
+        return self._explained(self._inner.unsharded())
 
     def unsharded_for_calls(self) -> AbstractContextManager[nn.Module]:
-        return self._inner.unsharded_for_calls()
+        return self._explained(self._inner.unsharded_for_calls())
+
+    @contextmanager
+    def _explained(self, unsharded: AbstractContextManager[nn.Module]) -> Iterator[nn.Module]:
+        try:
+            with unsharded as module:
+                yield module
+        except RuntimeError as error:
+            name = called_while_sharded(self._module, error)
+            if name or "mixed torch.Tensor and DTensor" in str(error):
+                raise used_outside_of_its_block(name) from error
+            raise
 
     def start(self) -> None:
         self._inner.start()
         self._in_backward.clear()
-        self._gather(self._outside, backward=torch.is_grad_enabled())
+        for number in range(self._outside):
+            self._put_away(number)
+        self._gather(self._outside)
 
     @contextmanager
-    def micro_batch(self, *, last: bool) -> Any:
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
         with self._inner.micro_batch(last=last):
             yield
         self._sum_what_is_left()
@@ -119,51 +140,57 @@ class GatheredLayers(OuterShardedModel):
     def gradients(self) -> list[Tensor]:
         return self._inner.gradients()
 
-    def _gather(self, number: int, *, backward: bool) -> None:
+    def _gather(self, number: int) -> None:
         self._memory.unshard(number)
-        self._memory.computes(number, backward=backward)
+        self._memory.computes(number, backward=False)  # a sum may go on beside the next block's backward
+        for held in self._of_block[number]:
+            held.unshard()
+
+    def _put_away(self, number: int) -> None:
+        self._memory.reshard(number)
+        for held in self._of_block[number]:
+            held.reshard()
 
     def _start_to_gather(self, number: int) -> None:
         if 0 <= number < self._outside:
             self._memory.unshard(number)
 
     def _before_forward(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        self._gather(number, backward=False)
+        self._gather(number)
         if number not in self._in_backward:
             self._start_to_gather(number + 1)
         if not torch.is_grad_enabled():
             return args, kwargs
-        leaves, tree = tree_flatten((args, kwargs))
-        learns = [number for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if learns:
-            passed = _EndOfBackward.apply(partial(self._after_backward, number), *(leaves[place] for place in learns))
-            for place, tensor in zip(learns, passed, strict=True):
-                leaves[place] = tensor
-        return tree_unflatten(leaves, tree)
+        given: list[Tensor] = []
+        mapped((args, kwargs), lambda t: given.append(t) or t if t.requires_grad else t)
+        if not given:
+            return args, kwargs
+        passed = iter(_EndOfBackward.apply(partial(self._after_backward, number), *given))
+        changed: tuple[Any, Any] = mapped((args, kwargs), lambda t: next(passed) if t.requires_grad else t)
+        return changed
 
     def _after_forward(self, number: int, _: nn.Module, __: Any, output: Any) -> Any:
         learns = torch.is_grad_enabled()
-        # A block that a checkpoint computes again, within its own backward, is needed after that.
         if (self._reshard or not learns) and number not in self._in_backward:
-            self._memory.reshard(number)
-        if not learns:
+            self._put_away(number)
+        return mapped(output, partial(self._watched, number)) if learns else output
+
+    def _watched(self, number: int, output: Tensor) -> Tensor:
+        if not output.requires_grad:
             return output
-        leaves, tree = tree_flatten(output)
-        for place, leaf in enumerate(leaves):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                if leaf._is_view():  # a write into a view would lose the hook
-                    leaves[place] = leaf.clone()
-                leaves[place].register_hook(partial(self._before_backward, number))
-        return tree_unflatten(leaves, tree)
+        if output._is_view():  # a write into a view would lose the hook
+            output = output.clone()
+        output.register_hook(partial(self._before_backward, number))
+        return output
 
     def _before_backward(self, number: int, _: Tensor) -> None:
         self._in_backward.add(number)
-        self._gather(number, backward=True)
+        self._gather(number)
         self._start_to_gather(number - 1)
 
     def _after_backward(self, number: int) -> None:
         self._memory.sum_gradients(number)
-        self._memory.reshard(number)
+        self._put_away(number)
         self._in_backward.discard(number)
 
     def _sum_what_is_left(self) -> None:
@@ -172,14 +199,34 @@ class GatheredLayers(OuterShardedModel):
             self._after_backward(number)
 
 
+def called_while_sharded(module: nn.Module, error: BaseException) -> str:
+    """The name of the innermost part that was running, if it failed because its weights were not gathered."""
+    if not isinstance(error, RuntimeError) or "DTensor" not in str(error):
+        return ""
+    running = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
+    names = {part: name for name, part in module.named_modules()}
+    innermost = next((m for m in reversed(running) if isinstance(m, nn.Module) and m in names), module)
+    weights = innermost.parameters(recurse=False)
+    return names[innermost] if any(isinstance(p, DTensor) for p in weights) else ""
+
+
+def used_outside_of_its_block(name: str) -> ConfigError:
+    """The error for a part of a block that other code calls, or for a weight of it if there is no name."""
+    does = f"calls {name!r}" if name else "uses a weight of a block"
+    return ConfigError(
+        f"fsdp: the model {does} outside of the block that it belongs to, and weights of a block are gathered for its "
+        "own forward alone. Write rtp, or ddp"
+    )
+
+
 class _EndOfBackward(torch.autograd.Function):
     """Passes tensors on; calls a function in backward once the gradients of all of them have been made."""
 
     @staticmethod
-    def forward(ctx: Any, ended: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, ended: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.ended = ended
         ctx.set_materialize_grads(False)
-        return tensors
+        return tuple(tensor.detach() for tensor in tensors)  # else they were views, which a block may not write into
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from rotorch.comm.axis_group import AxisGroup, Wait
 from rotorch.hold.sharded_weights import Memory, ShardPlacement
@@ -85,7 +86,7 @@ class GatheredStages(Memory):
         axis_group: the ranks that share them.
         device: of this rank.
         reshard: free gathered weights where a pipeline says so; False: they stay until the step ends.
-        shapes: of what these ranks have together of a weight, by name, if it is not all of it.
+        shapes: of gathered weights, by name, where these are slices.
         param_dtype: of gathered weights, if it is another one than that of the shards, which gradients have.
     """
 
@@ -197,6 +198,7 @@ class GatheredStages(Memory):
             group.comes = None
             for shard in group.shards:  # late messages may write to the old memory at any time
                 shard.whole.data = torch.empty_like(shard.whole)
+                increment_version(shard.whole)  # graphs of earlier calls may refer to that memory: they must not go on
 
     def break_off(self, weights: Mapping[str, ShardedWeight], error: BaseException) -> None:
         for group in self._groups.values():

@@ -34,8 +34,8 @@ class Setup:
         param_dtype: of the weights that passes compute with; None: that of the weights at rest.
         inner: the sharded model of the strategy inside of this one, if there is one.
         inside: the axes of this strategy and of those inside of it.
-        around: the axes of the strategy around this one whose ranks share what this one holds, and of this one; None if
-            there is none.
+        around: the axis of ranks that share this strategy's shards (`fsdp` around it), and its own axes behind that;
+            None if no ranks do.
     """
 
     module: nn.Module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -16,11 +17,22 @@ from rotorch.shard.buffers import buffers_untouched
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The members of a model's outermost module lists that have weights; [] for a model without any list."""
+    """The members of a model's outermost module lists that have weights; [] for a model without any list.
+
+    A list in a list is never called, and its members are.
+    """
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
     inner = {id(c) for outer in lists for c in outer.modules() if c is not outer}
-    blocks = [block for each in lists if id(each) not in inner for block in each]
+    blocks = [block for each in lists if id(each) not in inner for block in _members(each)]
     return [b for b in blocks if any(True for _ in b.parameters())]
+
+
+def _members(modules: nn.ModuleList) -> Iterator[nn.Module]:
+    for member in modules:
+        if isinstance(member, nn.ModuleList):
+            yield from _members(member)
+        else:
+            yield member
 
 
 def block_names(module: nn.Module) -> tuple[str, ...]:

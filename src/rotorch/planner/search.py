@@ -229,6 +229,7 @@ def compositions(num_ranks: int, *, num_layers: int, wide: int) -> Iterator[str]
                 if around and not pipeline:
                     for again in ("", "[recompute=block]"):
                         yield f"fsdp={left // inside}{again},megatron={inside}"
+                        yield f"fsdp={left // inside}{again},megatron={inside}[sequence_parallel=true]"
                 if not pipeline:
                     yield ",".join([*around, f"megatron={inside}[sequence_parallel=true]"])
                     yield from (",".join([*around, text]) for text in _grids(inside))

@@ -260,13 +260,18 @@ class _Step:
             found = self._with_transfers(found, unit)
         return found
 
+    def _layout(self, unit: Unit) -> Layout:
+        """Layout of a unit, as ranks hold it that share what the innermost strategy holds."""
+        layout = self.plan.inner.layout(unit)
+        for outer in sharing(self.plan.strategies):
+            around = outer.layout_around(self.plan.inner.held(unit, layout=layout))
+            layout = replace(around, transfers=(*layout.transfers, *around.transfers))
+        return layout
+
     def _with_transfers(self, part: _UnitTime, unit: Unit) -> _UnitTime:
         """Adds a unit's transfers to its part (see [Note: where transfers go])."""
         plan = self.plan
-        layout = plan.inner.layout(unit)
-        for outer in sharing(plan.strategies):
-            around = outer.layout_around(plan.inner.held(unit, layout=layout))
-            layout = replace(around, transfers=(*layout.transfers, *around.transfers))
+        layout = self._layout(unit)
         moved = plan.inner.activation_transfers(unit, batch=plan.batch) if plan.inner is not plan.stages else ()
         gathers, fetches, activations = list(part.gathers_s), list(part.fetches_s), list(part.activations_s)
         hosts = list(part.activations_host_s)
@@ -437,7 +442,7 @@ class _Step:
         for unit, count in units:
             trained = [w for w in unit.weights if w.trained]
             if trained:
-                layout = plan.inner.layout(replace(unit, weights=tuple(trained)))
+                layout = self._layout(replace(unit, weights=tuple(trained)))
                 held += count * layout.resident_bytes / trained[0].itemsize
                 numbers += count * len(trained)
         work = optimizer_work(held, num_weights=numbers, numerics=plan.numerics)

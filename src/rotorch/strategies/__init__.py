@@ -137,6 +137,13 @@ def check_composition(strategies: Sequence[Strategy]) -> None:
             known = ", ".join(f"{o}=..,{i}=.." for o, i in sorted(COMPOSES))
             raise ConfigError(f"parallel: '{outer},{inner}' cannot be composed. Compositions that work: {known}")
         outer.check_around(inner)
+    for number, strategy in enumerate(strategies[:-1]):
+        if strategy.shares_inside and any(outer.kind != DDP.kind for outer in strategies[:number]):
+            around = format_parallel(strategies[:number])
+            raise ConfigError(
+                f"parallel: '{around}' around '{format_parallel(strategies[number:])}': only replicas (ddp) can be "
+                f"around {strategy.kind} that shares another strategy's weights. Leave out {strategy}, or {around}"
+            )
 
 
 def for_batch(

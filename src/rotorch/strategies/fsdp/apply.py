@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -14,11 +13,10 @@ from torch.distributed.tensor import DTensor
 
 from rotorch._torch_private import before_sums_of_gradients, tree_flatten, tree_unflatten
 from rotorch.comm.axis_group import AxisGroup
-from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Unit
 from rotorch.core.whole_experts import WholeExperts, check_not_compiled
 from rotorch.core.whole_units import is_whole
-from rotorch.hold.gathered_layers import GatheredLayers
+from rotorch.hold.gathered_layers import GatheredLayers, called_while_sharded, used_outside_of_its_block
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
 from rotorch.hold.sharded_weights import ShardPlacement
@@ -87,13 +85,10 @@ class FSDPModel(ShardedModel):
             with self._beside.unsharded():
                 yield self._module
         except BaseException as error:
-            part = self._called_while_sharded(error)
+            part = called_while_sharded(self._module, error)
             self._recover()
             if part:
-                raise ConfigError(
-                    f"fsdp: the model calls {part!r} outside of the block that it belongs to, and weights of a block "
-                    "are gathered for its own forward alone. Write rtp, or ddp"
-                ) from error
+                raise used_outside_of_its_block(part) from error
             raise
         finally:
             for child in self._module.modules():  # a pass without backward, or one that raised, leaves blocks gathered
@@ -149,16 +144,6 @@ class FSDPModel(ShardedModel):
             )
         return found
 
-    def _called_while_sharded(self, error: BaseException) -> str:
-        """The name of the innermost module that was running, if it failed because its weights were not gathered."""
-        if not isinstance(error, RuntimeError) or "DTensor" not in str(error):
-            return ""
-        running = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
-        names = {module: name for name, module in self._module.named_modules()}
-        innermost = next((m for m in reversed(running) if isinstance(m, nn.Module) and m in names), self._module)
-        weights = innermost.parameters(recurse=False)
-        return names[innermost] if any(isinstance(p, DTensor) for p in weights) else ""
-
     def _recover(self) -> None:
         """Resets torch's state after an exception in the middle of a pass, since it still expects the rest of it."""
         for parameter in self._module.parameters():
@@ -194,8 +179,7 @@ def _around(setup: Setup, inner: ShardedModel) -> ShardedModel:
     """Gathers the inner strategy's shards block by block; compiling is that one's affair."""
     if not isinstance(inner, SimpleShardedModel):
         raise AssertionError(f"{setup.strategy} is around a model whose shards it cannot share")
-    blocks = [setup.module.get_submodule(name) for name in setup.spec.blocks]
     sum_in_one_message(setup.mesh if setup.inside is None else setup.inside, device=setup.device)
     if setup.strategy.recomputes_layers:
         recompute_blocks(setup.module, strategy=setup.strategy.kind)
-    return GatheredLayers(inner, blocks=blocks, reshard=setup.strategy.reshard)
+    return GatheredLayers(inner, spec=setup.spec, reshard=setup.strategy.reshard)

@@ -29,7 +29,8 @@ Mixtures of experts (`experts=whole`; `ep=n` is `fsdp=n[experts=whole]`)
 Around another strategy (`fsdp=a,megatron=b`)
     The a ranks with the same slices of weights share them: each has 1/a of each slice's rows, P/(a b) in all, and
     gathers the slices of one block, P_block/b, just before they are used, and those of the next under that. Outside of
-    the blocks (embedding, head, last norm) slices are gathered once a step. Sent (a-1)/a (P + P + G)/b, beside what the
+    the blocks (embedding, head, last norm) slices are gathered once a step, in a loop of one's own once for each of its
+    passes. Sent (a-1)/a (P + P + G)/b, beside what the
     inner strategy sends.
 
 Deviations
@@ -43,7 +44,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from rotorch.core.errors import ConfigError
-from rotorch.core.gathered import gathered_layout, layout_around, with_blocks_noted
+from rotorch.core.gathered import gathered_layout, slices_layout, with_blocks_noted
 from rotorch.core.layout import Layout
 from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import ModelSpec, Unit
@@ -157,12 +158,12 @@ class FSDP(OneAxis):
         )
 
     def layout_around(self, unit: Unit, *, position: int = 0) -> Layout:
-        return layout_around(unit, size=self.size, position=position, axis="fsdp", again=self.reshard)
+        return slices_layout(unit, size=self.size, position=position, axis="fsdp", again=self.reshard)
 
     def check_around(self, inner: Strategy) -> None:
         without = self.model_copy(update={"context": 1, "memory": None, "experts": "cut"})
         if self != without:
             raise ConfigError(
-                f"parallel: '{self},{inner}': around {inner.kind}, fsdp shares what a rank of that holds, and has no "
-                f"context, memory or experts of its own. Write {without},{inner}"
+                f"parallel: '{self},{inner}': fsdp around {inner.kind} shares slices of weights, and has no context, "
+                f"memory or experts of its own. Write {without},{inner}"
             )
