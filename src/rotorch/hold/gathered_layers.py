@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from rotorch._torch_private import in_backward
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import ConfigError
 from rotorch.core.spec import ModelSpec, Range
@@ -112,9 +113,9 @@ class GatheredLayers(OuterShardedModel):
         try:
             with unsharded as module:
                 yield module
-        except RuntimeError as error:
+        except (RuntimeError, ConfigError) as error:
             name = called_while_sharded(self._module, error)
-            if name or "mixed torch.Tensor and DTensor" in str(error):
+            if name or any(words in str(error) for words in _OF_DTENSORS):
                 raise used_outside_of_its_block(name) from error
             raise
 
@@ -157,12 +158,17 @@ class GatheredLayers(OuterShardedModel):
 
     def _before_forward(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._gather(number)
-        if number not in self._in_backward:
+        if not _is_computed_again():
             self._start_to_gather(number + 1)
         if not torch.is_grad_enabled():
             return args, kwargs
         given: list[Tensor] = []
-        mapped((args, kwargs), lambda t: given.append(t) or t if t.requires_grad else t)
+
+        def take(tensor: Tensor) -> Tensor:
+            given.extend([tensor] if tensor.requires_grad else [])
+            return tensor
+
+        mapped((args, kwargs), take)
         if not given:
             return args, kwargs
         passed = iter(_EndOfBackward.apply(partial(self._after_backward, number), *given))
@@ -171,7 +177,7 @@ class GatheredLayers(OuterShardedModel):
 
     def _after_forward(self, number: int, _: nn.Module, __: Any, output: Any) -> Any:
         learns = torch.is_grad_enabled()
-        if (self._reshard or not learns) and number not in self._in_backward:
+        if (self._reshard or not learns) and not _is_computed_again():
             self._put_away(number)
         return mapped(output, partial(self._watched, number)) if learns else output
 
@@ -197,6 +203,15 @@ class GatheredLayers(OuterShardedModel):
         """Sums gradients of blocks whose backward had no end that a node could tell of."""
         for number in sorted(self._in_backward, reverse=True):
             self._after_backward(number)
+
+
+_OF_DTENSORS = ("mixed torch.Tensor and DTensor", "torch would put them together wrongly")
+"""In errors of operations on plain tensors and DTensors, and on parts that are uneven or fused."""
+
+
+def _is_computed_again() -> bool:
+    """True in a forward within a backward, as checkpoints run it."""
+    return in_backward()
 
 
 def called_while_sharded(module: nn.Module, error: BaseException) -> str:

@@ -379,8 +379,8 @@ class _Search:
                 strategy.check(self.task.spec)
             except ConfigError as error:
                 self._unable[strategy] = error
-        if (error := self._unable[strategy]) is not None:
-            raise error
+        if (why := self._unable[strategy]) is not None:
+            raise why
 
     def _with_layers(self, strategy: Strategy) -> Strategy:
         """Stages with their layers written down: to balance them takes long, and is the same for all."""
