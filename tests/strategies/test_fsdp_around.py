@@ -164,6 +164,28 @@ def test_a_block_comes_once_per_pass_in_one_message(num_blocks):
         assert forward == {"all_gather": num_blocks + 1}
 
 
+def mean_square(module, batch, num_targets):
+    return module(batch["x"]).square().mean() / num_targets
+
+
+def messages_of_micro_batches():
+    """Gathers and reduce-scatters of a step of two micro-batches, whose inputs need no gradient."""
+    torch.manual_seed(0)
+    module = Chain(2).double()
+    model = rotorch.parallelize(module, "fsdp=2,megatron=2", device="cpu", plan=PLAN, loss=mean_square)
+    batch = {"x": torch.randn(4, 12, dtype=torch.float64), "labels": torch.zeros(4, dtype=torch.int64)}
+    for _ in range(2):
+        with Meter() as meter:
+            model.forward_backward([batch, batch], accumulate=True)
+    model.close()
+    return {str(kind): number for kind, number in meter.num_messages.items() if kind != "all_reduce"}
+
+
+def test_blocks_come_for_every_micro_batch_and_what_lies_around_them_once():
+    for found in run_ranks(messages_of_micro_batches, num_ranks=4):
+        assert found == {"all_gather": 2 * 2 * 2 + 1, "reduce_scatter": 2 * 2 + 1}
+
+
 @dataclass
 class Stream:
     hidden: torch.Tensor
