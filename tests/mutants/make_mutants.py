@@ -63,8 +63,7 @@ class Sample:
 
     def examine(self, mutant: Mutant) -> Step:
         """Asks tests, one run at a time, until one notices the mutant."""
-        named = self._named.get(mutant.path, ())
-        asked, outcome = yield from self._ask_named(mutant, named) if named else ([], None)
+        asked, outcome = yield from self._ask_named(mutant)
         if outcome is not None:
             return outcome
         waiting: list[str] = []
@@ -95,12 +94,10 @@ class Sample:
                 break
         return self._outcome(mutant, "survived" if asked else "unreached", by="", asked=asked)
 
-    def _ask_named(
-        self, mutant: Mutant, named: Sequence[str]
-    ) -> Generator[Request | None, Report, tuple[list[str], Outcome | None]]:
+    def _ask_named(self, mutant: Mutant) -> Generator[Request | None, Report, tuple[list[str], Outcome | None]]:
         """Asks the named tests that reach the line; all of them, if none is seen to, as of numbers used elsewhere."""
         reaching, every = [], {}
-        for test in named:
+        for test in self._named.get(mutant.path, ()):
             baseline = yield from self._baseline(test)
             reaching += baseline.reaching(mutant.path, first=mutant.first, last=mutant.last)
             every |= baseline.seconds
