@@ -7,8 +7,14 @@ and goes (`gathered_stages.py`). This file says when.
 [Note: when]
     A block's shards are gathered before its forward, and those of the next block start to come then; they are freed
     behind it. Backward does the same in the other order. When a block's backward has ended, its gradients are summed,
-    each rank keeps its rows, and the rest is freed. What lies outside of blocks is there during a whole pass, and
-    summed once a step: a head's logits may be made after the model's forward has ended.
+    each rank keeps its rows, and the rest is freed; the sum is waited for when the next one begins. What lies outside
+    of blocks is there during a whole pass, and summed once a step: a head's logits may be made after the model's
+    forward has ended. A block that a checkpoint computes again, within its own backward, stays until that has ended.
+
+[Note: between]
+    While its slices are away, a block has its parameters at rest. So code that takes a weight of a block from outside
+    of the block's call finds a DTensor, with which no plain tensor computes. A leaf without memory would end the
+    process.
 
 [Note: the end of a block's backward]
     Inputs of a block pass a node of the graph that does nothing but say, in backward, that all gradients of these
