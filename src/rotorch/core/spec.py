@@ -250,10 +250,9 @@ class LayerOrder:
         return {}
 
     def _find(self, name: str) -> int:
-        parts = name.split(".")
-        for end in range(1, len(parts)):
-            if (number := self._numbers.get(".".join(parts[:end]))) is not None:
-                return number
+        number = _number_in(name, self._numbers)
+        if number is not None:
+            return number
         return len(self.layers) if any(name.startswith(f"{module}.") for module in self.after) else -1
 
 
@@ -307,7 +306,8 @@ class ModelSpec:
     def block_number(self, weight: Weight) -> int:
         """The one repeated module that a weight is used in, by number; the number of all if there is no such one."""
         found = {_number_in(name, self._block_numbers) for name in (weight.name, *weight.aliases)}
-        return found.pop() if len(found) == 1 else len(self.blocks)
+        number = found.pop() if len(found) == 1 else None
+        return len(self.blocks) if number is None else number
 
     @cached_property
     def _block_numbers(self) -> dict[str, int]:
@@ -385,8 +385,10 @@ class ModelSpec:
         return "\n".join(lines)
 
 
-def _number_in(name: str, numbers: Mapping[str, int]) -> int:
-    """The number of the module that a weight's name begins with; the number of all if it begins with none."""
+def _number_in(name: str, numbers: Mapping[str, int]) -> int | None:
+    """The number of the module that a weight's name begins with; None if it begins with none of them."""
     parts = name.split(".")
-    found = (numbers.get(".".join(parts[:end])) for end in range(1, len(parts)))
-    return next((number for number in found if number is not None), len(numbers))
+    for end in range(1, len(parts)):
+        if (number := numbers.get(".".join(parts[:end]))) is not None:
+            return number
+    return None

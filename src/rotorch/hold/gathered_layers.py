@@ -40,10 +40,10 @@ from torch.distributed.tensor import DTensor, Shard
 from rotorch._torch_private import in_backward
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import ConfigError
-from rotorch.core.spec import ModelSpec, Range
+from rotorch.core.spec import ModelSpec
 from rotorch.hold.gathered_stages import GatheredStages
 from rotorch.hold.sharded_model import OuterShardedModel, SimpleShardedModel
-from rotorch.hold.sharded_weights import ShardPlacement
+from rotorch.hold.sharded_weights import ShardPlacement, rows_of_chunk
 from rotorch.models.nested import mapped
 from rotorch.shard.sharded_weight import ShardedWeight
 
@@ -73,11 +73,8 @@ def shared_in_rows(
 
 
 def _rows_of(placement: ShardPlacement, *, axis_group: AxisGroup) -> ShardPlacement:
-    rows = placement.shape[0]
-    each = -(-rows // axis_group.size)
-    first = min(axis_group.position * each, rows)
-    part = placement.rows_of_it(Range(first, min(each, rows - first)))
-    return part.on_axis_around(Shard(0))
+    rows = rows_of_chunk(placement.shape[0], size=axis_group.size, position=axis_group.position)
+    return placement.rows_of_it(rows).on_axis_around(Shard(0))
 
 
 class GatheredLayers(OuterShardedModel):
@@ -164,7 +161,7 @@ class GatheredLayers(OuterShardedModel):
 
     def _before_forward(self, number: int, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         self._gather(number)
-        if not _is_computed_again():
+        if not in_backward():  # else a checkpoint computes the block again
             self._start_to_gather(number + 1)
         if not torch.is_grad_enabled():
             return args, kwargs
@@ -183,7 +180,7 @@ class GatheredLayers(OuterShardedModel):
 
     def _after_forward(self, number: int, _: nn.Module, __: Any, output: Any) -> Any:
         learns = torch.is_grad_enabled()
-        if (self._reshard or not learns) and not _is_computed_again():
+        if (self._reshard or not learns) and not in_backward():  # within its own backward it is needed after that
             self._put_away(number)
         return mapped(output, partial(self._watched, number)) if learns else output
 
@@ -213,11 +210,6 @@ class GatheredLayers(OuterShardedModel):
 
 _OF_DTENSORS = ("mixed torch.Tensor and DTensor", "torch would put them together wrongly")
 """In errors of operations on plain tensors and DTensors, and on parts that are uneven or fused."""
-
-
-def _is_computed_again() -> bool:
-    """True in a forward within a backward, as checkpoints run it."""
-    return in_backward()
 
 
 def called_while_sharded(module: nn.Module, error: BaseException) -> str:

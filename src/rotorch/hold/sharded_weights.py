@@ -73,10 +73,9 @@ class ShardPlacement:
     @staticmethod
     def rows_of(weight: Weight, *, mesh: DeviceMesh) -> ShardPlacement:
         """This rank's rows of a weight, on a one-axis mesh, as torch.chunk cuts them: the last ranks have fewer."""
-        each, position = -(-weight.shape[0] // mesh.size()), mesh.get_local_rank()
-        first, inner = min(position * each, weight.shape[0]), weight.shape[1:]
-        shape = (min(each, weight.shape[0] - first), *inner)
-        chunks = (Chunk((first, *[0] * len(inner)), shape),) if shape[0] else ()
+        rows, inner = rows_of_chunk(weight.shape[0], size=mesh.size(), position=mesh.get_local_rank()), weight.shape[1:]
+        shape = (rows.length, *inner)
+        chunks = (Chunk((rows.start, *[0] * len(inner)), shape),) if rows.length else ()
         return ShardPlacement(weight, chunks, shape, (Shard(0),), by_rows=True)
 
     @staticmethod
@@ -127,6 +126,13 @@ class ShardPlacement:
     def is_whole(self) -> bool:
         """True if the shard is all of the weight."""
         return self.shape == self.weight.shape and len(self.chunks) == 1
+
+
+def rows_of_chunk(rows: int, *, size: int, position: int) -> Range:
+    """The rows that torch.chunk gives to the rank at `position` of `size`: the last ranks have fewer, or none."""
+    each = -(-rows // size)
+    first = min(position * each, rows)
+    return Range(first, min(each, rows - first))
 
 
 def _chunks_of(chunks: Sequence[Chunk], rows: Range) -> tuple[Chunk, ...]:

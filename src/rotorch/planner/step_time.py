@@ -32,6 +32,7 @@ from rotorch.pipelining.makespan import Makespan
 from rotorch.pipelining.simulate import Link, StageCosts
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.lanes import Lane, Lanes
+from rotorch.planner.prediction import unit_layout
 from rotorch.planner.speeds import Group, Speeds, Work
 from rotorch.planner.workload import (
     Cutting,
@@ -262,11 +263,8 @@ class _Step:
 
     def _layout(self, unit: Unit) -> Layout:
         """Layout of a unit, as ranks hold it that share what the innermost strategy holds."""
-        layout = self.plan.inner.layout(unit)
-        for outer in sharing(self.plan.strategies):
-            around = outer.layout_around(self.plan.inner.held(unit, layout=layout))
-            layout = replace(around, transfers=(*layout.transfers, *around.transfers))
-        return layout
+        strategies = (*sharing(self.plan.strategies), self.plan.inner)
+        return unit_layout(unit, strategies=strategies, positions=[0] * len(strategies))
 
     def _with_transfers(self, part: _UnitTime, unit: Unit) -> _UnitTime:
         """Adds a unit's transfers to its part (see [Note: where transfers go])."""

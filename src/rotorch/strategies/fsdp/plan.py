@@ -30,8 +30,7 @@ Around another strategy (`fsdp=a,megatron=b`)
     The a ranks with the same slices of weights share them: each has 1/a of each slice's rows, P/(a b) in all, and
     gathers the slices of one block, P_block/b, just before they are used, and those of the next under that. Outside of
     the blocks (embedding, head, last norm) slices are gathered once a step, in a loop of one's own once for each of its
-    passes. Sent (a-1)/a (P + P + G)/b, beside what the
-    inner strategy sends.
+    passes. Sent (a-1)/a (P + P + G)/b, beside what the inner strategy sends.
 
 Deviations
     Gradients are summed, not averaged. One group per decoder block; embedding, head and final norm form the root group.
