@@ -48,7 +48,6 @@ from rotorch.strategies import (
     cuts_tokens,
     format_parallel,
     parse_parallel,
-    without_param_dtype,
     written_out,
 )
 
@@ -102,7 +101,7 @@ def parallelize(
     strategies = parse_parallel(parallel) if isinstance(parallel, str) else written_out(parallel)
     check_composition(strategies)
     if param_dtype is not None:
-        _check_param_dtype(param_dtype, strategies, autocast_dtype=autocast_dtype)
+        _check_param_dtype(param_dtype, autocast_dtype=autocast_dtype)
     if compile:
         check_compiled(strategies)
     if cuts_context(strategies):
@@ -239,21 +238,14 @@ def _name(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype).removeprefix("torch.")
 
 
-def _check_param_dtype(
-    dtype: torch.dtype, strategies: Sequence[Strategy], *, autocast_dtype: torch.dtype | None
-) -> None:
-    """Raises `ConfigError` for a dtype, or a layout, in which passes cannot compute without autocast."""
+def _check_param_dtype(dtype: torch.dtype, *, autocast_dtype: torch.dtype | None) -> None:
+    """Raises `ConfigError` for a dtype in which passes cannot compute without autocast."""
     if dtype is not torch.bfloat16:
         raise ConfigError(f"param_dtype={dtype}: write torch.bfloat16, or autocast_dtype={dtype}")
     if autocast_dtype is not None:
         raise ConfigError(
             f"param_dtype={dtype} and autocast_dtype={autocast_dtype}: passes compute with converted weights, or under "
             "autocast. Write one of them"
-        )
-    if (unable := without_param_dtype(strategies)) is not None:
-        raise ConfigError(
-            f"param_dtype={dtype}: {unable} has no converted weights to compute with. Write autocast_dtype={dtype}, or "
-            "a layout without grids and rings of one rank"
         )
 
 

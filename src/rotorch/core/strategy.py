@@ -41,13 +41,6 @@ class Strategy(BaseModel, ABC):
     ranks_alike: ClassVar[bool] = False
     """True if all its ranks hold and send the same of any unit, whatever their position."""
 
-    has_param_dtype: ClassVar[bool] = False
-    """True if passes can compute with copies of its weights in another dtype, `Setup.param_dtype`, without autocast.
-
-    `apply` need do nothing for it where `Setup.shards` makes the weights and passes compute with its leaves: those have
-    that dtype, and their gradients the shards'. What it puts into the module in place of leaves, it converts itself.
-    """
-
     not_compiled: ClassVar[str] = "it compiles nothing"
     """Reason why `compile=True` is refused; "" if `apply` compiles where `Setup.compiled` asks."""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.grid import shard_of
 from rotorch.core.grid_memory import messages_of
 from rotorch.core.spec import Range
-from rotorch.hold.sharded_weights import Memory, ShardPlacement
+from rotorch.hold.sharded_weights import Memory, ShardPlacement, dtype_of_leaf, make_leaf
 from rotorch.shard.sharded_weight import ShardedWeight
 from rotorch.shard.storages import allocate, free
 
@@ -62,12 +63,21 @@ class GatheredBlocks(Memory):
         blocks: this rank's block of each weight, as all layers of the grid have it.
         depth: the ranks that share the same blocks.
         sums: by name, the axis groups over which a gradient is summed, the depth first.
+        param_dtype: of gathered blocks, if it is not that of the shards, which gradients have.
     """
 
+    fills_leaves: ClassVar[bool] = True
+
     def __init__(
-        self, blocks: Sequence[ShardPlacement], *, depth: AxisGroup, sums: Mapping[str, tuple[AxisGroup, ...]]
+        self,
+        blocks: Sequence[ShardPlacement],
+        *,
+        depth: AxisGroup,
+        sums: Mapping[str, tuple[AxisGroup, ...]],
+        param_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self._param_dtype = param_dtype
         self._blocks = {block.weight.name: block for block in blocks}
         self._depth = depth
         self._axis_groups = dict(sums)
@@ -82,18 +92,22 @@ class GatheredBlocks(Memory):
         return [_rows_of(block, depth=self._depth, mesh=mesh) for block in self._blocks.values()]
 
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter:
-        whole = held.local
-        if placement.shape:  # a scalar has no rows: every layer holds it
-            whole = whole.new_empty(self._blocks[held.name].shape)
+        whole, dtype = held.local, dtype_of_leaf(held, self._param_dtype)
+        if placement.shape:
+            whole = whole.new_empty(self._blocks[held.name].shape, dtype=dtype)
             free(whole)
-        self._leaves[held.name] = nn.Parameter(whole, requires_grad=held.parameter.requires_grad)
+        else:  # a scalar has no rows: every layer holds it
+            whole = whole.to(dtype)
+        self._leaves[held.name] = make_leaf(whole, of=held)
         return self._leaves[held.name]
 
-    def _messages(self, axis_groups: Mapping[str, tuple[AxisGroup, ...]]) -> list[_Message]:
+    def _messages(
+        self, axis_groups: Mapping[str, tuple[AxisGroup, ...]], *, dtypes: Mapping[str, torch.dtype]
+    ) -> list[_Message]:
         alike: dict[tuple[tuple[AxisGroup, ...], torch.dtype], list[str]] = {}
         for name, over in axis_groups.items():
             if self._leaves[name].shape:
-                alike.setdefault((over, self._leaves[name].dtype), []).append(name)
+                alike.setdefault((over, dtypes[name]), []).append(name)
         found = []
         for (over, dtype), names in alike.items():
             rows = [self._rows(name) for name in names]
@@ -113,14 +127,18 @@ class GatheredBlocks(Memory):
         """Gathers whole blocks. All ranks of the depth call it."""
         super().start(weights)
         if not self._gathers:  # not before the first step: until then the user may freeze weights
-            self._gathers = self._messages({name: () for name in self._leaves})
+            dtypes = {name: leaf.dtype for name, leaf in self._leaves.items()}
+            self._gathers = self._messages({name: () for name in self._leaves}, dtypes=dtypes)
             trained = [name for name, leaf in self._leaves.items() if leaf.requires_grad]
-            self._scatters = self._messages({name: self._axis_groups[name] for name in trained})
+            dtypes = {name: weights[name].local.dtype for name in self._leaves}
+            self._scatters = self._messages({name: self._axis_groups[name] for name in trained}, dtypes=dtypes)
         if torch.is_grad_enabled():  # freed now: last step's gradients would lie beside this step's whole blocks
             self._sums = []
-        for leaf in self._leaves.values():
+        for name, leaf in self._leaves.items():
             if leaf.shape:
                 allocate(leaf)
+            else:
+                weights[name].update_leaf()
         for message in self._gathers:
             self._gather(message, weights)
 
@@ -141,18 +159,18 @@ class GatheredBlocks(Memory):
         self._free()  # no pass of this step reads whole blocks any more, and the sums need room
         found: dict[str, Tensor] = {}
         for message in self._scatters:
-            found |= self._scatter(message)
+            found |= self._scatter(message, dtype=weights[message.names[0]].local.dtype)
         for name, leaf in self._leaves.items():
             # Scalars are whole on all layers: they travel in no message and are summed one by one.
             if not leaf.shape and leaf.requires_grad:
-                found[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.detach()
+                found[name] = torch.zeros_like(weights[name].local) if leaf.grad is None else leaf.grad.detach()
                 for axis_group in self._axis_groups[name]:
                     axis_group.all_reduce(found[name])
                 self._sums.append(found[name])
         return found
 
-    def _scatter(self, message: _Message) -> dict[str, Tensor]:
-        whole = self._leaves[message.names[0]].new_zeros(self._depth.size, message.width)
+    def _scatter(self, message: _Message, *, dtype: torch.dtype) -> dict[str, Tensor]:
+        whole = self._leaves[message.names[0]].new_zeros(self._depth.size, message.width, dtype=dtype)
         for layer in range(self._depth.size):
             parts = message.parts(whole[layer], self._leaves, layer=layer)
             for (name, part), rows in zip(parts.items(), message.rows, strict=True):

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from rotorch.comm.axis_group import AxisGroup, Wait
-from rotorch.hold.sharded_weights import Memory, ShardPlacement
+from rotorch.hold.sharded_weights import Memory, ShardPlacement, dtype_of_leaf, make_leaf
 from rotorch.shard.sharded_weight import ShardedWeight
 from rotorch.shard.storages import allocate, free
 
@@ -118,10 +118,7 @@ class GatheredStages(Memory):
 
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter:
         shape = self._shapes.get(held.name, held.weight.shape)
-        dtype = self._param_dtype if held.local.is_floating_point() else None
-        whole = nn.Parameter(held.local.new_empty(shape, dtype=dtype), requires_grad=held.parameter.requires_grad)
-        if whole.requires_grad and whole.dtype != held.local.dtype:
-            whole.grad_dtype = held.local.dtype
+        whole = make_leaf(held.local.new_empty(shape, dtype=dtype_of_leaf(held, self._param_dtype)), of=held)
         # Only the shape is kept: `_gather` allocates the storage when the stage is needed.
         free(whole)
         group = self._groups.setdefault((self._stages[held.name], held.local.dtype), _Group())

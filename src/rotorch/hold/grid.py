@@ -8,7 +8,7 @@ embedding to the loss, or to a classifier, which gives whole outputs; so norms s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -21,7 +21,7 @@ from rotorch.comm.shared_axis_group import make_axis_group
 from rotorch.comm.status_word import StatusWord
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
 from rotorch.core.grid_memory import products
-from rotorch.core.spec import Cut, GridCut, ModelSpec, Range, Weight
+from rotorch.core.spec import Cut, GridCut, Range, Weight
 from rotorch.hold.flat_gradients import FlatGradients
 from rotorch.hold.gathered_blocks import GatheredBlocks
 from rotorch.hold.setup import Setup
@@ -61,10 +61,12 @@ class GridModel(SimpleShardedModel):
         sums = {w.name: self._sums(w) for w in spec.weights}
         memory: Memory
         if strategy.in_shards and self._depth.size > 1:
-            memory = GatheredBlocks(placements, depth=self._depth, sums=sums)
+            memory = GatheredBlocks(placements, depth=self._depth, sums=sums, param_dtype=setup.param_dtype)
             placements = memory.placements(mesh=mesh)
         else:
-            memory = FlatGradients(sums=sums, homes=self._homes(spec, parameters=parameters, device=setup.device))
+            # A pass with converted copies reads no shard.
+            read = [] if setup.param_dtype is not None else [weight for _, weight in products(spec.units)]
+            memory = FlatGradients(sums=sums, homes=self._homes(read, parameters=parameters, device=setup.device))
         shards = setup.shards(placements, memory=memory)
         super().__init__(setup.module, shards)
         heads = {w.name for u in spec.units if u.logits for w in u.weights}
@@ -80,10 +82,9 @@ class GridModel(SimpleShardedModel):
                     self._complete_sums(site.module, weight)
 
     def _homes(
-        self, spec: ModelSpec, *, parameters: Mapping[str, nn.Parameter], device: torch.device
+        self, matrices: Sequence[Weight], *, parameters: Mapping[str, nn.Parameter], device: torch.device
     ) -> dict[str, Tensor]:
         """Memory for blocks of matrices, which the ranks of a column read in every product; by name."""
-        matrices = [weight for _, weight in products(spec.units)]
         rows = range(self.grid.down.size)
         shapes = {w.name: [w.block_shape(**{**self._sizes, "row": row}) for row in rows] for w in matrices}
         dtypes = {w.name: parameters[w.name].dtype for w in matrices}

@@ -31,7 +31,8 @@ class Setup:
         device: of this rank.
         sites: by name, where the module looks for each weight.
         compiled: run blocks by torch.compile.
-        param_dtype: of the weights that passes compute with; None: that of the weights at rest.
+        param_dtype: of the weights that passes compute with; None: that of the weights at rest. Leaves that `shards`
+            makes have it; what a strategy puts into the module in their place, it converts itself.
         inner: the sharded model of the strategy inside of this one, if there is one.
         inside: the axes of this strategy and of those inside of it.
         around: the axis of ranks that share this strategy's shards (`fsdp` around it), and its own axes behind that;

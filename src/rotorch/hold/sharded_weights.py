@@ -171,7 +171,7 @@ class Memory:
 
     def leaf(self, placement: ShardPlacement, held: ShardedWeight) -> nn.Parameter | None:
         """The plain parameter that a pass computes with; None: the strategy puts something else into the module."""
-        return nn.Parameter(held.local, requires_grad=held.parameter.requires_grad)
+        return make_leaf(held.local, of=held)
 
     def gradient_stays(self, name: str) -> bool:
         """True if a gradient lies in the same memory in every step."""
@@ -227,14 +227,17 @@ class Memory:
         return [grad for held in weights.values() if (grad := held.local_grad) is not None]
 
 
-def _in_dtype(leaf: nn.Parameter | None, dtype: torch.dtype | None) -> nn.Parameter | None:
-    """A leaf, or one of another dtype whose gradients have the first one's; its values are yet to be written."""
-    if leaf is None or dtype is None or leaf.dtype == dtype or not leaf.is_floating_point():
-        return leaf
-    other = nn.Parameter(torch.empty_like(leaf, dtype=dtype), requires_grad=leaf.requires_grad)
-    if other.requires_grad:
-        other.grad_dtype = leaf.dtype
-    return other
+def make_leaf(values: Tensor, *, of: ShardedWeight) -> nn.Parameter:
+    """A plain parameter over `values`, whose gradients have the dtype of the shard (see [Note: param_dtype])."""
+    leaf = nn.Parameter(values, requires_grad=of.parameter.requires_grad)
+    if leaf.requires_grad and leaf.dtype != of.local.dtype:
+        leaf.grad_dtype = of.local.dtype
+    return leaf
+
+
+def dtype_of_leaf(held: ShardedWeight, param_dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype in which passes compute with a weight: that of its shard, unless it has fractions to round."""
+    return held.local.dtype if param_dtype is None or not held.local.is_floating_point() else param_dtype
 
 
 class ShardedWeights:
@@ -295,7 +298,9 @@ class ShardedWeights:
                 sites=found,
                 owns_storage=local.untyped_storage().nbytes() == local.nbytes and given is None,
             )
-            held.leaf = _in_dtype(self.memory.leaf(placement, held), param_dtype)
+            leaf, dtype = self.memory.leaf(placement, held), dtype_of_leaf(held, param_dtype)
+            is_right = leaf is None or leaf.dtype == dtype
+            held.leaf = leaf if is_right else make_leaf(torch.empty_like(leaf, dtype=dtype), of=held)
             held.in_pass = held.parameter if held.leaf is None else held.leaf
             held.gradient_stays = self.memory.gradient_stays(held.name)
             held.adds_in_place = self.memory.adds_in_place(held.name)

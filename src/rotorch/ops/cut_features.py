@@ -17,7 +17,7 @@ from rotorch.comm.axis_group import AxisGroup
 from rotorch.core.errors import RankFailure
 from rotorch.core.spec import Range
 from rotorch.ops.ids_in_slice import add_rows, ids_in_slice, look_up, pick, put, without_padding
-from rotorch.ops.summa import Grid
+from rotorch.ops.summa import Grid, gradient_dtype
 
 
 def look_up_on_grid(grid: Grid, ids: Tensor, table: Tensor, *, rows: Range, padding_idx: int | None = None) -> Tensor:
@@ -49,7 +49,8 @@ class _LookUp(torch.autograd.Function):
             )
         all_ids_B = axis_group.all_gather(ids.reshape(-1).contiguous())
         found_BD = look_up(all_ids_B, table.detach(), rows=rows)
-        ctx.axis_group, ctx.rows, ctx.padding_idx, ctx.shape = axis_group, rows, padding_idx, table.shape
+        ctx.axis_group, ctx.rows, ctx.padding_idx = axis_group, rows, padding_idx
+        ctx.shape, ctx.dtype = table.shape, gradient_dtype(table)
         ctx.save_for_backward(all_ids_B)
         return axis_group.reduce_scatter(found_BD).view(*ids.shape, table.shape[1])
 
@@ -59,7 +60,7 @@ class _LookUp(torch.autograd.Function):
         (all_ids_B,) = ctx.saved_tensors
         all_grads_BD = ctx.axis_group.all_gather(grad.reshape(-1, grad.shape[-1]).contiguous())
         all_grads_BD = without_padding(all_grads_BD, all_ids_B, padding_idx=ctx.padding_idx)
-        d_table = all_grads_BD.new_zeros(ctx.shape)
+        d_table = all_grads_BD.new_zeros(ctx.shape, dtype=ctx.dtype)
         add_rows(d_table, all_ids_B, all_grads_BD, rows=ctx.rows)
         return None, None, None, None, d_table
 

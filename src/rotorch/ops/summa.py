@@ -72,6 +72,11 @@ def _flat(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.detach().reshape(-1, x.shape[-1]).to(dtype).contiguous()
 
 
+def gradient_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype in which parts of a weight's gradient are summed over ranks: its master's, where it is a copy."""
+    return (weight.grad_dtype if weight.is_leaf else None) or weight.dtype
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grid: Grid, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -108,14 +113,14 @@ class _Linear(torch.autograd.Function):
                 if weights is not None:
                     dx.add(torch.mm(dy_BO, next(weights)), target=t)
                 if inputs is not None:
-                    # Summed over ranks in the weight's own dtype, not in autocast's.
-                    dw.add(torch.mm(dy_BO.t(), next(inputs)).to(weight.dtype), target=t)
+                    # Summed over ranks in the dtype of weights at rest, not in that of the pass.
+                    dw.add(torch.mm(dy_BO.t(), next(inputs)).to(gradient_dtype(weight)), target=t)
         return (
             None,
             None,
             dx.mine().view(x.shape).to(x.dtype) if wants_x else None,
             dw.mine() if wants_weight else None,
-            dy_BO.sum(0, dtype=weight.dtype) if wants_bias else None,
+            dy_BO.sum(0, dtype=gradient_dtype(weight)) if wants_bias else None,
         )
 
 
@@ -154,7 +159,7 @@ class _TableLinear(torch.autograd.Function):
                 if tables is not None:
                     dx_BI.addmm_(dy_t, next(tables))
                 if wants_table:
-                    d_table.add(torch.mm(dy_t.t(), x_BI).to(table.dtype), target=t)
+                    d_table.add(torch.mm(dy_t.t(), x_BI).to(gradient_dtype(table)), target=t)
         return (
             None,
             None,

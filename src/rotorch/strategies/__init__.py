@@ -193,14 +193,6 @@ def context_ranks(strategies: Sequence[Strategy]) -> int:
     return math.prod(size for strategy in strategies for size in strategy.context_axes.values())
 
 
-def without_param_dtype(strategies: Sequence[Strategy]) -> Strategy | None:
-    """The first strategy whose passes have no weights in another dtype to compute with, without autocast; None: none.
-
-    A ring of one rank converts nothing: its slices never visit.
-    """
-    return next((s for s in strategies if not s.has_param_dtype or (s.kind == "rtp" and s.num_ranks == 1)), None)
-
-
 def check_compiled(strategies: Sequence[Strategy]) -> None:
     """Raises `ConfigError` if a strategy compiles nothing, for `compile=True`."""
     for strategy in strategies:

@@ -27,7 +27,7 @@ from rotorch.process.forking import why_no_ranks
 from rotorch.process.new_interpreter import call_fresh
 from rotorch.run_config import LoraSection, RunConfig
 from rotorch.shard.materialize import on_meta
-from rotorch.strategies import Strategy, num_ranks, parse_parallel, without_param_dtype
+from rotorch.strategies import Strategy, num_ranks, parse_parallel
 from rotorch.train.checkpoint.auxiliary_files import TOKENIZER_FILES
 from rotorch.train.checkpoint.directories import find_checkpoint
 from rotorch.train.checkpoint.manifest import Manifest, check_sizes, read_manifest
@@ -162,10 +162,8 @@ def _in_rank(board: StatusBoard, *, saved: SavedModel, use: Use) -> bool:
         tell_phase(f"loading {saved.checkpoint}")
     with on_meta():
         module = make_module(saved.model_config, lora=saved.lora)
-    precision = saved.run.train.precision
-    if precision == "param_bfloat16" and without_param_dtype(saved.strategies) is not None:
-        precision = "bfloat16"  # the nearest that every layout has
-    model = parallelize(module, saved.strategies, device=pick_device(saved.device), **precision_arguments(precision))
+    precision = precision_arguments(saved.run.train.precision)
+    model = parallelize(module, saved.strategies, device=pick_device(saved.device), **precision)
     board.name_units(model.write_status_to(board.position))
     model.materialize(seed=saved.manifest.seed)
     board.doing(RankPhase.LOADING)

@@ -107,7 +107,6 @@ class ATP(Strategy):
     kind: ClassVar[str] = "atp"
     not_compiled: ClassVar[str] = "sums lie in the middle of modules, which cannot be compiled"
     cuts_weights: ClassVar[bool] = True
-    has_param_dtype: ClassVar[bool] = True
     size_fields: ClassVar[tuple[str, ...]] = ("d1", "d2")
     d1: PositiveInt
     d2: PositiveInt

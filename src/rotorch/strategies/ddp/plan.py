@@ -42,7 +42,6 @@ class DDP(OneAxis):
 
     kind: ClassVar[str] = "ddp"
     ranks_alike: ClassVar[bool] = True
-    has_param_dtype: ClassVar[bool] = True
     not_compiled: ClassVar[str] = ""
     recompute: Literal["none", "block"] = "none"
 

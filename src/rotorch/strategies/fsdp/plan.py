@@ -76,7 +76,6 @@ class FSDP(OneAxis):
     """
 
     kind: ClassVar[str] = "fsdp"
-    has_param_dtype: ClassVar[bool] = True
     not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
     gathers_weights: ClassVar[bool] = True

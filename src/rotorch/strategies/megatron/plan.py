@@ -78,7 +78,6 @@ class Megatron(OneAxis):
     kind: ClassVar[str] = "megatron"
     not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
-    has_param_dtype: ClassVar[bool] = True
     sync_fraction: float = Field(default=1.0, gt=0.0, le=1.0)
     sequence_parallel: bool = False
     transport: Literal["auto", "shared_memory", "messages"] = "auto"

@@ -54,7 +54,6 @@ class PP(StageStrategy):
 
     kind: ClassVar[str] = "pp"
     not_compiled: ClassVar[str] = ""
-    has_param_dtype: ClassVar[bool] = True
     stage_axis: ClassVar[str] = "pp"
     size_fields: ClassVar[tuple[str, ...]] = ("stages",)
     schedule: Literal["1f1b", "gpipe", "interleaved_1f1b", "looped_bfs", "zb_h1", "zbv"] = "1f1b"

@@ -116,7 +116,6 @@ class RTP(OneAxis):
     """
 
     kind: ClassVar[str] = "rtp"
-    has_param_dtype: ClassVar[bool] = True
     not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
     recompute: Literal["none", "head", "all_but_attention", "slice"] = "head"
@@ -291,7 +290,7 @@ class RTP(OneAxis):
                 f"{'without autocast' if autocast is None else 'under autocast with ' + autocast}. Leave compute out: "
                 "slices are computed with in the precision of the passes (train.precision, or autocast_dtype)"
             )
-        if autocast not in ("bfloat16", "float16") or self.size == 1:
+        if autocast not in ("bfloat16", "float16"):
             return self
         if self.transport == "hierarchical":
             raise ConfigError(

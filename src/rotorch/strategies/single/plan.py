@@ -34,7 +34,6 @@ class Single(Strategy):
     """
 
     kind: ClassVar[str] = "single"
-    has_param_dtype: ClassVar[bool] = True
     not_compiled: ClassVar[str] = ""
     size_fields: ClassVar[tuple[str, ...]] = ()
     recompute: Literal["none", "block"] = "none"

@@ -62,7 +62,6 @@ class ZeroPP(StageStrategy):
 
     kind: ClassVar[str] = "zeropp"
     not_compiled: ClassVar[str] = ""
-    has_param_dtype: ClassVar[bool] = True
     gathers_weights: ClassVar[bool] = True
     stage_axis: ClassVar[str] = STAGES
     size_fields: ClassVar[tuple[str, ...]] = ("stages", "shards")

@@ -28,7 +28,6 @@ from rotorch.strategies import (
     for_batch,
     num_ranks,
     parse_parallel,
-    without_param_dtype,
 )
 from rotorch.train.checkpoint.directories import candidates, check, checkpoints_of, latest
 from rotorch.train.checkpoint.manifest import MODEL, Manifest, check_sizes, read_manifest
@@ -342,12 +341,6 @@ def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
 
     from rotorch.mesh import device_type
 
-    param_dtype = config.train.precision == "param_bfloat16"
-    if param_dtype and (unable := without_param_dtype(strategies)) is not None:
-        raise ConfigError(
-            f"train.precision = 'param_bfloat16': {unable} has no converted weights to compute with. Write "
-            "train.precision=bfloat16, or a layout without grids and rings of one rank"
-        )
     if config.train.compile:
         check_compiled(strategies)
     of_passes = None if config.train.precision == "float32" else "bfloat16"
