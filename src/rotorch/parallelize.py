@@ -117,6 +117,8 @@ def parallelize(
         context=cuts_context(strategies),
     )
     autocast, of_passes = _name(autocast_dtype), _name(autocast_dtype or param_dtype)
+    if param_dtype is not None:
+        spec = spec.with_copies(param_dtype.itemsize)
     strategies = tuple(strategy.at_precision(of_passes) for strategy in strategies)
     for strategy in strategies:
         strategy.check(spec)

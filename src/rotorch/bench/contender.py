@@ -65,6 +65,10 @@ class Contender(Observable, ABC):
     def weights(self) -> list[Tensor]:
         """This rank's part of the weights, as plain tensors."""
 
+    def copies(self) -> list[Tensor]:
+        """Copies of its weights, in the dtype of passes, that stay from step to step."""
+        return []
+
     @abstractmethod
     def gradients(self) -> list[Tensor]:
         """This rank's part of the gradients, between `forward_backward` and `update`."""
@@ -109,6 +113,9 @@ class UnderLayout(Contender):
 
     def weights(self) -> list[Tensor]:
         return [held.local for held in self.model.weights.values()]
+
+    def copies(self) -> list[Tensor]:
+        return self.model.sharded.copies()
 
     def gradients(self) -> list[Tensor]:
         return [held.local_grad for held in self.model.weights.values() if held.local_grad is not None]

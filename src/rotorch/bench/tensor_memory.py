@@ -14,7 +14,7 @@
 
 [Note: categories]
     weights, gradients, optimizer, slots: tensors that the contender names, with the whole of a storage that they
-        share. Slots are the buffers that slices of a ring pass through.
+        share. Copies of weights in the dtype of passes count as weights. Slots are the buffers that slices of a ring pass through.
     logits: outputs of the model's head (or tensors made within `LOGITS_BLOCK`), and tensors that an
         operation makes of these with as many columns: casts, soft-maxes, gradients.
     activations: other tensors made by a forward pass and still alive when its backward begins: saved by autograd.
@@ -93,7 +93,7 @@ def measure_tensors(contender: Contender, *, step: int) -> TensorMemory:
     with live, _head_named(contender.module, live):
         contender.forward_backward(step)
         owned = {
-            WEIGHTS: contender.weights(),
+            WEIGHTS: [*contender.weights(), *contender.copies()],
             GRADIENTS: contender.gradients(),
             OPTIMIZER: contender.optimizer_state(),
         }

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rotorch.core.layout import Layout, combine_layouts
@@ -23,9 +23,9 @@ def _rows(rows: int, *, size: int, position: int) -> int:
     return max(0, min(rows, (position + 1) * chunk) - position * chunk)
 
 
-def _padded_bytes(weights: Iterable[Weight], *, size: int) -> int:
-    """Bytes that each of `size` ranks sends of some weights: as many rows as the rank with the most has."""
-    return sum(w.num_bytes // max(w.shape[0], 1) * -(-w.shape[0] // size) for w in weights if w.shape)
+def _padded_rows(weight: Weight, *, size: int) -> int:
+    """Elements that each of `size` ranks sends of a weight: as many rows as the rank with the most has."""
+    return weight.numel // max(weight.shape[0], 1) * -(-weight.shape[0] // size) if weight.shape else 0
 
 
 def gathered_layout(
@@ -36,8 +36,8 @@ def gathered_layout(
     for weight in unit.weights:
         rows = weight.shape[0] if weight.shape else 1
         resident += weight.num_bytes // max(rows, 1) * _rows(rows, size=size, position=position)
-    padded = _padded_bytes(unit.weights, size=size)
-    summed = _padded_bytes((w for w in unit.weights if w.trained), size=size)
+    padded = sum(_padded_rows(w, size=size) * w.itemsize_in_pass for w in unit.weights)
+    summed = sum(_padded_rows(w, size=size) * w.itemsize for w in unit.weights if w.trained)
     transfers = [Transfer(Kind.ALL_GATHER, axis, phase, padded, padded * (size - 1)) for phase in gathers]
     transfers.append(Transfer(Kind.REDUCE_SCATTER, axis, Phase.BACKWARD, summed * size, summed * (size - 1)))
     return Layout(resident_bytes=resident, transient_bytes=transient_bytes, transfers=tuple(transfers))
@@ -74,8 +74,8 @@ def slices_layout(unit: Unit, *, size: int, position: int, axis: str, again: boo
     outside = [w for w in unit.weights if note is not None and w.name in note.names]
     inside = [w for w in unit.weights if w not in outside]
     parts = (
-        (outside, [Phase.FORWARD], 2),
-        (inside, [Phase.FORWARD, Phase.BACKWARD] if again else [Phase.FORWARD], 4),
+        (outside, [Phase.FORWARD], 1),
+        (inside, [Phase.FORWARD, Phase.BACKWARD] if again else [Phase.FORWARD], 2),
     )
     return combine_layouts(
         gathered_layout(
@@ -84,8 +84,8 @@ def slices_layout(unit: Unit, *, size: int, position: int, axis: str, again: boo
             position=position,
             axis=axis,
             gathers=gathers,
-            transient_bytes=copies * part.num_bytes,
+            transient_bytes=at_once * (part.bytes_in_pass + part.num_bytes),
         )
-        for weights, gathers, copies in parts
+        for weights, gathers, at_once in parts
         if weights
     )

@@ -76,6 +76,11 @@ class GridCoordinate:
         shard = shard_of(rows, layer=self.layer if layer is None else layer, depth=self.depth)
         return shard.length * math.prod(rest) * weight.itemsize
 
+    @staticmethod
+    def in_pass(weight: Weight, num_bytes: int) -> int:
+        """Bytes of a part of a weight as passes compute with it, of its bytes at rest."""
+        return num_bytes // weight.itemsize * weight.itemsize_in_pass
+
     def layout(self, unit: Unit) -> Layout:
         """Layout of a unit on this rank: bytes held, and the traffic of its weights in a step."""
         transfers: list[Transfer] = []
@@ -84,7 +89,7 @@ class GridCoordinate:
             if weight.trained:
                 transfers += self._gradient_sums(weight, cut)
             if self.is_in_shards(weight):
-                part = self.held_bytes(weight, layer=0)
+                part = self.in_pass(weight, self.held_bytes(weight, layer=0))
                 transfers.append(all_gather(part, axis=DEPTH, size=self.depth, phase=Phase.STEP))
             if len(weight.shape) == 2 and cut.rows is not None:
                 transfers += self._blocks_sent(unit, weight, cut)
@@ -112,14 +117,14 @@ class GridCoordinate:
 
     def _blocks_sent(self, unit: Unit, weight: Weight, cut: GridCut) -> Iterator[Transfer]:
         """Transfers of blocks of a weight along this rank's column, and of their gradients."""
-        sizes = [
-            math.prod(weight.block_shape(size=self.size, row=k, column=self.column)) * weight.itemsize
-            for k in range(self.size)
-        ]
+        shapes = (weight.block_shape(size=self.size, row=k, column=self.column) for k in range(self.size))
+        numels = list(map(math.prod, shapes))
         uses = unit.reads_in_backward if cut.is_table else unit.uses
+        sizes = [numel * weight.itemsize_in_pass for numel in numels]
         for phase in (Phase.FORWARD, Phase.BACKWARD):
             yield self._broadcasts(sizes, axis=DOWN, position=self.row, phase=phase, times=uses)
         if weight.trained:
+            sizes = [numel * weight.itemsize for numel in numels]
             yield self._reductions(sizes, axis=DOWN, position=self.row, phase=Phase.BACKWARD, times=uses)
 
     def activation_transfers(self, unit: Unit, batch: MicroBatch) -> Iterator[Transfer]:
@@ -153,7 +158,7 @@ class GridCoordinate:
 
     def _look_ups(self, unit: Unit, weight: Weight, num_tokens: int) -> Iterator[Transfer]:
         width = self.widths(weight, weight.grid.columns if weight.grid else None)[self.column]
-        mine = num_tokens * width * weight.itemsize  # in the precision of the weights
+        mine = num_tokens * width * weight.itemsize_in_pass  # in the precision of the weights
         for _ in range(unit.uses - unit.reads_in_backward):
             yield all_gather(num_tokens * ID_ITEMSIZE, axis=DOWN, size=self.size, phase=Phase.FORWARD)
             yield reduce_scatter(mine * self.size, axis=DOWN, size=self.size, phase=Phase.FORWARD)

@@ -67,16 +67,17 @@ def with_gathered_bytes(coordinate: GridCoordinate, units: Sequence[Unit], *, in
     if not shards:
         return in_flight
     trained = [w for w in shards if w.trained]
-    blocks, grads = sum(map(coordinate.block_bytes, shards)), sum(map(coordinate.block_bytes, trained))
-    gathering = blocks + (coordinate.depth + 1) * _largest_message(coordinate, shards)
+    blocks = sum(coordinate.in_pass(w, coordinate.block_bytes(w)) for w in shards)
+    grads = sum(map(coordinate.block_bytes, trained))
+    gathering = blocks + (coordinate.depth + 1) * _largest_message(coordinate, shards, in_pass=True)
     computing = blocks + in_flight + grads
     # A message's own gradients are freed before its sum is complete; gloo copies the tensor that it scatters.
     summing = grads + (1 if shared else coordinate.depth + 1) * _largest_message(coordinate, trained)
     return max(gathering, computing, summing) - sum(map(coordinate.held_bytes, trained))
 
 
-def _largest_message(coordinate: GridCoordinate, weights: list[Weight]) -> int:
-    return max((part for part, _ in _messages(coordinate, weights)), default=0)
+def _largest_message(coordinate: GridCoordinate, weights: list[Weight], *, in_pass: bool = False) -> int:
+    return max((part for part, _ in _messages(coordinate, weights, in_pass=in_pass)), default=0)
 
 
 def messages_of(sizes: Sequence[int], *, depth: int) -> list[range]:
@@ -123,7 +124,8 @@ def products(units: Iterable[Unit]) -> Iterator[tuple[Unit, Weight]]:
 
 def _of_weights(coordinate: GridCoordinate, weight: Weight, batch: MicroBatch | None) -> _Passing:
     """Blocks of a matrix in the precision of the pass, and of its gradient in its own."""
-    at_home = not coordinate.is_in_shards(weight) and (batch is None or batch.itemsize == weight.itemsize)
+    itemsize = weight.itemsize_in_pass if batch is None else batch.itemsize
+    at_home = not coordinate.is_in_shards(weight) and itemsize == weight.itemsize
     read = 0 if at_home else _block_bytes(coordinate, weight, batch)
     return DOWN, read, coordinate.largest_block_bytes(weight) if weight.trained else 0
 
@@ -131,7 +133,7 @@ def _of_weights(coordinate: GridCoordinate, weight: Weight, batch: MicroBatch | 
 def _block_bytes(coordinate: GridCoordinate, weight: Weight, batch: MicroBatch | None) -> int:
     """The largest block of a matrix, in the precision of the pass."""
     numel = coordinate.largest_block_bytes(weight) // weight.itemsize
-    return numel * (weight.itemsize if batch is None else batch.itemsize)
+    return numel * (weight.itemsize_in_pass if batch is None else batch.itemsize)
 
 
 def _of_activations(coordinate: GridCoordinate, weight: Weight, batch: MicroBatch | None) -> _Passing:
@@ -166,7 +168,7 @@ def _gradients(coordinate: GridCoordinate, units: list[Unit]) -> Iterator[_Passi
         for axis in axes:
             yield axis, min(num_bytes, SUM_CHUNK_BYTES), 0
     for weights in gathered.values():
-        for largest, _ in _messages(coordinate, weights):
+        for largest, _ in _messages(coordinate, weights, in_pass=True):
             yield DEPTH, largest, 0
     for (axes, _), weights in shards.items():
         for largest, mine in _messages(coordinate, weights):
@@ -175,11 +177,21 @@ def _gradients(coordinate: GridCoordinate, units: list[Unit]) -> Iterator[_Passi
                 yield axis, min(mine, SUM_CHUNK_BYTES), 0
 
 
-def _messages(coordinate: GridCoordinate, weights: list[Weight]) -> Iterator[tuple[int, int]]:
-    """Per message (see `messages_of`): bytes of the largest rank's part, and of this rank's own."""
-    sizes = [coordinate.held_bytes(w, layer=0) for w in weights]
+def _messages(
+    coordinate: GridCoordinate, weights: list[Weight], *, in_pass: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Per message (see `messages_of`): bytes of the largest rank's part, and of this rank's own.
+
+    `in_pass`: of weights as passes compute with them; else of gradients, which are as weights at rest.
+    """
+
+    def sent_bytes(weight: Weight, *, layer: int | None) -> int:
+        held = coordinate.held_bytes(weight, layer=layer)
+        return coordinate.in_pass(weight, held) if in_pass else held
+
+    sizes = [sent_bytes(w, layer=0) for w in weights]
     for together in messages_of(sizes, depth=coordinate.depth):
-        yield sum(sizes[k] for k in together), sum(coordinate.held_bytes(weights[k]) for k in together)
+        yield sum(sizes[k] for k in together), sum(sent_bytes(weights[k], layer=None) for k in together)
 
 
 def _beside_products(coordinate: GridCoordinate, unit: Unit, batch: MicroBatch) -> Iterator[_Passing]:
@@ -192,7 +204,7 @@ def _beside_products(coordinate: GridCoordinate, unit: Unit, batch: MicroBatch) 
         if cut.whole_output:
             yield ACROSS, min(tokens * weight.shape[0] * batch.itemsize, SUM_CHUNK_BYTES), 0
         if cut.is_table and len(weight.shape) == 2 and unit.uses > unit.reads_in_backward:
-            found = tokens * math.prod(coordinate.block_shape(weight)[1:]) * weight.itemsize
+            found = tokens * math.prod(coordinate.block_shape(weight)[1:]) * weight.itemsize_in_pass
             yield DOWN, max(tokens * ID_ITEMSIZE, found if weight.trained else 0), found
     if unit.logits:
         yield ACROSS, min(2 * tokens * batch.loss_itemsize, SUM_CHUNK_BYTES), 0

@@ -85,6 +85,9 @@ class GridStrategy(Strategy):
         transfers = () if shared else layout.transfers
         return replace(layout, transient_bytes=transient, slots_bytes=slots, transfers=transfers)
 
+    def keeps_copies(self, unit: Unit) -> bool:
+        return not (self.in_shards and self.num_layers > 1)
+
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         if self.transport == "shared_memory":
             return ()

@@ -22,6 +22,7 @@ class Layout:
         transfers: this rank's messages in one step of one micro-batch.
         padding_bytes: memory of its weights at rest beyond themselves: room for larger slices that take their place, or
             for weights that are borrowed from another rank, and their gradients.
+        copies_bytes: copies of its weights, in the dtype of passes, that stay from step to step.
     """
 
     resident_bytes: int
@@ -29,6 +30,7 @@ class Layout:
     transfers: tuple[Transfer, ...] = field(default=())
     slots_bytes: int = 0
     padding_bytes: int = 0
+    copies_bytes: int = 0
 
     def sent_bytes(self, *, kind: Kind | None = None) -> int:
         return sum(t.sent_bytes for t in self.transfers if kind is None or t.kind is kind)
@@ -37,14 +39,15 @@ class Layout:
 def combine_layouts(layouts: Iterable[Layout]) -> Layout:
     """Layout of several units together.
 
-    Residents, their padding and traffic add up, transients share their buffers (the largest counts).
+    Residents, their padding, copies and traffic add up, transients share their buffers (the largest counts).
     """
-    resident, transient, slots, padding = 0, 0, 0, 0
+    resident, transient, slots, padding, copies = 0, 0, 0, 0, 0
     transfers: list[Transfer] = []
     for layout in layouts:
         resident += layout.resident_bytes
         transient = max(transient, layout.transient_bytes)
         slots = max(slots, layout.slots_bytes)
         padding += layout.padding_bytes
+        copies += layout.copies_bytes
         transfers.extend(layout.transfers)
-    return Layout(resident, transient, tuple(transfers), slots, padding)
+    return Layout(resident, transient, tuple(transfers), slots, padding, copies)

@@ -118,7 +118,8 @@ class Weight:
     `aliases` are further names of the same tensor (a head tied to its embedding); they never count twice. `trained`
     weights get gradients. One that is `beside_slices` is not cut, but used only by modules that run on slices: each
     slice gives a part of its gradient. `grid` is the cut that it allows where activations are cut along their features;
-    None if that was not asked for.
+    None if that was not asked for. `copy_itemsize` is of the copies that passes compute with in another dtype
+    (`param_dtype`); None if they compute with the weight itself.
     """
 
     name: str
@@ -129,6 +130,7 @@ class Weight:
     trained: bool = True
     beside_slices: bool = False
     grid: GridCut | None = None
+    copy_itemsize: int | None = None
 
     @property
     def numel(self) -> int:
@@ -137,6 +139,11 @@ class Weight:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.itemsize
+
+    @property
+    def itemsize_in_pass(self) -> int:
+        """Bytes of an element of what passes compute with."""
+        return self.copy_itemsize or self.itemsize
 
     def slice_shape(self, *, num_slices: int, index: int, count: int = 1) -> tuple[int, ...]:
         """Returns the shape of `count` slices of `num_slices` from `index` on; the whole shape if it is not cut."""
@@ -195,6 +202,11 @@ class Unit:
     @property
     def num_bytes(self) -> int:
         return sum(w.num_bytes for w in self.weights)
+
+    @property
+    def bytes_in_pass(self) -> int:
+        """Bytes of its weights as passes compute with them."""
+        return sum(w.numel * w.itemsize_in_pass for w in self.weights)
 
     @property
     def trained_bytes(self) -> int:
@@ -312,6 +324,19 @@ class ModelSpec:
     @cached_property
     def _block_numbers(self) -> dict[str, int]:
         return {name: number for number, name in enumerate(self.blocks)}
+
+    def with_copies(self, itemsize: int | None) -> ModelSpec:
+        """The same, if passes compute with copies of the weights of `itemsize` bytes an element; None: with weights."""
+
+        def copied(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+            return tuple(
+                replace(u, weights=tuple(replace(w, copy_itemsize=itemsize) for w in u.weights)) for u in units
+            )
+
+        if itemsize is None or all(weight.itemsize == itemsize for weight in self.weights):
+            return self
+        units, inside, experts = copied(self.units), copied(self.inside), copied(self.experts)
+        return replace(self, units=units, inside=inside, experts=experts)
 
     def with_inside_cut(self) -> ModelSpec:
         """The same with the units of `inside` among the cut ones."""

@@ -119,7 +119,8 @@ def stage_layout(unit: Unit, *, position: int, rank_of: Callable[[int], int], ax
     if position not in borrowers:
         return Layout(resident_bytes=0)
     gradient = Transfer(Kind.SEND, axis, Phase.BACKWARD, unit.trained_bytes, unit.trained_bytes)
-    return Layout(resident_bytes=0, transient_bytes=unit.num_bytes, transfers=(gradient,))
+    copies = unit.bytes_in_pass if any(w.copy_itemsize for w in unit.weights) else 0
+    return Layout(resident_bytes=0, transient_bytes=unit.num_bytes + copies, transfers=(gradient,))
 
 
 def stage_transfers(

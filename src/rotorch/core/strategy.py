@@ -102,6 +102,13 @@ class Strategy(BaseModel, ABC):
         """Bytes of a unit on the rank at `position`, around a strategy whose ranks hold `unit` (see `held`)."""
         return self.layout(unit, position=position)
 
+    def keeps_copies(self, unit: Unit) -> bool:
+        """True if copies of a unit's weights that passes compute with (`Weight.copy_itemsize`) stay from step to step.
+
+        By default one lies beside each shard. False where weights are gathered, or converted as they visit.
+        """
+        return True
+
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         """Transfers of one micro-batch for `unit` beyond its Layout: activations, for strategies that move them."""
         return ()

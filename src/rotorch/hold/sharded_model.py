@@ -119,6 +119,10 @@ class ShardedModel(Observable, ABC):
         """Names of the weights that this rank's passes compute with; all of them, unless other ranks have some."""
         return self.weights
 
+    def copies(self) -> list[Tensor]:
+        """This rank's copies of weights, in the dtype that passes compute in, that stay from step to step."""
+        return [copy for held in self.weights.values() for copy in held.copies]
+
     def unused(self) -> list[str]:
         """Names of those that no backward of this rank's step has reached; asked before `finish`, which makes zeros."""
         return []
@@ -263,6 +267,9 @@ class OuterShardedModel(ShardedModel):
     @property
     def order_hash(self) -> int:
         return self._inner.order_hash
+
+    def copies(self) -> list[Tensor]:
+        return self._inner.copies()
 
     def slots(self) -> list[Tensor]:
         return self._inner.slots()

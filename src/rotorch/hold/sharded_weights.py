@@ -299,8 +299,9 @@ class ShardedWeights:
                 owns_storage=local.untyped_storage().nbytes() == local.nbytes and given is None,
             )
             leaf, dtype = self.memory.leaf(placement, held), dtype_of_leaf(held, param_dtype)
-            is_right = leaf is None or leaf.dtype == dtype
-            held.leaf = leaf if is_right else make_leaf(torch.empty_like(leaf, dtype=dtype), of=held)
+            if leaf is not None and leaf.dtype != dtype:
+                leaf, held.leaf_is_copy = make_leaf(torch.empty_like(leaf, dtype=dtype), of=held), True
+            held.leaf = leaf
             held.in_pass = held.parameter if held.leaf is None else held.leaf
             held.gradient_stays = self.memory.gradient_stays(held.name)
             held.adds_in_place = self.memory.adds_in_place(held.name)

@@ -9,6 +9,7 @@ from math import prod
 
 from rotorch.core.layout import Layout, combine_layouts
 from rotorch.core.spec import ModelSpec, Unit
+from rotorch.core.stages import in_stage
 from rotorch.core.strategy import Strategy, sharing
 from rotorch.core.traffic import MicroBatch
 
@@ -29,6 +30,7 @@ class Prediction:
         sent_bytes: per kind of transfer, in one step of one micro-batch.
         padding_bytes: bytes that weights take beyond themselves.
         num_messages: number of messages, or collectives, in such a step.
+        copies_bytes: copies of weights, in the dtype of passes, that stay from step to step.
     """
 
     weights_bytes: int
@@ -39,6 +41,7 @@ class Prediction:
     trained_bytes: int
     padding_bytes: int = 0
     num_messages: int = 0
+    copies_bytes: int = 0
 
     @property
     def ledger(self) -> dict[str, int | None]:
@@ -48,7 +51,7 @@ class Prediction:
         code: a formula would be a guess.
         """
         return {
-            "weights": self.weights_bytes + self.padding_bytes,
+            "weights": self.weights_bytes + self.padding_bytes + self.copies_bytes,
             "gradients": self.trained_bytes,
             "optimizer": 2 * self.trained_bytes + _ADAMW_COUNTER_BYTES * self.num_weights,
             "activations": None,
@@ -137,6 +140,7 @@ def predict_part(
         sent_bytes=dict(sent),
         trained_bytes=trained.resident_bytes,
         padding_bytes=total.padding_bytes,
+        copies_bytes=total.copies_bytes,
         num_messages=sum(transfer.num_messages for transfer in transfers if transfer.sent_bytes),
     )
 
@@ -164,7 +168,7 @@ def unit_layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequen
     The innermost strategy cuts the unit; each outer one then treats what that left on the rank as a whole.
     """
     *outer, (inner, at) = zip(strategies, positions, strict=True)
-    layout = here = inner.layout(unit, position=at)
+    layout = here = _with_copies(inner.layout(unit, position=at), unit, strategies=strategies)
     for strategy, position in reversed(outer):
         unit = inner.held(unit, layout=here, position=at)
         inner, at = strategy, position
@@ -173,6 +177,16 @@ def unit_layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequen
         transfers = layout.transfers + here.transfers
         layout = replace(layout, resident_bytes=here.resident_bytes, transient_bytes=transient, transfers=transfers)
     return layout
+
+
+def _with_copies(layout: Layout, unit: Unit, *, strategies: Sequence[Strategy]) -> Layout:
+    """The innermost strategy's Layout, with the copies of its weights that passes compute with."""
+    weight = unit.weights[0] if unit.weights else None
+    if weight is None or weight.copy_itemsize is None or sharing(strategies) or not strategies[-1].keeps_copies(unit):
+        return layout
+    # Copies of borrowed weights are freed with them.
+    held = 0 if in_stage(unit).borrowed else layout.resident_bytes
+    return replace(layout, copies_bytes=held // weight.itemsize * weight.copy_itemsize)
 
 
 def _positions(strategies: Sequence[Strategy], *, rank: int) -> list[int]:

@@ -182,6 +182,7 @@ class ShardedWeight:
         sites: places in the module that use it; none if other code puts tensors there.
         in_pass: the tensor that the module has there during a pass; None: nothing (a bias that is added elsewhere).
         leaf: the plain parameter that a pass computes with and leaves a gradient in, if there is one.
+        leaf_is_copy: it is a copy of the shard, in the dtype of passes, that stays from step to step.
         earlier: a copy of the gradient of earlier steps, which the user had not cleared. It is added to the step's own,
             or put back if the step breaks off.
         owns_storage: True if `local` alone lies in its storage.
@@ -199,6 +200,7 @@ class ShardedWeight:
     sites: tuple[Site, ...] = ()
     in_pass: Tensor | None = None
     leaf: nn.Parameter | None = None
+    leaf_is_copy: bool = False
     earlier: Tensor | None = None
     owns_storage: bool = False
     gradient_stays: bool = False
@@ -236,6 +238,11 @@ class ShardedWeight:
         self.parameter.__deepcopy__ = way.copy  # type: ignore[attr-defined]
 
     # ---------------------------------------------------------------- tensors in the module
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """The copy of the shard that passes compute with, if there is one."""
+        return [self.leaf] if self.leaf is not None and self.leaf_is_copy else []
 
     def update_leaf(self) -> None:
         """Writes the shard's values into the leaf, if that is a copy in another dtype."""
@@ -322,14 +329,17 @@ class ShardedWeight:
     # ---------------------------------------------------------------- memory
 
     def allocate(self) -> None:
-        """Gives `local` its memory back after `free`; not its values."""
-        if self.owns_storage:
-            allocate(self.local)
+        """Gives `local` and its copy their memory back after `free`; not their values."""
+        for tensor in self._own_tensors():
+            allocate(tensor)
 
     def free(self) -> None:
-        """Frees the memory of `local`, unless it has other tensors; tensors in its storage lose their values."""
-        if self.owns_storage:
-            free(self.local)
+        """Frees the memory of `local`, unless it has other tensors, and of its copy; their values are lost."""
+        for tensor in self._own_tensors():
+            free(tensor)
+
+    def _own_tensors(self) -> list[Tensor]:
+        return [self.local, *self.copies] if self.owns_storage else self.copies
 
 
 class EarlierGradient:

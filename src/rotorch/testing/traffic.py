@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from rotorch.comm.meter import Meter
-from rotorch.core.spec import Unit
+from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import Kind, MicroBatch
 from rotorch.mesh import flat_position
@@ -27,15 +28,23 @@ def expected_resident_bytes(model: ParallelModel, unit: Unit) -> int:
     return unit_layout(unit, strategies=model.strategies, positions=positions).resident_bytes
 
 
+def expected_copies_bytes(model: ParallelModel) -> int:
+    """Bytes of this rank's copies of weights in the dtype of passes, by the Layouts."""
+    positions = [_position(model, strategy) for strategy in model.strategies]
+    units = _part_of_rank(model).units
+    return sum(unit_layout(u, strategies=model.strategies, positions=positions).copies_bytes for u in units)
+
+
 def micro_batch_of(model: ParallelModel, batch: Mapping[str, Tensor]) -> MicroBatch:
-    """Returns the micro-batch size of token ids for a model that computes in its weights' own precision.
+    """Returns the micro-batch size of token ids for a model without autocast.
 
     Of experts that tokens travel to, the pairs are those of the model's last pass.
     """
     num_rows, num_tokens = batch["input_ids"].shape
-    itemsize = max(w.itemsize for w in model.spec.weights)
+    itemsize = max(w.itemsize_in_pass for w in model.spec.weights)
+    loss_itemsize = max(itemsize, 4)  # models convert logits in half precision
     routed = model.sharded.routed
-    return MicroBatch(num_rows, num_tokens, itemsize=itemsize, loss_itemsize=itemsize, routed=routed)
+    return MicroBatch(num_rows, num_tokens, itemsize=itemsize, loss_itemsize=loss_itemsize, routed=routed)
 
 
 def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None) -> dict[Kind, int]:
@@ -48,10 +57,7 @@ def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None
     sent: dict[Kind, int] = defaultdict(int)
     strategies = [*model.strategies[:-1], _as_it_runs(model)]
     positions = [_position(model, strategy) for strategy in strategies]
-    spec = model.spec
-    for strategy, position in zip(strategies[:-1], positions[:-1], strict=True):
-        spec = strategy.part_of(spec, position=position)
-    for unit in spec.units:
+    for unit in _part_of_rank(model).units:
         transfers = list(unit_layout(unit, strategies=strategies, positions=positions).transfers)
         if batch is not None:
             for strategy, position in zip(strategies, positions, strict=True):
@@ -62,7 +68,7 @@ def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None
 
 
 def sent_and_said(
-    module: nn.Module, parallel: str, *, batch: Mapping[str, Tensor]
+    module: nn.Module, parallel: str, *, batch: Mapping[str, Tensor], param_dtype: torch.dtype | None = None
 ) -> tuple[dict[Kind, int], dict[Kind, int]]:
     """Bytes that this rank sends in a first step, by kind, and the Layouts' bytes. All ranks call it.
 
@@ -70,8 +76,9 @@ def sent_and_said(
         module: a model of token ids; its weights are initialised.
         parallel: the layout.
         batch: this rank's micro-batch.
+        param_dtype: see `parallelize`.
     """
-    model = parallelize(module, parallel, device="cpu").materialize(seed=0)
+    model = parallelize(module, parallel, device="cpu", param_dtype=param_dtype).materialize(seed=0)
     with Meter() as meter:
         model.forward_backward(batch)
     if meter.not_counted:
@@ -108,6 +115,14 @@ def _as_it_runs(model: ParallelModel) -> Strategy:
         return inner
     hosts = model.sharded.num_hosts
     return inner.model_copy(update={"transport": transport} | ({} if hosts is None else {"hosts": hosts}))
+
+
+def _part_of_rank(model: ParallelModel) -> ModelSpec:
+    """The units that strategies around the innermost one leave to this rank."""
+    spec = model.spec
+    for strategy in model.strategies[:-1]:
+        spec = strategy.part_of(spec, position=_position(model, strategy))
+    return spec
 
 
 def _position(model: ParallelModel, strategy: Strategy) -> int:

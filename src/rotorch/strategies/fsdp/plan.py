@@ -155,6 +155,9 @@ class FSDP(OneAxis):
             transient_bytes=4 * unit.num_bytes,
         )
 
+    def keeps_copies(self, unit: Unit) -> bool:
+        return is_whole(unit) or unit.note(WholeExperts) is not None
+
     def layout_around(self, unit: Unit, *, position: int = 0) -> Layout:
         return slices_layout(unit, size=self.size, position=position, axis="fsdp", again=self.reshard)
 

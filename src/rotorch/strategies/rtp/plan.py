@@ -217,6 +217,9 @@ class RTP(OneAxis):
             padding_bytes=padding + kept,
         )
 
+    def keeps_copies(self, unit: Unit) -> bool:
+        return unit.kind is UnitKind.REPLICATED
+
     @property
     def _in_place(self) -> bool:
         return self.buffering == "in_place" and self.transport in ("auto", "send_receive")

@@ -106,12 +106,15 @@ class ZeroPP(StageStrategy):
             position=shard,
             axis=SHARDS,
             gathers=[Phase.FORWARD, Phase.BACKWARD],
-            transient_bytes=2 * unit.num_bytes,
+            transient_bytes=unit.bytes_in_pass + unit.num_bytes,
         )
         # A weight that another stage borrows, and its gradient, travels from shard to shard.
         scaled = [_scaled(t, by=shards.resident_bytes, of=unit.num_bytes) for t in held.transfers]
         resident = shards.resident_bytes if held.resident_bytes else 0
         return replace(shards, resident_bytes=resident, transfers=(*shards.transfers, *scaled))
+
+    def keeps_copies(self, unit: Unit) -> bool:
+        return False
 
     def check_around(self, inner: Strategy) -> None:
         if self.shards > 1:

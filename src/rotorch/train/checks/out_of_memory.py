@@ -132,7 +132,7 @@ def bytes_alive(state: TrainState | None, *, vocab_sizes: frozenset[int] = froze
     owned: dict[str, list[Tensor]] = {WEIGHTS: [], GRADIENTS: [], OPTIMIZER: [], SLOTS: []}
     if state is not None:
         held = list(state.model.weights.values())
-        owned[WEIGHTS] = [weight.local for weight in held]
+        owned[WEIGHTS] = [*(weight.local for weight in held), *state.model.sharded.copies()]
         owned[GRADIENTS] = [grad for weight in held if (grad := weight.local_grad) is not None]
         kept = state.optimizer.state.values() if state.optimizer is not None else ()
         owned[OPTIMIZER] = [value for of_weight in kept for value in of_weight.values() if isinstance(value, Tensor)]

@@ -1,0 +1,32 @@
+"""Precisions of passes, as runs, plans and benches name them. Weights at rest and gradients stay in float32 in all.
+
+    float32             passes compute with the weights themselves
+    bfloat16            passes compute with copies of the weights in bfloat16, and no autocast: so all activations are
+                        bfloat16, but for operations that a model's code runs in float32 (`param_dtype`)
+    autocast_bfloat16   under torch.autocast: products are bfloat16, what layers hand on is float32 (`autocast_dtype`)
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+Precision = Literal["float32", "bfloat16", "autocast_bfloat16"]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
+
+FORMER_NAMES = {"param_bfloat16": "bfloat16"}
+"""Names that are taken for one more release."""
+
+
+def dtype_of_passes(precision: Precision) -> str | None:
+    """The name of the dtype that products are computed in; None if it is the weights' own."""
+    return None if precision == "float32" else "bfloat16"
+
+
+def itemsize_of_passes(precision: Precision) -> int:
+    """Bytes of an element of the activations."""
+    return 4 if precision == "float32" else 2
+
+
+def copies_itemsize(precision: Precision) -> int | None:
+    """Bytes of an element of the copies of weights that passes compute with; None if there are none."""
+    return 2 if precision == "bfloat16" else None
