@@ -57,6 +57,7 @@ from rotorch.strategies.rtp.plan import RTP  # noqa: E402
 from rotorch.testing.fake import as_rank  # noqa: E402
 from rotorch.testing.null_peer_memory import NullPeerMemory  # noqa: E402
 from rotorch.testing.operations import Operations, WithoutArithmetic, counted_waits, waits_of_micro_batches  # noqa: E402
+from rotorch.train.module import precision_arguments  # noqa: E402
 
 PEER = "fsdp2"
 NULL = f"rtp={NUM_RANKS}[transport=symmetric_memory]"
@@ -110,7 +111,7 @@ class Contender:
             if parallel == NULL:
                 stack.enter_context(mock.patch.object(rtp_apply, "make_ring", self._null_ring))
                 stack.enter_context(mock.patch.object(RTP, "check_device", lambda *_: None))
-            self.model = rotorch.parallelize(module, parallel, device="cpu", **precision(mode))
+            self.model = rotorch.parallelize(module, parallel, device="cpu", **precision_arguments(mode))
         self._passes = lambda: self.model.forward_backward(batch)
 
     def forward_backward(self) -> None:
@@ -164,11 +165,6 @@ class Contender:
         with waits_of_micro_batches(self.model) as waits:
             self.forward_backward()
         return dict(waits)
-
-
-def precision(mode: str) -> dict[str, Any]:
-    """Arguments of `parallelize` for a precision."""
-    return {"autocast_dtype" if mode.startswith("autocast_") else "param_dtype": torch.bfloat16}
 
 
 def under_fsdp2(module: nn.Module, mode: str) -> None:

@@ -2,11 +2,12 @@
 
     python benchmarks/gpu_step_model.py [--json FILE] [--tokens 2048 4096 8192]
 
-Links carry weights and gradients as they are at rest: in float32 (`links="float32"`: passes under autocast), or in
-bfloat16, as with `param_dtype` but for gradients, which then stay in float32 under rtp and FSDP2 alike.
+Passes compute in bfloat16, with one sequence per rank. Links carry weights in bfloat16 and gradients in float32, as
+with `train.precision = "bfloat16"` and FSDP2's own policy (`links="mixed"`), or both in bfloat16, where that is the
+model's own dtype.
 
 Every assumption is a figure of `planner/clusters/h100x8.toml` and stands in the record; docs/speed.md says which
-measurement replaces it. Passes compute in bfloat16, with one sequence per rank.
+measurement replaces it.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from gpu_one_rank import LLAMA_3_8B, NUM_RANKS, TINY  # noqa: E402
 
 from rotorch.bench.record import describe_machine, versions  # noqa: E402
 from rotorch.bench.traced_memory import trace_memory  # noqa: E402
+from rotorch.core.precision import copies_itemsize  # noqa: E402
 from rotorch.models.describe import describe  # noqa: E402
 from rotorch.models.hf import causal_lm, config_from_dict  # noqa: E402
 from rotorch.planner.cluster import load_cluster  # noqa: E402
@@ -37,7 +39,8 @@ from rotorch.shard.materialize import on_meta  # noqa: E402
 from rotorch.source import source_commit  # noqa: E402
 
 CLUSTER = "h100x8"
-LINKS = ("float32", "bfloat16")
+LINKS = ("mixed", "bfloat16")
+"""What crosses links: weights in bfloat16 and gradients in float32 (`param_dtype`); both in bfloat16."""
 PEER = f"fsdp={NUM_RANKS}"
 LAYOUTS = (
     PEER,
@@ -52,8 +55,8 @@ def modelled(shapes: dict[str, Any], *, tokens: int, links: str) -> list[dict[st
     """Rows of all layouts for sequences of so many tokens, one per rank."""
     config = config_from_dict({**shapes, "use_cache": False}, source=__file__)
     with on_meta():
-        module = causal_lm(config).to(getattr(torch, links))
-        spec = describe(module, features=True, tokens=True)
+        module = causal_lm(config).to(torch.float32 if links == "mixed" else torch.bfloat16)
+        spec = describe(module, features=True, tokens=True).with_copies(copies_itemsize("bfloat16"))
     cluster = load_cluster(CLUSTER)
     task = Task(
         spec=spec,
@@ -61,7 +64,7 @@ def modelled(shapes: dict[str, Any], *, tokens: int, links: str) -> list[dict[st
         cluster=cluster,
         speeds=speeds_of(cluster, dtype="bfloat16"),
         batch=Batch(NUM_RANKS, tokens),
-        itemsize=2,
+        precision="bfloat16",
         budget_bytes=float("inf"),
     )
     plans = [judged(task, layout, rows=1, accumulation=1) for layout in LAYOUTS]

@@ -16,6 +16,7 @@ from typing import Any
 
 from rotorch.bench.traced_memory import trace_memory
 from rotorch.core.errors import ConfigError
+from rotorch.core.precision import copies_itemsize, dtype_of_passes
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict
 from rotorch.pipelining.stage_strategy import StageStrategy
@@ -37,14 +38,15 @@ def compared(run: Path, overrides: list[str], bench: Path) -> list[dict[str, Any
     tokens = config.data.sequence_length
     with on_meta():
         spec = describe(causal_lm(model_config), features=True, tokens=True)
+    precision = config.train.precision
     cluster = load_cluster("cpu2")
     task = Task(
-        spec=spec,
-        traced=trace_memory(model_config, fold(spec), tokens=tokens, precision=config.train.precision),
+        spec=spec.with_copies(copies_itemsize(precision)),
+        traced=trace_memory(model_config, fold(spec), tokens=tokens, precision=precision),
         cluster=cluster,
-        speeds=speeds_of(cluster, dtype="float32"),
+        speeds=speeds_of(cluster, dtype=dtype_of_passes(precision) or "float32"),
         batch=Batch(found["tokens_per_step"] // tokens, tokens),
-        itemsize=4,
+        precision=precision,
         budget_bytes=float("inf"),
     )
     rows = []

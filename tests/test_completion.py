@@ -12,7 +12,7 @@ from rotorch.run_config import RunConfig
     ("incomplete", "expected"),
     [
         ("optimizer.n", ["optimizer.name=adamw"]),
-        ("train.prec", ["train.precision=float32", "train.precision=bfloat16", "train.precision=param_bfloat16"]),
+        ("train.prec", ["train.precision=float32", "train.precision=bfloat16", "train.precision=autocast_bfloat16"]),
         ("train.precision=b", ["train.precision=bfloat16"]),
         ("train.compile=", ["train.compile=true", "train.compile=false"]),
         ("train.eval_", ["train.eval_every=", "train.eval_windows="]),
@@ -36,7 +36,7 @@ def test_the_beginning_of_every_section_is_offered():
     ("line", "at", "expected"),
     [
         ("rotorch train run.toml train.precision = bf", 5, ["bfloat16"]),
-        ("rotorch train run.toml train.precision =", 4, ["float32", "bfloat16", "param_bfloat16"]),
+        ("rotorch train run.toml train.precision =", 4, ["float32", "bfloat16", "autocast_bfloat16"]),
         ("rotorch train run.toml optimizer.sch", 3, ["optimizer.schedule=cosine", "optimizer.schedule=linear"]),
     ],
 )

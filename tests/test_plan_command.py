@@ -142,7 +142,7 @@ def test_a_grid_is_chosen(capsys):
         (["--budget", "1MiB"], "nothing fits within 1.00 MiB per rank: the least is"),
         (["--nodes", "0"], "--nodes 0: write 1 or more"),
         (["--objective", "beauty"], "--objective beauty: write one of speed, memory, frontier"),
-        (["--precision", "float16"], "--precision float16: write bfloat16 or float32"),
+        (["--precision", "float16"], "--precision float16: write float32, bfloat16 or autocast_bfloat16"),
         (["--parallel", "megatron=3"], "3 ranks, but '2 cores of one machine' has 2"),
         (["--parallel", "rtq=2"], "unknown strategy 'rtq'"),
         (["--parallel", "ddp=3,atp=auto"], "its other sizes are 3 ranks, which do not divide 2"),

@@ -71,7 +71,7 @@ def test_a_model_may_be_a_table_and_overridden_inside(run_toml):
         ("train.steps=many", "train.steps = 'many': input should be a valid integer"),
         ("train.steps=0", "train.steps = 0: input should be greater than 0"),
         ("train.steps=[1", "not a TOML value"),
-        ("train.precision=fp16", "input should be 'float32', 'bfloat16' or 'param_bfloat16'"),
+        ("train.precision=fp16", "input should be 'float32', 'bfloat16' or 'autocast_bfloat16'"),
         ("optimizer.lr=nan", "input should be a finite number"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
         ("model.config.hidden_size=3", "not a table"),

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -33,6 +34,7 @@ from pydantic import (
 )
 
 from rotorch.core.errors import ConfigError, nearest
+from rotorch.core.precision import Precision, todays_name
 from rotorch.core.small_files import read_small
 from rotorch.run_data import HELD_OUT, MOST_AT_ONCE, DataSection, DpoSection, EvalText, Section, Word, Words
 
@@ -92,8 +94,9 @@ class TrainSection(Section):
         accumulation: forward passes of one rank per optimizer step; 1, or as many as `global_batch` needs.
         global_batch: samples of all ranks per optimizer step; must be micro batch x accumulation x batch ranks.
         seed: of initial weights, order of the data and the sample.
-        precision: "float32"; "bfloat16" (autocast: weights stay float32); or "param_bfloat16": passes compute with
-            copies of the weights in bfloat16 and no autocast, under all layouts but summa, tesseract and rtp=1.
+        precision: "float32"; "bfloat16": passes compute with copies of the weights in bfloat16, so activations are
+            bfloat16, too; or "autocast_bfloat16": products alone, by torch.autocast. Weights, gradients and the
+            optimizer's state stay float32.
         compile: run blocks by torch.compile; the first step takes long.
         device: "auto", "cpu" or "cuda".
         eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.
@@ -131,7 +134,7 @@ class TrainSection(Section):
     accumulation: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] | None = None
     global_batch: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] | None = None
     seed: Annotated[NonNegativeInt, Field(le=_MOST_SEED)] = 0
-    precision: Literal["float32", "bfloat16", "param_bfloat16"] = "float32"
+    precision: Annotated[Precision, BeforeValidator(todays_name)] = "float32"
     compile: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: NonNegativeInt = 0

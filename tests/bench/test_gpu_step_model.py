@@ -21,13 +21,13 @@ def record(monkeypatch, tmp_path, warm):
 def test_rows_are_compared_with_fsdp_and_the_record_has_what_they_rest_on(record):
     rows = {(row["parallel"], row["links"]): row for row in record["rows"]}
     assert len(rows) == 12
-    for links in ("float32", "bfloat16"):
+    for links in ("mixed", "bfloat16"):
         peer = rows["fsdp=8", links]
         assert peer["of_fsdp"] == 1.0
         for (_, of), row in rows.items():
             if of == links:
                 assert row["of_fsdp"] == pytest.approx(peer["step_s"] / row["step_s"])
     for name, _ in rows:  # half of the bytes never take longer, and a tiny model's time is the host's
-        assert rows[name, "bfloat16"]["step_s"] <= 1.01 * rows[name, "float32"]["step_s"]
+        assert rows[name, "bfloat16"]["step_s"] <= 1.01 * rows[name, "mixed"]["step_s"]
     assert record["assumptions"]["flops_per_s"] == pytest.approx(0.68 * 989.4e12)
     assert {"machine", "versions", "commit", "command"} <= record.keys()

@@ -54,7 +54,7 @@ def test_autocast_keeps_casts_of_weights_once():
     config = load_config("configs/tiny/llama.json")
     with on_meta():
         model = fold(describe(causal_lm(config)))
-    traced = trace_memory(config, model, tokens=32, precision="bfloat16")
+    traced = trace_memory(config, model, tokens=32, precision="autocast_bfloat16")
     matrices = sum(w.numel for u in model.classes[0].units for w in u.weights if len(w.shape) == 2)
     assert traced.layers[0].interior.constant_bytes >= 2 * matrices
 

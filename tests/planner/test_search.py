@@ -24,7 +24,7 @@ def task(*, layers=8, cluster="h100x8", rows=64, budget_bytes=None, width=1024):
         cluster=there,
         speeds=speeds_of(there, dtype="bfloat16"),
         batch=Batch(rows, 1024),
-        itemsize=2,
+        precision="bfloat16",
         budget_bytes=there.device.memory.reached if budget_bytes is None else budget_bytes,
     )
 

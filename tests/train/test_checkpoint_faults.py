@@ -363,7 +363,7 @@ def test_a_manifest_with_any_byte_flipped_or_cut_off(copy):
             file.write_bytes(text)
             with pytest.raises(ConfigError, match=r"manifest\.json: (damaged|written by another program)"):
                 read_manifest(copy)
-    for before, after in ((b" ", b"\t"), (b'"version": 1', b'"version": 9'), (b"}\n", b"}\n\n")):
+    for before, after in ((b" ", b"\t"), (b'"version": 2', b'"version": 9'), (b"}\n", b"}\n\n")):
         file.write_bytes(whole_file.replace(before, after, 1))
         with pytest.raises(ConfigError, match=r"manifest\.json: damaged"):
             read_manifest(copy)
@@ -490,9 +490,9 @@ def rewrite(copy, **changes):
 
 
 def test_a_newer_format(copy):
-    rewrite(copy, version=2, something_new=[])
+    rewrite(copy, version=3, something_new=[])
     told = refused(copy)
-    assert "format version 2, and this rotorch reads up to 1. Use a newer rotorch" in told
+    assert "format version 3, and this rotorch reads up to 2. Use a newer rotorch" in told
     seen("A checkpoint of a later rotorch", f"rotorch: {told}")
     with pytest.raises(NewerFormat):  # not to be skipped in favour of an older one
         latest(copy.parents[1])

@@ -24,6 +24,7 @@ from rotorch.bench.table import render
 from rotorch.bench.task import NUM_BATCHES, Task, check_shares, task_from_run
 from rotorch.bench.trace_files import RowTrace, file_stem, summary, write_traces
 from rotorch.core.errors import ConfigError, RankFailure
+from rotorch.core.precision import copies_itemsize, itemsize_of_passes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch
@@ -209,10 +210,10 @@ def check_model(task: Task, *, layouts: Layouts, peers: Sequence[str] = ()) -> M
             features=any(map(cuts_features, cut)),
             tokens=any(map(cuts_tokens, cut)),
             context=any(map(cuts_context, cut)),
-        )
+        ).with_copies(copies_itemsize(task.precision))
     for strategies in layouts.values():
         for strategy in strategies:
-            strategy.at_precision(task.autocast).check(spec)
+            strategy.at_precision(task.dtype_of_passes).check(spec)
             strategy.check_device(device_type(task.device))
     for name in peers:
         find_peer(name).load().check(task)
@@ -247,11 +248,13 @@ def _predictions(
         strategy.model_copy(update={"transport": transport})
         if getattr(strategy, "transport", None) == "auto"
         else strategy
-        for strategy in (s.at_precision(task.autocast) for s in strategies)
+        for strategy in (s.at_precision(task.dtype_of_passes) for s in strategies)
     ]
     rows = task.global_batch // task.accumulation // batch_ranks(strategies)
     # Under autocast some activations have its precision and some their weights', as the model's code will have it.
-    batch = None if task.autocast else MicroBatch(rows, task.sequence_length)
+    under_autocast = task.precision == "autocast_bfloat16"
+    itemsize = itemsize_of_passes(task.precision)
+    batch = None if under_autocast else MicroBatch(rows, task.sequence_length, itemsize=itemsize)
     return predict_ranks(spec, strategies=as_run, batch=batch)
 
 

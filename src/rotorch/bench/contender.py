@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from rotorch.bench.peers import PEERS
 from rotorch.bench.task import Task
+from rotorch.bench.weight_copies import WeightCopies
 from rotorch.comm.collectives import all_reduce_sum
 from rotorch.comm.observe import Observable, Observer
 from rotorch.mesh import pick_device
@@ -27,6 +28,7 @@ from rotorch.shard.materialize import initialise, on_meta, take_recipes
 from rotorch.shard.sharded_weight import ShardedWeight, cut_chunks
 from rotorch.shard.sites import find_sites
 from rotorch.shard.storages import local_part
+from rotorch.train.module import precision_arguments
 from rotorch.train.optim import clip_gradients, make_optimizer, squared_norm_share
 
 LIMIT = "limit"
@@ -95,9 +97,8 @@ class UnderLayout(Contender):
         self._task = task
         with on_meta():
             module = build(task)
-        self.model = parallelize(
-            module, parallel, device=task.device, autocast_dtype=task.autocast_dtype, compile=task.compile
-        )
+        passes = precision_arguments(task.precision)
+        self.model = parallelize(module, parallel, device=task.device, compile=task.compile, **passes)
         self.model.materialize(seed=task.seed)
         self.module = self.model.module
         self.optimizer = make_optimizer(self.model, settings=task.optimizer)
@@ -176,7 +177,7 @@ class PlainLoop(WithoutLayout):
         self._num_shares = task.num_ranks if num_shares is None else num_shares
         self._device = pick_device(task.device)
         self._callee = module if callee is None else callee
-        self._autocast_dtype = task.autocast_dtype
+        self._autocast_dtype = task.half_dtype
         """That its passes run in under autocast; None if they do not, or if the library converts by itself."""
         self.module = module
         self.optimizer = adamw(module, settings=task.optimizer)
@@ -222,6 +223,16 @@ class Independent(PlainLoop):
 
     def __init__(self, task: Task, *, shares: Sequence[int]) -> None:
         super().__init__(task, module=whole_model(task), shares=shares)
+        self._copies = WeightCopies(self.module) if task.precision == "bfloat16" else None
+        if self._copies is not None:
+            self._autocast_dtype = None
+
+    def forward_backward(self, step: int) -> float:
+        with nullcontext() if self._copies is None else self._copies.in_place():
+            return super().forward_backward(step)
+
+    def copies(self) -> list[Tensor]:
+        return [] if self._copies is None else self._copies.tensors()
 
 
 def make_contender(task: Task, *, row: str, rank: int) -> Contender:

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rotorch.core.precision import Precision
 from rotorch.core.spec import ModelSpec
 
 GATE_STEPS = 5
-TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-3}
+TOLERANCES: dict[Precision, float] = {"float32": 1e-4, "bfloat16": 5e-3, "autocast_bfloat16": 5e-3}
 """Largest relative difference of losses, by precision."""
 
 
@@ -34,7 +35,7 @@ def judge(
     losses: Sequence[Sequence[float]],
     *,
     reference: Sequence[float],
-    precision: str,
+    precision: Precision,
     alone: bool = False,
     shares: bool = False,
 ) -> Verdict:
@@ -88,7 +89,7 @@ def may_hold(spec: ModelSpec, *, num_ranks: int) -> int:
     return spec.num_parameters + num_ranks * (vectors + len(spec.weights))
 
 
-def says_little(reference: Sequence[float], *, precision: str, num_batches: int) -> bool:
+def says_little(reference: Sequence[float], *, precision: Precision, num_batches: int) -> bool:
     """True if the reference's losses hardly change, so that wrong gradients would not show."""
     pairs = list(zip(reference, reference[num_batches:], strict=False))
     return all(abs(b - a) <= 10 * TOLERANCES[precision] * abs(a) for a, b in pairs)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.precision import Precision, dtype_of_passes
 from rotorch.core.strategy import Strategy
 from rotorch.models.hf import config_from_dict, load_config, longest_sequence
 from rotorch.run_config import OptimizerSection, RunConfig, batch_sizes
@@ -42,7 +43,7 @@ class Task:
         accumulation: forward passes per step.
         sequence_length: tokens per sample.
         seed: of the first weights and of the data.
-        precision: "float32", or "bfloat16" (autocast).
+        precision: of passes.
         compile: True if blocks run by torch.compile.
         optimizer: AdamW's numbers and clipping; the learning rate is constant.
         device: "auto", "cpu" or "cuda".
@@ -56,7 +57,7 @@ class Task:
     accumulation: int = 1
     sequence_length: int
     seed: int = 0
-    precision: str = "float32"
+    precision: Precision = "float32"
     compile: bool = False
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     device: str = "cpu"
@@ -76,14 +77,14 @@ class Task:
         return {**vars(self), "optimizer": self.optimizer.model_dump(mode="json")}
 
     @property
-    def autocast(self) -> str | None:
-        """The name of the dtype that passes run in under autocast; None if they do not."""
-        return None if self.precision == "float32" else self.precision
+    def dtype_of_passes(self) -> str | None:
+        """The name of the dtype of products, if it is not the weights' own."""
+        return dtype_of_passes(self.precision)
 
     @property
-    def autocast_dtype(self) -> torch.dtype | None:
-        """Dtype that autocast uses in forward passes; None without autocast."""
-        return torch.bfloat16 if self.precision == "bfloat16" else None
+    def half_dtype(self) -> torch.dtype | None:
+        """The same, for libraries: by a policy of their own if they have one, else by autocast."""
+        return None if self.dtype_of_passes is None else torch.bfloat16
 
     def batches(self, step: int, *, share: int, num_shares: int) -> list[dict[str, Tensor]]:
         """Returns the micro-batches of one of `num_shares` equal shares of a global batch (see [Note: tokens])."""
@@ -99,10 +100,8 @@ def task_from_run(run: RunConfig, *, name: str, num_ranks: int) -> Task:
 
     Raises:
         ConfigError: the model's configuration cannot be read, the sequence is too long for it, the batch does not
-            divide, or the run is one of adapters or of a precision that no peer has.
+            divide, or the run is one of adapters.
     """
-    if run.train.precision == "param_bfloat16":
-        raise ConfigError("bench: train.precision = 'param_bfloat16' is not measured. Write train.precision=bfloat16")
     if run.lora is not None:
         raise ConfigError("bench: adapters are not measured. Leave [lora] out")
     if run.data.kind == "preferences":

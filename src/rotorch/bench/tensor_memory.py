@@ -14,7 +14,8 @@
 
 [Note: categories]
     weights, gradients, optimizer, slots: tensors that the contender names, with the whole of a storage that they
-        share. Copies of weights in the dtype of passes count as weights. Slots are the buffers that slices of a ring pass through.
+        share. Copies of weights in the dtype of passes count as weights. Slots are the buffers that slices of a ring
+        pass through.
     logits: outputs of the model's head (or tensors made within `LOGITS_BLOCK`), and tensors that an
         operation makes of these with as many columns: casts, soft-maxes, gradients.
     activations: other tensors made by a forward pass and still alive when its backward begins: saved by autograd.

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 
 from rotorch._torch_private import fake_tensors, storage_key
 from rotorch.bench.tensor_memory import GRADIENTS, LOGITS, OTHER, WEIGHTS, LiveStorages, tensors_in
+from rotorch.bench.weight_copies import WeightCopies
+from rotorch.core.precision import Precision
 from rotorch.core.spec import UnitKind
 from rotorch.models.hf import causal_lm
 from rotorch.planner.memory import PerRow, Traced, TracedLayer
@@ -33,14 +35,14 @@ from rotorch.shard.storages import all_tensors
 _ROWS = (1, 2)
 
 
-def trace_memory(model_config: Any, model: FoldedModel, *, tokens: int, precision: str) -> Traced:
+def trace_memory(model_config: Any, model: FoldedModel, *, tokens: int, precision: Precision) -> Traced:
     """Traces one forward and backward of a causal language model.
 
     Args:
         model_config: its Hugging Face configuration.
         model: folded.
         tokens: of a sequence.
-        precision: "float32", or "bfloat16" for autocast.
+        precision: of passes.
     """
     start_autograd()  # else fake tensors make it start threads, and no rank could be forked from here any more
     firsts = [model.pattern.index(number) for number in range(len(model.classes))]
@@ -110,17 +112,19 @@ class _Saved:
 
 
 def _trace(
-    config: Any, names: list[str], units: list[str], *, rows: int, tokens: int, precision: str
+    config: Any, names: list[str], units: list[str], *, rows: int, tokens: int, precision: Precision
 ) -> dict[str, float]:
     others = list(all_tensors())
     with _no_collection(), fake_tensors(), _one_sequence_per_row():
         module = causal_lm(config).train()
+        if precision == "bfloat16":
+            WeightCopies(module).put()
         for parameter in module.parameters():
-            parameter.grad = torch.zeros_like(parameter)
+            parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         saved = _Saved(module, columns=config.get_text_config().vocab_size)
         given: dict[str, float] = {}
         ids = torch.zeros(rows, tokens, dtype=torch.int64)
-        autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bfloat16" else nullcontext()
+        autocast = torch.autocast("cpu", torch.bfloat16) if precision == "autocast_bfloat16" else nullcontext()
         live = LiveStorages()
         with live, _named(module, names, units, live=live, saved=saved, given=given):
             live.name(others, category=WEIGHTS)  # whatever they are, they neither come nor go

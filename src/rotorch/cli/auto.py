@@ -68,11 +68,6 @@ def planned(config: RunConfig, *, nproc: int | None) -> Chosen:
         ConfigError: no cluster is known, or nothing fits.
     """
     train = config.train
-    if train.precision == "param_bfloat16":
-        raise ConfigError(
-            "train.precision = 'param_bfloat16': the planner knows no figures for it. Write a layout, or "
-            "train.precision=bfloat16"
-        )
     started = int(os.environ.get("WORLD_SIZE", "0"))
     if started and train.elastic is not None and train.global_batch is None:
         raise ConfigError(

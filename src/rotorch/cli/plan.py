@@ -14,6 +14,7 @@ from rich.text import Text
 from rotorch.cli.plan_page import page
 from rotorch.core.errors import ConfigError
 from rotorch.core.phase_line import tell_phase
+from rotorch.core.precision import Precision, as_precision, copies_itemsize, dtype_of_passes
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.planner.cluster import Cluster, load_cluster
 from rotorch.planner.known_models import KnownModel, known_file
@@ -22,7 +23,6 @@ from rotorch.planner.speeds import speeds_of
 from rotorch.strategies import AUTO, num_ranks, parse_parallel, to_be_planned, with_grids
 
 OBJECTIVES = ("speed", "memory", "frontier")
-PRECISIONS = ("bfloat16", "float32")
 _SHOWN = 12
 
 
@@ -44,8 +44,7 @@ def plan_command(
     Raises:
         ConfigError: the model, the cluster, the batch or the budget cannot be; or nothing fits.
     """
-    if precision not in PRECISIONS:
-        raise ConfigError(f"--precision {precision}: write {' or '.join(PRECISIONS)}")
+    passes = as_precision(precision, of="--precision")
     if objective not in OBJECTIVES:
         raise ConfigError(f"--objective {objective}: write one of {', '.join(OBJECTIVES)}")
     if html is not None and not html.absolute().parent.is_dir():
@@ -58,9 +57,7 @@ def plan_command(
         cluster = cluster.with_nodes(nodes)
     budget_bytes = _budget(budget_text, cluster=cluster)
     layouts = {text: _layouts(text, cluster=cluster) for text in parallel}
-    task = task_of(
-        model_path, cluster=cluster, batch=batch, budget_bytes=budget_bytes, precision=precision, keeps=keeps
-    )
+    task = task_of(model_path, cluster=cluster, batch=batch, budget_bytes=budget_bytes, precision=passes, keeps=keeps)
     found = search(task, texts=[layout for each in layouts.values() for layout in each] or None)
     for text, each in layouts.items():
         if all(layout in found.refused for layout in each):
@@ -77,7 +74,7 @@ def plan_command(
         "num_ranks": cluster.num_devices,
         "batch": {"rows": batch.rows, "tokens": batch.tokens},
         "budget_bytes": round(budget_bytes),
-        "precision": precision,
+        "precision": passes,
         "plans": [plan.to_json() for plan in found.plans],
         "refused": found.refused,
         "frontier": [plan.parallel for plan in found.frontier],
@@ -111,7 +108,7 @@ def task_of(
     cluster: Cluster,
     batch: Batch,
     budget_bytes: float,
-    precision: str,
+    precision: Precision,
     keeps: bool = True,
 ) -> Task:
     """The model described and its passes traced; it is a `config.json`'s path, or the contents of one.
@@ -127,7 +124,7 @@ def task_of(
     Raises:
         ConfigError: the model cannot be read or has too short a context, or the cluster has no figures for `precision`.
     """
-    speeds = speeds_of(cluster, dtype="bfloat16" if precision == "bfloat16" else "float32")
+    speeds = speeds_of(cluster, dtype=dtype_of_passes(precision) or "float32")
     file = known_file(model, tokens=batch.tokens, precision=precision) if keeps else None
     known = None if file is None else file.read()
     if known is None:
@@ -135,17 +132,17 @@ def task_of(
         if file is not None:
             file.write(known)
     return Task(
-        spec=known.spec,
+        spec=known.spec.with_copies(copies_itemsize(precision)),
         traced=known.traced,
         cluster=cluster,
         speeds=speeds,
         batch=batch,
-        itemsize=2 if precision == "bfloat16" else 4,
+        precision=precision,
         budget_bytes=budget_bytes,
     )
 
 
-def _traced(model: str | dict[str, Any], *, batch: Batch, precision: str) -> KnownModel:
+def _traced(model: str | dict[str, Any], *, batch: Batch, precision: Precision) -> KnownModel:
     tell_phase("loading torch")
     from transformers.initialization import no_init_weights
 

@@ -177,9 +177,7 @@ def _gradients(coordinate: GridCoordinate, units: list[Unit]) -> Iterator[_Passi
                 yield axis, min(mine, SUM_CHUNK_BYTES), 0
 
 
-def _messages(
-    coordinate: GridCoordinate, weights: list[Weight], *, in_pass: bool = False
-) -> Iterator[tuple[int, int]]:
+def _messages(coordinate: GridCoordinate, weights: list[Weight], *, in_pass: bool = False) -> Iterator[tuple[int, int]]:
     """Per message (see `messages_of`): bytes of the largest rank's part, and of this rank's own.
 
     `in_pass`: of weights as passes compute with them; else of gradients, which are as weights at rest.

@@ -382,6 +382,11 @@ class ModelSpec:
         return sum(w.num_bytes for w in self.weights)
 
     @property
+    def copies_bytes(self) -> int:
+        """Bytes of copies of all weights in the dtype of passes; 0 if passes compute with the weights."""
+        return sum(w.numel * (w.copy_itemsize or 0) for w in self.weights)
+
+    @property
     def trained_bytes(self) -> int:
         """Bytes of the weights that get gradients, which are as large."""
         return sum(u.trained_bytes for u in self.units)

@@ -78,11 +78,12 @@ def layer_costs(spec: ModelSpec, *, batch: MicroBatch = NOMINAL, recompute: bool
     for weight in spec.weights:
         layers = [order.layer_number(name) for name in (weight.name, *weight.aliases)]
         owner, *others = dict.fromkeys(min(max(layer, 0), last) for layer in layers)
-        state[owner] += (_STATES if weight.trained else 1) * weight.num_bytes
+        copied = weight.numel * (weight.copy_itemsize or 0)
+        state[owner] += (_STATES if weight.trained else 1) * weight.num_bytes + copied
         for layer in others:
-            state[layer] += (_STATES_OF_BORROWED if weight.trained else 1) * weight.num_bytes
+            state[layer] += (_STATES_OF_BORROWED if weight.trained else 1) * weight.num_bytes + copied
         for layer in (owner, *others):
-            gathered[layer] += (2 if weight.trained else 1) * weight.num_bytes
+            gathered[layer] += weight.numel * weight.itemsize_in_pass + (weight.num_bytes if weight.trained else 0)
         for layer in layers:
             used, outputs = _per_token(weight, experts=order.experts_per_token)
             if layer > last:

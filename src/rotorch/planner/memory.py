@@ -108,8 +108,9 @@ class Gathered:
 
     Attributes:
         root: around the layers.
-        head: of that, a head.
+        head: the gradient of a head.
         block: the largest layer.
+        beside: its gradient, and the message that sends it.
         layers: all layers, if they stay whole from forward to backward.
         stage: a whole stage with its gradients, where that is gathered at once.
     """
@@ -117,6 +118,7 @@ class Gathered:
     root: float = 0.0
     head: float = 0.0
     block: float = 0.0
+    beside: float = 0.0
     layers: float = 0.0
     stage: float = 0.0
 
@@ -169,8 +171,8 @@ def at_rest(
         held = held_bytes.of([parts[n] for n in mine], first=first, last=last, borrows=last and not first)
         gathered = Gathered()
         if whole is not None:  # a stage is, and its gradients
-            each = [whole.of([parts[n]], first=n == 0, last=n == stages.num_stages - 1, borrows=False) for n in mine]
-            gathered = Gathered(stage=max(bytes_of["weights"] + bytes_of["gradients"] for bytes_of in each))
+            each = [whole.in_pass([parts[n]], first=n == 0, last=n == stages.num_stages - 1) for n in mine]
+            gathered = Gathered(stage=max(each))
         outside = held_bytes.around_bytes if first or last else 0.0
         found.append(FixedMemory(held, outside, gathered, mine, position * stages.ranks_per_stage * inside))
     return tuple(found)
@@ -199,35 +201,53 @@ class _HeldBytes:
         """Bytes of weights that are whole for a while, or as much of them as the inner strategy's ranks hold."""
         around = sum(map(self._whole_bytes, (*self.model.before, *self.model.after)))
         head = self.model.head
+        learns = () if head is None else (replace(head, weights=_trained(head)),)
         blocks = [sum(map(self._whole_bytes, layer.units)) for layer in self.model.classes]
+        sums = [sum(self._whole_bytes(unit, summed=True) for unit in layer.units) for layer in self.model.classes]
+        # fully_shard's gradients have the dtype of passes until they are sent; others are sent as they are.
+        own_gradients = max(sums if self._shared else blocks, default=0.0)
         return Gathered(
             root=around,
-            head=0.0 if head is None else self._whole_bytes(replace(head, weights=_trained(head))),
+            head=sum(self._whole_bytes(unit, summed=self._shared) for unit in learns),
             block=max(blocks, default=0.0),
+            beside=own_gradients if self._shared else own_gradients + max(sums, default=0.0),
             layers=0.0 if self._reshards else sum(c.count * b for c, b in zip(self.model.classes, blocks, strict=True)),
         )
 
-    def _whole_bytes(self, unit: Unit) -> float:
-        """Bytes of a unit while its layer is whole; 0 of experts that stay on their ranks."""
+    def _whole_bytes(self, unit: Unit, *, summed: bool = False) -> float:
+        """Bytes of a unit while its layer is whole, in the dtype of passes, or of sums of gradients.
+
+        0 of experts that stay on their ranks.
+        """
+        share = unit.num_bytes if summed else unit.bytes_in_pass
         if self._shared:
-            return float(self._inner.layout(unit).resident_bytes)
-        return 0.0 if unit.note(WholeExperts) is not None else float(unit.num_bytes)
+            return float(self._inner.layout(unit).resident_bytes * share / max(unit.num_bytes, 1))
+        return 0.0 if unit.note(WholeExperts) is not None else float(share)
 
     def _predicted(self, units: Sequence[Unit], strategies: Sequence[Strategy]) -> Prediction:
         spec = replace(self.model.spec, units=tuple(units))
         return predict_part(spec, strategies=strategies, rank=0)
 
+    def in_pass(self, parts: Sequence[range], *, first: bool, last: bool) -> float:
+        """Bytes of some layers, and of what lies before and behind them, as a pass has them, with gradients."""
+        return sum(
+            count * ((prediction.copies_bytes or prediction.weights_bytes) + prediction.trained_bytes)
+            for prediction, count in self._predictions(parts, first=first, last=last)
+        )
+
+    def _predictions(self, parts: Sequence[range], *, first: bool, last: bool) -> list[tuple[Prediction, int]]:
+        predictions = [(self._layers[n], count) for part in parts for n, count in self.model.counts_of(part).items()]
+        return predictions + [(self._before, 1)] * first + [(self._after, 1)] * last
+
     def of(self, parts: Sequence[range], *, first: bool, last: bool, borrows: bool) -> dict[str, float]:
         """Bytes by category of some layers, and of what lies before and behind them."""
-        predictions = [(self._layers[n], count) for part in parts for n, count in self.model.counts_of(part).items()]
-        predictions += [(self._before, 1)] * first + [(self._after, 1)] * last
         held = {"weights": 0.0, "gradients": 0.0, "optimizer": 0.0, "slots": 0.0}
-        for prediction, count in predictions:
+        for prediction, count in self._predictions(parts, first=first, last=last):
             for category in ("weights", "gradients", "optimizer"):
                 held[category] += count * (prediction.ledger[category] or 0)
             held["slots"] = max(held["slots"], 0 if self.gathers else prediction.transient_bytes)
         if borrows and not any(unit.logits for unit in self.model.after):  # a head that the first stage owns
-            held["weights"] += self._before.weights_bytes
+            held["weights"] += self._before.weights_bytes + self._before.copies_bytes
             held["gradients"] += self._before.trained_bytes
         return held
 
@@ -376,8 +396,7 @@ class _Passes:
             number = max(1, self.model.num_layers)
             late = early or (gradients - rank.around) * max(0, number - (2 if self.again else 1)) / number
             in_forward, at_once = max(whole.block, whole.layers), max(2 * whole.block, whole.layers)
-            beside = (2 if self.inner.kind == "fsdp" else 1) * whole.block
-            gathered = (whole.root + in_forward, whole.root + whole.head + at_once + beside)
+            gathered = (whole.root + in_forward, whole.root + whole.head + at_once + whole.beside)
             last = {"gradients": late, "gathered": gathered[1], "activations": first, "temporaries": inside}
         else:
             gathered = (whole.stage, whole.stage)

@@ -20,6 +20,7 @@ from functools import cached_property
 from math import inf
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.precision import Precision, dtype_of_passes, itemsize_of_passes
 from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy, sharing
@@ -84,7 +85,7 @@ class Task:
         cluster: the cluster.
         speeds: of that, for products in the precision of the passes.
         batch: of a step.
-        itemsize: bytes of an element in passes.
+        precision: of passes; `spec` says what copies of weights they compute with.
         budget_bytes: bytes that a rank may hold.
     """
 
@@ -93,7 +94,7 @@ class Task:
     cluster: Cluster
     speeds: Speeds
     batch: Batch
-    itemsize: int
+    precision: Precision
     budget_bytes: float
 
     @cached_property
@@ -359,6 +360,7 @@ class _Search:
         for strategy in strategies:
             strategy.check_device(device)
         strategies = tuple(_on_device(strategy, device) for strategy in strategies)
+        strategies = tuple(strategy.at_precision(dtype_of_passes(task.precision)) for strategy in strategies)
         strategies = tuple(self._with_layers(strategy) for strategy in strategies)
         for strategy in strategies:
             self._check(strategy)
@@ -410,7 +412,7 @@ class _Search:
             yield rows, accumulation
 
     def _micro_batch(self, rows: int) -> MicroBatch:
-        return MicroBatch(rows, self.task.batch.tokens, itemsize=self.task.itemsize)
+        return MicroBatch(rows, self.task.batch.tokens, itemsize=itemsize_of_passes(self.task.precision))
 
     def memory(self, candidate: _Candidate, rows: int, accumulation: int) -> Memory:
         """Returns the memory of the rank that holds most."""

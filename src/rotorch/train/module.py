@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rotorch.core.precision import Precision
 from rotorch.models.hf import causal_lm
 from rotorch.models.lora import add_lora
 from rotorch.run_config import LoraSection
@@ -28,8 +29,13 @@ def make_module(model_config: Any, *, lora: LoraSection | None) -> nn.Module:
     return add_lora(module, rank=lora.rank, alpha=lora.alpha, dropout=lora.dropout, targets=lora.targets)
 
 
-def precision_arguments(precision: str) -> dict[str, torch.dtype]:
-    """Arguments of `parallelize` for a run's `train.precision`."""
-    names = {"float32": None, "bfloat16": "autocast_dtype", "param_bfloat16": "param_dtype"}
-    name = names[precision]
-    return {} if name is None else {name: torch.bfloat16}
+_ARGUMENTS: dict[Precision, dict[str, torch.dtype]] = {
+    "float32": {},
+    "bfloat16": {"param_dtype": torch.bfloat16},
+    "autocast_bfloat16": {"autocast_dtype": torch.bfloat16},
+}
+
+
+def precision_arguments(precision: Precision) -> dict[str, torch.dtype]:
+    """Arguments of `parallelize` for a precision of passes."""
+    return _ARGUMENTS[precision]

@@ -402,8 +402,8 @@ def summarise(run: CheckedRun, state: TrainState, *, end: LoopEnd, sample: str) 
         "evals": {name: asdict(found) for name, found in end.evals.items()},
         "ended_early": end.ended_early,
         "resident_bytes_per_rank": int(all_reduce_max(float(end.tensors.total), mesh=model.mesh)),
-        # weights, and of those that are trained gradients and AdamW's two moments
-        "resident_bytes_one_process": model.spec.num_bytes + 3 * model.spec.trained_bytes,
+        # weights, their copies, and of weights that are trained gradients and AdamW's two moments
+        "resident_bytes_one_process": model.spec.num_bytes + model.spec.copies_bytes + 3 * model.spec.trained_bytes,
         "peak_bytes_per_rank": max(end.peak_bytes),
         "checkpoint": str(end.checkpoint),
         "out": str(run.out),
@@ -445,6 +445,9 @@ def _introduce(run: CheckedRun, console: Console) -> None:
         lines.append(f"saves   {run.saves_in}")
     if run.resume is not None:
         lines.append(f"resume  step {run.resume.manifest.step}, from {run.resume.checkpoint}")
+        before, now = run.resume.precision, run.config.train.precision
+        if before is not None and before != now:
+            lines.append(f"resume  passes compute in {now} from here on; before it was {before}")
     for source in run.source.each:
         if source.stream is None and not source.path.exists():
             lines.append(f"tokens  reading {source.corpus.source} once, into {source.path}")
@@ -551,7 +554,7 @@ def _predicted_at_rest(run: CheckedRun) -> list[dict[str, int]]:
     """Bytes of tensors at rest by category and rank, from the layout's formulas; only AdamW's state has one."""
     known = ("weights", "gradients", *(("optimizer",) if run.config.optimizer.name == "adamw" else ()))
     ranks = range(min(run.num_ranks, MOST_PREDICTED))
-    ledgers = [predict(run.spec, strategies=run.strategies, rank=rank).ledger for rank in ranks]
+    ledgers = [predict(run.spec, strategies=run.strategies_in_passes, rank=rank).ledger for rank in ranks]
     return [{category: ledger[category] or 0 for category in known} for ledger in ledgers]
 
 

@@ -47,7 +47,7 @@ class DeepSpeedZero3(PlainLoop):
                 "gradient_accumulation_steps": task.accumulation,
                 "gradient_clipping": task.optimizer.clip_norm,
                 "zero_optimization": _zero_settings(self.module, lean=lean),
-                "torch_autocast": {"enabled": task.autocast_dtype is not None, "dtype": "bfloat16"},
+                "torch_autocast": {"enabled": task.half_dtype is not None, "dtype": "bfloat16"},
                 "steps_per_print": 1 << 30,
             },
         )

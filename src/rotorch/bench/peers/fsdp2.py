@@ -40,7 +40,7 @@ class FSDP2(PlainLoop):
             recompute_blocks(module, strategy="fsdp2")
         if per_weight:  # of what a model might do in place to a layer's output; the losses say that it does not
             warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-        policy = MixedPrecisionPolicy(param_dtype=task.autocast_dtype, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=task.half_dtype, reduce_dtype=torch.float32)
         for group in _owners(module) if per_weight else repeated_blocks(module):
             fully_shard(group, mesh=mesh, mp_policy=policy)
         if ends:

@@ -34,7 +34,7 @@ class HuggingFace(PlainLoop):
     """
 
     def __init__(self, task: Task, *, rank: int, tensor_parallel: bool = False) -> None:
-        in_bfloat16 = task.autocast_dtype is not None
+        in_bfloat16 = task.half_dtype is not None
         if tensor_parallel:
             super().__init__(task, module=_load(task, tp_size=task.num_ranks), shares=[0], num_shares=1)
         else:

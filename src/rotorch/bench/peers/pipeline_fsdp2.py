@@ -8,13 +8,11 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from rotorch.bench.contender import WithoutLayout, adamw, build, whole_model
@@ -78,9 +76,13 @@ class PipelineFSDP2(WithoutLayout):
         number, self._share = self._mesh.get_local_rank("stages"), self._mesh.get_local_rank("shards")
         self.module: nn.Module = _Stage(whole_model(task), number=number)
         self._last = number + 1 == NUM_STAGES
+        shared = {
+            "mesh": self._mesh["shards"],
+            "mp_policy": MixedPrecisionPolicy(param_dtype=task.half_dtype, reduce_dtype=torch.float32),
+        }
         for layer in self.module.layers:
-            fully_shard(layer, mesh=self._mesh["shards"], reshard_after_forward=not keep)
-        fully_shard(self.module, mesh=self._mesh["shards"], reshard_after_forward=False if keep else None)
+            fully_shard(layer, reshard_after_forward=not keep, **shared)
+        fully_shard(self.module, reshard_after_forward=False if keep else None, **shared)
         self.optimizer = adamw(self.module, settings=task.optimizer)
         self._num_targets = 1
         stage = PipelineStage(self.module, number, NUM_STAGES, self._device, group=self._mesh.get_group("stages"))
@@ -98,12 +100,10 @@ class PipelineFSDP2(WithoutLayout):
             torch.cat([batch[name] for batch in batches]).to(self._device) for name in ("input_ids", "labels")
         )
         losses: list[Tensor] = []
-        dtype = self._task.autocast_dtype
-        with nullcontext() if dtype is None else torch.autocast(self._device.type, dtype=dtype):
-            if self._last:
-                self._schedule.step(target=labels, losses=losses, return_outputs=False)
-            else:
-                self._schedule.step(ids, return_outputs=False)
+        if self._last:
+            self._schedule.step(target=labels, losses=losses, return_outputs=False)
+        else:
+            self._schedule.step(ids, return_outputs=False)
         mine = torch.tensor(sum(float(loss.detach()) for loss in losses), dtype=torch.float64)
         return float(all_reduce_sum(mine, mesh=self._mesh["stages"]))
 

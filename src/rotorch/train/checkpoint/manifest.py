@@ -29,7 +29,8 @@ from rotorch.core.small_files import read_small
 from rotorch.train.checkpoint.store import AnyPath
 
 FORMAT = "rotorch checkpoint"
-VERSION = 1
+VERSION = 2
+"""2: `train.precision` of the run is named as today (see `_named_as_today`)."""
 MANIFEST = "manifest.json"
 MODEL, BUFFER, OPTIMIZER, RNG, OBJECT = "model/", "buffer/", "optimizer/", "rng/", "object/"
 
@@ -240,6 +241,8 @@ def read_manifest(path: AnyPath) -> Manifest:
         raise NewerFormat(
             f"checkpoint: {file}: format version {version}, and this rotorch reads up to {VERSION}. Use a newer rotorch"
         )
+    if version == 1:
+        raw = {**raw, "version": VERSION, "run": _named_as_today(raw.get("run"))}
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:
@@ -249,6 +252,15 @@ def read_manifest(path: AnyPath) -> Manifest:
     if problem := _nonsense(manifest):
         raise ConfigError(f"checkpoint: {file}: cannot be used: {problem}")
     return manifest
+
+
+def _named_as_today(run: Any) -> Any:
+    """The configuration of a run that was written in version 1, where "bfloat16" was autocast."""
+    names = {"bfloat16": "autocast_bfloat16", "param_bfloat16": "bfloat16"}
+    section = run.get("train") if isinstance(run, dict) else None
+    if not isinstance(section, dict) or section.get("precision") not in names:
+        return run
+    return {**run, "train": {**section, "precision": names[section["precision"]]}}
 
 
 def _why_no_manifest(path: AnyPath) -> str:

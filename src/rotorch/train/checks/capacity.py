@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.precision import itemsize_of_passes
 from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
@@ -56,7 +57,7 @@ def check_batch_fits(
     """Tokens of a micro-batch, and the input of every layer that backward needs, have room: once per batch rank."""
     text_config = model_config.get_text_config() if hasattr(model_config, "get_text_config") else model_config
     width, layers = (getattr(text_config, name, None) or 1 for name in ("hidden_size", "num_hidden_layers"))
-    itemsize = 4 if config.train.precision == "float32" else 2
+    itemsize = itemsize_of_passes(config.train.precision)
     per_token = _TOKEN_BYTES + width * layers * itemsize
     per_sample = per_token * rows_per_sample(config.data) * config.data.sequence_length * batch_ranks(strategies)
     has = most_bytes()

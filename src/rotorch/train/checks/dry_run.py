@@ -71,7 +71,7 @@ _EXACT = {"adamw", "lion", "sgd"}
 
 def dry_run(run: CheckedRun) -> dict[str, Any]:
     """Computes the bytes that the ranks of a checked run would read and hold; returns plain JSON values."""
-    predictions = predict_ranks(run.spec, strategies=run.strategies)
+    predictions = predict_ranks(run.spec, strategies=run.strategies_in_passes)
     read = None if run.resume is None else _Reading(run, run.resume.manifest)
     ranks = [_plan(run, found, read, rank=rank) for rank, found in enumerate(predictions)]
     local = int(os.environ.get("LOCAL_WORLD_SIZE", run.num_ranks))
@@ -129,7 +129,7 @@ def _plan(run: CheckedRun, found: Prediction, read: _Reading | None, *, rank: in
         gradients_bytes=ledger["gradients"] or 0,
         optimizer_bytes=optimizer_bytes,
         passes_bytes=found.transient_bytes,
-        copies_bytes=(ledger["weights"] or 0) + optimizer_bytes if run.config.train.async_save else 0,
+        copies_bytes=found.weights_bytes + found.padding_bytes + optimizer_bytes if run.config.train.async_save else 0,
     )
 
 

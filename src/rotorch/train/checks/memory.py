@@ -39,11 +39,11 @@ class TensorBytes:
 
 
 def tensor_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> TensorBytes:
-    """Counts what this rank holds after a step, gradients included."""
+    """Counts what this rank holds after a step: gradients, and copies of weights in the dtype of passes, included."""
     gradients = [held.local_grad for held in model.weights.values()]
     states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     return TensorBytes(
-        weights=sum(held.local.nbytes for held in model.weights.values()),
+        weights=sum(t.nbytes for t in (*(h.local for h in model.weights.values()), *model.sharded.copies())),
         gradients=sum(grad.nbytes for grad in gradients if grad is not None),
         optimizer=sum((s.to_local() if isinstance(s, DTensor) else s).nbytes for s in states),
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rotorch.core.errors import ConfigError
+from rotorch.core.precision import Precision, copies_itemsize, dtype_of_passes, itemsize_of_passes
 from rotorch.core.small_files import read_small
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
@@ -62,6 +63,13 @@ class Resume:
     checkpoint: AnyPath
     manifest: Manifest
 
+    @property
+    def precision(self) -> str | None:
+        """That of the run's passes when it was written; None if the manifest does not say."""
+        section = self.manifest.run.get("train")
+        found = section.get("precision") if isinstance(section, dict) else None
+        return found if isinstance(found, str) else None
+
 
 @dataclass(frozen=True)
 class CheckedRun:
@@ -96,6 +104,12 @@ class CheckedRun:
     @property
     def num_ranks(self) -> int:
         return num_ranks(self.strategies)
+
+    @property
+    def strategies_in_passes(self) -> tuple[Strategy, ...]:
+        """The strategies, with what follows from the precision of passes."""
+        dtype = dtype_of_passes(self.config.train.precision)
+        return tuple(strategy.at_precision(dtype) for strategy in self.strategies)
 
 
 def check_run(
@@ -153,6 +167,7 @@ def check_run(
         strategies=strategies,
         init=config.model.init,
         lora=config.lora,
+        precision=config.train.precision,
         batch=micro_batch_of(config),
         num_micro_batches=sizes.accumulation,
     )
@@ -343,7 +358,7 @@ def check_device(config: RunConfig, *, strategies: Sequence[Strategy]) -> None:
 
     if config.train.compile:
         check_compiled(strategies)
-    of_passes = None if config.train.precision == "float32" else "bfloat16"
+    of_passes = dtype_of_passes(config.train.precision)
     for strategy in strategies:
         strategy.at_precision(of_passes).check_device(device_type(config.train.device))
     if config.train.device == "cuda" and not torch.cuda.is_available():
@@ -411,7 +426,7 @@ def check_init(config: RunConfig) -> None:
 
 def micro_batch_of(config: RunConfig) -> MicroBatch:
     """Returns the batch that one rank computes on at once."""
-    itemsize = 4 if config.train.precision == "float32" else 2
+    itemsize = itemsize_of_passes(config.train.precision)
     rows = config.train.micro_batch * rows_per_sample(config.data)
     return MicroBatch(rows, config.data.sequence_length, itemsize=itemsize)
 
@@ -424,6 +439,7 @@ def check_model(
     num_micro_batches: int,
     init: str = "random",
     lora: LoraSection | None = None,
+    precision: Precision = "float32",
 ) -> tuple[tuple[Strategy, ...], ModelSpec]:
     """Every strategy can hold the model, and the weights to start from fit it. Builds it without memory for weights.
 
@@ -448,7 +464,7 @@ def check_model(
         features=cuts_features(strategies),
         tokens=cuts_tokens(strategies),
         context=cuts_context(strategies),
-    )
+    ).with_copies(copies_itemsize(precision))
     strategies = for_batch(strategies, spec, batch=batch, num_micro_batches=num_micro_batches)
     for strategy in strategies:
         strategy.check(spec)
