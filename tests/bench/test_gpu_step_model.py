@@ -31,3 +31,18 @@ def test_rows_are_compared_with_fsdp_and_the_record_has_what_they_rest_on(record
         assert rows[name, "bfloat16"]["step_s"] <= 1.01 * rows[name, "mixed"]["step_s"]
     assert record["assumptions"]["flops_per_s"] == pytest.approx(0.68 * 989.4e12)
     assert {"machine", "versions", "commit", "command"} <= record.keys()
+
+
+def test_the_page_has_the_figures_of_the_record():
+    record = json.loads((ROOT / "benchmarks/results/gpu/step-model.json").read_text())
+    rows = {(row["parallel"], row["tokens"]): row for row in record["rows"] if row["links"] == "mixed"}
+    page = (ROOT / "docs/speed.md").read_text()
+    options = "recompute=none,transport=send_receive"
+    shown = {"`fsdp=8`": "fsdp=8", "`rtp=8`, eight visits": f"rtp=8[{options}]"}
+    shown |= {f"`visits={g}`": f"rtp=8[{options},visits={g}]" for g in (4, 2, 1)}
+    for head, layout in shown.items():
+        cells = [rows[layout, tokens] for tokens in (2048, 4096, 8192)]
+        line = " | ".join(f"{1e3 * row['step_s']:.0f} ({row['of_fsdp']:.2f})" for row in cells)
+        assert f"| {head} | {line} |" in page
+    best = [max(row["of_fsdp"] for (name, of), row in rows.items() if of == t and "rtp" in name) for t in (2048, 4096)]
+    assert f"missed at 4,096 ({best[1]:.2f}) and 2,048 ({best[0]:.2f})" in page
