@@ -23,7 +23,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -34,7 +33,7 @@ from pydantic import (
 )
 
 from rotorch.core.errors import ConfigError, nearest
-from rotorch.core.precision import Precision, todays_name
+from rotorch.core.precision import PrecisionField
 from rotorch.core.small_files import read_small
 from rotorch.run_data import HELD_OUT, MOST_AT_ONCE, DataSection, DpoSection, EvalText, Section, Word, Words
 
@@ -94,16 +93,14 @@ class TrainSection(Section):
         accumulation: forward passes of one rank per optimizer step; 1, or as many as `global_batch` needs.
         global_batch: samples of all ranks per optimizer step; must be micro batch x accumulation x batch ranks.
         seed: of initial weights, order of the data and the sample.
-        precision: "float32"; "bfloat16": passes compute with copies of the weights in bfloat16, so activations are
-            bfloat16, too; or "autocast_bfloat16": products alone, by torch.autocast. Weights, gradients and the
-            optimizer's state stay float32.
+        precision: "float32"; "bfloat16": passes compute with copies of the weights in it, so that activations have it;
+            or "autocast_bfloat16". Weights at rest, gradients and the optimizer's state stay float32.
         compile: run blocks by torch.compile; the first step takes long.
         device: "auto", "cpu" or "cuda".
         eval_every: steps between evaluations on held-out text; 0 evaluates at the end only.
         eval_windows: samples per evaluation, of the held-out text and of each text of `eval`.
         eval: further texts to measure the model on, with it and by name, see `[[train.eval]]`.
-        patience: the run ends, with a checkpoint, after so many evaluations without a lower loss than the lowest; 0
-            never.
+        patience: the run ends, with a checkpoint, after so many evaluations without a new lowest loss; 0 never.
         patience_on: the text that `patience` goes by: "held-out", or the name of one of `eval` or
             of `data.sources`.
         min_improvement: nats per token by which a loss must be lower to count.
@@ -134,7 +131,7 @@ class TrainSection(Section):
     accumulation: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] | None = None
     global_batch: Annotated[PositiveInt, Field(le=MOST_AT_ONCE)] | None = None
     seed: Annotated[NonNegativeInt, Field(le=_MOST_SEED)] = 0
-    precision: Annotated[Precision, BeforeValidator(todays_name)] = "float32"
+    precision: PrecisionField = "float32"
     compile: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     eval_every: NonNegativeInt = 0

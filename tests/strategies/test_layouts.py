@@ -106,6 +106,7 @@ def test_more_than_one_message_ahead_needs_slots_of_its_own(options, reason):
     assert str(refused.value) == f"rtp: ahead=2, but {reason}, so one is under way at a time. Leave ahead out"
     with pytest.raises(ConfigError, match="rtp: ahead=2, but slices are converted to bfloat16 to be sent"):
         RTP(size=2, ahead=2).at_precision("bfloat16")
+    assert RTP(size=1, ahead=2).at_precision("bfloat16") == RTP(size=1, compute="bfloat16")
 
 
 def test_rtp_over_shared_memory_sends_nothing():

@@ -214,9 +214,9 @@ def test_eight_bits_are_for_messages(tiny, layout):
 
 
 def test_a_precision_that_passes_do_not_have_is_refused(tiny):
-    with pytest.raises(ConfigError, match=r"compute=bfloat16, but passes run without autocast\. Leave compute out"):
+    with pytest.raises(ConfigError, match=r"compute=bfloat16, but passes compute in the precision of the weights"):
         parallel_model(tiny("llama"), "rtp=1[compute=bfloat16]", False)
-    with pytest.raises(ConfigError, match="compute=float16, but passes run under autocast with bfloat16"):
+    with pytest.raises(ConfigError, match="compute=float16, but passes compute in bfloat16"):
         parallel_model(tiny("llama"), "rtp=1[compute=float16]", True)
 
 

@@ -14,7 +14,7 @@ from rotorch.train.checkpoint.manifest import (
     manifest_text,
     read_manifest,
 )
-from rotorch.train.checks.preflight import Resume, check_device
+from rotorch.train.checks.preflight import check_device
 from rotorch.train.module import precision_arguments
 
 
@@ -56,4 +56,4 @@ def test_checkpoints_of_version_1_had_autocast_as_bfloat16(tmp_path, version, wr
     (tmp_path / MANIFEST).write_text(manifest_text({**raw, "digest": json_digest(raw)}))
     found = read_manifest(tmp_path)
     assert (found.version, found.run["train"]["precision"]) == (2, meant)
-    assert Resume(tmp_path, found).precision == meant
+    assert found.precision == meant

@@ -353,9 +353,7 @@ def plan(
     ] = None,
     nodes: Annotated[int | None, typer.Option(help="Number of nodes in place of the cluster's own")] = None,
     objective: Annotated[str, typer.Option(help="speed, memory or frontier")] = "speed",
-    precision: Annotated[
-        str, typer.Option(help="Precision of passes: float32, bfloat16 or autocast_bfloat16")
-    ] = "bfloat16",
+    precision: Annotated[str, typer.Option(help="Precision of passes, as of train.precision")] = "bfloat16",
     parallel: Annotated[
         list[str] | None, typer.Option("--parallel", help="Judge this layout only; several times")
     ] = None,

@@ -5,9 +5,10 @@ The planner sums Layouts, `apply.py` cuts by them, the conformance tests hold me
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 
+from rotorch.core.spec import Unit
 from rotorch.core.traffic import Kind, Transfer
 
 
@@ -34,6 +35,15 @@ class Layout:
 
     def sent_bytes(self, *, kind: Kind | None = None) -> int:
         return sum(t.sent_bytes for t in self.transfers if kind is None or t.kind is kind)
+
+
+def copies_beside(unit: Unit, *, layout_of: Callable[[Unit], Layout]) -> int:
+    """Bytes of copies of the shards of a unit, in the dtype of passes, one of each; 0 if passes need none."""
+    copied = tuple(weight for weight in unit.weights if weight.copy_itemsize)
+    if not copied:
+        return 0
+    held = layout_of(unit if len(copied) == len(unit.weights) else replace(unit, weights=copied)).resident_bytes
+    return held // copied[0].itemsize * copied[0].itemsize_in_pass
 
 
 def combine_layouts(layouts: Iterable[Layout]) -> Layout:

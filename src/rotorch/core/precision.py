@@ -8,7 +8,9 @@ autocast_bfloat16   under torch.autocast: products are bfloat16, what layers han
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BeforeValidator
 
 from rotorch.core.errors import ConfigError
 
@@ -22,6 +24,10 @@ _FORMER_NAMES = {"param_bfloat16": "bfloat16"}
 def todays_name(text: Any) -> Any:
     """The name of a precision today, if `text` was one in the release before; else `text`."""
     return _FORMER_NAMES.get(text, text) if isinstance(text, str) else text
+
+
+PrecisionField = Annotated[Precision, BeforeValidator(todays_name)]
+"""Of a configuration."""
 
 
 def as_precision(text: str, *, of: str) -> Precision:

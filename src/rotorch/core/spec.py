@@ -326,16 +326,20 @@ class ModelSpec:
         return {name: number for number, name in enumerate(self.blocks)}
 
     def with_copies(self, itemsize: int | None) -> ModelSpec:
-        """The same, if passes compute with copies of the weights of `itemsize` bytes an element; None: with weights."""
+        """The same, if passes compute in `itemsize` bytes an element, so with copies of weights of another size.
 
-        def copied(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
-            return tuple(
-                replace(u, weights=tuple(replace(w, copy_itemsize=itemsize) for w in u.weights)) for u in units
-            )
+        None: with the weights themselves.
+        """
 
-        if itemsize is None or all(weight.itemsize == itemsize for weight in self.weights):
+        def copied(weight: Weight) -> Weight:
+            return weight if weight.itemsize == itemsize else replace(weight, copy_itemsize=itemsize)
+
+        def all_copied(units: tuple[Unit, ...]) -> tuple[Unit, ...]:
+            return tuple(replace(unit, weights=tuple(map(copied, unit.weights))) for unit in units)
+
+        if itemsize is None:
             return self
-        units, inside, experts = copied(self.units), copied(self.inside), copied(self.experts)
+        units, inside, experts = map(all_copied, (self.units, self.inside, self.experts))
         return replace(self, units=units, inside=inside, experts=experts)
 
     def with_inside_cut(self) -> ModelSpec:

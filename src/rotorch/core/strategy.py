@@ -184,8 +184,8 @@ class Strategy(BaseModel, ABC):
         """
         return self
 
-    def at_precision(self, autocast: str | None) -> Self:
-        """This strategy with the options set that follow from autocast's dtype ("bfloat16"), or from its absence.
+    def at_precision(self, dtype: str | None) -> Self:
+        """This strategy with the options set that follow from the dtype of products ("bfloat16"); None: the weights'.
 
         Raises:
             ConfigError: an option contradicts it.

@@ -94,7 +94,7 @@ def token_transfers(
     even = batch.num_rows * batch.num_tokens * note.per_token // context * (size - 1) // size
     goes, comes = next(((out, back) for name, out, back in batch.routed if name == unit.name), (even, even))
     row = note.width * batch.itemsize
-    there = row + batch.itemsize
+    there = row + batch.loss_itemsize  # routers compute their weights in float32
 
     def sent(num_bytes: int, phase: Phase) -> Transfer:
         return Transfer(Kind.SEND, axis, phase, num_bytes, num_bytes, size - 1)

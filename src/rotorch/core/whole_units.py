@@ -5,10 +5,11 @@ A strategy with an option `memory` chooses by `with_whole_units`, and takes the 
 `whole_layout`. Source: OSDP (arXiv 2209.13258).
 
 [Note: what is weighed]
-    The budget is for what a rank holds from step to step: weights, gradients, AdamW's two moments and its counter per
-    weight. A unit that is whole costs the difference of these. It is worth the bytes that it does not send, and a fixed
-    number of bytes for each message that it spares (its gradients travel with those of the other whole units, in one
-    message). The rank at position 0 counts: of uneven cuts it has the largest parts.
+    The budget is for what a rank holds from step to step: weights, their copies in the dtype of passes, gradients,
+    AdamW's two moments and its counter per weight. A unit that is whole costs the difference of these. It is worth the
+    bytes that it does not send, and a fixed number of bytes for each message that it spares (its gradients travel with
+    those of the other whole units, in one message). The rank at position 0 counts: of uneven cuts it has the largest
+    parts.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from rotorch.core.errors import ConfigError
 from rotorch.core.knapsack import Item, most_valuable
-from rotorch.core.layout import Layout
+from rotorch.core.layout import Layout, copies_beside
 from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.strategy import Strategy
@@ -123,9 +124,9 @@ def _weighed(units: Sequence[Unit], *, strategy: Strategy, axis: str) -> dict[st
         weights = tuple(replace(weight, name="", aliases=()) for weight in unit.weights)
         key = replace(unit, name="", weights=weights, replicated=(), added_once=())
         if key not in equal:
-            held_bytes = _held_bytes(unit, strategy.layout)
+            held_bytes = _held_bytes(unit, strategy.layout, copies=strategy.keeps_copies(unit))
             saved = _cost(strategy.layout(unit)) - whole(unit).sent_bytes()
-            equal[key] = _Weighed(held_bytes, _held_bytes(unit, whole) - held_bytes, saved)
+            equal[key] = _Weighed(held_bytes, _held_bytes(unit, whole, copies=True) - held_bytes, saved)
         found[unit.name] = equal[key]
     return found
 
@@ -134,12 +135,13 @@ def _cost(layout: Layout) -> int:
     return sum(t.sent_bytes + MESSAGE_BYTES * t.num_messages for t in layout.transfers if t.sent_bytes)
 
 
-def _held_bytes(unit: Unit, layout_of: Callable[[Unit], Layout]) -> int:
-    """Bytes of a unit from step to step: weights, gradients, moments, counters."""
-    layout = layout_of(unit)
+def _held_bytes(unit: Unit, layout_of: Callable[[Unit], Layout], *, copies: bool) -> int:
+    """Bytes of a unit from step to step: weights, copies if they stay, gradients, moments, counters."""
+    layout, copied = layout_of(unit), copies_beside(unit, layout_of=layout_of) if copies else 0
     trained = tuple(weight for weight in unit.weights if weight.trained)
     states = layout_of(replace(unit, weights=trained)).resident_bytes if trained else 0
-    return layout.resident_bytes + layout.padding_bytes + 3 * states + _ADAMW_COUNTER_BYTES * len(trained)
+    held = layout.resident_bytes + layout.padding_bytes + copied
+    return held + 3 * states + _ADAMW_COUNTER_BYTES * len(trained)
 
 
 def _groups(units: Sequence[Unit]) -> list[list[Unit]]:

@@ -120,8 +120,9 @@ class ShardedModel(Observable, ABC):
         return self.weights
 
     def copies(self) -> list[Tensor]:
-        """This rank's copies of weights, in the dtype that passes compute in, that stay from step to step."""
-        return [copy for held in self.weights.values() for copy in held.copies]
+        """This rank's copies of weights, in the dtype that passes compute in, that have memory now."""
+        copies = (copy for held in self.weights.values() for copy in held.copies)
+        return [copy for copy in copies if copy.untyped_storage().nbytes()]
 
     def unused(self) -> list[str]:
         """Names of those that no backward of this rank's step has reached; asked before `finish`, which makes zeros."""

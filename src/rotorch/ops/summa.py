@@ -80,7 +80,8 @@ def gradient_dtype(weight: Tensor) -> torch.dtype:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, grid: Grid, dtype: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.grid, ctx.dtype = grid, dtype
+        # Asked here: a checkpoint gives backward another tensor in the leaf's place.
+        ctx.grid, ctx.dtype, ctx.grad_dtype = grid, dtype, gradient_dtype(weight)
         ctx.save_for_backward(x, weight)
         x_BI, w_OI = _flat(x, dtype), weight.detach().to(dtype).contiguous()
         y_BO: Tensor | None = None
@@ -114,13 +115,13 @@ class _Linear(torch.autograd.Function):
                     dx.add(torch.mm(dy_BO, next(weights)), target=t)
                 if inputs is not None:
                     # Summed over ranks in the dtype of weights at rest, not in that of the pass.
-                    dw.add(torch.mm(dy_BO.t(), next(inputs)).to(gradient_dtype(weight)), target=t)
+                    dw.add(torch.mm(dy_BO.t(), next(inputs)).to(ctx.grad_dtype), target=t)
         return (
             None,
             None,
             dx.mine().view(x.shape).to(x.dtype) if wants_x else None,
             dw.mine() if wants_weight else None,
-            dy_BO.sum(0, dtype=gradient_dtype(weight)) if wants_bias else None,
+            dy_BO.sum(0, dtype=ctx.grad_dtype) if wants_bias else None,
         )
 
 
@@ -129,7 +130,7 @@ class _TableLinear(torch.autograd.Function):
     def forward(
         ctx: Any, grid: Grid, dtype: torch.dtype, num_rows: tuple[int, ...], x: Tensor, table: Tensor
     ) -> Tensor:
-        ctx.grid, ctx.dtype, ctx.num_rows = grid, dtype, num_rows
+        ctx.grid, ctx.dtype, ctx.num_rows, ctx.grad_dtype = grid, dtype, num_rows, gradient_dtype(table)
         ctx.save_for_backward(x, table)
         x_BI, table_RI = _flat(x, dtype), table.detach().to(dtype).contiguous()
         shapes = [(rows, x_BI.shape[1]) for rows in num_rows]
@@ -159,7 +160,7 @@ class _TableLinear(torch.autograd.Function):
                 if tables is not None:
                     dx_BI.addmm_(dy_t, next(tables))
                 if wants_table:
-                    d_table.add(torch.mm(dy_t.t(), x_BI).to(gradient_dtype(table)), target=t)
+                    d_table.add(torch.mm(dy_t.t(), x_BI).to(ctx.grad_dtype), target=t)
         return (
             None,
             None,

@@ -421,8 +421,11 @@ class _Passes:
         one = float(self.rows * self.batch.num_tokens * matrix.shape[0] * self.batch.loss_itemsize)
         if inner.kind == "rtp":
             keeps = getattr(inner, "recompute", "none") == "none"
+            # Of half precision a slice exists as the product gave it, its gradient too, and one is kept.
+            half = 3 * one * self.batch.itemsize / self.batch.loss_itemsize
+            at_once = 2 * one + (half if self.batch.itemsize < self.batch.loss_itemsize else 0)
             return {
-                "logits": one if keeps else 2 * one / inner.num_ranks,
+                "logits": one if keeps else at_once / inner.num_ranks,
                 "temporaries": given * (4 if keeps else 2),
             }
         cut = self.cuts.interior if inner.kind in ("megatron", "atp") else self.cuts.stream

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 
-from rotorch.core.layout import Layout, combine_layouts
+from rotorch.core.layout import Layout, combine_layouts, copies_beside
 from rotorch.core.spec import ModelSpec, Unit
 from rotorch.core.stages import in_stage
 from rotorch.core.strategy import Strategy, sharing
@@ -168,7 +169,10 @@ def unit_layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequen
     The innermost strategy cuts the unit; each outer one then treats what that left on the rank as a whole.
     """
     *outer, (inner, at) = zip(strategies, positions, strict=True)
-    layout = here = _with_copies(inner.layout(unit, position=at), unit, strategies=strategies)
+    layout = here = inner.layout(unit, position=at)
+    # Copies of borrowed weights are freed with them.
+    if inner.keeps_copies(unit) and not sharing(strategies) and not in_stage(unit).borrowed:
+        layout = replace(layout, copies_bytes=copies_beside(unit, layout_of=partial(inner.layout, position=at)))
     for strategy, position in reversed(outer):
         unit = inner.held(unit, layout=here, position=at)
         inner, at = strategy, position
@@ -177,16 +181,6 @@ def unit_layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequen
         transfers = layout.transfers + here.transfers
         layout = replace(layout, resident_bytes=here.resident_bytes, transient_bytes=transient, transfers=transfers)
     return layout
-
-
-def _with_copies(layout: Layout, unit: Unit, *, strategies: Sequence[Strategy]) -> Layout:
-    """The innermost strategy's Layout, with the copies of its weights that passes compute with."""
-    weight = unit.weights[0] if unit.weights else None
-    if weight is None or weight.copy_itemsize is None or sharing(strategies) or not strategies[-1].keeps_copies(unit):
-        return layout
-    # Copies of borrowed weights are freed with them.
-    held = 0 if in_stage(unit).borrowed else layout.resident_bytes
-    return replace(layout, copies_bytes=held // weight.itemsize * weight.copy_itemsize)
 
 
 def _positions(strategies: Sequence[Strategy], *, rank: int) -> list[int]:

@@ -163,10 +163,14 @@ def _batch_of(windows: Sequence[tuple[TokenWindows, int]], *, like: TokenWindows
 # ---------------------------------------------------------------- the cache
 
 
+_DIGESTED = {"bfloat16": "param_bfloat16", "autocast_bfloat16": "bfloat16"}
+"""Precisions under their names of the release before, so that digests of caches and checkpoints stay right."""
+
+
 def reference_digest(config: RunConfig) -> str:
     """A digest of the reference's weights and precision."""
     first: list[Any] = [config.train.seed] if config.model.init == "random" else _files(Path(config.model.init))
-    return json_digest([config.train.precision, first])
+    return json_digest([_DIGESTED.get(config.train.precision, config.train.precision), first])
 
 
 def _files(place: Path) -> list[list[Any]]:

@@ -39,6 +39,7 @@ from rich.text import Text
 from rotorch.comm.collectives import all_reduce_max
 from rotorch.core.errors import ConfigError, StoppedEarly
 from rotorch.core.phase_line import tell_phase
+from rotorch.core.precision import dtype_of_passes
 from rotorch.core.quantities import format_bytes, format_count
 from rotorch.mesh import join_process_group, pick_device
 from rotorch.models.decay import num_decayed_parameters
@@ -261,6 +262,7 @@ def train(
         rank=int(os.environ.get("RANK", "0")),
         num_layers=getattr(run.model_config.get_text_config(), "num_hidden_layers", 0),
         copies_to_save=run.config.train.async_save,
+        dtype_of_passes=dtype_of_passes(run.config.train.precision),
     )
     with explained_out_of_memory(share) as running:
         return _train(board, run=run, corpus=corpus, summary=summary, running=running, store=store)
@@ -445,7 +447,7 @@ def _introduce(run: CheckedRun, console: Console) -> None:
         lines.append(f"saves   {run.saves_in}")
     if run.resume is not None:
         lines.append(f"resume  step {run.resume.manifest.step}, from {run.resume.checkpoint}")
-        before, now = run.resume.precision, run.config.train.precision
+        before, now = run.resume.manifest.precision, run.config.train.precision
         if before is not None and before != now:
             lines.append(f"resume  passes compute in {now} from here on; before it was {before}")
     for source in run.source.each:

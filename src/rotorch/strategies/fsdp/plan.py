@@ -152,7 +152,7 @@ class FSDP(OneAxis):
             position=position,
             axis="fsdp",
             gathers=gathers,
-            transient_bytes=4 * unit.num_bytes,
+            transient_bytes=3 * unit.bytes_in_pass + unit.num_bytes,  # it and the next one, its gradient, its message
         )
 
     def keeps_copies(self, unit: Unit) -> bool:

@@ -111,8 +111,8 @@ class RTP(OneAxis):
             with as it is; `recompute` is for the others.
         experts: "cut": every expert of a mixture is cut through its hidden width, as the model's plan says. "whole": a
             slice is a set of whole experts, and computes for the tokens that go to these.
-        compute: the precision in which slices are computed with, if it is not the weights' own: that of the autocast
-            that `parallelize` was given, which fills it in.
+        compute: the dtype in which slices are computed with, if it is not the weights' own: that of `param_dtype` or of
+            autocast, from which `parallelize` fills it in.
     """
 
     kind: ClassVar[str] = "rtp"
@@ -244,18 +244,19 @@ class RTP(OneAxis):
         unpacked = visiting if self.wire == "fp8" else 0
         if self.transport == "shared_memory":
             return visiting if self._copies_travel(itemsize) else 0
-        if self.size == 1:
+        copies, travels = self._copies_travel(itemsize), self.size > 1
+        if not travels and not copies:
             return 0
-        if self.transport == "symmetric_memory":
+        if self.transport == "symmetric_memory" and travels:
             return 2 * visiting + 3 * largest  # two for weights; two for gradients, and the inbox
-        if self.transport == "hierarchical":
+        if self.transport == "hierarchical" and travels:
             return (self.ahead + 1 + sum_slots(self.hosts) + 1) * largest
-        copies = self._copies_travel(itemsize)
+        to_send = message if copies else 0
         if self._in_place:
-            traveller = message if copies else 0
-            return traveller + unpacked + bounce_bytes(message) + largest + bounce_bytes(largest)
-        to_send, m = message if copies else 0, self.size // self.num_visits
-        return m * ((1 if self.wire == "fp8" else self.ahead + 1) * message + 2 * largest) + unpacked + to_send
+            hops = bounce_bytes(message) + largest + bounce_bytes(largest) if travels else 0
+            return to_send + unpacked + hops
+        m, at_once = self.size // self.num_visits, 1 if self.wire == "fp8" else self.ahead + 1
+        return m * (at_once * message + (2 * largest if travels else 0)) + unpacked + to_send
 
     def _num_flat_chunks(self, unit: Unit, index: int) -> int:
         """Messages that carry a slice: one, or one per block of each weight where slices lie side by side."""
@@ -286,22 +287,24 @@ class RTP(OneAxis):
         in_backward = reads * total - sizes[position] if reads else 0
         return uses * total - (next_one if reads else 0), in_backward
 
-    def at_precision(self, autocast: str | None) -> Self:
-        if self.compute is not None and self.compute != autocast:
+    def at_precision(self, dtype: str | None) -> Self:
+        if self.compute is not None and self.compute != dtype:
             raise ConfigError(
-                f"rtp: compute={self.compute}, but passes run "
-                f"{'without autocast' if autocast is None else 'under autocast with ' + autocast}. Leave compute out: "
-                "slices are computed with in the precision of the passes (train.precision, or autocast_dtype)"
+                f"rtp: compute={self.compute}, but passes compute in "
+                f"{'the precision of the weights' if dtype is None else dtype}. Leave compute out: it follows from "
+                "train.precision, or from parallelize's param_dtype and autocast_dtype"
             )
-        if autocast not in ("bfloat16", "float16"):
+        if dtype not in ("bfloat16", "float16"):
             return self
+        if self.size == 1:  # nothing is sent, so nothing is ahead
+            return self.model_copy(update={"compute": dtype, "ahead": 1})
         if self.transport == "hierarchical":
             raise ConfigError(
                 f"rtp: transport=hierarchical sends slices as they are at home, and passes compute with them in "
-                f"{autocast}. Write transport=send_receive, or train in the weights' own precision"
+                f"{dtype}. Write transport=send_receive, or train in the weights' own precision"
             )
-        self._check_ahead(converted=f"slices are converted to {autocast} to be sent")
-        return self.model_copy(update={"compute": autocast})
+        self._check_ahead(converted=f"slices are converted to {dtype} to be sent")
+        return self.model_copy(update={"compute": dtype})
 
     def _check_ahead(self, *, converted: str = "") -> None:
         """Refuses `ahead` if there is one buffer to send from, or none to receive into (`converted`: the reason)."""

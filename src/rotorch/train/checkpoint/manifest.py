@@ -30,7 +30,7 @@ from rotorch.train.checkpoint.store import AnyPath
 
 FORMAT = "rotorch checkpoint"
 VERSION = 2
-"""2: `train.precision` of the run is named as today (see `_named_as_today`)."""
+"""2: `train.precision` of the run is named as today (see `_as_of_today`)."""
 MANIFEST = "manifest.json"
 MODEL, BUFFER, OPTIMIZER, RNG, OBJECT = "model/", "buffer/", "optimizer/", "rng/", "object/"
 
@@ -156,6 +156,13 @@ class Manifest(_Strict):
     renamed: dict[str, str] = Field(default_factory=dict)
 
     @property
+    def precision(self) -> str | None:
+        """The precision of the run's passes; None if it was written by no run of `rotorch train`."""
+        section = self.run.get("train")
+        found = section.get("precision") if isinstance(section, dict) else None
+        return found if isinstance(found, str) else None
+
+    @property
     def digest(self) -> str:
         """The sha256 of all that it says, in hex."""
         return _digest(self.model_dump(mode="json"))
@@ -241,8 +248,7 @@ def read_manifest(path: AnyPath) -> Manifest:
         raise NewerFormat(
             f"checkpoint: {file}: format version {version}, and this rotorch reads up to {VERSION}. Use a newer rotorch"
         )
-    if version == 1:
-        raw = {**raw, "version": VERSION, "run": _named_as_today(raw.get("run"))}
+    raw = _as_of_today(raw)
     try:
         manifest = Manifest.model_validate(raw)
     except ValidationError as error:
@@ -254,13 +260,15 @@ def read_manifest(path: AnyPath) -> Manifest:
     return manifest
 
 
-def _named_as_today(run: Any) -> Any:
-    """The configuration of a run that was written in version 1, where "bfloat16" was autocast."""
-    names = {"bfloat16": "autocast_bfloat16", "param_bfloat16": "bfloat16"}
+def _as_of_today(raw: dict[str, Any]) -> dict[str, Any]:
+    """A manifest's contents in today's words: in version 1 `train.precision` of "bfloat16" was autocast."""
+    if raw.get("version") != 1:
+        return raw
+    run, names = raw.get("run"), {"bfloat16": "autocast_bfloat16", "param_bfloat16": "bfloat16"}
     section = run.get("train") if isinstance(run, dict) else None
-    if not isinstance(section, dict) or section.get("precision") not in names:
-        return run
-    return {**run, "train": {**section, "precision": names[section["precision"]]}}
+    if isinstance(run, dict) and isinstance(section, dict) and section.get("precision") in names:
+        run = {**run, "train": {**section, "precision": names[section["precision"]]}}
+    return {**raw, "version": VERSION, "run": run}
 
 
 def _why_no_manifest(path: AnyPath) -> str:

@@ -31,7 +31,7 @@ from rotorch.core.errors import ConfigError, FinalFailure, RotorchError
 from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
 from rotorch.core.strategy import Strategy
-from rotorch.planner.prediction import part_of_rank, predict
+from rotorch.planner.prediction import Prediction, part_of_rank, predict
 from rotorch.process.host_memory import address_space_left_bytes, available_bytes
 from rotorch.run_config import BatchSizes
 from rotorch.shard.storages import PLAIN, SharedMappings, all_tensors, local_part, owned_bytes
@@ -89,6 +89,7 @@ class Share:
         rank: this one.
         num_layers: repeated blocks of the model, of which activation checkpointing keeps the inputs; 0 if unknown.
         copies_to_save: True if a save behind the run has copies of all that it writes (`train.async_save`).
+        dtype_of_passes: of products, if it is not the weights' own.
     """
 
     spec: ModelSpec
@@ -97,6 +98,12 @@ class Share:
     rank: int
     num_layers: int
     copies_to_save: bool = False
+    dtype_of_passes: str | None = None
+
+    def predicted(self) -> Prediction:
+        """The bytes of this rank, by the Layouts."""
+        strategies = [strategy.at_precision(self.dtype_of_passes) for strategy in self.strategies]
+        return predict(self.spec, strategies=strategies, rank=self.rank)
 
 
 @contextmanager
@@ -247,7 +254,7 @@ class Change:
 
 def cheapest_change(share: Share, alive: Mapping[str, int], *, asked: int | None, saving: bool = False) -> str:
     """Says what to write instead, as a sentence without its end (see [Note: what would fit])."""
-    ledger = predict(share.spec, strategies=share.strategies, rank=share.rank).ledger
+    ledger = share.predicted().ledger
     needed = (asked or 0) + sum(max(0, (ledger[name] or 0) - alive[name]) for name in (GRADIENTS, OPTIMIZER))
     found = [change for change in changes(share, alive, asked=asked or 0, saving=saving) if change.saves_bytes > 0]
     missing = f"{format_bytes(needed)} are missing with what is to come"
@@ -274,7 +281,8 @@ def changes(share: Share, alive: Mapping[str, int], *, asked: int, saving: bool 
     """Changes of the run that save memory on a rank, the cheapest first (see [Note: what would fit])."""
     passing = 0 if saving else alive[ACTIVATIONS] + alive[LOGITS] + asked
     if saving and share.copies_to_save:
-        yield Change("train.async_save=false", alive[WEIGHTS] + alive[OPTIMIZER])
+        saved = alive[WEIGHTS] + alive[OPTIMIZER] - share.predicted().copies_bytes  # copies for passes are not saved
+        yield Change("train.async_save=false", saved)
     for micro_batch in range(share.sizes.micro_batch - 1 if passing else 0, 0, -1):
         if share.sizes.micro_batch % micro_batch == 0:
             accumulation = share.sizes.accumulation * share.sizes.micro_batch // micro_batch
@@ -350,5 +358,5 @@ def _num_layers(share: Share) -> int:
 
 
 def _at_rest(share: Share) -> int:
-    found = predict(share.spec, strategies=share.strategies, rank=share.rank)
+    found = share.predicted()
     return sum(found.ledger[name] or 0 for name in (WEIGHTS, GRADIENTS, OPTIMIZER)) + found.transient_bytes

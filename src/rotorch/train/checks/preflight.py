@@ -63,13 +63,6 @@ class Resume:
     checkpoint: AnyPath
     manifest: Manifest
 
-    @property
-    def precision(self) -> str | None:
-        """That of the run's passes when it was written; None if the manifest does not say."""
-        section = self.manifest.run.get("train")
-        found = section.get("precision") if isinstance(section, dict) else None
-        return found if isinstance(found, str) else None
-
 
 @dataclass(frozen=True)
 class CheckedRun:
