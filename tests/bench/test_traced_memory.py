@@ -59,6 +59,20 @@ def test_autocast_keeps_casts_of_weights_once():
     assert traced.layers[0].interior.constant_bytes >= 2 * matrices
 
 
+def test_weights_in_bfloat16_halve_activations_and_keep_no_casts():
+    config = load_config("configs/tiny/llama.json")
+    with on_meta():
+        model = fold(describe(causal_lm(config)))
+    full, half = (trace_memory(config, model, tokens=32, precision=precision) for precision in ("float32", "bfloat16"))
+    for whole, cut in zip(full.layers, half.layers, strict=True):
+        assert cut.given.row_bytes == whole.given.row_bytes / 2
+        assert cut.interior.constant_bytes == 0
+        # Norms compute in float32, and keep that beside what they hand on.
+        assert cut.interior.row_bytes + cut.stream.row_bytes < 0.75 * (
+            whole.interior.row_bytes + whole.stream.row_bytes
+        )
+
+
 def test_no_garbage_is_collected_while_bytes_are_counted():
     """Bytes that lie in cycles of references count for as long as those are there."""
     config = load_config("configs/tiny/llama.json")

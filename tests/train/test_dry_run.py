@@ -67,6 +67,9 @@ def test_nothing_is_written_to_a_store(run_toml, tmp_path, monkeypatch):
     monkeypatch.setattr(Objects, "kill_at", 1)  # at the first thing that is written or removed
     done = rotorch(tmp_path / "log", *settings, "train.steps=3", "--resume", "--dry-run")
     assert (done.code, done.stderr) == (0, "") and "resume  step 2" in done.stdout
+    assert "passes compute in" not in done.stdout
+    done = rotorch(tmp_path / "log", *settings, "train.steps=3", "train.precision=bfloat16", "--resume", "--dry-run")
+    assert "resume  passes compute in bfloat16 from here on; before it was float32\n" in done.stdout
     assert sorted(bucket.rglob("*")) == there
     assert rotorch(tmp_path / "log", *settings, "train.steps=3", "--resume").code == -signal.SIGKILL
 

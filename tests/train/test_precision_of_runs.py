@@ -16,6 +16,7 @@ from rotorch.train.checkpoint.manifest import (
 )
 from rotorch.train.checks.preflight import check_device
 from rotorch.train.module import precision_arguments
+from rotorch.train.reference import reference_digest
 
 
 def run_with(precision):
@@ -57,3 +58,10 @@ def test_checkpoints_of_version_1_had_autocast_as_bfloat16(tmp_path, version, wr
     found = read_manifest(tmp_path)
     assert (found.version, found.run["train"]["precision"]) == (2, meant)
     assert found.precision == meant
+
+
+def test_digests_of_references_are_those_of_the_release_before():
+    """There "bfloat16" was autocast: log-probabilities that were computed so are not taken for others."""
+    before = {"float32": "float32", "autocast_bfloat16": "bfloat16", "bfloat16": "param_bfloat16"}
+    for today, then in before.items():
+        assert reference_digest(run_with(today)) == json_digest([then, [0]])
