@@ -152,7 +152,7 @@ def test_budgets_for_whole_units_are_tried_where_memory_is_left():
     mixed = [plan for plan in found.frontier if "memory=" in plan.parallel]
     ring = min((p for p in found.plans if p.fits and p.parallel == "rtp=8[recompute=slice]"), key=lambda p: p.step_s)
     assert found.chosen is mixed[0] and mixed[0].parallel.startswith("rtp=8[recompute=slice,memory=")
-    assert mixed[0].step_s < 0.9 * ring.step_s
+    assert mixed[0].step_s < 0.96 * ring.step_s
     assert ring.memory.total_bytes < mixed[0].memory.total_bytes <= 800 * MIB
     (again,) = [p for p in search(asked, texts=[mixed[0].parallel]).plans if p.micro_batch == mixed[0].micro_batch]
     assert again.memory == mixed[0].memory and again.step_s == mixed[0].step_s
