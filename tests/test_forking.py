@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -59,7 +60,12 @@ def remains(tmp_path):
 
 
 def start_by_launcher(work):
-    launch(lambda board: bool(work()), num_ranks=2)
+    def work_and_wait(board):
+        done = bool(work())
+        dist.barrier()  # a rank that leaves while the other one still connects to it ends the job
+        return done
+
+    launch(work_and_wait, num_ranks=2)
 
 
 def start_by_tests(work):

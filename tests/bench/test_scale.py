@@ -39,8 +39,9 @@ def test_joining_costs_a_rank_the_same_however_many_there_are():
     found = {n: scale.joining(spec(), f"ddp={n // 8},rtp=8") for n in (16, 64)}
     # It asks, takes the answer, enters and arrives twice; who arrives last says so.
     assert all(5 <= each["writes_of_rank_1"] <= 7 for each in found.values())
-    # An answer to each; rank 0 may be the last to arrive, twice, and then writes once more.
-    assert 46 <= found[64]["writes_of_rank_0"] - found[16]["writes_of_rank_0"] <= 50
+    # An answer to each, and about ten writes of its own; a rank that is late to take its answer gets it once more.
+    for n, each in found.items():
+        assert n + 8 <= each["writes_of_rank_0"] <= 2 * n + 12
 
 
 @pytest.mark.parametrize("layout", ["ddp={},rtp=8", "ddp={},fsdp=8"])
