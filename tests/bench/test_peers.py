@@ -124,7 +124,8 @@ def test_in_bfloat16_a_ring_holds_no_more_than_fsdp2_by_its_own_policy(task, row
         assert found[name]["sent_by_kind"]["all_gather"] * 2 == rows[name]["sent_by_kind"]["all_gather"]
         ours, theirs = (sum(found[row]["resident_by_category"].values()) for row in ("rtp=2", name))
         assert theirs >= 4 * WEIGHTS // 2
-        assert ours - 4 * (4 * NORMS) // 2 <= theirs  # norms are whole on every rank
+        # Norms are whole on every rank, with copies in bfloat16.
+        assert ours - 4 * (4 * NORMS) // 2 - 2 * NORMS <= theirs
 
 
 @pytest.mark.slow
