@@ -106,13 +106,9 @@ def test_copies_count_in_a_budget(tiny):
         assert 0.8 * budget < held <= budget
 
 
-def experts(path):
-    """Problems of tokens that travel to whole experts, whose routing weights stay in float32."""
-    return problems(path, ("fsdp=2[experts=whole]",))
-
-
 def test_tokens_that_travel_to_experts_send_what_the_layouts_say(tiny):
-    for found in run_ranks(experts, tiny("mixtral"), num_ranks=2):
+    """Their routing weights stay in float32."""
+    for found in run_ranks(problems, tiny("mixtral"), ("fsdp=2[experts=whole]",), num_ranks=2):
         assert found == {"fsdp=2[experts=whole]": []}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor, nn
 
 from rotorch.comm.meter import Meter
@@ -68,7 +67,7 @@ def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None
 
 
 def sent_and_said(
-    module: nn.Module, parallel: str, *, batch: Mapping[str, Tensor], param_dtype: torch.dtype | None = None
+    module: nn.Module, parallel: str, *, batch: Mapping[str, Tensor]
 ) -> tuple[dict[Kind, int], dict[Kind, int]]:
     """Bytes that this rank sends in a first step, by kind, and the Layouts' bytes. All ranks call it.
 
@@ -76,9 +75,8 @@ def sent_and_said(
         module: a model of token ids; its weights are initialised.
         parallel: the layout.
         batch: this rank's micro-batch.
-        param_dtype: see `parallelize`.
     """
-    model = parallelize(module, parallel, device="cpu", param_dtype=param_dtype).materialize(seed=0)
+    model = parallelize(module, parallel, device="cpu").materialize(seed=0)
     with Meter() as meter:
         model.forward_backward(batch)
     if meter.not_counted:

@@ -242,9 +242,9 @@ class RTP(OneAxis):
         visiting = self._visiting_bytes(largest, itemsize=itemsize)
         message = self._message_bytes(largest, itemsize=itemsize)
         unpacked = visiting if self.wire == "fp8" else 0
-        if self.transport == "shared_memory":
-            return visiting if self._copies_travel(itemsize) else 0
         copies, travels = self._copies_travel(itemsize), self.size > 1
+        if self.transport == "shared_memory":
+            return visiting if copies else 0
         if not travels and not copies:
             return 0
         if self.transport == "symmetric_memory" and travels:
