@@ -165,6 +165,8 @@ def parallelize(
     sites = find_sites(module)
     for number, strategy in reversed(list(enumerate(strategies))):
         is_shared = number > 0 and strategies[number - 1].shares_inside
+        if is_shared and strategies[number - 1].holds_inside:
+            continue  # the next one is held by both
         sharded = code_of(strategy).apply(
             Setup(
                 module=module,
@@ -177,6 +179,7 @@ def parallelize(
                 param_dtype=param_dtype,
                 inner=sharded,
                 inside=mesh[tuple(chain(*axes_of[number:]))],
+                within=strategies[number + 1] if strategy.holds_inside and number + 1 < len(strategies) else None,
                 around=mesh[tuple(chain(*axes_of[number - 1 : number + 1]))] if is_shared else None,
             )
         )

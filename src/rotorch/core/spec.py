@@ -77,6 +77,12 @@ class Cut:
         first, end = (k * each + min(k, extra) for k in (index, index + count))
         return tuple(Range(b * block + first * group_size, (end - first) * group_size) for b in range(self.blocks))
 
+    def of_slice(self, *, num_slices: int, index: int) -> Cut | None:
+        """Returns the cut that slice `index` of `num_slices` allows in turn; None if the slice is empty."""
+        each, extra = divmod(self.groups, num_slices)
+        groups = each + (index < extra)
+        return replace(self, groups=groups) if groups else None
+
 
 @dataclass(frozen=True)
 class GridCut:
@@ -153,6 +159,13 @@ class Weight:
         ranges = self.cut.ranges(self.shape[dim], num_slices=num_slices, index=index, count=count)
         return (*self.shape[:dim], sum(r.length for r in ranges), *self.shape[dim + 1 :])
 
+    def slice(self, *, num_slices: int, index: int) -> Weight:
+        """Returns slice `index` of `num_slices` as a weight of its own, which may be cut again; itself if not cut."""
+        if self.cut is None:
+            return self
+        shape = self.slice_shape(num_slices=num_slices, index=index)
+        return replace(self, shape=shape, cut=self.cut.of_slice(num_slices=num_slices, index=index))
+
     def block_shape(self, *, size: int, row: int, column: int) -> tuple[int, ...]:
         """Returns the shape of the block at `row` and `column` of a grid of `size` x `size`."""
         shape = list(self.shape)
@@ -224,6 +237,10 @@ class Unit:
     def slice_bytes(self, *, num_slices: int, index: int) -> int:
         """Returns the bytes of slice `index` of `num_slices` of this unit's weights."""
         return sum(w.slice_bytes(num_slices=num_slices, index=index) for w in self.weights)
+
+    def slice(self, *, num_slices: int, index: int) -> Unit:
+        """Returns slice `index` of `num_slices` as a unit of its own, which may be cut again."""
+        return replace(self, weights=tuple(w.slice(num_slices=num_slices, index=index) for w in self.weights))
 
 
 @dataclass(frozen=True)
@@ -345,8 +362,11 @@ class ModelSpec:
     def with_inside_cut(self) -> ModelSpec:
         """The same with the units of `inside` among the cut ones."""
         cut = {w.name for unit in self.inside for w in unit.weights}
+        beside = {w.name for w in self.weights if w.beside_slices}
         units: list[Unit] = list(self.cut_units)
         for unit in self.inside:  # before the unit that needs it
+            marked = tuple(replace(w, beside_slices=w.name in beside) for w in unit.weights)
+            unit = replace(unit, weights=marked)
             here = (i for i, other in enumerate(units) if unit.name in other.replicated)
             units.insert(next(here, len(units)), unit)
         for unit in self.units:
@@ -355,6 +375,18 @@ class ModelSpec:
                 units += [replace(unit, weights=left)] if left else []
         kept = tuple(kept for kept in self.kept_whole if kept.name not in cut)
         return replace(self, units=tuple(units), kept_whole=kept, inside=())
+
+    def with_inside_whole(self) -> ModelSpec:
+        """The same without the cuts of `with_inside_cut`: the modules that need these weights find them whole."""
+        needed = {name for unit in self.units for name in unit.replicated}
+
+        def uncut(unit: Unit) -> Unit:
+            if unit.kind is UnitKind.REPLICATED or unit.name not in needed:
+                return unit
+            weights = tuple(replace(weight, cut=None) for weight in unit.weights)
+            return replace(unit, kind=UnitKind.REPLICATED, combine=Combine.NONE, weights=weights)
+
+        return replace(self, units=tuple(map(uncut, self.units)))
 
     @cached_property
     def weights(self) -> tuple[Weight, ...]:

@@ -38,6 +38,9 @@ class Strategy(BaseModel, ABC):
     shares_inside: ClassVar[bool] = False
     """True if its ranks, around another strategy's, share what that one holds: each has a part of it at rest."""
 
+    holds_inside: ClassVar[bool] = False
+    """True if it holds the model for such a strategy inside of it, too: it cuts that one's slices once more."""
+
     ranks_alike: ClassVar[bool] = False
     """True if all its ranks hold and send the same of any unit, whatever their position."""
 

@@ -35,6 +35,7 @@ class Setup:
             makes have it; what a strategy puts into the module in their place, it converts itself.
         inner: the sharded model of the strategy inside of this one, if there is one.
         inside: the axes of this strategy and of those inside of it.
+        within: the strategy right inside of this one, if this one holds the model for both (`Strategy.holds_inside`).
         around: the axis of ranks that share this strategy's shards (`fsdp` around it), and its own axes behind that;
             None if no ranks do.
     """
@@ -49,6 +50,7 @@ class Setup:
     param_dtype: torch.dtype | None = None
     inner: ShardedModel | None = None
     inside: DeviceMesh | None = None
+    within: Any = None
     around: DeviceMesh | None = None
 
     def shards(

@@ -88,6 +88,30 @@ class ShardPlacement:
         ]
 
     @staticmethod
+    def slices_of_slices(units: Sequence[Unit], *, parts: Sequence[Unit], mesh: DeviceMesh) -> list[ShardPlacement]:
+        """This rank's slice of each part of some units, which the inner axis of a mesh of two has cut before the outer.
+
+        Args:
+            units: whole.
+            parts: of these, at this rank's place on the inner axis; replicated weights are whole.
+            mesh: of two axes.
+        """
+        (num_outer, num_inner), (outer, inner) = mesh.mesh.shape, mesh.get_coordinate() or (0, 0)
+        found = []
+        for unit, part in zip(units, parts, strict=True):
+            for weight, held in zip(unit.weights, part.weights, strict=True):
+                if unit.kind is UnitKind.REPLICATED or weight.cut is None:
+                    alike, holder = (Replicate(), Replicate()), outer * num_inner + inner
+                    chunks = cut_chunks(weight, num_slices=1, index=0)
+                    found.append(ShardPlacement(weight, chunks, weight.shape, alike, mesh.size(), holder))
+                    continue
+                whole = cut_chunks(weight, num_slices=num_inner, index=inner)
+                chunks = _within(whole, cut_chunks(held, num_slices=num_outer, index=outer) if held.numel else ())
+                shape, shard = held.slice_shape(num_slices=num_outer, index=outer), Shard(weight.cut.dim)
+                found.append(ShardPlacement(weight, chunks, shape, (shard, shard)))
+        return found
+
+    @staticmethod
     def on_axis_groups(
         weight: Weight,
         *,
@@ -145,6 +169,19 @@ def _chunks_of(chunks: Sequence[Chunk], rows: Range) -> tuple[Chunk, ...]:
             offsets = (chunk.offsets[0] + start - first, *chunk.offsets[1:])
             local_start = start - rows.start if chunk.dim == 0 else chunk.local_start
             found.append(Chunk(offsets, (stop - start, *chunk.sizes[1:]), chunk.dim, local_start))
+    return tuple(found)
+
+
+def _within(parts: Sequence[Chunk], chunks: Sequence[Chunk]) -> tuple[Chunk, ...]:
+    """The places in a whole weight of `chunks` of a local tensor, which has `parts` of it."""
+    found = []
+    for chunk in chunks:
+        dim, start = chunk.dim, chunk.offsets[chunk.dim]
+        # A chunk lies in one block of a cut, as a part does.
+        part = next(p for p in parts if p.local_start <= start < p.local_start + p.sizes[dim])
+        offsets = list(chunk.offsets)
+        offsets[dim] = part.offsets[dim] + start - part.local_start
+        found.append(replace(chunk, offsets=tuple(offsets)))
     return tuple(found)
 
 

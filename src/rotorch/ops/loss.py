@@ -15,14 +15,53 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
+from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.ring import Visit
 from rotorch.core.errors import ConfigError
+from rotorch.core.spec import Range
 from rotorch.ops.autocast_state import AutocastState
+from rotorch.ops.conjugates import copy_to_region, gather_from_region
 from rotorch.ops.deferred_logits import LOGITS_BLOCK, Elementwise, Head, replay
 from rotorch.ops.ids_in_slice import ids_in_slice, pick, put
 from rotorch.ops.linear import add_linear_gradient, rotate_linear, slice_rows
 from rotorch.ops.no_saved_tensor_hooks import no_saved_tensor_hooks
 from rotorch.ops.rotate import RotatingUnit
+
+
+@dataclass(frozen=True)
+class SharedVocabulary:
+    """Ranks that share a batch, each of which has a ring of its own for its part of the vocabulary.
+
+    Attributes:
+        axis_group: the ranks.
+        columns: each rank's part, by position.
+    """
+
+    axis_group: AxisGroup
+    columns: tuple[Range, ...]
+
+    @property
+    def mine(self) -> Range:
+        """This rank's part."""
+        return self.columns[self.axis_group.position]
+
+    def over_all(self, lse_B: Tensor, picked_B: Tensor, *, target_B: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-sum-exp of all ranks' logits, and all targets' logits, from those of each. All ranks call it.
+
+        Sends three numbers per token.
+
+        Args:
+            lse_B: of this rank's logits.
+            picked_B: logits of the targets that are this rank's.
+            target_B: columns of this rank's part; of targets of others anything else.
+        """
+        largest_B = lse_B.clamp_min(torch.finfo(lse_B.dtype).min)
+        self.axis_group.all_reduce_max(largest_B)
+        mine_B = (target_B >= 0) & (target_B < self.mine.length)
+        # Side by side: one message.
+        sums_2B = torch.stack([(lse_B - largest_B).exp_(), torch.where(mine_B, picked_B, 0.0)])
+        total_B, picked_B = self.axis_group.all_reduce(sums_2B)
+        return total_B.log().add_(largest_B), picked_B
 
 
 @dataclass(frozen=True)
@@ -32,22 +71,35 @@ class RotatingHead(Head):
     Attributes:
         unit: of the weight.
         keep: the loss keeps logits for backward instead of computing them again.
+        shared: the ranks that have the other parts of the vocabulary; None if all of it rotates here.
     """
 
     unit: RotatingUnit
     keep: bool
+    shared: SharedVocabulary | None = None
 
     @property
     def vocab_size(self) -> int:
+        if self.shared is not None:
+            return sum(r.length for r in self.shared.columns)
         return self.unit.slices.weights[0].shape[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return rotate_linear(self.unit, hidden)
+        if self.shared is None:
+            return rotate_linear(self.unit, hidden)
+        axis_group, lengths = self.shared.axis_group, [r.length for r in self.shared.columns]
+        part = rotate_linear(self.unit, copy_to_region(hidden, axis_group=axis_group))
+        return gather_from_region(part, dim=-1, lengths=lengths, axis_group=axis_group)
 
     def loss(self, hidden_BD: Tensor, target_B: Tensor, *, chain: tuple[Elementwise, ...], ignore_index: int) -> Tensor:
         # A pass without gradients keeps nothing.
         function = _KeptCrossEntropy if self.keep and torch.is_grad_enabled() else _SlicedCrossEntropy
-        return function.apply(self.unit, chain, ignore_index, self.unit.anchor, hidden_BD, target_B)
+        if self.shared is not None:
+            hidden_BD = copy_to_region(hidden_BD, axis_group=self.shared.axis_group)
+            # Counted from this rank's first column, as its slices are.
+            first = self.shared.mine.start
+            target_B, ignore_index = target_B - first, ignore_index - first
+        return function.apply(self.unit, self.shared, chain, ignore_index, self.unit.anchor, hidden_BD, target_B)
 
 
 class _SlicedCrossEntropy(torch.autograd.Function):
@@ -64,6 +116,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         unit: RotatingUnit,
+        shared: SharedVocabulary | None,
         chain: tuple[Elementwise, ...],
         ignore_index: int,
         anchor: Tensor,
@@ -89,11 +142,13 @@ class _SlicedCrossEntropy(torch.autograd.Function):
                 last = visit.index, raw_BR, largest_B
                 # Only `last` refers to them now, which the next visit clears before it makes its own.
                 del raw_BR, logits_BR
-        valid_B = target_B != ignore_index
+        valid_B, lse_B, picked_B = target_B != ignore_index, seen.lse_B, seen.picked_B
+        if shared is not None:
+            lse_B, picked_B = shared.over_all(lse_B, picked_B, target_B=target_B)
         ctx.unit, ctx.chain, ctx.dtype, ctx.last = unit, chain, dtype, last  # backward begins with the last slice
-        ctx.save_for_backward(hidden_BD, target_B, seen.lse_B, valid_B)
+        ctx.save_for_backward(hidden_BD, target_B, lse_B, valid_B)
         # Ignored targets are in no slice: their loss would be infinite, and times a mask NaN.
-        return torch.where(valid_B, seen.lse_B - seen.picked_B, 0.0)
+        return torch.where(valid_B, lse_B - picked_B, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -122,7 +177,7 @@ class _SlicedCrossEntropy(torch.autograd.Function):
             dx_BD.addcmul_(torch.mm(d_raw_BR, weights[0]), factor_B1)
             scaled_x_BD, scale_B = (x_BD * factor_B1).to(ctx.dtype), factor_B1.squeeze(1).to(ctx.dtype)
             add_linear_gradient(unit, visit, d_raw_BR, scaled_x_BD, row_scale_B=scale_B)
-        return (*[None] * 4, dx_BD.to(hidden_BD.dtype), None)
+        return (*[None] * 5, dx_BD.to(hidden_BD.dtype), None)
 
 
 class _KeptCrossEntropy(torch.autograd.Function):
@@ -141,6 +196,7 @@ class _KeptCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any,
         unit: RotatingUnit,
+        shared: SharedVocabulary | None,
         chain: tuple[Elementwise, ...],
         ignore_index: int,
         anchor: Tensor,
@@ -152,7 +208,7 @@ class _KeptCrossEntropy(torch.autograd.Function):
         dtype = AutocastState.now(hidden_BD.device.type).dtype_for(hidden_BD)
         x_BD = hidden_BD.detach().to(dtype)
         others, dx = _SeenLogits(), _RunningSum()
-        target_rows_BD = torch.zeros_like(x_BD) if ctx.needs_input_grad[4] else None
+        target_rows_BD = torch.zeros_like(x_BD) if ctx.needs_input_grad[5] else None
         kept: dict[int, _KeptSlice] = {}
         with torch.autocast(x_BD.device.type, enabled=False):
             for visit in unit.visits(backward=False):
@@ -168,15 +224,18 @@ class _KeptCrossEntropy(torch.autograd.Function):
                     kept[visit.index] = kept_slice
                 # Before the next slice's logits are made, or two slices' would exist at once.
                 del weights, kept_slice
-        valid_B, lse_B, dx_BD = target_B != ignore_index, torch.logaddexp(others.lse_B, others.picked_B), None
-        share_B = torch.where(valid_B, (others.lse_B - lse_B).exp_().neg_(), 0.0)
+        valid_B, others_B, picked_B, dx_BD = target_B != ignore_index, others.lse_B, others.picked_B, None
+        if shared is not None:
+            others_B, picked_B = shared.over_all(others_B, picked_B, target_B=target_B)
+        lse_B = torch.logaddexp(others_B, picked_B)
+        share_B = torch.where(valid_B, (others_B - lse_B).exp_().neg_(), 0.0)
         if target_rows_BD is not None:
             dx_BD = dx.over(lse_B).addcmul_(target_rows_BD, share_B.unsqueeze(1))
         ctx.unit, ctx.kept, ctx.dtype, ctx.hidden_dtype = unit, kept, dtype, hidden_BD.dtype
         ctx.has_chain = bool(chain)
         for_weight = (hidden_BD, lse_B, share_B) if unit.trained else (None, None, None)
         ctx.save_for_backward(valid_B, dx_BD, *for_weight)
-        return torch.where(valid_B, lse_B - others.picked_B, 0.0)
+        return torch.where(valid_B, lse_B - picked_B, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -185,7 +244,7 @@ class _KeptCrossEntropy(torch.autograd.Function):
         scale_B1 = torch.where(valid_B, grad_B, 0.0).unsqueeze(1)
         if ctx.unit.trained:
             _KeptCrossEntropy._weight_backward(ctx, hidden_BD.detach().to(ctx.dtype), scale_B1, lse_B, share_B)
-        return (*[None] * 4, None if dx_BD is None else (dx_BD * scale_B1).to(ctx.hidden_dtype), None)
+        return (*[None] * 5, None if dx_BD is None else (dx_BD * scale_B1).to(ctx.hidden_dtype), None)
 
     @staticmethod
     def _weight_backward(ctx: Any, x_BD: Tensor, scale_B1: Tensor, lse_B: Tensor, share_B: Tensor) -> None:

@@ -18,7 +18,7 @@ from rotorch.ops.conv import rotate_conv
 from rotorch.ops.deferred_logits import DeferredLogits
 from rotorch.ops.gather_weight import gather_weights
 from rotorch.ops.linear import rotate_embedding, rotate_linear
-from rotorch.ops.loss import RotatingHead
+from rotorch.ops.loss import RotatingHead, SharedVocabulary
 from rotorch.ops.rotate import RotatingUnit
 from rotorch.ops.side_by_side import embedding_side_by_side, linear_side_by_side
 from rotorch.ops.weight_proxy import WeightUse, use_of
@@ -43,8 +43,21 @@ class RingUse(WeightUse):
     keep_logits: bool = False
     by_plan: bool = False
 
-    def _logits(self, x: Tensor) -> DeferredLogits:
-        return DeferredLogits(x, RotatingHead(self.unit, self.keep_logits))
+    def rotating_head(self, bias: Tensor | None, *, shared: SharedVocabulary | None = None) -> RotatingHead | None:
+        """The head whose loss takes the weight's slices one by one; None if products with it and `bias` are no logits.
+
+        Args:
+            bias: of the product; may be a proxy.
+            shared: the ranks that have the other parts of the vocabulary, if this weight is a part.
+        """
+        # A bias that does not travel with the unit has no part in the loss over its slices: real logits then.
+        if not self.head or not (bias is None or self._brings(bias)):
+            return None
+        return RotatingHead(self.unit, self.keep_logits, shared)
+
+    def _brings(self, bias: Tensor | None) -> bool:
+        """True if a slice comes with its part of the bias."""
+        return False
 
     @staticmethod
     def _unit_of(bias: Tensor | None) -> RotatingUnit | None:
@@ -70,12 +83,11 @@ class VisitingUse(RingUse):
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """The product slice by slice; a head's logits are deferred."""
         # A bias that travels with the matrix is added by the product of each slice.
-        together = self._unit_of(bias) is self.unit
+        together = self._brings(bias)
         if not together and self._brings_more:
             return None
-        # A bias that does not travel with the unit has no part in the loss over its slices: real logits then.
-        if self.head and (together or bias is None):
-            return self._logits(x)
+        if (head := self.rotating_head(bias)) is not None:
+            return DeferredLogits(x, head)
         output = rotate_linear(self.unit, x)
         # A whole bias once, behind the slices, whose columns lie side by side: its gradient is the usual one.
         return output if bias is None or together else output + bias
@@ -88,13 +100,16 @@ class VisitingUse(RingUse):
         self, func: Callable[..., Tensor], x: Tensor, bias: Tensor | None, *args: Any, **kwargs: Any
     ) -> Tensor | None:
         """Each slice makes its output channels."""
-        together = self._unit_of(bias) is self.unit
+        together = self._brings(bias)
         if not together and self._brings_more:
             return None
         output = rotate_conv(func, self.unit, x, *args, **kwargs)
         if bias is None or together:
             return output
         return output + bias.view(-1, *[1] * (len(self.weight.shape) - 2))
+
+    def _brings(self, bias: Tensor | None) -> bool:
+        return self._unit_of(bias) is self.unit
 
     @property
     def _brings_more(self) -> bool:
@@ -108,8 +123,8 @@ class InPlaceUse(RingUse):
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The product with the whole weight; a head's logits are deferred."""
         # Here a bias is a unit of its own, even if it is cut, and the loss over slices knows of one unit only.
-        if self.head and bias is None:
-            return self._logits(x)
+        if (head := self.rotating_head(bias)) is not None:
+            return DeferredLogits(x, head)
         cut_bias = self._unit_of(bias)
         return linear_side_by_side(self.unit, x, bias=bias if cut_bias is None else cut_bias)
 

@@ -1,5 +1,7 @@
 """A weight that is cut along its output over ranks that share a batch, used with this rank's shard (megatron).
 
+The shard itself may rotate (rtp around megatron): then it is a proxy, and its own use answers the layer's function.
+
 A linear layer or a convolution computes some of its outputs, which are then gathered; a look-up answers the tokens in
 its rows, and the answers are summed; a head's logits are deferred, and the loss takes each rank's part.
 """
@@ -27,7 +29,9 @@ from rotorch.ops.conv import PLAIN
 from rotorch.ops.cut_head import CutHead
 from rotorch.ops.deferred_logits import DeferredLogits
 from rotorch.ops.ids_in_slice import look_up
-from rotorch.ops.weight_proxy import WeightUse, use_of
+from rotorch.ops.loss import SharedVocabulary
+from rotorch.ops.ring_use import RingUse
+from rotorch.ops.weight_proxy import WeightProxy, WeightUse, use_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +40,7 @@ class ShardUse(WeightUse):
 
     Attributes:
         weight: the whole weight's description.
-        shard: this rank's part, a plain parameter.
+        shard: this rank's part: a plain parameter, or the proxy of one whose slices visit.
         axis_group: the ranks over which it is cut.
         strategy: kind of the strategy, for errors.
         head: True if products with it are logits.
@@ -84,6 +88,12 @@ class ShardUse(WeightUse):
             if bias is not None and own_bias is None:
                 # A bias that is whole on every rank: the head's columns are cut, so each rank adds its own part.
                 own_bias = scatter_to_region(bias, dim=0, lengths=self._lengths, axis_group=self.axis_group)
+
+            inner = use_of(self.shard)
+            if isinstance(inner, RingUse):
+                shared = SharedVocabulary(self.axis_group, self.ranges)
+                if (rotating := inner.rotating_head(own_bias, shared=shared)) is not None:
+                    return DeferredLogits(x, rotating)
 
             def product(hidden: Tensor) -> Tensor:
                 return F.linear(self._enter(hidden), self.shard, own_bias)
@@ -141,4 +151,10 @@ class ShardUse(WeightUse):
     @classmethod
     def gather(cls, uses: Sequence[ShardUse]) -> list[Tensor]:
         """Gathers each weight; its gradient is equal on all ranks, and each rank takes its own shard's part."""
-        return [gather_from_region(u.shard, dim=u._dim, lengths=u._lengths, axis_group=u.axis_group) for u in uses]
+        rotating = [use for u in uses if isinstance(use := use_of(u.shard), RingUse)]
+        come = iter(RingUse.gather(rotating))  # all in one call: a matrix and its bias travel together
+        shards = [next(come) if isinstance(u.shard, WeightProxy) else u.shard for u in uses]
+        return [
+            gather_from_region(shard, dim=u._dim, lengths=u._lengths, axis_group=u.axis_group)
+            for u, shard in zip(uses, shards, strict=True)
+        ]

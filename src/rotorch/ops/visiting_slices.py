@@ -13,7 +13,9 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.spec import Cut, Range
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.models.routed_pairs import RoutedPairs
+from rotorch.ops.conjugates import ParallelRegion
 from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
+from rotorch.ops.random_state import own_rng
 from rotorch.ops.rotate import RotatingUnit, rotate_module
 from rotorch.ops.slice_linear import slice_linear
 from rotorch.ops.sliced_cache import is_cache, make_room, of_slice
@@ -31,6 +33,7 @@ class VisitingSlices(ModuleSlices):
         whole: gives a weight by name that every slice needs whole; called once per call of the module.
         compiled: the module's forward is compiled. A graph has its own products, and gives the gradients of a slice's
             weights as autograd does.
+        within: the ranks among which weights are cut before they rotate; None if they rotate whole.
     """
 
     strategy = "rtp"
@@ -43,8 +46,10 @@ class VisitingSlices(ModuleSlices):
         sites: Mapping[str, tuple[Site, ...]],
         whole: Callable[[str], Tensor],
         compiled: bool,
+        within: ParallelRegion | None = None,
     ) -> None:
-        self.num_slices = rotating.slices.num_visits
+        self._num_visits, self._within = rotating.slices.num_visits, within
+        self.num_slices = self._num_visits * (1 if within is None else within.axis_group.size)
         self._module, self._rotating = module, rotating
         self._buffers = WrittenBuffers(module)
         self._whole = whole
@@ -79,8 +84,17 @@ class VisitingSlices(ModuleSlices):
 
     def ranges(self, cut: Cut, size: int) -> tuple[Range, ...]:
         slices = self._rotating.slices
-        first = self.index * slices.per_visit
-        return cut.ranges(size, num_slices=slices.num_slices, index=first, count=slices.per_visit)
+        visit = {"index": self.index * slices.per_visit, "count": slices.per_visit}
+        if self._within is None:
+            return cut.ranges(size, num_slices=slices.num_slices, **visit)
+        part = {"num_slices": self._within.axis_group.size, "index": self._within.axis_group.position}
+        mine, left = cut.ranges(size, **part), cut.of_slice(**part)
+        if left is None:
+            return mine
+        found = left.ranges(sum(r.length for r in mine), num_slices=slices.num_slices, **visit)
+        # Blocks lie side by side in a part, and apart in the whole.
+        blocks = enumerate(zip(found, mine, strict=True))
+        return tuple(Range(r.start - n * own.length + own.start, r.length) for n, (r, own) in blocks)
 
     def own(self) -> list[Tensor] | None:
         rotating = self._rotating
@@ -91,6 +105,20 @@ class VisitingSlices(ModuleSlices):
 
     def total(self, run: RunOnSlice, leaves: list[Any], prove: Prove) -> list[Tensor]:
         """Runs the module once per visit, in one autograd function."""
+        within, active = self._within, self._module.training
+        if within is None:
+            return self._total(run, leaves, prove=prove)
+        entered = within.enter_all(leaves)
+        # The others wait in these sums, so the proof, which may raise on one rank only, comes behind them.
+        proofs: list[Callable[[Sequence[Tensor]], Tensor]] = []
+        with own_rng(within.axis_group.position, like=leaves, active=active):
+            parts = self._total(run, entered, prove=proofs.append)
+        sums = [within.leave(part) for part in parts]
+        for proof in proofs:
+            prove(proof)
+        return sums
+
+    def _total(self, run: RunOnSlice, leaves: list[Any], prove: Prove) -> list[Tensor]:
         unit = self._rotating.unit
         where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         whole = [sites[0].get() for sites in self._whole_sites]
@@ -99,7 +127,7 @@ class VisitingSlices(ModuleSlices):
         packed, pairs = _Packed(), self._pairs(leaves)
         caches = [i for i, leaf in enumerate(leaves) if is_cache(leaf)]
         for i in caches:
-            make_room(leaves[i], module=self._module, name=unit.name, num_slices=self.num_slices)
+            make_room(leaves[i], module=self._module, name=unit.name, num_slices=self._num_visits)
 
         def run_slice(weights: Sequence[Tensor], inputs: Sequence[Tensor]) -> Tensor:
             self._visiting = weights

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -132,11 +132,12 @@ def predict_part(
     for transfer in transfers:
         sent[str(transfer.kind)] += transfer.sent_bytes
     inner = strategies[-1].layout_of(spec, batch=batch, position=positions[-1])
-    gathered = total.transient_bytes if sharing(strategies) else 0
+    # Buffers of a strategy that shares what the innermost one holds come on top of that one's.
+    transient, slots = (total.transient_bytes, total.slots_bytes) if sharing(strategies) else (0, 0)
     return Prediction(
         weights_bytes=total.resident_bytes,
-        transient_bytes=inner.transient_bytes + gathered,
-        slots_bytes=inner.slots_bytes,
+        transient_bytes=inner.transient_bytes + transient,
+        slots_bytes=inner.slots_bytes + slots,
         num_weights=sum(weight.trained for weight in spec.weights),
         sent_bytes=dict(sent),
         trained_bytes=trained.resident_bytes,
@@ -170,9 +171,7 @@ def unit_layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequen
     """
     *outer, (inner, at) = zip(strategies, positions, strict=True)
     layout = here = inner.layout(unit, position=at)
-    # Copies of borrowed weights are freed with them.
-    if inner.keeps_copies(unit) and not sharing(strategies) and not in_stage(unit).borrowed:
-        layout = replace(layout, copies_bytes=copies_beside(unit, layout_of=partial(inner.layout, position=at)))
+    copies = _copies(inner, unit, layout_of=partial(inner.layout, position=at))
     for strategy, position in reversed(outer):
         unit = inner.held(unit, layout=here, position=at)
         inner, at = strategy, position
@@ -180,7 +179,16 @@ def unit_layout(unit: Unit, *, strategies: Sequence[Strategy], positions: Sequen
         transient = layout.transient_bytes + here.transient_bytes
         transfers = layout.transfers + here.transfers
         layout = replace(layout, resident_bytes=here.resident_bytes, transient_bytes=transient, transfers=transfers)
-    return layout
+        if strategy.shares_inside:  # then what passes compute with is its own
+            copies = _copies(strategy, unit, layout_of=partial(strategy.layout_around, position=position))
+            layout = replace(layout, slots_bytes=here.slots_bytes, padding_bytes=here.padding_bytes)
+    return replace(layout, copies_bytes=copies)
+
+
+def _copies(strategy: Strategy, unit: Unit, *, layout_of: Callable[[Unit], Layout]) -> int:
+    """Bytes of copies of a unit that stay from step to step, by the strategy that holds it."""
+    stays = strategy.keeps_copies(unit) and not in_stage(unit).borrowed  # a borrowed weight's is freed with it
+    return copies_beside(unit, layout_of=layout_of) if stays else 0
 
 
 def _positions(strategies: Sequence[Strategy], *, rank: int) -> list[int]:

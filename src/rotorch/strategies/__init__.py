@@ -45,6 +45,7 @@ COMPOSES: frozenset[tuple[str, str]] = frozenset(
         ("ddp", "pp"),
         ("ddp", "zeropp"),
         ("fsdp", "megatron"),
+        ("rtp", "megatron"),
         ("pp", "fsdp"),
         ("pp", "rtp"),
         ("pp", "megatron"),

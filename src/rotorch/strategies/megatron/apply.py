@@ -51,16 +51,13 @@ class MegatronModel(SimpleShardedModel, ShardedStages):
         super().__init__(module, shards)
         shards.withhold(spec.units)
         equal = not strategy.changes_the_model
-        whole = [w for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
-        self._partial = [w.name for w in whole if w.beside_slices or not equal]
+        self._partial = strategy.gradients_in_parts(spec)
         self._axis_group = axis_group = make_axis_group(
             mesh, "megatron", transport=strategy.transport, device=setup.device
         )
         region = ParallelRegion(axis_group) if equal else PartlySyncedRegion(axis_group, num_synced=strategy.num_synced)
         tokens = TokenShard(axis_group) if strategy.token_axes else None
-        if equal:
-            _refuse_shared(spec, partial=self._partial)
-        else:
+        if not equal:
             _refuse_other_losses(module, strategy=strategy)
         for unit in spec.cut_units:
             if unit.kind is UnitKind.MODULE:
@@ -133,17 +130,6 @@ def _cut_along_tokens(module: nn.Module, *, spec: ModelSpec, tokens: TokenShard)
         OnAllTokens(module.get_submodule(name), name=name, tokens=tokens)
     tokens.run_in([module.get_submodule(name) for name in spec.order.layers])
     refuse_hidden_states(module)
-
-
-def _refuse_shared(spec: ModelSpec, *, partial: list[str]) -> None:
-    """Refuses weights used both beside slices, where gradients are parts, and elsewhere, where they are whole."""
-    for unit in spec.cut_units:
-        for name in unit.replicated:
-            if name not in partial:
-                raise ConfigError(
-                    f"megatron: {name!r} is used inside {unit.name!r}, which is cut, and outside of it. "
-                    "Give the weights of that module no role in the plan, or use rtp or fsdp"
-                )
 
 
 def _refuse_other_losses(module: nn.Module, *, strategy: Megatron) -> None:

@@ -96,6 +96,7 @@ class Megatron(OneAxis):
 
     def units_of(self, spec: ModelSpec) -> ModelSpec:
         """The model's units, with notes of gathers along the sequence and of weights whose gradients are parts."""
+        spec = spec.with_inside_whole()  # a ring around would cut these, and make them whole for each call
         return with_tokens_cut(spec) if self._cuts_tokens else spec
 
     @property
@@ -121,8 +122,7 @@ class Megatron(OneAxis):
         return Layout(resident_bytes=unit.num_bytes, transfers=transfers)
 
     def held(self, unit: Unit, *, layout: Layout, position: int = 0) -> Unit:
-        slices = (replace(w, shape=w.slice_shape(num_slices=self.size, index=position), cut=None) for w in unit.weights)
-        return unit if unit.kind is UnitKind.REPLICATED else replace(unit, weights=tuple(slices))
+        return unit if unit.kind is UnitKind.REPLICATED else unit.slice(num_slices=self.size, index=position)
 
     def activation_transfers(self, unit: Unit, *, batch: MicroBatch, position: int = 0) -> tuple[Transfer, ...]:
         """Transfers of one micro-batch for `unit`: hidden states at the unit's input and output.
@@ -185,6 +185,25 @@ class Megatron(OneAxis):
             if not parts:
                 transfers.append(self._sum(tokens * width * batch.itemsize, Phase.BACKWARD))
         return tuple(transfers)
+
+    def gradients_in_parts(self, spec: ModelSpec) -> list[str]:
+        """Names of the weights that every rank has whole, and of whose gradients it has a part.
+
+        Raises:
+            ConfigError: one of them is also used where every rank has the whole gradient.
+        """
+        whole = [w for unit in spec.units if unit.kind is UnitKind.REPLICATED for w in unit.weights]
+        if self.changes_the_model:
+            return [w.name for w in whole]
+        parts = [w.name for w in whole if w.beside_slices]
+        for unit in spec.cut_units:
+            for name in unit.replicated:
+                if name not in parts:
+                    raise ConfigError(
+                        f"megatron: {name!r} is used inside {unit.name!r}, which is cut, and outside of it. "
+                        "Give the weights of that module no role in the plan, or use rtp or fsdp"
+                    )
+        return parts
 
     def check(self, spec: ModelSpec) -> None:
         self._check_cut(spec)

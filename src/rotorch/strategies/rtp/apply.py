@@ -11,8 +11,8 @@ used (`ops/ring_use.py`); norms are passed whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -44,6 +44,7 @@ from rotorch.ops.weight_proxy import WeightProxy
 from rotorch.shard.flat import FlatSlices, can_lie_side_by_side
 from rotorch.shard.sites import Site
 from rotorch.strategies.rtp.plan import RTP
+from rotorch.strategies.rtp.shared_batch import SharedBatch
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         module, strategy, spec, mesh, sites = setup.module, setup.strategy, setup.spec, setup.mesh, setup.sites
         compiled = setup.compiled
         self._mesh = mesh
+        self._within = within = None if setup.within is None else SharedBatch(setup)
         if spec.kept_whole and mesh.size() > 1 and mesh.get_rank() == 0:
             _log.warning("rtp: %s", spec.summary())
         if compiled and strategy.recompute == "all_but_attention":
@@ -69,19 +71,31 @@ class RTPModel(SimpleShardedModel, ShardedStages):
             )
         check_not_compiled(spec, kind="rtp", compiled=compiled)
         heads = head_weights(module)
-        self.ring, self.units = _on_a_ring(setup, heads=heads)
-        placements = ShardPlacement.of_units(spec.units, mesh=mesh)
-        shards = setup.shards(placements, memory=RingMemory(self.ring, self.units))
+        visiting = spec.cut_units if within is None else within.visiting
+        self.ring, self.units = _on_a_ring(setup, visiting, heads=heads)
+        memory = RingMemory(self.ring, self.units)
+        if within is None:
+            shards = setup.shards(ShardPlacement.of_units(spec.units, mesh=mesh), memory=memory)
+        else:
+            shards = setup.shards(within.placements, memory=memory, mesh=setup.inside)
         super().__init__(module, shards)
         shards.withhold(u.unit for u in self.units)
         alone = {u.unit.weights[0].name: u for u in self.units if u.unit.kind is UnitKind.WEIGHT}
         for rotating in self.units:
             if rotating.unit.kind is UnitKind.MODULE:
                 part, whole_weight = module.get_submodule(rotating.unit.name), partial(self._whole_weight, alone)
+                slices = VisitingSlices(
+                    part,
+                    rotating,
+                    sites=sites,
+                    whole=whole_weight,
+                    compiled=compiled,
+                    within=None if within is None else within.region,
+                )
                 PartialModule(
                     part,
-                    unit=rotating.unit,
-                    slices=VisitingSlices(part, rotating, sites=sites, whole=whole_weight, compiled=compiled),
+                    unit=rotating.unit if within is None else within.whole_units[rotating.unit.name],
+                    slices=slices,
                     sites=sites,
                     once=shards.leaves.__getitem__,
                     proven=module_declares(module) or rotating.unit.note(WholeExperts) is not None,
@@ -93,7 +107,10 @@ class RTPModel(SimpleShardedModel, ShardedStages):
                     keep_logits = strategy.recompute == "none"
                     use = use_on_ring(weight, rotating, head=head, keep_logits=keep_logits, by_plan=spec.by_plan)
                     like = self.ring.home_weights(rotating.item).new_empty(0, dtype=rotating.dtype)
-                    shards.replace(weight.name, WeightProxy(use, like=like))
+                    proxy = WeightProxy(use, like=like)
+                    shards.replace(weight.name, proxy if within is None else within.proxy(weight.name, shard=proxy))
+        if within is not None:
+            within.hold_empty_parts(module, shards=shards, sites=sites, compiled=compiled)
         if strategy.recomputes_units:
             chosen = {weight.name for unit in spec.units if is_whole(unit) for weight in unit.weights}
             for norm in _between_units(module, [u.unit for u in self.units], whole=shards.leaves.keys() - chosen):
@@ -102,6 +119,16 @@ class RTPModel(SimpleShardedModel, ShardedStages):
     def _whole_weight(self, alone: Mapping[str, RotatingUnit], name: str) -> Tensor:
         """A weight that every slice of a module needs: whole at rest, or gathered for the call if it rotates alone."""
         return gather_weights(alone[name])[0] if name in alone else self.shards.leaves[name]
+
+    @contextmanager
+    def unsharded(self) -> Iterator[nn.Module]:
+        with nullcontext() if self._within is None else self._within.same_rng(), super().unsharded() as module:
+            yield module
+
+    def start(self) -> None:
+        if self._within is not None:
+            self._within.axis_group.start()
+        super().start()
 
     def borrowed_ready(self) -> None:
         barrier(mesh=self._mesh)  # in shared memory a rank reads values that another one has received
@@ -114,7 +141,11 @@ class RTPModel(SimpleShardedModel, ShardedStages):
 
     def finish(self) -> None:
         self.ring.finish()
-        self.shards.reduce()
+        if self._within is not None:
+            self.shards.reduce(self._within.gradients_in_parts, mesh=self._within.mesh)
+        self.shards.reduce(mesh=self._mesh)
+        if self._within is not None:
+            self.shards.unused_count_as_zero()
         super().finish()
 
     @property
@@ -126,11 +157,15 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         return self.ring.name
 
     @property
+    def transport_within(self) -> str | None:
+        return None if self._within is None else self._within.axis_group.transport
+
+    @property
     def num_hosts(self) -> int | None:
         return self.ring.num_hosts
 
     def slots(self) -> list[Tensor]:
-        return self.ring.slots()
+        return [*self.ring.slots(), *([] if self._within is None else self._within.axis_group.slots())]
 
     def write_status_to(self, status: StatusWord) -> list[str]:
         super().write_status_to(status)
@@ -142,9 +177,11 @@ class RTPModel(SimpleShardedModel, ShardedStages):
 
     def close(self) -> None:
         self.ring.close()
+        if self._within is not None:
+            self._within.axis_group.close()
 
 
-def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUnit]]:
+def _on_a_ring(setup: Setup, visiting: Sequence[Unit], *, heads: set[str]) -> tuple[Ring, list[RotatingUnit]]:
     """Makes the ring and its items: the units of the model, whose slices visit, or each weight in place.
 
     This is the one place that decides between them: where the ring's memory gives whole weights, a unit of linear
@@ -152,7 +189,6 @@ def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUni
     """
     strategy: RTP = setup.strategy
     parameters, size = dict(setup.module.named_parameters()), strategy.size
-    visiting = setup.spec.cut_units
     in_place = _one_by_one(visiting, sites=setup.sites, heads=heads)
     grouped = strategy.num_visits < size
     slices = [
@@ -161,7 +197,8 @@ def _on_a_ring(setup: Setup, *, heads: set[str]) -> tuple[Ring, list[RotatingUni
     side_by_side = [FlatSlices(u.weights, num_slices=size, side_by_side=True) for u in in_place]
     wire_dtype = None if strategy.compute is None else getattr(torch, strategy.compute)
     # Of another precision they would be converted whole, at each use; a graph gives gradients of all its weights.
-    reads_whole = not strategy.recomputes_units and wire_dtype is None and not setup.compiled
+    # Around another strategy modules run on that one's parts, which linear layers alone do not tell.
+    reads_whole = not strategy.recomputes_units and wire_dtype is None and not setup.compiled and setup.within is None
     ring = make_ring(
         strategy.transport,
         mesh=setup.mesh,

@@ -43,6 +43,12 @@ Mixtures of experts (`experts=whole`)
     of 1/n of every expert's width. Tokens stay: a visiting set computes for the tokens that the router sends to it. The
     same bytes, one product per expert instead of n narrower ones. This is the paper's own way.
 
+Around another strategy (`rtp=a,megatron=b`)
+    The b ranks inside share a batch, and each has 1/b of every weight's heads or columns; that part rotates over a ring
+    of the a ranks that have the same one. A rank keeps P/(a b), and sends (a-1)/a (P + P + P)/b beside what `megatron`
+    sends: activations are summed behind the last slice of an attention or MLP. It computes its part of the logits a
+    slice at a time.
+
 Precision
     Where a pass computes in bfloat16 (`compute`: under autocast, or with `param_dtype`), slices visit and travel in it:
     half the bytes. Masters, gradients and their hops stay in float32. No copy in bfloat16 is kept: over messages
@@ -71,7 +77,7 @@ from rotorch.core.messages import bounce_bytes, fp8_bytes, num_chunks, sum_slots
 from rotorch.core.shared_context import check_divides, check_shares, key_value_transfers
 from rotorch.core.spec import Combine, ModelSpec, Unit, UnitKind
 from rotorch.core.stages import in_stage
-from rotorch.core.strategy import OneAxis
+from rotorch.core.strategy import OneAxis, Strategy
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer
 from rotorch.core.whole_experts import check_whole_experts, with_whole_experts
 from rotorch.core.whole_units import check_memory, is_whole, whole_layout, with_whole_units
@@ -118,6 +124,8 @@ class RTP(OneAxis):
     kind: ClassVar[str] = "rtp"
     not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
+    shares_inside: ClassVar[bool] = True
+    holds_inside: ClassVar[bool] = True
     recompute: Literal["none", "head", "all_but_attention", "slice"] = "head"
     transport: Literal["auto", "shared_memory", "symmetric_memory", "hierarchical", "send_receive"] = "auto"
     hosts: Annotated[int, Field(ge=2)] = 2
@@ -346,6 +354,21 @@ class RTP(OneAxis):
         if self.transport == "hierarchical":
             return self.model_copy(update={"buffering": "out_of_place"})
         return self.model_copy(update={"buffering": "out_of_place", "ahead": 1})  # there are no messages to buffer
+
+    def check_around(self, inner: Strategy) -> None:
+        """Raises `ConfigError` for options of either strategy that have no meaning together."""
+        without = self.model_copy(update={"context": 1, "memory": None, "experts": "cut"})
+        if self != without:
+            raise ConfigError(
+                f"parallel: '{self},{inner}': rtp around {inner.kind} rotates that one's parts of weights, and has no "
+                f"context, memory or experts of its own. Write {without},{inner}"
+            )
+        if inner.token_axes or inner.changes_the_model:
+            plain = f"{inner.kind}={inner.num_ranks}"
+            raise ConfigError(
+                f"parallel: '{self},{inner}': a module runs once for each slice that visits, so its inputs and outputs "
+                f"are whole on every rank. Write {self},{plain}, or fsdp={self.size},{inner}"
+            )
 
     def check_device(self, device_type: str) -> None:
         needed = {"shared_memory": "cpu", "hierarchical": "cpu", "symmetric_memory": "cuda"}.get(
