@@ -249,6 +249,7 @@ EXAMINED = {
     ("ddp=2,rtp=2", "llama"),  # replicas and stages around another strategy are shown around rotation
     ("pp=2,rtp=2", "llama"),
     ("fsdp=2,megatron=2", "qwen3"),  # shards of slices
+    ("rtp=2,megatron=2", "qwen3"),  # slices of parts
 }
 """Of the invariants, beside each strategy alone and each value of its options."""
 

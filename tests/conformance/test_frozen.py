@@ -16,7 +16,7 @@ from rotorch.testing.traffic import micro_batch_of, traffic_problems
 
 ALONE = [smallest(kind) for kind in STRATEGIES if of_size(kind, 2) or of_size(kind, 4)]
 COMPOSED = [f"{of_size(outer, 2)},{layout}" for outer, inner in sorted(COMPOSES) if (layout := of_size(inner, 2))]
-TELLING = ["ddp=2,rtp=2", "ddp=2,fsdp=2"]
+TELLING = ["ddp=2,rtp=2", "ddp=2,fsdp=2", "rtp=2,megatron=2"]
 """Of compositions: replicas of slices in one buffer, and of shards with gradients of their own."""
 
 

@@ -24,7 +24,14 @@ ROTATED = (
     "rtp=2[recompute=slice,buffering=in_place,transport=send_receive]",
 )
 SUMMED = ("megatron=2", "megatron=2[sequence_parallel=true]", "atp=1x2", "tesseract=1x1x2[zero=true]")
-ON_FOUR = ("pp=2,fsdp=2", "zeropp=2x2", "pp=2[schedule=zb_h1],megatron=2", "zeropp=2x1,rtp=2", "fsdp=2,megatron=2")
+ON_FOUR = (
+    "pp=2,fsdp=2",
+    "zeropp=2x2",
+    "pp=2[schedule=zb_h1],megatron=2",
+    "zeropp=2x1,rtp=2",
+    "fsdp=2,megatron=2",
+    "rtp=2,megatron=2",
+)
 """Weights that are gathered for a stage or a block, lent to another stage, or whose gradients are put off."""
 GRIDS = ("summa=2x2", "summa=2x2[transport=messages]", "ddp=4,rtp=1")
 BF16 = torch.bfloat16

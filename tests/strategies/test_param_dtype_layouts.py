@@ -34,6 +34,8 @@ LAYOUTS = {
     ),
     4: (
         "fsdp=2,megatron=2[transport=messages]",
+        "rtp=2,megatron=2",
+        "rtp=2[transport=send_receive],megatron=2[transport=messages]",
         "zeropp=2x2",
         "pp=2,fsdp=2",
         "pp=2,rtp=2[transport=send_receive]",

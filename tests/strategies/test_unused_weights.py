@@ -54,6 +54,7 @@ LAYOUTS = [
     "osdp=2[memory=100KiB]",
     "megatron=2",
     "fsdp=2,megatron=2",
+    "rtp=2,megatron=2",
     "ddp=2,rtp=2",
 ]
 

@@ -37,7 +37,19 @@ def test_the_name_of_the_release_before_is_taken():
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(
-    "layout", ["single", "ddp=2", "fsdp=2", "rtp=1", "rtp=2", "pp=2", "fsdp=2,megatron=2", "zeropp=2x1", "summa=2x2"]
+    "layout",
+    [
+        "single",
+        "ddp=2",
+        "fsdp=2",
+        "rtp=1",
+        "rtp=2",
+        "pp=2",
+        "fsdp=2,megatron=2",
+        "rtp=2,megatron=2",
+        "zeropp=2x1",
+        "summa=2x2",
+    ],
 )
 def test_every_layout_takes_every_precision(layout, precision):
     check_device(run_with(precision), strategies=parse_parallel(layout))

@@ -41,6 +41,9 @@ class Strategy(BaseModel, ABC):
     holds_inside: ClassVar[bool] = False
     """True if it holds the model for such a strategy inside of it, too: it cuts that one's slices once more."""
 
+    slices_visit: ClassVar[bool] = False
+    """True if slices of weights visit a rank, which computes with one after another."""
+
     ranks_alike: ClassVar[bool] = False
     """True if all its ranks hold and send the same of any unit, whatever their position."""
 
@@ -228,6 +231,11 @@ class Strategy(BaseModel, ABC):
 def sharing(strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
     """Returns the strategies, outermost first, whose ranks share what another one inside of them holds."""
     return tuple(strategy for strategy in strategies[:-1] if strategy.shares_inside)
+
+
+def with_visits(strategies: Sequence[Strategy]) -> Strategy | None:
+    """Returns the strategy under which slices visit a rank, innermost or around the innermost one; None without one."""
+    return next((s for s in (*sharing(strategies), *strategies[-1:]) if s.slices_visit), None)
 
 
 class OneAxis(Strategy):

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from rotorch.core.spec import Unit, Weight
-from rotorch.core.strategy import Strategy, sharing
+from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
 from rotorch.core.whole_experts import WholeExperts
 from rotorch.pipelining.stage_strategy import StageStrategy
@@ -183,7 +183,7 @@ class _HeldBytes:
 
     def __init__(self, model: FoldedModel, strategies: Sequence[Strategy]) -> None:
         self.model = model
-        self._inner, self._shared = strategies[-1], bool(sharing(strategies))
+        self._inner, self._shared = strategies[-1], any(s.gathers_weights for s in sharing(strategies))
         self._reshards = all(getattr(strategy, "reshard", True) for strategy in strategies)
         self.gathers = self._inner.gathers_weights or self._shared
         self._before, self._after, *self._layers = (
@@ -353,7 +353,12 @@ class _Passes:
     @property
     def gathers(self) -> bool:
         """True if layers are gathered one after another."""
-        return self.inner.kind == "fsdp" or bool(self.sharing)
+        return self.inner.kind == "fsdp" or any(strategy.gathers_weights for strategy in self.sharing)
+
+    @cached_property
+    def ring(self) -> Strategy | None:
+        """The strategy whose slices visit."""
+        return with_visits(self.strategies)
 
     @property
     def sharing(self) -> tuple[Strategy, ...]:
@@ -368,7 +373,12 @@ class _Passes:
     @property
     def by_units(self) -> bool:
         """True if layers are recomputed unit by unit, a slice at a time."""
-        return bool(getattr(self.inner, "recomputes_units", False))
+        return bool(getattr(self.ring, "recomputes_units", False))
+
+    @property
+    def slices(self) -> float:
+        """Number of slices that all ranks of a batch compute a unit in."""
+        return self.cuts.interior * (1 if self.ring is None else self.ring.num_ranks)
 
     @property
     def rows(self) -> int:
@@ -379,8 +389,9 @@ class _Passes:
         kept, first, has_head, fewest = self._kept(rank)
         held, whole = dict(rank.by_category), rank.gathered
         gradients = held.pop("gradients")
-        held["slots"] = max(held["slots"], self.slots_bytes)
-        has_own = self.inner.kind in ("ddp", "rtp") or self.accumulation > fewest
+        # Those of a ring, and those of the strategy inside of it.
+        held["slots"] = held["slots"] + self.slots_bytes if self.sharing else max(held["slots"], self.slots_bytes)
+        has_own = self.inner.kind == "ddp" or self.ring is not None or self.accumulation > fewest
         early = gradients if has_own else 0.0
         layers = range(len(self.traced.layers))  # none if the model does not say what its layers are
         given = max((layer.given.of(self.rows, cut=self.cuts.stream) for layer in self.traced.layers), default=0.0)
@@ -389,7 +400,7 @@ class _Passes:
         if not self.by_units:  # else one unit at a time
             passing = self.traced.temporaries
             # Gradients of weights are added where they travel, or counted above.
-            if self.inner.kind == "rtp" or self.gathers:
+            if self.ring is not None or self.gathers:
                 passing = passing.without_constant()
             temporaries += passing.of(self.rows, cut=min(self.cuts.stream, self.cuts.interior))
         if self.gathers:  # gradients of layers leave one after the other
@@ -411,21 +422,21 @@ class _Passes:
 
     def _loss(self, given: float, *, has_head: bool) -> dict[str, float]:
         """Logits, what is made of them, and their gradient; ranks that cut a vocabulary make two tensors of it."""
-        inner = self.inner
+        inner, ring = self.inner, self.ring
         head = self.model.head
         if not has_head or head is None:
             return {"temporaries": given}
-        if not (inner.kind in ("megatron", "atp", "rtp") or inner.feature_axes):
+        if not (inner.kind in ("megatron", "atp") or ring is not None or inner.feature_axes):
             return {"logits": self.traced.logits.of(self.rows)}
         matrix = next(weight for weight in head.weights if len(weight.shape) == 2)
         one = float(self.rows * self.batch.num_tokens * matrix.shape[0] * self.batch.loss_itemsize)
-        if inner.kind == "rtp":
-            keeps = getattr(inner, "recompute", "none") == "none"
+        if ring is not None:
+            keeps = getattr(ring, "recompute", "none") == "none"
             # Of half precision a slice exists as the product gave it, its gradient too, and one is kept.
             half = 3 * one * self.batch.itemsize / self.batch.loss_itemsize
             at_once = 2 * one + (half if self.batch.itemsize < self.batch.loss_itemsize else 0)
             return {
-                "logits": one if keeps else at_once / inner.num_ranks,
+                "logits": one / self.cuts.interior if keeps else at_once / self.slices,
                 "temporaries": given * (4 if keeps else 2),
             }
         cut = self.cuts.interior if inner.kind in ("megatron", "atp") else self.cuts.stream
@@ -455,12 +466,10 @@ class _Passes:
 
     def _whole(self, number: int) -> float:
         """A layer whose interior is there again, a slice at a time where units are computed in slices."""
-        return self._all_of(
-            self.traced.layers[number], cut=self.inner.num_ranks if self.by_units else self.cuts.interior
-        )
+        return self._all_of(self.traced.layers[number], cut=self.slices if self.by_units else self.cuts.interior)
 
     def _all_of(self, layer: TracedLayer, *, cut: float) -> float:
         interior = layer.interior
-        if self.inner.kind == "rtp":  # nobody keeps slices that were cast for a visit
+        if self.ring is not None:  # nobody keeps slices that were cast for a visit
             interior = interior.without_constant()
         return layer.stream.of(self.rows, cut=self.cuts.stream) + interior.of(self.rows, cut=cut)

@@ -23,7 +23,7 @@ from rotorch.core.errors import ConfigError
 from rotorch.core.precision import Precision, dtype_of_passes, itemsize_of_passes
 from rotorch.core.quantities import format_bytes
 from rotorch.core.spec import ModelSpec
-from rotorch.core.strategy import Strategy, sharing
+from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import MicroBatch
 from rotorch.pipelining.stage_strategy import StageStrategy
 from rotorch.planner.cluster import Cluster
@@ -231,6 +231,11 @@ def compositions(num_ranks: int, *, num_layers: int, wide: int) -> Iterator[str]
                     for again in ("", "[recompute=block]"):
                         yield f"fsdp={left // inside}{again},megatron={inside}"
                         yield f"fsdp={left // inside}{again},megatron={inside}[sequence_parallel=true]"
+                for ring in (n for n in divisors if 1 < n <= wide // inside and not pipeline):
+                    if (left // inside) % ring == 0:
+                        outside = [f"ddp={left // inside // ring}"] if left > inside * ring else []
+                        for options in ("[recompute=none]", "", "[recompute=slice]"):
+                            yield ",".join([*outside, f"rtp={ring}{options}", f"megatron={inside}"])
                 if not pipeline:
                     yield ",".join([*around, f"megatron={inside}[sequence_parallel=true]"])
                     yield from (",".join([*around, text]) for text in _grids(inside))
@@ -429,9 +434,9 @@ class _Search:
 
     def time(self, candidate: _Candidate, rows: int, accumulation: int, *, less_than: float = inf) -> StepTime | None:
         """Predicts the time of a step; None if a bound shows that it is more than `less_than` seconds."""
-        inner = candidate.strategies[-1]
-        computes_again = any(s.recomputes_layers for s in (*sharing(candidate.strategies), inner))
-        again = computes_again or bool(getattr(inner, "recomputes_units", False))
+        strategies = candidate.strategies
+        computes_again = any(s.recomputes_layers for s in (*sharing(strategies), strategies[-1]))
+        again = computes_again or bool(getattr(with_visits(strategies), "recomputes_units", False))
         plan = Planned(
             model=candidate.model,
             strategies=candidate.strategies,

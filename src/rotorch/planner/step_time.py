@@ -25,7 +25,7 @@ from math import prod
 
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Unit
-from rotorch.core.strategy import Strategy, sharing
+from rotorch.core.strategy import Strategy, sharing, with_visits
 from rotorch.core.traffic import Kind, MicroBatch, Phase, Transfer, all_reduce
 from rotorch.pipelining.lower import lower
 from rotorch.pipelining.makespan import Makespan
@@ -94,6 +94,11 @@ class Planned:
         return self.strategies[-1]
 
     @cached_property
+    def ring(self) -> Strategy | None:
+        """The strategy whose slices visit."""
+        return with_visits(self.strategies)
+
+    @cached_property
     def group_of(self) -> dict[str, Group]:
         """Groups of ranks by axis."""
         axes = [(axis, size) for strategy in self.strategies for axis, size in strategy.axes.items()]
@@ -130,12 +135,13 @@ class StepTime:
     busy_s: dict[str, float]
 
 
-def cutting_of(strategy: Strategy) -> Cutting:
-    """Returns the way in which a strategy cuts a rank's operators."""
+def cutting_of(strategy: Strategy, *, ring: Strategy | None) -> Cutting:
+    """Returns the way in which the innermost strategy, and slices that visit, cut a rank's operators."""
+    slices = 1 if ring is None else visits_of(ring)
     if strategy.kind == "megatron":
-        return Cutting(interior=strategy.num_ranks)
-    if strategy.kind == "rtp":
-        return Cutting(slices=visits_of(strategy))
+        return Cutting(interior=strategy.num_ranks, slices=slices)
+    if ring is not None:
+        return Cutting(slices=slices)
     if strategy.kind == "atp":
         features = strategy.axes[strategy.feature_axes[0]]
         return Cutting(interior=strategy.num_ranks // features, features=features)
@@ -208,14 +214,14 @@ def step_time_if(plan: Planned, *, worth: Callable[[float], bool]) -> StepTime |
 class _Step:
     def __init__(self, plan: Planned) -> None:
         self.plan = plan
-        self.cutting = cutting_of(plan.inner)
+        self.cutting, ring = cutting_of(plan.inner, ring=plan.ring), plan.ring
         self.at_once = plan.stages is not None and plan.inner.gathers_weights  # a stage is gathered whole
         model = plan.model
         self.layers = [self._layer(layer) for layer in model.classes]
         batch, cutting = plan.batch, self.cutting
         self.before = self._outside(model.before, embedding_passes(model, batch=batch, cutting=cutting))
         head = head_passes(model, batch=batch, cutting=cutting)
-        if plan.inner.kind == "rtp" and getattr(plan.inner, "recompute", "none") != "none":
+        if ring is not None and getattr(ring, "recompute", "none") != "none":
             head = replace(head, backward_input=Work.together([head.forward, head.backward_input]))
         self.after = self._outside(model.after, head)
         self._ends: dict[tuple[tuple[tuple[int, int], ...], bool, bool], tuple[float, float]] = {}
@@ -255,7 +261,7 @@ class _Step:
             forward_host_s=speeds.host_s(passes.forward),
             backward_host_s=speeds.host_s(backward) + recompute_host,
             parts=self.cutting.parts,
-            all_come=plan.inner.kind == "rtp" and visits_of(plan.inner) < plan.inner.num_ranks,
+            all_come=plan.ring is not None and visits_of(plan.ring) < plan.ring.num_ranks,
         )
         for unit in units:
             found = self._with_transfers(found, unit)
@@ -305,7 +311,7 @@ class _Step:
                     activations[again] += seconds
                     hosts[again] += _COLLECTIVE_OPERATORS * plan.speeds.operator_s
         if plan.numerics.recompute:
-            fetches[1] += fetches[0] if plan.inner.kind != "rtp" else 0.0
+            fetches[1] += fetches[0] if plan.ring is None else 0.0
         total += sum(self._bucketed_s(t) for t in self._outer_sums(layout))
         return replace(
             part,

@@ -54,7 +54,7 @@ def expected_sent_bytes(model: ParallelModel, *, batch: MicroBatch | None = None
         batch: the micro-batch; None leaves out activations.
     """
     sent: dict[Kind, int] = defaultdict(int)
-    strategies = [*model.strategies[:-1], _as_it_runs(model)]
+    strategies = _as_they_run(model)
     positions = [_position(model, strategy) for strategy in strategies]
     for unit in _part_of_rank(model).units:
         transfers = list(unit_layout(unit, strategies=strategies, positions=positions).transfers)
@@ -106,13 +106,20 @@ def traffic_problems(model: ParallelModel, meter: Meter, *, batch: MicroBatch | 
             yield f"{kind}: sent {found} bytes in {number} messages, the Layouts say {said}"
 
 
-def _as_it_runs(model: ParallelModel) -> Strategy:
-    """The innermost strategy, with the transport that "auto" came to."""
-    inner, transport = model.strategies[-1], model.sharded.transport
-    if transport is None or getattr(inner, "transport", None) != "auto":
-        return inner
-    hosts = model.sharded.num_hosts
-    return inner.model_copy(update={"transport": transport} | ({} if hosts is None else {"hosts": hosts}))
+def _as_they_run(model: ParallelModel) -> list[Strategy]:
+    """The strategies, with the transports that "auto" came to."""
+    hosts, within = model.sharded.num_hosts, model.sharded.transport_within
+    *outer, inner = model.strategies
+    if within is not None:  # the next one around it has the ring
+        *outer, around = outer
+        return [*outer, _over(around, model.sharded.transport, hosts=hosts), _over(inner, within, hosts=None)]
+    return [*outer, _over(inner, model.sharded.transport, hosts=hosts)]
+
+
+def _over(strategy: Strategy, transport: str | None, *, hosts: int | None) -> Strategy:
+    if transport is None or getattr(strategy, "transport", None) != "auto":
+        return strategy
+    return strategy.model_copy(update={"transport": transport} | ({} if hosts is None else {"hosts": hosts}))
 
 
 def _part_of_rank(model: ParallelModel) -> ModelSpec:

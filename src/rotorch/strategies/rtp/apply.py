@@ -79,6 +79,7 @@ class RTPModel(SimpleShardedModel, ShardedStages):
         else:
             shards = setup.shards(within.placements, memory=memory, mesh=setup.inside)
         super().__init__(module, shards)
+        self.transport_within = None if within is None else within.axis_group.transport
         shards.withhold(u.unit for u in self.units)
         alone = {u.unit.weights[0].name: u for u in self.units if u.unit.kind is UnitKind.WEIGHT}
         for rotating in self.units:
@@ -155,10 +156,6 @@ class RTPModel(SimpleShardedModel, ShardedStages):
     @property
     def transport(self) -> str | None:
         return self.ring.name
-
-    @property
-    def transport_within(self) -> str | None:
-        return None if self._within is None else self._within.axis_group.transport
 
     @property
     def num_hosts(self) -> int | None:

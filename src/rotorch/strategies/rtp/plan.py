@@ -124,6 +124,7 @@ class RTP(OneAxis):
     kind: ClassVar[str] = "rtp"
     not_compiled: ClassVar[str] = ""
     cuts_weights: ClassVar[bool] = True
+    slices_visit: ClassVar[bool] = True
     shares_inside: ClassVar[bool] = True
     holds_inside: ClassVar[bool] = True
     recompute: Literal["none", "head", "all_but_attention", "slice"] = "head"
