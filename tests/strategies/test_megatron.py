@@ -14,7 +14,7 @@ from rotorch.core.errors import ConfigError, RankFailure
 from rotorch.core.traffic import Kind, Phase
 from rotorch.models.describe import describe
 from rotorch.models.hf import causal_lm, config_from_dict, load_config
-from rotorch.strategies import parse_parallel
+from rotorch.strategies import num_ranks, parse_parallel
 from rotorch.testing.arithmetic import exact_arithmetic
 from rotorch.testing.batches import global_batch
 from rotorch.testing.fake import as_rank
@@ -217,11 +217,11 @@ def pass_of_a_wrong_plan(make, layout):
     model.forward_backward({"x": torch.ones(2, 12, dtype=torch.float64), "labels": torch.zeros(2, dtype=torch.int64)})
 
 
-@pytest.mark.parametrize("layout", ["megatron=2", "rtp=2[transport=send_receive]"])
+@pytest.mark.parametrize("layout", ["megatron=2", "rtp=2[transport=send_receive]", "rtp=2,megatron=2"])
 @pytest.mark.parametrize("make", [Residual, Scaled])
 def test_a_plan_whose_outputs_do_not_add_up_is_refused(make, layout):
     with pytest.raises(RankFailure, match="'0' cannot be cut as the plan says"):
-        run_ranks(pass_of_a_wrong_plan, make, layout, num_ranks=2)
+        run_ranks(pass_of_a_wrong_plan, make, layout, num_ranks=num_ranks(parse_parallel(layout)))
 
 
 def test_dropout_behind_a_bias_is_not_taken_for_more_than_a_sum():

@@ -64,6 +64,13 @@ def _noting(forward: Callable[..., Any], dense: Callable[[Tensor], Tensor], /, *
     return output
 
 
+def hand_on_recipe(tensor: Tensor, *, to: Tensor) -> None:
+    """Gives `to`, a view of all of a norm's output, the recipe of that; does nothing for other tensors."""
+    how, source = recipe_of(tensor)
+    if how is not None:
+        setattr(to, _NOTE, _Note(how, source, (to._version, source._version)))
+
+
 def recipe_of(tensor: Tensor) -> tuple[NormRecipe | None, Tensor]:
     """Returns a norm's output as (recipe, source), if neither has been written to since; else (None, the tensor)."""
     note: _Note | None = getattr(tensor, _NOTE, None)

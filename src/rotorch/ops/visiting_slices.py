@@ -16,6 +16,7 @@ from rotorch.models.routed_pairs import RoutedPairs
 from rotorch.ops.conjugates import ParallelRegion
 from rotorch.ops.partial_module import ModuleSlices, Prove, RunOnSlice
 from rotorch.ops.random_state import own_rng
+from rotorch.ops.recompute_norm import hand_on_recipe
 from rotorch.ops.rotate import RotatingUnit, rotate_module
 from rotorch.ops.slice_linear import slice_linear
 from rotorch.ops.sliced_cache import is_cache, make_room, of_slice
@@ -109,6 +110,9 @@ class VisitingSlices(ModuleSlices):
         if within is None:
             return self._total(run, leaves, prove=prove)
         entered = within.enter_all(leaves)
+        for leaf, inside in zip(leaves, entered, strict=True):
+            if inside is not leaf:
+                hand_on_recipe(leaf, to=inside)
         # The others wait in these sums, so the proof, which may raise on one rank only, comes behind them.
         proofs: list[Callable[[Sequence[Tensor]], Tensor]] = []
         with own_rng(within.axis_group.position, like=leaves, active=active):
