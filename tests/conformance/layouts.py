@@ -25,6 +25,8 @@ PIPELINES = {
     ("pp=2[schedule=zb_h1]", "llama"),
     ("pp=2,rtp=2", "llama"),
     ("pp=2,fsdp=2", "llama"),
+    ("pp=2,atp=1x2", "llama"),
+    ("pp=2,tesseract=1x1x2", "llama"),
     ("zeropp=2x2", "gemma2"),
     ("zeropp=2x1,rtp=2", "qwen3"),
     ("ddp=2,zeropp=2x1", "gpt_neox"),
@@ -248,6 +250,7 @@ EXAMINED = {
     ("atp=1x2", "llama"),
     ("ddp=2,rtp=2", "llama"),  # replicas and stages around another strategy are shown around rotation
     ("pp=2,rtp=2", "llama"),
+    ("pp=2,atp=1x2", "llama"),  # parts of features between stages
     ("fsdp=2,megatron=2", "qwen3"),  # shards of slices
     ("rtp=2,megatron=2", "qwen3"),  # slices of parts
 }

@@ -60,6 +60,10 @@ SLOW = pytest.mark.slow
         ("zeropp=2x1[chunks=2,unit=2,recompute=block]", 5),
         ("zeropp=2x2[inner=rtp,unit=2]", 3),
         ("pp=2[schedule=zbv,layers=1-2-1-1]", 3),
+        ("pp=2,atp=1x2", 3),  # a part of the features of a weight of two stages
+        pytest.param("pp=2[schedule=zb_h1],atp=2x2[order=row_first]", 3, marks=SLOW),
+        pytest.param("pp=2,tesseract=1x1x2[zero=true]", 3, marks=SLOW),
+        pytest.param("pp=2[schedule=interleaved_1f1b,layers=2-1-1-1],summa=2x2", 4, marks=SLOW),
         pytest.param("pp=2[schedule=interleaved_1f1b,layers=2-1-1-1],rtp=2", 4, marks=SLOW),
         pytest.param("pp=2[schedule=looped_bfs,unit=2],fsdp=2", 3, marks=SLOW),
         pytest.param("pp=2[schedule=zbv,unit=2],fsdp=2", 5, marks=SLOW),
@@ -191,6 +195,7 @@ def squared_norm(model):
     [
         ("llama", ("pp=2[schedule=zb_h1]", "fsdp=2")),
         ("qwen3", ("ddp=2,zeropp=2x1", "fsdp=4")),  # replicas of what is tied over two stages count once
+        ("qwen3", ("pp=2,atp=1x2", "fsdp=4")),  # norms are the same on both ranks of a stage, and count once
         pytest.param("qwen3", ("fsdp=4", "ddp=2,zeropp=2x1"), marks=pytest.mark.slow),
     ],
 )

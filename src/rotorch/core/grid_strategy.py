@@ -13,6 +13,7 @@ from rotorch.core.grid import ACROSS, DOWN, GridCoordinate
 from rotorch.core.grid_memory import in_flight_bytes, slots_bytes, with_gathered_bytes
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Cut, GridCut, ModelSpec, Unit, UnitKind
+from rotorch.core.stages import with_features_cut
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch, Transfer
 
@@ -67,6 +68,9 @@ class GridStrategy(Strategy):
     @property
     def feature_axes(self) -> tuple[str, ...]:
         return (ACROSS,)
+
+    def units_of(self, spec: ModelSpec) -> ModelSpec:
+        return with_features_cut(spec, ranks=self.columns)
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         return self._with_buffers(self._coordinate(position).layout(unit), [unit], batch=None, position=position)

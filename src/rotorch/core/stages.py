@@ -29,6 +29,16 @@ def in_stage(unit: Unit) -> InStage:
     return unit.note(InStage) or InStage()
 
 
+def with_features_cut(spec: ModelSpec, *, ranks: int) -> ModelSpec:
+    """The same units, between whose stages each of `ranks` ranks passes on its part of the features."""
+
+    def cut(unit: Unit) -> Unit:
+        note = in_stage(unit)
+        return unit.with_note(replace(note, boundary_width=note.boundary_width // ranks)) if unit.stages else unit
+
+    return replace(spec, units=tuple(map(cut, spec.units)))
+
+
 def with_stages(spec: ModelSpec, *, parts: Sequence[range]) -> ModelSpec:
     """The same units, each with the stages that use it; replicated weights become a unit per stage.
 

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement
 
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import common_seed
@@ -21,12 +22,12 @@ from rotorch.comm.shared_axis_group import make_axis_group
 from rotorch.comm.status_word import StatusWord
 from rotorch.core.grid import ACROSS, DEPTH, DOWN
 from rotorch.core.grid_memory import products
-from rotorch.core.spec import Cut, GridCut, Range, Weight
+from rotorch.core.spec import Cut, GridCut, Range, Unit, Weight
 from rotorch.hold.flat_gradients import FlatGradients
 from rotorch.hold.gathered_blocks import GatheredBlocks
 from rotorch.hold.setup import Setup
-from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
-from rotorch.hold.sharded_weights import Memory, ShardPlacement
+from rotorch.hold.sharded_model import ShardedModel, ShardedStages, SimpleShardedModel
+from rotorch.hold.sharded_weights import Memory, ShardPlacement, placed
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import sum_of_parts
 from rotorch.ops.grid_use import GridUse
@@ -41,7 +42,7 @@ def apply(setup: Setup) -> ShardedModel:
     return GridModel(setup)
 
 
-class GridModel(SimpleShardedModel):
+class GridModel(SimpleShardedModel, ShardedStages):
     """One rank's blocks on a square grid, which may be several layers deep."""
 
     def __init__(self, setup: Setup) -> None:
@@ -100,6 +101,9 @@ class GridModel(SimpleShardedModel):
         return ShardPlacement.on_axis_groups(
             weight, chunks=chunks, shape=shape, mesh=self._mesh, cuts=self._axis_groups(weight)
         )
+
+    def placements_of(self, weight: Weight, *, unit: Unit) -> tuple[Placement, ...]:
+        return placed(self._axis_groups(weight), mesh=self._mesh)
 
     def _sums(self, weight: Weight) -> tuple[AxisGroup, ...]:
         return tuple(axis_group for axis_group, cut in self._axis_groups(weight) if cut is None and axis_group.size > 1)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rotorch.comm.observe import Activity, Observer
 from rotorch.comm.stage_messages import StageMessages
-from rotorch.core.spec import ModelSpec, UnitKind, Weight
+from rotorch.core.spec import ModelSpec, Unit, Weight
 from rotorch.hold.inner_memory import InnerMemory
 from rotorch.hold.pipeline_step import PipelineStep, Watch
 from rotorch.hold.setup import Setup
@@ -49,6 +49,9 @@ class WholeStages(SimpleShardedModel, ShardedStages):
             ShardPlacement(w, cut_chunks(w, num_slices=1, index=0), w.shape, (Replicate(),)) for w in spec.weights
         ]
         super().__init__(setup.module, setup.shards(placements))
+
+    def placements_of(self, weight: Weight, *, unit: Unit) -> tuple[Placement, ...]:
+        return ()
 
 
 class PipelinedModel(OuterShardedModel):
@@ -95,17 +98,15 @@ class PipelinedModel(OuterShardedModel):
                 self._shared += [(w.name, other) for w in unit.weights for other in others]
             elif self._position in others:
                 self._shared += [(w.name, owner) for w in unit.weights]
-        replicated = [w.name for u in spec.units if u.kind is UnitKind.REPLICATED for w in u.weights]
-        replicates = any(inner.weights[name].num_holders > 1 for name in replicated if name in inner.weights)
         memory = InnerMemory(inner.weights, owned=self._owned)
-        placements = [self._placement(w, whole=replicates and w.name in set(replicated)) for w in spec.weights]
+        placements = [self._placement(weight, unit=unit) for unit in spec.units for weight in unit.weights]
         self.shards = setup.shards(placements, memory=memory, mesh=inside)
         self.weights = self.shards.held
         self._free_borrowed()
 
-    def _placement(self, weight: Weight, *, whole: bool) -> ShardPlacement:
+    def _placement(self, weight: Weight, *, unit: Unit) -> ShardPlacement:
         """This rank's shard of a weight among all ranks of the pipeline, over which it is cut in name only."""
-        placements = (Shard(0), *[Replicate() if whole else Shard(0)] * (self._inside.ndim - 1))
+        placements = (Shard(0), *self._inner.placements_of(weight, unit=unit))
         if weight.name not in self._owned:
             return ShardPlacement(weight, (), (0, *weight.shape[1:]), placements)
         inner = self._inner.weights[weight.name]

@@ -15,9 +15,11 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from rotorch.comm.observe import Observable, Observer
 from rotorch.comm.status_word import StatusWord
+from rotorch.core.spec import Unit, UnitKind, Weight
 from rotorch.hold.sharded_weights import ShardedWeights
 from rotorch.models.losses import Batch
 from rotorch.shard.sharded_weight import ShardedWeight
@@ -200,6 +202,17 @@ class ShardedStages(ShardedModel):
 
     weight_gradients_wait: bool = False
     """True if a pipeline may put gradients of linear layers off: the module computes with plain, whole weights."""
+
+    def placements_of(self, weight: Weight, *, unit: Unit) -> tuple[Placement, ...]:
+        """The placements of a weight of any stage over this strategy's own axes: equal on all ranks of the pipeline.
+
+        By default over one axis, which cuts all but replicated weights.
+
+        Args:
+            weight: in `unit`.
+            unit: whose stages may all be on other ranks.
+        """
+        return (Replicate() if unit.kind is UnitKind.REPLICATED else Shard(0),)
 
     def unshard(self, stage: int) -> None:
         """Starts gathering a stage's weights, if they are gathered at all; called before a pipeline uses the stage."""

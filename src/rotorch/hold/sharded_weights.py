@@ -129,14 +129,11 @@ class ShardPlacement:
             mesh: of the DTensor at rest.
             cuts: this rank's axis groups, each with the weight's cut over it; None: its ranks hold the same.
         """
-        placements: dict[str, Placement] = {axis: Replicate() for axis in mesh.mesh_dim_names or ()}
         num_holders, holder = 1, 0
         for axis_group, cut in cuts:
-            if cut is not None:
-                placements[axis_group.axis] = Shard(cut.dim)
-            else:
+            if cut is None:
                 holder, num_holders = holder * axis_group.size + axis_group.position, num_holders * axis_group.size
-        return ShardPlacement(weight, chunks, shape, tuple(placements.values()), num_holders, holder)
+        return ShardPlacement(weight, chunks, shape, placed(cuts, mesh=mesh), num_holders, holder)
 
     def rows_of_it(self, rows: Range) -> ShardPlacement:
         """Some rows of this part, for one of several ranks that share it."""
@@ -150,6 +147,12 @@ class ShardPlacement:
     def is_whole(self) -> bool:
         """True if the shard is all of the weight."""
         return self.shape == self.weight.shape and len(self.chunks) == 1
+
+
+def placed(cuts: Sequence[tuple[AxisGroup, Cut | None]], *, mesh: DeviceMesh) -> tuple[Placement, ...]:
+    """The placements of a weight on the axes of a mesh, over some of which it is cut (see `on_axis_groups`)."""
+    dims = {axis_group.axis: cut.dim for axis_group, cut in cuts if cut is not None}
+    return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in mesh.mesh_dim_names or ())
 
 
 def rows_of_chunk(rows: int, *, size: int, position: int) -> Range:

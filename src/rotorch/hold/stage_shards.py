@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Shard
 
 from rotorch.comm.axis_group import AxisGroup
-from rotorch.core.spec import ModelSpec
+from rotorch.core.spec import ModelSpec, Unit, Weight
 from rotorch.hold.gathered_stages import GatheredStages
 from rotorch.hold.setup import Setup
 from rotorch.hold.sharded_model import ShardedStages, SimpleShardedModel
@@ -32,6 +33,9 @@ class StageShards(SimpleShardedModel, ShardedStages):
         )
         placements = [ShardPlacement.rows_of(weight, mesh=mesh) for weight in spec.weights]
         super().__init__(setup.module, setup.shards(placements, memory=self._memory, mesh=mesh))
+
+    def placements_of(self, weight: Weight, *, unit: Unit) -> tuple[Placement, ...]:
+        return (Shard(0),)
 
     def unshard(self, stage: int) -> None:
         self._memory.unshard(stage)

@@ -49,6 +49,9 @@ COMPOSES: frozenset[tuple[str, str]] = frozenset(
         ("pp", "fsdp"),
         ("pp", "rtp"),
         ("pp", "megatron"),
+        ("pp", "atp"),
+        ("pp", "summa"),
+        ("pp", "tesseract"),
         ("zeropp", "rtp"),
     }
 )

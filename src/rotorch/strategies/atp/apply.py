@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from functools import partial
 
 from torch import nn
+from torch.distributed.tensor import Placement
 
 from rotorch.comm.axis_group import AxisGroup
 from rotorch.comm.collectives import common_seed
-from rotorch.core.spec import Combine, GridCut, Unit, UnitKind, Weight
+from rotorch.core.spec import Combine, Cut, GridCut, Unit, UnitKind, Weight
 from rotorch.hold.setup import Setup
-from rotorch.hold.sharded_model import ShardedModel, SimpleShardedModel
-from rotorch.hold.sharded_weights import ShardPlacement
+from rotorch.hold.sharded_model import ShardedModel, ShardedStages, SimpleShardedModel
+from rotorch.hold.sharded_weights import ShardPlacement, placed
 from rotorch.models.feature_sums import complete_sums
 from rotorch.ops.conjugates import ParallelRegion, sum_of_parts
 from rotorch.ops.own_shard import OwnShard
@@ -35,7 +36,7 @@ def apply(setup: Setup) -> ShardedModel:
     return ATPModel(setup)
 
 
-class ATPModel(SimpleShardedModel):
+class ATPModel(SimpleShardedModel, ShardedStages):
     """One rank's blocks, and the weights that are whole on every rank."""
 
     def __init__(self, setup: Setup) -> None:
@@ -64,10 +65,17 @@ class ATPModel(SimpleShardedModel):
                     self._complete_sums(site.module, weight)
 
     def _placement(self, weight: Weight) -> ShardPlacement:
-        cut, coordinate = weight.grid or GridCut(), self._coordinate
-        cuts = [(self.plane.interior, cut.rows), (self.plane.features, cut.columns)]
-        chunks, shape = box_chunks(coordinate.ranges(weight)), coordinate.shape(weight)
-        return ShardPlacement.on_axis_groups(weight, chunks=chunks, shape=shape, mesh=self._mesh, cuts=cuts)
+        chunks, shape = box_chunks(self._coordinate.ranges(weight)), self._coordinate.shape(weight)
+        return ShardPlacement.on_axis_groups(
+            weight, chunks=chunks, shape=shape, mesh=self._mesh, cuts=self._cuts(weight)
+        )
+
+    def _cuts(self, weight: Weight) -> list[tuple[AxisGroup, Cut | None]]:
+        cut = weight.grid or GridCut()
+        return [(self.plane.interior, cut.rows), (self.plane.features, cut.columns)]
+
+    def placements_of(self, weight: Weight, *, unit: Unit) -> tuple[Placement, ...]:
+        return placed(self._cuts(weight), mesh=self._mesh)
 
     def _proxy(self, weight: Weight, unit: Unit) -> WeightProxy:
         if unit.kind is UnitKind.MODULE:

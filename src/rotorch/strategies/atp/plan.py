@@ -44,6 +44,7 @@ from pydantic import PositiveInt
 from rotorch.core.errors import ConfigError
 from rotorch.core.layout import Layout
 from rotorch.core.spec import Combine, Cut, GridCut, ModelSpec, Range, Unit, UnitKind, Weight
+from rotorch.core.stages import with_features_cut
 from rotorch.core.strategy import Strategy
 from rotorch.core.traffic import MicroBatch, Phase, Transfer, all_gather, all_reduce
 
@@ -153,7 +154,7 @@ class ATP(Strategy):
         for unit in spec.units:
             weights = (replace(w, grid=_cut(unit, w, whole=w.name.startswith(tuple(alone)))) for w in unit.weights)
             units.append(replace(unit, weights=tuple(weights)))
-        return replace(spec, units=tuple(units))
+        return with_features_cut(replace(spec, units=tuple(units)), ranks=self.axes[self.feature_axis])
 
     def layout(self, unit: Unit, *, position: int = 0) -> Layout:
         coordinate = self.coordinate(position)
